@@ -1,4 +1,5 @@
-# The environment is made by the first target that needs it, and again when pyproject.toml or constraints.txt changes.
+# The environment is made by the first target that needs it, and again when pyproject.toml or constraints.txt changes: Shoal
+# and what it imports for the demo and the documentation, everything else (tools, peers, optional parts) for the rest.
 # Another interpreter: make PYTHON=python3.12 test. PyTorch without GPU libraries, a much smaller download:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo
 
@@ -6,6 +7,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.shoal-installed
+ALL := $(VENV)/.shoal-all-installed
+SOURCES := pyproject.toml constraints.txt setup.py $(wildcard src/shoal/comm/shm/core/*.[ch] src/shoal/codec/core/*.c)
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 OLDEST := .venv-oldest
 
@@ -13,7 +17,7 @@ OLDEST := .venv-oldest
 
 help:
 	@echo "make demo    trains a small GPT on this machine's Python library (about 2 minutes) and writes a report"
-	@echo "make test    runs the tests"
+	@echo "make test    runs the tests; installs what they need besides (200 packages, once)"
 	@echo "make test-oldest   runs the fast part of the tests on the oldest PyTorch that Shoal admits, in an environment of its own"
 	@echo "make gpu     on a machine with a GPU: tests and measurements there, in four minutes; docs/benchmarks/gpu.json"
 	@echo "make check   runs lint, format, types and the floors"
@@ -34,7 +38,7 @@ demo: $(READY)
 	@$(BIN)/shoal plan recipes/stdlib-gpt.toml --elsewhere runs/stdlib-gpt
 	@echo "Open runs/stdlib-gpt/report.html in a browser."
 
-test: $(READY)
+test: $(ALL)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-oldest: $(OLDEST)/.shoal-installed
@@ -44,14 +48,14 @@ test-oldest: $(OLDEST)/.shoal-installed
 FAST := tests/engine tests/gradients tests/maths tests/memory tests/models tests/observe tests/optim \
 	tests/assembly/test_profiling.py tests/verification/test_recipes.py tests/assembly/test_run_gradients.py
 
-check: $(READY)
+check: $(ALL)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 
 docs: $(READY)
-	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[docs]'
+	$(INSTALL) -q -e '.[docs]'
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs out/docs
 	@echo "Open out/docs/index.html in a browser."
 
@@ -62,7 +66,7 @@ bench: $(READY)
 	@$(BIN)/python -m json.tool out/bench-step.json
 	@echo "Written to out/bench-step.json"
 
-bench-wire: $(READY)
+bench-wire: $(ALL)
 	@mkdir -p out
 	$(BIN)/python -m benchmarks.wire --plot out/bench-wire.part.png --json > out/bench-wire.json.part
 	@mv out/bench-wire.part.png out/bench-wire.png
@@ -76,44 +80,49 @@ bench-wire: $(READY)
 	@for name in wire programs step step-4; do $(BIN)/python -m json.tool out/bench-$$name.json || exit; done
 	@echo "Written to out/bench-wire.json and .png, out/bench-programs.json, out/bench-step.json and out/bench-step-4.json"
 
-bench-link: $(READY)
+bench-link: $(ALL)
 	@mkdir -p out
 	$(BIN)/shoal bench link --json > out/bench-link.json.part
 	@mv out/bench-link.json.part out/bench-link.json
 	@$(BIN)/python -m json.tool out/bench-link.json
 	@echo "Written to out/bench-link.json"
 
-bench-zero bench-memory bench-pipeline bench-noise bench-check: bench-%: $(READY)
+bench-zero bench-memory bench-pipeline bench-noise bench-check: bench-%: $(ALL)
 	@mkdir -p out
 	$(BIN)/python -m benchmarks.$* --json > out/bench-$*.json.part
 	@mv out/bench-$*.json.part out/bench-$*.json
 	@$(BIN)/python -m json.tool out/bench-$*.json
 	@echo "Written to out/bench-$*.json"
 
-bench-plan: $(READY)
+bench-plan: $(ALL)
 	@mkdir -p out
 	$(BIN)/python -m benchmarks.plan tests/planner/published --markdown out/bench-plan.md --json > out/bench-plan.json
 	$(BIN)/python -m benchmarks.simulate tests/planner/published --json > out/bench-simulate.json
 	@echo "Written to out/bench-plan.json, out/bench-plan.md and out/bench-simulate.json"
 
-verify-matrix: $(READY)
+verify-matrix: $(ALL)
 	@mkdir -p out
 	$(BIN)/python -m tests.verification.matrix --number 150 --json out/verify-matrix.json
 
-stress: $(READY)
+stress: $(ALL)
 	$(BIN)/python -m pytest -m stress
 
-sanitize: $(READY)
+sanitize: $(ALL)
 	sh tests/comm/shm/sanitize/run.sh 40
 
 clean:
 	rm -rf $(OLDEST) out build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is touched last, so that an install that was cut short is done again.
-$(READY): pyproject.toml constraints.txt setup.py $(wildcard src/shoal/comm/shm/core/*.[ch] src/shoal/codec/core/*.c) | $(BIN)/activate
-	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[vision,dev]'
+# A stamp is touched last, so that an install that was cut short is done again. Of a thousand modules of PyTorch a run imports
+# some: those are compiled when they are imported.
+$(READY): $(SOURCES) | $(BIN)/activate
+	$(INSTALL) --no-compile -e .
 	@touch $@
+
+$(ALL): $(SOURCES) | $(BIN)/activate
+	$(INSTALL) -e '.[vision,dev]'
+	@touch $(READY) $@
 
 # `venv` writes `activate` after it has put pip in: an environment that was cut short has none, and is made again.
 $(BIN)/activate:

@@ -14,6 +14,7 @@ FLAGS = ["-std=gnu11", "-O3", "-fvisibility=hidden", "-ffp-contract=off"]
 KERNELS = Path("src/shoal/codec/core")
 
 setup(
+    options={"build_ext": {"parallel": 2}},
     ext_modules=[
         Extension(
             "shoal.comm.shm._core",
@@ -31,5 +32,5 @@ setup(
             libraries=["m"],
             optional=True,
         ),
-    ]
+    ],
 )

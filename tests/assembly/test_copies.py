@@ -61,7 +61,7 @@ QUICK = ("replicate", "replicate, ZeRO-3", "tensor", "statistics", "local", "gos
     "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.stress) for case in EQUAL]
 )
 def test_copies_that_are_equal_are_never_called_different(ranks, tmp_path: Path, case: str) -> None:
-    """At the start, after every step, and when the run goes on from its checkpoint."""
+    """At the start, after every step, and when the run resumes from its checkpoint."""
     size, tables = EQUAL[case]
     corpus(tmp_path)
     ranks(size, trained, tables | EVERY_STEP, str(tmp_path))

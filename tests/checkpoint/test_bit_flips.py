@@ -85,7 +85,7 @@ def expect_noticed(directory: Path, path: Path, bits: list[int]) -> None:
 
 
 def test_flips_of_every_file_are_noticed(run):
-    """A start goes on from the checkpoint before; where `latest` alone is damaged, from the newest one."""
+    """A start resumes from the checkpoint before; where `latest` alone is damaged, from the newest one."""
     for path in files_of_the_newest(run):
         count = 8 * path.stat().st_size
         expect_noticed(run, path, random.Random(0).sample(range(count), min(SAMPLE, count)))

@@ -76,7 +76,7 @@ def test_a_folder_that_was_copied_without_its_objects_is_no_checkpoint(run, tmp_
 
 @pytest.mark.parametrize("gone", ["checkpoints", "checkpoints/objects", "."])
 def test_folders_that_were_removed_in_mid_run_are_made_again(tmp_path, gone):
-    """The next save is whole, and the run goes on from it."""
+    """The next save is whole, and the run resumes from it."""
     run = tmp_path / "run"
     saver = saver_for(run)
     assert save(saver, 1).committed

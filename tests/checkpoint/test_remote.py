@@ -52,7 +52,7 @@ def copied(store: RemoteCheckpoints, directory: Path, steps: list[int], *, keep:
 
 @pytest.mark.stress
 def test_no_checkpoint_is_lost_though_a_tenth_of_the_requests_fail(tmp_path: Path, server: S3, url: str) -> None:
-    """10 % of 503s and slow answers: every save arrives whole, and an empty directory elsewhere goes on from it."""
+    """10 % of 503s and slow answers: every save arrives whole, and an empty directory elsewhere resumes from it."""
     server.trouble.become(failing=0.1, slow_s=0.005)
     store = RemoteCheckpoints(url, options=server.options, sleep=lambda seconds: None)
     assert copied(store, tmp_path / "here", [100, 200, 300, 400]) == []

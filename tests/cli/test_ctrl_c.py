@@ -63,7 +63,7 @@ SLOW_PROGRAM = "#!/bin/sh\ntouch begun\nexec sleep 60\n"
 HOSTS = "#!/bin/sh\necho 'all*|2|8|16000|(null)'\n"
 SWEEP = 'name = "s"\nrun = "run.toml"\nobjective = "loss/train"\n[parameters]\n"optimizer.lr" = [0.01, 0.05]\n'
 AGAIN = "interrupted before its end; the same command starts it again\n"
-GOES_ON = "the same command goes on from there\n"
+GOES_ON = "the same command resumes from there\n"
 NO_RESULT = "SIGINT: stopped at once; there is no result; start it again\n"
 MEASURING = r"(?m)^(\d+ of \d+: )?[^:\n]+: \w"
 """Rank 0 of a benchmark has told what it measures, behind the name of the part."""
@@ -146,7 +146,7 @@ class Case:
 
 
 CASES = [
-    Case("train run.toml", INTERRUPTED, "the next start goes on from the newest checkpoint\n", building),
+    Case("train run.toml", INTERRUPTED, "the next start resumes from the newest checkpoint\n", building),
     Case("train run.toml", STOPPED, f"stopped after a good checkpoint; {GOES_ON}", training),
     Case("verify run.toml", INTERRUPTED, NO_RESULT, building),
     Case("evaluate runs/own", INTERRUPTED, NO_RESULT, trained),

@@ -217,7 +217,7 @@ def test_a_replica_that_is_asked_to_leave_hands_over(own: Project) -> None:
 
 @pytest.mark.stress
 def test_the_launcher_stops_the_run_and_the_same_command_goes_on(own: Project) -> None:
-    """SIGTERM of the launcher: a checkpoint, exit 75; the next start goes on from it."""
+    """SIGTERM of the launcher: a checkpoint, exit 75; the next start resumes from it."""
     plain = undisturbed(own)
     running = start(own)
     running.send_signal(signal.SIGTERM)
@@ -225,7 +225,7 @@ def test_the_launcher_stops_the_run_and_the_same_command_goes_on(own: Project) -
     set_pace(own, 0.0)
     again = own.shoal("train", "run.toml")
     assert again.returncode == 0, again.stderr
-    assert "going on from the checkpoint of step" in again.stdout
+    assert "resuming from the checkpoint of step" in again.stdout
     assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
     assert used_ids(own) == expected_ids(STEPS)
 
@@ -345,5 +345,5 @@ def test_a_host_that_is_to_go_saves_and_stops(own: Project) -> None:
     set_pace(own, 0.0)
     again = own.shoal("train", "run.toml")
     assert again.returncode == 0, again.stderr
-    assert "going on from the checkpoint of step" in again.stdout
+    assert "resuming from the checkpoint of step" in again.stdout
     assert used_ids(own) == expected_ids(STEPS)

@@ -192,14 +192,14 @@ def test_without_the_coordinator_a_run_goes_on_until_a_loss_and_then_saves(tmp_p
         lost.kill()
         assert rest.wait(HANG_S) == 3, own.said(f"{leader}.txt")
     said = " ".join(own.said(f"{leader}.txt").split())
-    found = re.search(r"the state after step (\d+) is saved, and the same command goes on from it", said)
+    found = re.search(r"the state after step (\d+) is saved, and the same command resumes from it", said)
     assert found, said
     assert "does not answer: start it" in said
     assert newest_step(own) == int(found[1]) == max(own.losses())
     set_pace(own, 0.0)
     done = own.shoal("train", "fixed.toml", "run.processes=1")
     assert done.returncode == 0, done.stderr
-    assert f"going on from the checkpoint of step {found[1]}" in done.stdout
+    assert f"resuming from the checkpoint of step {found[1]}" in done.stdout
     assert own.losses() == pytest.approx(plain, rel=LOSS_TOLERANCE)
 
 
@@ -367,7 +367,7 @@ def test_a_run_that_is_not_elastic_needs_no_common_file_system_either(tmp_path: 
     launched(tmp_path, runs, "run.steps=60")
     assert [newest_step(own) for own in runs] == [60, 60]
     assert sorted(runs[0].losses()) == list(range(1, 61))
-    assert "going on from the checkpoint of step 40" in runs[0].said()
+    assert "resuming from the checkpoint of step 40" in runs[0].said()
     assert not compare(*(own.folder / "runs/own" for own in runs)).differences
 
 

@@ -115,7 +115,7 @@ def test_survivors_of_a_round_keep_the_outer_state(tmp_path: Path) -> None:
         if int(folder.name.removeprefix("step-")) > step:
             shutil.rmtree(folder)
     done = own.shoal("train", "fixed.toml", *same, "run.processes=2")
-    assert f"going on from the checkpoint of step {step}" in done.stdout
+    assert f"resuming from the checkpoint of step {step}" in done.stdout
     assert own.losses() == pytest.approx(own.losses("plain"), rel=LOSS_TOLERANCE)
 
 

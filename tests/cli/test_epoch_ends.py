@@ -98,4 +98,4 @@ def test_a_kill_in_the_second_epoch(plain: tuple[bool, list[float]], tmp_path: P
     assert codes[1] == -9
     assert own(tmp_path, drop_last, world=3) == [0] * 3, (tmp_path / "rank-0.txt").read_text()
     assert losses(tmp_path) == pytest.approx(expected, rel=TOLERANCE)
-    assert re.search("going on from the checkpoint of step [2468]", (tmp_path / "rank-0.txt").read_text())
+    assert re.search("resuming from the checkpoint of step [2468]", (tmp_path / "rank-0.txt").read_text())

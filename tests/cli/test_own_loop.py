@@ -130,7 +130,7 @@ def test_a_killed_loop_goes_on_with_other_ranks(own: Project, plain: dict) -> No
     assert [losses[step] for step in range(1, 11)] == pytest.approx(plain["losses"], rel=2e-6)
     said = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     assert (said["lr"], said["right"]) == (plain["lr"], plain["right"])
-    assert "going on from the checkpoint" in done.stdout
+    assert "resuming from the checkpoint" in done.stdout
 
 
 def test_a_signal_ends_a_loop_after_a_checkpoint(own: Project, plain: dict) -> None:
@@ -173,7 +173,7 @@ def test_what_a_script_raises_ends_its_run(own: Project) -> None:
         (("optimizer=optimizer", "optimizer=torch.optim.SGD([nn.Parameter(x0)], lr=1)"), "not in the model"),
         (("optimizer=optimizer", "optimizer=torch.optim.SGD(model[0].parameters(), lr=1)"),
          "the optimizer does not step 2.weight, which requires a gradient"),
-        (('{"run": {"name": "own"}}', '{"optimizer": {"kind": "sgd"}}'), "[optimizer] has no meaning"),
+        (('{"run": {"name": "own"}}', '{"optimizer": {"kind": "sgd"}}'), "[optimizer] is for runs without a loop"),
         (("epochs=2, ", ""), "pass epochs or steps, one of them"),
         (("sys.argv[1:]", '["layout.tensor=2"]'), "layout.tensor = 2: a script's own loop can be"),
         (("sys.argv[1:]", '["run.processes=2", "sync.kind=\\"server\\"", "sync.servers=1"]'),

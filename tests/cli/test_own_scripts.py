@@ -82,7 +82,7 @@ def test_killed_under_zero_3_and_resumed_on_three_ranks(name: str, tmp_path: Pat
     assert losses(name, tmp_path) == pytest.approx(expected[:5], rel=LOSS_TOLERANCE)
     assert trained(name, tmp_path, world=3) == pytest.approx(expected, rel=LOSS_TOLERANCE)
     said = (tmp_path / "rank-0.txt").read_text()
-    assert re.search("going on from the checkpoint of step [24]", said), "the newest that was whole"
+    assert re.search("resuming from the checkpoint of step [24]", said), "the newest that was whole"
 
 
 @pytest.mark.stress

@@ -36,7 +36,7 @@ def test_a_file_makes_a_plain_run_save_and_stop(own: Project) -> None:
     taken = max(own.losses())
     again = own.shoal("train", "run.toml", f"run.steps={taken + 1}", "run.processes=2")
     assert again.returncode == 0, again.stderr
-    assert f"going on from the checkpoint of step {taken}" in again.stdout
+    assert f"resuming from the checkpoint of step {taken}" in again.stdout
 
 
 def test_a_metadata_service_makes_a_plain_run_save_and_stop(own: Project) -> None:
@@ -94,7 +94,7 @@ def test_a_loop_of_ones_own_saves_and_stops_on_a_notice(own: Project, by: str) -
     assert taken in (3, 4), "ranks agree on the end of a step when it begins"
     again = own.python(*command)
     assert again.returncode == 0, again.stderr
-    assert f"going on from the checkpoint of step {taken}" in again.stdout
+    assert f"resuming from the checkpoint of step {taken}" in again.stdout
     assert sorted(own.losses("runs/loop")) == list(range(1, 9))
 
 

@@ -105,7 +105,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(own: Project, number: signa
     assert own.shoal("checkpoint", "verify", "runs/own").returncode == 0
     again = own.shoal(*command)
     assert again.returncode == 0, again.stderr
-    assert f"going on from the checkpoint of step {stopped_at}" in again.stdout
+    assert f"resuming from the checkpoint of step {stopped_at}" in again.stdout
     assert sorted(own.losses()) == list(range(1, 10))
 
 

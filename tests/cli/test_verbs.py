@@ -91,7 +91,7 @@ def test_checkpoints_are_listed_and_a_flipped_bit_is_named(trained: Project) -> 
     assert name in found.stdout
     resumed = trained.shoal("train", "run.toml", "run.directory=damaged", "run.steps=10")
     assert resumed.returncode == 0, resumed.stderr
-    assert "going on from the checkpoint of step 8" in resumed.stdout
+    assert "resuming from the checkpoint of step 8" in resumed.stdout
     assert name in resumed.stdout + resumed.stderr
 
 

@@ -1,4 +1,4 @@
-"""Streams are read as they grow; a run goes on from its cursor, and a socket's lines are kept and asked for again."""
+"""Streams are read as they grow; a run resumes from its cursor, and a socket's lines are kept and asked for again."""
 
 import json
 import socket

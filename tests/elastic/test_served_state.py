@@ -223,7 +223,7 @@ def test_a_lost_server_is_noticed_by_all(ranks, folder: Path, sync: Tables) -> N
 
 
 def test_where_workers_serve_nothing_is_left(ranks, folder: Path) -> None:
-    """Each loss takes a part along: the run goes on from the newest checkpoint."""
+    """Each loss takes a part along: the run resumes from the newest checkpoint."""
     held = ranks(2, held_of, str(folder), {"kind": "server"})
     assert held == [None, None]
 

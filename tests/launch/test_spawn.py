@@ -249,7 +249,7 @@ with StopRequest() as stop:
     launched.interrupt()
     code, said = launched.end()
     assert code == 130
-    assert said.splitlines()[1:] == ["SIGINT: stopped at once; the next start goes on from the newest checkpoint"]
+    assert said.splitlines()[1:] == ["SIGINT: stopped at once; the next start resumes from the newest checkpoint"]
 
 
 def test_every_rank_keeps_the_pages_it_frees(launch):

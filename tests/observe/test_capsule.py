@@ -48,7 +48,7 @@ def test_a_step_that_was_not_finite_is_the_one_that_failed(tmp_path: Path) -> No
 
 
 def test_after_a_restart_the_last_start_counts(tmp_path: Path) -> None:
-    """It goes on from step 2 of three: without a step of its own, step 3 failed, on the samples behind those of step 2;
+    """It resumes from step 2 of three: without a step of its own, step 3 failed, on the samples behind those of step 2;
     a loss that is none counts with its own samples."""
     run_with_losses(tmp_path, [1.0, 0.9, 0.8])
 

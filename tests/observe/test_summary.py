@@ -8,12 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from shoal import units
 from shoal.launch.lock import RunLock
+from shoal.observe.attempts import groups
 from shoal.observe.ending import Ending, write_ending
+from shoal.observe.events import EventWriter, read_events
 from shoal.observe.facts import number_of, write_facts
+from shoal.observe.goodput import DETECTING, RESTARTING, goodput_of
 from shoal.observe.record import read_record
-from shoal.observe.summary import DETECTING, RESTARTING, Summary, _goodput, summarize
-from tests.observe.synthetic import write_run
+from shoal.observe.sink import RunStart
+from shoal.observe.status import Status
+from shoal.observe.summary import Summary, _goodput, summarize
+from shoal.page.lead import Lead
+from tests.observe.synthetic import START_S, write_run
 
 
 def summary_of(directory: Path) -> Summary:
@@ -62,6 +69,32 @@ def test_goodput_and_exposed_communication_are_shares_of_the_time(tmp_path: Path
     resumed = summary_of(again).goodput
     assert resumed is not None
     assert resumed < 0.01  # a thousand seconds away
+
+
+def test_the_terminal_the_report_and_the_page_have_one_goodput(tmp_path: Path) -> None:
+    """Of a run that was resumed after a thousand seconds; and a start that takes no step, because all are taken,
+    changes nothing of it."""
+    write_run(tmp_path, stop_at=20)
+    events = read_events(tmp_path)
+    first, second = groups(events)
+    lead = Lead()
+    for event in events:
+        lead.add(event)
+    run = RunStart(name="run", total_steps=40, first_step=16, generation=1)
+    status = Status(run, earlier=goodput_of(first))
+    status.update(
+        15, {"membership/replicas": 2.0}, time_s=second[0].time_s - 0.2
+    )  # of no step, as elastic runs have it
+    for event in second:
+        status.update(event.step, event.values, time_s=event.time_s)
+    fall, report = lead.waterfall(), summary_of(tmp_path).goodput
+    assert fall is not None
+    assert report is not None
+    assert report == pytest.approx(fall.trained_s / fall.whole_s)
+    assert f"goodput {units.percent(report)}" in status.summary(Ending("finished"))
+    with EventWriter(tmp_path, rank=0, generation=2) as writer:
+        writer.resume(40, time_s=START_S + 1e6)
+    assert summary_of(tmp_path).goodput == report
 
 
 def test_a_resumed_run_counts_its_last_life(tmp_path: Path) -> None:

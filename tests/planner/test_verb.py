@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,12 @@ STDLIB = ROOT / "recipes" / "stdlib-gpt.toml"
 DIGITS = ROOT / "recipes" / "digits.toml"
 
 
+@pytest.fixture(autouse=True)
+def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step takes here is no matter of these tests."""
+    monkeypatch.setattr("shoal.planning.tried_step.tried_step", lambda run_file: None)
+
+
 @pytest.fixture
 def app() -> typer.Typer:
     """The verb alone."""
@@ -31,15 +38,30 @@ def app() -> typer.Typer:
 
 def test_the_text_has_every_part(app: typer.Typer) -> None:
     """The plans, the bill with its sum, memory, what would help, the other plan."""
-    result = CliRunner().invoke(app, [str(STDLIB), "--why-not", "tensor=2"])
+    result = CliRunner().invoke(app, [str(STDLIB), "--why-not", "tensor=2", "--all"])
     assert result.exit_code == 0
     for part in ("Best plan:", "the sum of the above", "the device has", "what would change it", "tensor=2: the best"):
         assert part in result.stdout
 
 
+@pytest.mark.parametrize("top", [[], ["--top", "3"]])
+def test_the_answer_fits_on_a_screen(app: typer.Typer, top: list[str]) -> None:
+    """24 lines: the plans, how sure they are, what would help, and how to see the rest. No change of -0.0 %, and
+    nothing of GPUs on cores."""
+    result = CliRunner().invoke(app, [str(STDLIB), *top])
+    assert result.exit_code == 0
+    assert result.stdout.count("\n") <= 24
+    assert "The run file as it stands, then the fastest plans" in result.stdout
+    assert "--all shows the rest" in result.stdout
+    whole = CliRunner().invoke(app, [str(STDLIB), *top, "--all"]).stdout
+    for text in (result.stdout, whole):
+        assert not re.search(r"[-+]0\.0\b", text)
+        assert "A100" not in text
+
+
 def test_units_are_chosen_by_size(app: typer.Typer) -> None:
     """A model of digits has samples and no tokens, and its memory is MiB, never 0.00 GiB."""
-    result = CliRunner().invoke(app, [str(DIGITS)])
+    result = CliRunner().invoke(app, [str(DIGITS), "--all"])
     assert result.exit_code == 0
     assert "samples/s" in result.stdout
     assert "tokens/s" not in result.stdout

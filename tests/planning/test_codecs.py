@@ -140,7 +140,7 @@ def test_both_verbs_print_it(link: Callable[..., Path]) -> None:
     app.command("plan")(plan)
     app.command("simulate")(simulate)
     keys = [str(RECIPE), *WIDE, "layout.replicate=2", "--cluster", str(link(50))]
-    text = CliRunner().invoke(app, ["plan", *keys])
+    text = CliRunner().invoke(app, ["plan", *keys, "--all"])
     assert text.exit_code == 0, text.output
     assert "gradients between replicas" in text.stdout
     assert "power_sgd rank=4 would take" in text.stdout

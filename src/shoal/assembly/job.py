@@ -221,7 +221,7 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     if repeated is not None:
         sinks.warn(repeated)
     if resumed_step is not None:
-        sinks.note(f"going on from the checkpoint of step {resumed_step}")
+        sinks.note(f"resuming from the checkpoint of step {resumed_step}")
     if resumed_step is not None and resumed_step >= run.run_file.run.steps:
         sinks.warn(
             f"run.steps = {run.run_file.run.steps} are done already: nothing to train; raise it to go on, or give "

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from time import time
+from time import monotonic, time
 from typing import Any
 
 import msgspec
@@ -28,8 +28,9 @@ from shoal.comm.board import Board
 from shoal.comm.clock import ClockOffset, measure_offset
 from shoal.data.feed import Feed
 from shoal.launch.environment import Place
-from shoal.observe.profile.arrivals import exposed, joined
+from shoal.observe.profile.arrivals import Joined, exposed, joined
 from shoal.observe.profile.bottleneck import Bottleneck, Measured, Setup, bottleneck
+from shoal.observe.profile.evidence import rounds
 from shoal.observe.profile.flame import flame_graph, flame_program
 from shoal.observe.profile.recorder import Recorder
 from shoal.observe.profile.recording import Recording
@@ -42,6 +43,9 @@ from shoal.runfile.run_file import RunFile
 GATHER_S = 600.0
 """What a rank may take to send its recording to rank 0."""
 NAMED_OPERATORS = 12
+RECORDED_S = 3.0
+"""Long enough that another program's moment is not taken for a rank's slowness."""
+FEWEST_STEPS, MOST_STEPS = 5, 50
 FLAME_STEPS = 20
 
 
@@ -60,7 +64,7 @@ def profile_rank(
     objects: UserObjects,
     *,
     warmup: int,
-    steps: int,
+    steps: int | None,
     flame: tuple[int, Path] | None = None,
     environ: Mapping[str, str] = os.environ,
     store: Store | None = None,
@@ -68,6 +72,7 @@ def profile_rank(
 ) -> Profile | None:
     """Takes `warmup` steps and `steps` recorded ones. The profile at rank 0, None at the others.
 
+    `steps`: None: as many as take `RECORDED_S` seconds, by those before them, within `FEWEST_STEPS` and `MOST_STEPS`.
     `store` is where ranks meet, None: the one that the launcher told of. `flame`: a rank, and where its flame graph
     goes. Raises what training raises, `MissingExtra` for a flame graph without py-spy.
     """
@@ -80,6 +85,7 @@ def profile_rank(
         unrecorded = max(warmup, run_file.data.prefetch_steps + 1)
         for _ in track(range(unrecorded), bar, "taking steps that are not recorded", total=unrecorded):
             loop.step()
+        steps = _steps(run, loop) if steps is None else steps
         bar.update(f"recording {units.plural(steps, 'step')}")
         recording = _recorded(loop, steps)
         if flame is not None:
@@ -93,13 +99,14 @@ def profile_rank(
     recordings = _gathered(run, recording)
     if recordings is None:
         return None
-    ranks = measured(recordings)
-    return Profile(recordings, ranks, bottleneck(ranks, setup_of(run_file, place)))
+    ranks, calls = measured(recordings), joined(recordings)
+    by_round = [measured(each, calls) for each in zip(*(rounds(one) for one in recordings), strict=True)]
+    return Profile(recordings, ranks, bottleneck(ranks, setup_of(run_file, place), rounds=by_round))
 
 
-def measured(recordings: Sequence[Recording]) -> list[Measured]:
-    """The figures of each rank."""
-    calls = joined(recordings)
+def measured(recordings: Sequence[Recording], calls: dict[str, Joined] | None = None) -> list[Measured]:
+    """The figures of each rank. `calls`: those of all ranks; None: as far as these recordings hold them."""
+    calls = joined(recordings) if calls is None else calls
     return [
         Measured(split(recording), exposed(recording, calls), operators(recording), recording.sources)
         for recording in recordings
@@ -128,13 +135,17 @@ class _Loop:
     run: Run
     feed: Feed
     number: int = 0
+    last_s: float = 0.0
+    """What the last step took."""
 
     def step(self, recorder: Recorder | None = None) -> None:
         self.number += 1
+        begin_s = monotonic()
         if recorder is None:
             self.train(self.feed.next())
         else:
             recorder.step(self.number, self.feed.next, self.train)
+        self.last_s = monotonic() - begin_s
 
     def train(self, fed: Any) -> None:
         rate = self.run.rate(min(self.number, self.run.run_file.run.steps))
@@ -145,6 +156,12 @@ class _Loop:
         """Returns when every rank has done its steps."""
         self.run.step.settle()
         self.run.mesh.world.barrier().wait()
+
+
+def _steps(run: Run, loop: _Loop) -> int:
+    """As rank 0 finds it, on all ranks."""
+    fitting = int(RECORDED_S / max(loop.last_s, RECORDED_S / MOST_STEPS))
+    return int(run.process.announce("profile/steps", lambda: str(max(FEWEST_STEPS, fitting))))
 
 
 def _recorded(loop: _Loop, steps: int) -> Recording:

@@ -7,7 +7,7 @@ from shoal.comm.board import Board
 from shoal.data.feed import Feed
 from shoal.engine.replica_speeds import ReplicaSpeeds
 from shoal.observe.sink import Sinks
-from shoal.resilience.stragglers import Stragglers
+from shoal.resilience.stragglers import Lasting, Stragglers
 
 
 def replica_speeds(run: Run, feed: Feed, sinks: Sinks) -> ReplicaSpeeds | None:
@@ -28,9 +28,9 @@ def replica_speeds(run: Run, feed: Feed, sinks: Sinks) -> ReplicaSpeeds | None:
         replicas,
         mesh.device,
         warn=sinks.warn if first else _unsaid,
-        note=sinks.note if first else _unsaid,
         divide=feed.divide if divides else None,
         stragglers=Stragglers(observe.straggler_factor, observe.straggler_steps),
+        lasting=Lasting(observe.straggler_s),
         board=board,
     )
 

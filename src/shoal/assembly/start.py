@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from shoal import units
 from shoal.assembly.failed_run import alerts, tell_of_failure
 from shoal.assembly.lab import processes_in
@@ -54,7 +56,7 @@ class Planner:
 def processes_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> int:
     """How many ranks to start: as the run file says, else the layout's product, else one per GPU, else two."""
     if run_file.elastic is not None:
-        return run_file.elastic.max * run_file.layout.replica_size
+        return run_file.run.processes or run_file.elastic.max * run_file.layout.replica_size
     if run_file.run.processes is not None:
         run_file.layout.layout(run_file.run.processes)
         return run_file.run.processes
@@ -115,11 +117,12 @@ def run(
             elif run_file.elastic is not None:
                 from shoal.fleet.launch import ElasticJob, run_elastic
 
-                ranks, samples = processes // run_file.elastic.max, run_file.batch.global_samples
+                ranks, samples = run_file.layout.replica_size, run_file.batch.global_samples
                 warn = stack.enter_context(alerts(run_file.observe.webhook, directory.name))
                 preemption = run_file.run.preemption_file, run_file.run.preemption_url
                 job = ElasticJob(command, ranks, run_file.run.steps, logs, samples, warn, start_s, preemption)
-                code, goes_on_elsewhere = run_elastic(job, run_file.elastic, environ=environ, keep_fds=keep_fds)
+                elastic = msgspec.structs.replace(run_file.elastic, max=processes // ranks)  # as many are started
+                code, goes_on_elsewhere = run_elastic(job, elastic, environ=environ, keep_fds=keep_fds)
             else:
                 code = run_ranks(
                     command,

@@ -33,7 +33,7 @@ class CheckpointConfig(Table, frozen=True):
         str | None,
         says(
             "URL below which copies of the checkpoints are kept, such as `s3://bucket/run` (extra `data`). They are "
-            "sent behind training; a start in an empty run directory goes on from the newest."
+            "sent behind training; a start in an empty run directory resumes from the newest."
         ),
     ] = None
     remote_options: Annotated[

@@ -71,7 +71,7 @@ def shoal_command(
     """Distributed deep-learning training on PyTorch: the same math on one core, eight GPUs or eight hundred."""
 
 
-app.command("train")(train.train)
+app.command("train", help=train.HELP)(train.train)
 app.command("verify")(verify.verify)
 app.command("split")(split.split)
 app.command("plan")(plan.plan)

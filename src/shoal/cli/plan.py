@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from shoal.planning.trial import PlanTrial
     from shoal.runfile.run_file import RunFile
 
+MOST_PLANS, FEW_PLANS, FEW_HELPS = 10, 5, 2
+
 
 def plan(
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
@@ -34,7 +36,13 @@ def plan(
         Path | None,
         typer.Option("--cluster", metavar="C.toml", help="The machine; default: layout.cluster, else CPU cores."),
     ] = None,
-    top: Annotated[int, typer.Option(help="Plans to show.", min=1, max=1000)] = 10,
+    top: Annotated[int | None, typer.Option(help="Plans to show; default: 5, with --all 10.", min=1, max=1000)] = None,
+    everything: Annotated[
+        bool,
+        typer.Option(
+            "--all", help="Also time and memory item by item, every change and codec that was tried, and the cost."
+        ),
+    ] = False,
     why_not: Annotated[
         str | None, typer.Option("--why-not", metavar="tensor=8", help="What the best plan with this would cost.")
     ] = None,
@@ -114,6 +122,7 @@ def plan(
     from shoal.planning.measured_step import step_of_earlier_run
     from shoal.planning.pictures import draw_plan
     from shoal.planning.plan_file import run_file_of
+    from shoal.planning.tried_step import tried_step
 
     if elsewhere is not None:
         _show_elsewhere(loaded, elsewhere, as_json=as_json)
@@ -122,11 +131,13 @@ def plan(
     step = _measured_step(measured_step, of, loaded, expert_imbalance or 1.0)
     if step is None and where is None:
         step = step_of_earlier_run(loaded, host=socket.gethostname())
+        with busy("measuring the model's own step for two seconds"):
+            step = step or tried_step(loaded)
     with busy("searching the layouts that fit"):
         result = planned(
             loaded,
             where,
-            keep=max(top, measure),
+            keep=max(top or MOST_PLANS, measure),
             why_not=why_not,
             measured_step=step,
             expert_imbalance=expert_imbalance,
@@ -149,7 +160,9 @@ def plan(
         shown |= {"operators": None if splits is None else splits.record(), "trials": [one.record() for one in trials]}
         print(json.dumps(shown))
         return
-    for part in [*_as_text(result, confidence, scaled), *([] if splits is None else [splits.text()])]:
+    shown = top or (MOST_PLANS if everything else FEW_PLANS)
+    text = _whole(result, confidence, shown) if everything else _screen(result, confidence, shown)
+    for part in [*text, *_asked_for(result, scaled), *([] if splits is None else [splits.text()])]:
         print(part, end="\n\n")
     if trials:
         print("Tried on this machine, fastest first:\n" + _trials_text(trials), end="\n\n")
@@ -195,7 +208,7 @@ def _trials(path: Path, result: Planned, overrides: Sequence[str], number: int) 
 
 def _trials_text(trials: Sequence[PlanTrial]) -> str:
     from shoal import units
-    from shoal.planner.explain.text import table
+    from shoal.planner.explain.text import signed, table
 
     rows, failures = [], []
     for one in trials:
@@ -208,7 +221,7 @@ def _trials_text(trials: Sequence[PlanTrial]) -> str:
                 name,
                 units.seconds(one.measured_s),
                 units.seconds(predicted_s),
-                f"{predicted_s / one.measured_s - 1:+.1%}",
+                f"{signed(100 * (predicted_s / one.measured_s - 1))} %",
             )
         )
     return "\n\n".join([table(("plan", "step", "predicted", "off"), rows), *failures])
@@ -220,17 +233,47 @@ def _splits(run_file: RunFile, result: Planned, ranks: int) -> OperatorSplits:
     return operator_splits(run_file, result.predictor, result.found.best[0].plan, ranks=ranks)
 
 
-def _as_text(result: Planned, confidence: Confidence, scaled: Scaled | None) -> list[str]:
+def _head(result: Planned, shown: int) -> list[str]:
+    """What was planned for, the run file as it stands, and the fastest plans."""
     from shoal.planner.explain import text
 
-    best, cluster = result.found.best[0], result.predictor.cluster
-    limit = cluster.device.memory_bytes
+    cluster = result.predictor.cluster
     rate = "tokens/s" if result.predictor.workload.sequence > 1 else "samples/s"
-    parts = [
+    written = [] if result.written is None else [result.written]
+    found = [one for one in result.found.best[:shown] if result.written is None or one.plan != result.written.plan]
+    title = "The run file as it stands, then the fastest plans:\n" if written else "The fastest plans:\n"
+    return [
         f"{cluster.name}: {cluster.nodes} x {cluster.machine.devices} {cluster.device.name}; "
         f"{result.found.considered} legal plans, {result.found.fitting} fit\n"
         f"Predicted from {result.basis}" + (f"; {result.track_record}" if result.track_record else ""),
-        text.plans(result.found.best, rate=rate),
+        title + text.plans([*written, *found], rate=rate),
+    ]
+
+
+def _screen(result: Planned, confidence: Confidence, shown: int) -> list[str]:
+    """What fits on a screen: the plans, how sure they are, and what would help."""
+    from shoal.planner.explain import text
+
+    best, limit = result.found.best[0], result.predictor.cluster.device.memory_bytes
+    advice = ["What would help most: " + text.helps(result.changes, best, most=FEW_HELPS).replace("\n", "; ")]
+    advice += [] if result.codings is None else [f"Codecs of gradients: {result.codings.verdict}"]
+    return [
+        *_head(result, shown),
+        text.confidence(best, limit, time=confidence.time, memory=confidence.memory),
+        "\n".join(
+            [*advice, "--all shows the rest: time and memory item by item, every change that was tried, the cost."]
+        ),
+    ]
+
+
+def _whole(result: Planned, confidence: Confidence, shown: int) -> list[str]:
+    """Everything that was found out."""
+    from shoal.planner.explain import text
+
+    best, limit = result.found.best[0], result.predictor.cluster.device.memory_bytes
+    rate = "tokens/s" if result.predictor.workload.sequence > 1 else "samples/s"
+    return [
+        *_head(result, shown),
         "Best plan: " + best.plan.describe(),
         text.bill(best.bill),
         text.memory(best.peak, limit),
@@ -239,11 +282,15 @@ def _as_text(result: Planned, confidence: Confidence, scaled: Scaled | None) -> 
         "What would help most:\n" + text.helps(result.changes, best),
         *([] if result.codings is None else [result.codings.text()]),
         "No plan is both faster and smaller than these:\n" + text.plans(result.found.front[:10], rate=rate),
+        text.money(result.money),
     ]
-    if result.written is not None:
-        parts.insert(1, "The run file as it stands:\n" + text.plans([result.written], rate=rate))
-    if result.money is not None:
-        parts.append(text.money(result.money))
+
+
+def _asked_for(result: Planned, scaled: Scaled | None) -> list[str]:
+    """What an option of its own asks for."""
+    from shoal.planner.explain import text
+
+    parts = []
     if scaled is not None:
         parts.append("The fastest plans on other numbers of devices:\n" + text.choices(scaled.curve))
         parts.append("Nothing beats these in time, memory and money at once:\n" + text.choices(scaled.front))

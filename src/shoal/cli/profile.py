@@ -26,7 +26,10 @@ def profile(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, max=1000, help="Steps that are recorded.")] = 5,
+    steps: Annotated[
+        int | None,
+        typer.Option("--steps", min=1, max=1000, help="Steps that are recorded; default: 3 s of them, 5 to 50."),
+    ] = None,
     warmup: Annotated[int, typer.Option("--warmup", min=0, help="Steps before them, which are not.")] = 5,
     trace: Annotated[
         Path,
@@ -45,7 +48,7 @@ def profile(
 ) -> None:  # fmt: skip
     """Records a few steps on every rank; says where the time goes, and which key to change.
 
-    Example: shoal profile recipes/stdlib-gpt.toml --steps 5
+    Example: shoal profile recipes/stdlib-gpt.toml
     """
     from shoal.assembly.start import run
     from shoal.planning.arrange import PLANNER
@@ -67,7 +70,9 @@ def profile(
         if found is not None:
             _tell(found, trace, flame, as_json=as_json)
 
-    told = ["--steps", str(steps), "--warmup", str(warmup), "--trace", str(trace)]
+    told = ["--warmup", str(warmup), "--trace", str(trace)]
+    if steps is not None:
+        told += ["--steps", str(steps)]
     if flame is not None:
         told += ["--flame", str(flame), "--flame-rank", str(flame_rank)]
     command = [sys.executable, "-m", "shoal", "profile", str(run_file), *(overrides or ()), *told]

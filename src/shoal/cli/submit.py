@@ -125,7 +125,7 @@ def job(
     wait: Annotated[float, typer.Option("--wait", min=1, metavar="S", help="Ray: longest wait for room.")] = 600.0,
     as_json: AS_JSON = False,
 ) -> None:
-    """Writes the job files beside the run and submits them (meant where no other command is named).
+    """Writes the job files beside the run and submits them; `shoal submit RUN.toml` is short for it.
 
     Example: shoal submit RUN.toml --to slurm --nodes 2 --gpus 8 --time 12:00:00
     """

@@ -12,11 +12,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.observe.figures import help_lines
+
 if TYPE_CHECKING:
     from shoal.launch.environment import Place
     from shoal.launch.lab.lab_file import Lab
     from shoal.observe.config import ObserveConfig
     from shoal.runfile.run_file import RunFile
+
+HELP = f"""Trains a run file. A run that was cut off is resumed from its newest checkpoint.
+
+A run that is finished stays as it is: with the same keys there is nothing to train, with more run.steps it goes on
+from its last step, and with any other key that changes the result a new run is trained in runs/NAME-2.
+
+Example: shoal train recipes/digits.toml run.processes=2 run.steps=200
+
+What the live line and the last line say:
+
+\b
+{help_lines()}
+"""
 
 
 def train(
@@ -53,13 +68,7 @@ def train(
         int | None, typer.Option("--replicas", min=1, help="Replicas on this host, with --coordinator; default: one.")
     ] = None,
 ) -> None:
-    """Trains a run file. A run that was cut off is resumed from its newest checkpoint.
-
-    A run that is finished stays as it is: with the same keys there is nothing to train, with more run.steps it goes on
-    from its last step, and with any other key that changes the result a new run is trained in runs/NAME-2.
-
-    Example: shoal train recipes/digits.toml run.processes=2 run.steps=200
-    """
+    """Trains a run file, as `HELP` says."""
     from shoal.assembly.finished_run import chosen_run, intent_of
     from shoal.assembly.start import run
     from shoal.observe.facts import recorded_run_file

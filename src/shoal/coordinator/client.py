@@ -31,7 +31,7 @@ ANSWER_S = 10.0
 MOST_ANSWER_BYTES = 8 << 20
 ANSWERS = msgspec.msgpack.Decoder(Answer)
 STOP_POLL_S = 0.5
-STOPPED_WAITING = "stopped while it waited for other replicas; the next start goes on from the newest checkpoint"
+STOPPED_WAITING = "stopped while it waited for other replicas; the next start resumes from the newest checkpoint"
 
 
 @dataclass(frozen=True)

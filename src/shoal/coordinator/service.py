@@ -45,7 +45,8 @@ class Limits:
 
 class Service:
     """Membership behind a socket. `clock` counts seconds, and never goes back. `told` hears, in the service's thread,
-    of every decision that is durable, of every verdict on fingerprints, and of members that have become slow."""
+    of every decision that is durable, of every verdict on fingerprints, and of members that stay slow; None: the
+    log says the last two."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Service:
         token: bytes,
         limits: Limits = Limits(),
         clock: Callable[[], float] = time.monotonic,
-        told: Callable[[Decision | Divergence | Slow], None] = lambda _: None,
+        told: Callable[[Decision | Divergence | Slow], None] | None = None,
     ) -> None:
         self._told = told
         self._journal, self._token, self._limits, self._clock = journal, token, limits, clock
@@ -137,11 +138,16 @@ class Service:
                 raise asyncio.CancelledError from error
             for decision in outcome.decisions:
                 LOG.info("%s", decision)
-                self._told(decision)
+                self._tell(decision)
         if outcome.verdict is not None:
-            LOG.warning("%s", outcome.verdict.sentence)
-            self._told(outcome.verdict)
+            self._tell(outcome.verdict, outcome.verdict.sentence)
         for slow in outcome.slow:
-            LOG.warning("%s", slow.sentence)
-            self._told(slow)
+            self._tell(slow, slow.sentence(slow.replica))
         return outcome.answer
+
+    def _tell(self, news: Decision | Divergence | Slow, sentence: str = "") -> None:
+        """Says it once: to who has asked to be told, else the `sentence` to the log."""
+        if self._told is not None:
+            self._told(news)
+        elif sentence:
+            LOG.warning("%s", sentence)

@@ -126,7 +126,7 @@ class _Watcher:
             self._told(Fenced(name, view.fenced[name]))
         for name in sorted(set(view.slow) - self._slow):
             self._told(Slow(name, view.slow[name]))
-        self._slow = set(view.slow)
+        self._slow |= set(view.slow)
         if view.disagreement and view.disagreement != self._disagreement:
             self._disagreement = view.disagreement
             self._told(Divergence(view.committed, (), view.disagreement))

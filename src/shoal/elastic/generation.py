@@ -85,7 +85,7 @@ class Generations:
                 saver.save(held.step, run.state.tensors(), run.state.to_json(), **origin)
                 reports = saver.wait()
                 if any(report.committed for report in reports):
-                    return f"the state after step {held.step} is saved, and the same command goes on from it"
+                    return f"the state after step {held.step} is saved, and the same command resumes from it"
                 why = "; ".join(report.error for report in reports if report.error)
         except (ShoalError, OSError) as error:
             why = str(error)

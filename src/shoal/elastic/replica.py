@@ -231,7 +231,7 @@ class ReplicaRank:
             introduce(sinks, run, found[0])
         elif not view.holders:
             place = "the beginning" if found[0] is None else f"the checkpoint of step {found[0]}"
-            sinks.warn(f"no replica holds the state of step {view.step}: going on from {place}")
+            sinks.warn(f"no replica holds the state of step {view.step}: resuming from {place}")
         job = build_job(
             run,
             self._directory,

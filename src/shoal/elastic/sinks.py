@@ -19,10 +19,11 @@ from shoal.assembly.run import Run
 from shoal.assembly.run_record import write_run_file
 from shoal.observe.ending import ending_of
 from shoal.observe.facts import read_facts, write_facts
+from shoal.observe.goodput import DETECTING, RESTARTING
 from shoal.observe.provenance import provenance
 from shoal.observe.sink import Sinks
-from shoal.observe.summary import DETECTING, RESTARTING
 from shoal.resilience.events import View
+from shoal.resilience.stragglers import ranks_of
 from shoal.runfile.run_file import RunFile
 
 MOST_LISTED = 200
@@ -128,15 +129,11 @@ def membership_sentence(before: tuple[str, ...], now: tuple[str, ...], *, most: 
     """
     if not before:
         return f"{len(now)} of {most} replicas" if len(now) < most else ""
-    gone = [_ranks_of(member, ranks) for member, name in enumerate(before) if name not in now]
-    new = [_ranks_of(member, ranks) for member, name in enumerate(now) if name not in before]
+    gone = [ranks_of(member, ranks) for member, name in enumerate(before) if name not in now]
+    new = [ranks_of(member, ranks) for member, name in enumerate(now) if name not in before]
     parts = [f"{len(now)} of {most} replicas"]
     if gone:
         parts.append(f"{', '.join(gone)} lost after step {step}")
     if new:
         parts.append(f"{', '.join(new)} joined after step {step}")
     return "; ".join(parts)
-
-
-def _ranks_of(member: int, ranks: int) -> str:
-    return f"rank {member}" if ranks == 1 else f"ranks {member * ranks} to {member * ranks + ranks - 1}"

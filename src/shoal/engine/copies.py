@@ -125,7 +125,7 @@ def difference(fingerprints: Sequence[Mapping[TensorBox, int]]) -> str:
         where = f"rank {_listed(odd)} and rank {_listed(majority)} have different copies of {what}{more}"
     return (
         f"{where}: copies are the same bits on every rank. Memory or a wire has failed, or code changes weights on "
-        "some ranks alone; test that host, and start the run again: it goes on from its newest checkpoint"
+        "some ranks alone; test that host, and start the run again: it resumes from its newest checkpoint"
     )
 
 

@@ -292,4 +292,4 @@ def _end(job: Job, first: int) -> None:
             f"step {step} was reached, but its checkpoint could not be written; the warnings say why"
         )
     if step < job.cadence.steps:
-        raise Stopped(f"stopped at step {step} by a signal, after a good checkpoint; the same command goes on from it")
+        raise Stopped(f"stopped at step {step} by a signal, after a good checkpoint; the same command resumes from it")

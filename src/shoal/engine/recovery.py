@@ -119,12 +119,12 @@ class NonfiniteGuard:
     def check(
         self, number: int, result: StepResult, microbatches: Sequence[Batch], *, warn: Callable[[str], None]
     ) -> None:
-        """Tells of a skipped step. Raises `Diverged` at the limit, on every rank alike."""
+        """Warns of a skipped step, except where a smaller loss scale cures it, as is usual in half precision: that is
+        in the report alone. Raises `Diverged` at the limit, on every rank alike."""
         if result.committed:
             self.in_a_row = 0
             return
         if _scale_was_too_large(result, self.context.scaler):
-            warn(f"step {number} overflowed and was skipped; the loss scale is now {self.context.scaler.scale:g}")
             return
         self.in_a_row += 1
         if self.in_a_row >= self.limit:

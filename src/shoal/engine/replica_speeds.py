@@ -1,7 +1,7 @@
 """How fast each replica computes: measured in every step, judged, and what follows from it.
 
 A rank notes the seconds that forward and backward of its samples took, waits for the wire left out. Replicas tell each
-other what they have noted, and `resilience.stragglers` names those that are slow:
+other what they have noted, and `resilience.stragglers` finds those that are slow. Who stays slow is named once:
 
     in lock-step            by an all-gather, every few steps
     with steps of their own by a board, every few steps of each, since the next agreement may be far away; rank 0 names
@@ -18,6 +18,7 @@ would gain little stays, because noise would move it in every round.
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ import torch
 
 from shoal.comm.board import Board
 from shoal.comm.collective import Collective
-from shoal.resilience.stragglers import Slow, Stragglers
+from shoal.resilience.stragglers import Lasting, Slow, Stragglers, ranks_of
 
 EVERY_STEPS = 4
 """Steps between two exchanges, where replicas take every step together, and between two of a rank's notes to others."""
@@ -53,7 +54,7 @@ class ReplicaSpeeds:
     none (None) if it computes no gradients.
 
     `divide` is told new speeds, in samples a second, when the division of work should follow them; None: it is even.
-    `warn` and `note` hear of replicas that are slow, and no longer. `board`: where replicas that take steps of their
+    `warn` hears of each replica that stays slow, as `lasting` says. `board`: where replicas that take steps of their
     own tell each other; None: they are in lock-step.
     """
 
@@ -62,15 +63,15 @@ class ReplicaSpeeds:
     replicas: int
     device: torch.device
     warn: Say
-    note: Say
     divide: Callable[[Sequence[float]], None] | None = None
     stragglers: Stragglers = field(default_factory=Stragglers)
+    lasting: Lasting = field(default_factory=Lasting)
+    clock: Callable[[], float] = time.monotonic
     board: Board | None = None
     speeds: Sequence[float] = ()
     _own: deque[Noted] = field(default_factory=lambda: deque(maxlen=LAST_STEPS))
     _since: int = 0
     _divided: Sequence[float] = ()
-    _slow: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self._told = None if self.board is None else SpeedBoard(self.board, self.ranks.rank, self.ranks.size)
@@ -136,14 +137,9 @@ class ReplicaSpeeds:
         self._name(self.stragglers.took({str(k): noted.seconds / noted.samples for k, noted in enumerate(step)}))
 
     def _name(self, slow: Sequence[Slow]) -> None:
-        """Says who has become slow, and who is no longer."""
-        names = frozenset(one.replica for one in slow)
-        for one in slow:
-            if one.replica not in self._slow:
-                self.warn(one.sentence)
-        for name in sorted(self._slow - names):
-            self.note(f"replica {name} is as fast as the others again")
-        self._slow = names
+        """Warns of who has been slow for long."""
+        for one in self.lasting.newly(slow, self.clock()):
+            self.warn(one.sentence(ranks_of(int(one.replica), self.ranks.size // self.replicas)))
 
     def _worth_it(self) -> bool:
         """Whether steps would end earlier than under the present division, by enough."""

@@ -2,7 +2,7 @@
 
 The run file is that of the capsule on one rank, without the tables in `DROPPED`. Most of these change no number beyond
 the order of summation; a lossy codec, another strategy than the plain sum, and hooks do, and then losses that differ
-are no finding. The run goes on from the capsule's checkpoint to the step that failed, and each step's loss is held
+are no finding. The run resumes from the capsule's checkpoint to the step that failed, and each step's loss is held
 against the recorded one.
 """
 

@@ -59,7 +59,7 @@ def reproduce(run_directory: Path, into: Path) -> Reproduction:
     try:
         code = wait_for(again)
     except KeyboardInterrupt:
-        raise Stopped(f"interrupted: {into} holds what was trained, and the same command goes on from there") from None
+        raise Stopped(f"interrupted: {into} holds what was trained, and the same command resumes from there") from None
     if code != 0:
         raise EnvironmentFault(
             f"the run, started again, ended with exit code {code}; its own sentence is above, and "

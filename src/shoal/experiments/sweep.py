@@ -1,7 +1,7 @@
 """`shoal sweep`: starts the trials of a sweep side by side, stops the worse early, and goes on where it was killed.
 
 A trial that was stopped has a checkpoint. When others have come to its rung, and it is among the best there after all,
-it goes on from it.
+it resumes from it.
 
     sweeps/NAME/
       sweep.json              what was decided: {"trial-0003": {"stopped_at": 50, "rungs": {"50": 2.31}}}
@@ -120,7 +120,7 @@ class Sweep:
                     time.sleep(LOOK_S)
             except KeyboardInterrupt:
                 raise Stopped(
-                    f"interrupted: what was trained is in {self.directory}, and the same command goes on from there"
+                    f"interrupted: what was trained is in {self.directory}, and the same command resumes from there"
                 ) from None
             finally:
                 self._end_all()

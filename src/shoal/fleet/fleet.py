@@ -40,7 +40,7 @@ from shoal.resilience.events import Committed, Decision, Ended, Fenced, Formed
 from shoal.resilience.fingerprints import Divergence
 from shoal.resilience.hang_file import read_verdict
 from shoal.resilience.preemption import Preemption
-from shoal.resilience.stragglers import Slow
+from shoal.resilience.stragglers import Slow, ranks_of
 
 FOR_GOOD = (UsageError.exit_code, Diverged.exit_code, VerificationFailed.exit_code)
 """Exit codes of failures that a replacement would repeat."""
@@ -121,14 +121,14 @@ class Fleet:
                 if step == self.steps:
                     self._finished()
             case Fenced(name, reason, False) if name in self.running and not self.over:
-                self._warn(f"{name} is fenced: {reason}")
+                self._warn(f"{self._who(name)} is fenced: {reason}")
                 self._say_verdict()
                 self.running[name].send(signal.SIGKILL, as_end=self._ending)
             case Divergence(_, (), sentence):
                 self.fault = VerificationFailed(sentence)
                 self._send_all(signal.SIGKILL)  # nobody may save
-            case Slow(name) if name in self.running:
-                self._warn(event.sentence)
+            case Slow(name) if name in self.running and name in self.members:
+                self._warn(event.sentence(self._rank_of(name)))
             case Preemption(sentence) if not self.over and not self._ending:
                 self.preempted = True
                 self._warn(f"{sentence}: its replicas hand over and leave")
@@ -160,7 +160,7 @@ class Fleet:
         if self.over and self.stop_signal is None and not kept:  # all here stood by
             return ExitCode(0)
         if self._debounce.requests > 1 and self.stop_signal is not None:
-            sentence = f"{self.stop_signal.name}: stopped at once; the next start goes on from the newest checkpoint"
+            sentence = f"{self.stop_signal.name}: stopped at once; the next start resumes from the newest checkpoint"
             say(sentence)
             return ExitCode(128 + self.stop_signal, sentence=sentence)
         if self.stop_signal is not None and any(end.code == Stopped.exit_code for end in kept):
@@ -171,9 +171,9 @@ class Fleet:
             most = self.config.max * self.starter.ranks
             say(failure_report(ends, kept, world_size=most, stopped={}, log_tails=tails))
             return ExitCode(exit_code(kept, ends), rank=ends[0].exit.rank, sentence=ends[0].sentence)
-        sentence = "stopped; the same command goes on from the newest checkpoint"
+        sentence = "stopped; the same command resumes from the newest checkpoint"
         if self.stop_signal is None:
-            sentence = "all replicas were asked to leave; the same command goes on from the newest checkpoint"
+            sentence = "all replicas were asked to leave; the same command resumes from the newest checkpoint"
         say(sentence)
         return ExitCode(Stopped.exit_code, sentence=sentence)
 
@@ -214,7 +214,9 @@ class Fleet:
                 since_s = self._stopped_since_s.setdefault(pid, now_s)
                 if now_s - since_s >= 2 * self.config.silence_s:
                     del self._stopped_since_s[pid]
-                    self._warn(f"{replica.name} (pid {pid}) has been stopped for {now_s - since_s:.0f} s: it is ended")
+                    self._warn(
+                        f"{self._who(replica.name, pid)} has been stopped for {now_s - since_s:.0f} s: it is ended"
+                    )
                     replica.send(signal.SIGKILL, as_end=self._ending or self.over)
 
     def _end_late(self, now_s: float) -> None:
@@ -232,6 +234,14 @@ class Fleet:
                     process.send(signal.SIGABRT)
             elif over_s >= DUMP_S:
                 replica.send(signal.SIGKILL, as_end=self._ending or self.over)
+
+    def _rank_of(self, member: str) -> str:
+        return ranks_of(self.members.index(member), self.starter.ranks)
+
+    def _who(self, name: str, pid: int | None = None) -> str:
+        """Its ranks, as the live line names them, if it is a member; and what its log and `ps` call it."""
+        found = [self._rank_of(name)] if name in self.members else []
+        return ", ".join([*found, name]) + ("" if pid is None else f" (pid {pid})")
 
     def _warn(self, sentence: str) -> None:
         say(sentence)
@@ -303,7 +313,7 @@ class Fleet:
         """Starts another in its slot, unless that came to nothing several times."""
         end, slot = replica.end, replica.slot
         said = next((f.headline for f in read_failures(self.folder) if f.pid == end.pid), how(end))
-        who = f"{replica.name} (pid {end.pid})"
+        who = self._who(replica.name, end.pid)
         if self.coordinated and self.replaced[slot] < self.config.retries:
             self.replaced[slot] += 1
             self._warn(f"{who} ended: {said}; another takes its place")
@@ -321,7 +331,7 @@ class Fleet:
             here = " here" if several else f" of at least {self.config.min}"
             self.fault = EnvironmentFault(
                 f"{len(self.running)}{here} replicas are left: the last one was not replaced, because {why}; see what "
-                "they said in logs/; the same command goes on from the newest checkpoint"
+                "they said in logs/; the same command resumes from the newest checkpoint"
             )
             self.deadline_s = time.monotonic() + LAST_S
             self._send_all(signal.SIGINT)  # those that are left save the state that they hold

@@ -115,7 +115,7 @@ def conclude(watch: Watch, folder: Path, world_size: int) -> ExitCode:
         say(report)
         return ExitCode(code, rank=ends[0].exit.rank, sentence=ends[0].sentence, text=report)
     if code == Stopped.exit_code:
-        sentence = "stopped after a good checkpoint; the same command goes on from there"
+        sentence = "stopped after a good checkpoint; the same command resumes from there"
         say(sentence)
         return ExitCode(code, sentence=sentence)
     return ExitCode(code)

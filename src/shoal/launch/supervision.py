@@ -50,7 +50,7 @@ class Patience:
     terminate_s: float = 1.0
     start_s: float | None = None
     doing: str = "finishing the step and saving"
-    then: str = "the next start goes on from the newest checkpoint"
+    then: str = "the next start resumes from the newest checkpoint"
 
 
 NOTHING_KEPT = Patience(doing="ending the ranks", then="there is no result; start it again")

@@ -29,15 +29,15 @@ class Attempt:
 def attempts(events: Iterable[Event]) -> list[Attempt]:
     """Every attempt that left a line, in order."""
     found: list[Attempt] = []
-    for group in _groups(events):
+    for group in groups(events):
         found.append(_attempt(group, found[-1] if found else None))
     return found
 
 
 def last_attempt(events: Iterable[Event]) -> list[Event]:
     """The lines behind the last start, its own included; all of them where there was one start."""
-    groups = _groups(events)
-    return groups[-1] if groups else []
+    found = groups(events)
+    return found[-1] if found else []
 
 
 def training_time_s(found: Iterable[Attempt], *, first_step_s: float = 0.0) -> float:
@@ -47,25 +47,26 @@ def training_time_s(found: Iterable[Attempt], *, first_step_s: float = 0.0) -> f
 
 def failures(found: Sequence[Attempt], *, resumed: int) -> int:
     """How many attempts ended without having saved their last steps: a later one took them again. `resumed`: the step
-    that the next attempt goes on from. A planned stop saves, and so do replicas that go on with the state.
+    that the next attempt resumes from. A planned stop saves, and so do replicas that go on with the state.
     """
     lost = sum(one.repeated_steps > 0 for one in found[1:])
     return lost + (bool(found) and found[-1].last_step > resumed)
 
 
-def _groups(events: Iterable[Event]) -> list[list[Event]]:
-    groups: list[list[Event]] = []
+def groups(events: Iterable[Event]) -> list[list[Event]]:
+    """The lines of each attempt, in order."""
+    found: list[list[Event]] = []
     seen: set[str] = set()
     for event in events:
-        last = groups[-1][-1] if groups else None
+        last = found[-1][-1] if found else None
         if last is None or _begins_attempt(event, last, seen):
-            groups.append([])
+            found.append([])
             seen = set()
         elif event.step != last.step:
             seen = set()
         seen.update(event.values)
-        groups[-1].append(event)
-    return groups
+        found[-1].append(event)
+    return found
 
 
 def _begins_attempt(event: Event, last: Event, seen_at_step: set[str]) -> bool:

@@ -45,6 +45,10 @@ class ObserveConfig(Table, frozen=True):
     straggler_steps: Annotated[
         int, says("Steps over which it has to be; fewer than 16 confuse noise with slowness.", ge=8, le=1024)
     ] = 16
+    straggler_s: Annotated[
+        float,
+        says("Seconds without a break for which it has to be, until a warning names it, once.", ge=0),
+    ] = 120.0
     one_rank: Annotated[
         str | None,
         says("Directory of a run of the same model on one rank: speed-up and efficiency against it are measured."),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TextIO
 
 from rich.text import Text
@@ -15,6 +16,8 @@ from rich.text import Text
 from shoal import units
 from shoal.escape import escape_controls
 from shoal.observe.ending import Ending
+from shoal.observe.events import read_events
+from shoal.observe.goodput import goodput_of
 from shoal.observe.sink import RunStart, Sink
 from shoal.observe.status import BETWEEN, Status
 from shoal.observe.terminal import LiveLines, bar_text, is_terminal
@@ -22,18 +25,31 @@ from shoal.observe.terminal import LiveLines, bar_text, is_terminal
 PLAIN_EVERY_S = 5.0
 
 
-def display_on(stream: TextIO, *, live: bool | None = None) -> Sink:
+def display_on(stream: TextIO, *, live: bool | None = None, run_directory: Path | None = None) -> Sink:
     """The display of rank 0 on `stream`: live where it is a terminal that can move its cursor, plain elsewhere, or as
-    `live` says."""
-    return LiveDisplay(stream) if (is_terminal(stream) if live is None else live) else PlainDisplay(stream)
+    `live` says. `run_directory`: where the events of earlier attempts are."""
+    live = is_terminal(stream) if live is None else live
+    return (LiveDisplay if live else PlainDisplay)(stream, run_directory=run_directory)
+
+
+def _status(run: RunStart, run_directory: Path | None, clock: Callable[[], float]) -> Status:
+    if run.resumed_from is None or run_directory is None:
+        return Status(run, clock=clock)
+    return Status(run, earlier=goodput_of(read_events(run_directory)), clock=clock)
 
 
 class PlainDisplay(Sink):
     """Whole lines for pipes and CI: the first step, evaluations, one every few seconds, the last step, a summary."""
 
     def __init__(
-        self, stream: TextIO, *, every_s: float = PLAIN_EVERY_S, clock: Callable[[], float] = time.monotonic
+        self,
+        stream: TextIO,
+        *,
+        run_directory: Path | None = None,
+        every_s: float = PLAIN_EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._run_directory = run_directory
         self._stream = stream
         self._every_s = every_s
         self._clock = clock
@@ -42,7 +58,7 @@ class PlainDisplay(Sink):
         self._printed_s = -float("inf")
 
     def start(self, run: RunStart) -> None:
-        self._status = Status(run, clock=self._clock)
+        self._status = _status(run, self._run_directory, self._clock)
         resumed = "" if run.resumed_from is None else f", resumed after step {run.resumed_from}"
         self._say(f"{run.name}: {units.plural(run.total_steps, 'step')}{resumed}")
         self._printed_s = -float("inf")
@@ -55,7 +71,7 @@ class PlainDisplay(Sink):
     def record(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
         if self._status is None:
             return
-        self._status.update(step, values)
+        self._status.update(step, values, time_s=time_s)
         if self._is_due() or "loss/eval" in values:
             self._print_step()
 
@@ -103,7 +119,10 @@ class PlainDisplay(Sink):
 class LiveDisplay(Sink):
     """Progress, measurements and time left, in place; notes and warnings scroll above them."""
 
-    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, stream: TextIO, *, run_directory: Path | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._run_directory = run_directory
         self._lines = LiveLines(stream, self._draw)
         self._clock = clock
         self._status: Status | None = None
@@ -111,7 +130,7 @@ class LiveDisplay(Sink):
         self._since_s = 0.0
 
     def start(self, run: RunStart) -> None:
-        self._status, self._before_start = Status(run, clock=self._clock), ""
+        self._status, self._before_start = _status(run, self._run_directory, self._clock), ""
         self._lines.open()
 
     def generation(self, run: RunStart) -> None:
@@ -122,7 +141,7 @@ class LiveDisplay(Sink):
     def record(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
         """Stores the values; the thread draws them when it is due."""
         if self._status is not None:
-            self._status.update(step, values)
+            self._status.update(step, values, time_s=time_s)
 
     def note(self, text: str) -> None:
         self._lines.say(escape_controls(text))

@@ -27,6 +27,7 @@ from shoal.observe.tables import (
     attempt_section,
     evaluation_section,
     facts_section,
+    meanings_section,
     run_file_section,
     sample_section,
     skipped_section,
@@ -71,6 +72,7 @@ def page(record: Record, summary: Summary) -> str:
             attempt_section(summary),
             skipped_section(summary),
             facts_section(record),
+            meanings_section(),
             run_file_section(record),
         ]
     )

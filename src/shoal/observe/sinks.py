@@ -37,7 +37,7 @@ def open_sinks(
     """
     sinks = Sinks(LogSink(run_directory, rank=rank))
     if rank == 0:
-        sinks.add(display_on(stream, live=None if config.live else False))
+        sinks.add(display_on(stream, live=None if config.live else False, run_directory=run_directory))
     sinks.add(EventSink(run_directory, rank=rank, warn=sinks.warn))
     if config.prometheus_port is not None and rank == (min(host_ranks) if host_ranks else 0):
         address = (config.prometheus_host, config.prometheus_port)

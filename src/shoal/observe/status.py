@@ -1,24 +1,27 @@
 """Where a run stands, as lines of text: what the displays show.
 
-The training loop only stores references and adds a few numbers here (about a microsecond a step); text is made when
-somebody looks. Goodput is the share of the time since the start that went into steps which changed the weights, data
-waits and checkpoint stalls not counted (the "runtime goodput" of Google's ML productivity goodput).
+The training loop only stores references and adds a few numbers here (microseconds a step); text is made when somebody
+looks.
 """
 
 from __future__ import annotations
 
-import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal import units
 from shoal.observe.ending import Ending
+from shoal.observe.events import Event
+from shoal.observe.goodput import Goodput
 from shoal.observe.sink import RunStart
 
 SLOW_DATA_SHARE = 0.01
 """Waiting for data is mentioned above this share of the step."""
 BETWEEN = "  "
+RECENT_STEPS = 20
+PACES = ("throughput/tokens_per_second", "throughput/samples_per_second")
 LEAST_BAR_CELLS, MOST_BAR_CELLS = 6, 28
 
 
@@ -31,7 +34,6 @@ class Totals:
     tokens: float = 0.0
     step_s: float = 0.0
     exposed_s: float = 0.0
-    good_s: float = 0.0
 
     def add(self, values: Mapping[str, float]) -> None:
         """One step; lines without `time/step`, such as evaluations, count in nothing."""
@@ -43,32 +45,41 @@ class Totals:
         self.samples += step_s * values.get("throughput/samples_per_second", 0.0)
         self.tokens += step_s * values.get("throughput/tokens_per_second", 0.0)
         self.exposed_s += values.get("time/sync_exposed", 0.0)
-        if math.isfinite(values.get("loss/train", 0.0)) and math.isfinite(values.get("grad/norm", 0.0)):
-            self.good_s += step_s - values.get("time/data", 0.0) - values.get("time/checkpoint_stall", 0.0)
 
 
 class Status:
     """The latest values of a run, its pace and the time that is left."""
 
-    def __init__(self, run: RunStart, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, run: RunStart, *, earlier: Goodput | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`earlier`: of the attempts before this one, if there were any; this one is added to it."""
         self.run = run
         self.step = run.first_step - 1
         self.values: Mapping[str, float] = {}
         self.held_out: dict[str, float] = {}
         self.activity, self.membership = "", run.membership
         self.totals = Totals()
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT_STEPS)
+        self.goodput = earlier or Goodput()
+        if earlier is not None:  # as the events say it
+            self.goodput.add(Event(run.first_step - 1, 0.0, run.generation), new_attempt=True)
         self._clock = clock
         self._start_s = clock()
 
-    def update(self, step: int, values: Mapping[str, float]) -> None:
-        """Stores a step. An evaluation alone (`loss/eval` without `loss/train`) leaves the other values standing."""
+    def update(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
+        """Stores a step that ended at the Unix time `time_s`. An evaluation alone (`loss/eval` without `loss/train`)
+        leaves the other values standing."""
         self.step = step
+        self.goodput.add(Event(step, time_s, self.run.generation, dict(values)), new_attempt=False)
         for name in ("loss/eval", "accuracy/eval"):
             if name in values:
                 self.held_out[name] = values[name]
         if "loss/train" in values or "loss/eval" not in values:
             self.values = values
             self.totals.add(values)
+            if values.get("time/step", 1.0) > 0 and not values.keys().isdisjoint(PACES):
+                self._recent.append(values)
 
     @property
     def share(self) -> float:
@@ -104,10 +115,15 @@ class Status:
         values = self.values
         parts = [f"{label} {form(source[name])}" for label, name, source, form in self._table() if name in source]
         for name, unit in (("tokens", "tokens/s"), ("samples", "samples/s")):
-            if (pace := values.get(f"throughput/{name}_per_second")) is not None:
-                parts.append(f"{units.count(pace)} {unit}")
+            if f"throughput/{name}_per_second" in values:
+                parts.append(f"{units.count(self._pace(name))} {unit}")
                 break
         return [*parts, *self._epoch(), *self._waits(), *self._memory(), *self._rate()]
+
+    def _pace(self, name: str) -> float:
+        """Of the last steps together: one step alone jumps with whatever else its host does."""
+        paces = [(values.get("time/step", 1.0), values[f"throughput/{name}_per_second"]) for values in self._recent]
+        return sum(step_s * pace for step_s, pace in paces) / sum(step_s for step_s, _ in paces)
 
     def line(self) -> str:
         """All of it in one line, for a log or a pipe."""
@@ -138,7 +154,9 @@ class Status:
         quantity, unit = (totals.tokens, "tokens/s") if totals.tokens > 0 else (totals.samples, "samples/s")
         rate = [f"{units.count(quantity / totals.step_s)} {unit}"] if quantity > 0 else []
         parts = [opening, f"{units.seconds(totals.step_s / totals.steps)} a step", *rate]
-        goodput = [f"goodput {units.percent(min(1.0, totals.good_s / elapsed_s))}"] if elapsed_s > 0 else []
+        whole = self.goodput.waterfall()
+        share = None if whole is None else whole.goodput
+        goodput = [] if share is None else [f"goodput {units.percent(share)}"]
         exposed = f"exposed communication {units.percent(totals.exposed_s / totals.step_s)}"
         return ", ".join([*parts, exposed, *goodput])
 

@@ -13,11 +13,10 @@ from shoal.observe import series as curves
 from shoal.observe.attempts import Attempt, attempts, training_time_s
 from shoal.observe.events import Event, series
 from shoal.observe.facts import number_of, text_of
+from shoal.observe.goodput import DETECTING, RESTARTING, goodput_of
 from shoal.observe.record import Record
 from shoal.observe.status import Totals
 
-DETECTING, RESTARTING = "membership/detecting_s", "membership/restarting_s"
-"""What a change of an elastic run's membership cost: until a loss was known, and from there to the next step."""
 SMOOTHING_SHARE = 0.008
 """Half-life of the smoothed loss, as a share of the run's steps."""
 
@@ -26,8 +25,8 @@ SMOOTHING_SHARE = 0.008
 class Summary:
     """None stands for what was not measured. Losses are in `loss_unit`, shares from 0 to 1.
 
-    `state` is one of "finished", "running", "stopped", "diverged", "failed" and "killed". `goodput` is the share of the
-    time since the first start, time away included, that went into steps which last and changed the weights.
+    `state` is one of "finished", "running", "stopped", "diverged", "failed" and "killed". `goodput`: see
+    `observe.goodput`.
     `detecting_s` and `restarting_s` are what changes of an elastic run's membership cost.
     """
 
@@ -74,7 +73,7 @@ def summarize(record: Record) -> Summary:
     baseline = baseline if isinstance(baseline, dict) else {}
     pace, pace_unit = _throughput(events)
     step_s = curves.median(series(events, "time/step")[1])
-    exposed_share, goodput = _shares(events, done, first_step_s=step_s or 0.0)
+    whole = goodput_of(events).waterfall()
     return Summary(
         state=_state(record, step, total_steps),
         step=step,
@@ -89,8 +88,8 @@ def summarize(record: Record) -> Summary:
         throughput=pace,
         throughput_unit=pace_unit,
         step_s=step_s,
-        exposed_share=exposed_share,
-        goodput=goodput,
+        exposed_share=_exposed_share(events),
+        goodput=None if whole is None else whole.goodput,
         time_s=training_time_s(done, first_step_s=step_s or 0.0) if done else None,
         attempts=done,
         skipped_steps=skipped_steps(events),
@@ -147,7 +146,7 @@ def _failure(record: Record, summary: Summary) -> str:
     if summary.state == "killed":
         text = (
             "The run ended without a word: it was killed, or its machine went down. "
-            "The same command goes on from the newest checkpoint."
+            "The same command resumes from the newest checkpoint."
         )
         return f'<div class="failure"><p>{text}</p></div>'
     if ending is None or ending.state == "finished":
@@ -166,22 +165,20 @@ def _throughput(events: list[Event]) -> tuple[float | None, str]:
     return None, ""
 
 
-def _shares(events: list[Event], done: list[Attempt], *, first_step_s: float) -> tuple[float | None, float | None]:
-    """(exposed communication of all step time, goodput); None where steps have no times."""
+def _exposed_share(events: list[Event]) -> float | None:
+    """Exposed communication of all step time; None where steps have no times."""
     by_step: dict[int, dict[str, float]] = {}
-    for name in ("time/step", "time/data", "time/checkpoint_stall", "time/sync_exposed", "loss/train", "grad/norm"):
+    for name in ("time/step", "time/sync_exposed"):
         for step, value in zip(*series(events, name), strict=True):
             by_step.setdefault(step, {})[name] = value
     totals = Totals()
     for values in by_step.values():
         if math.isfinite(values.get("time/step", 0.0)):
             totals.add(values)
-    if not done or totals.step_s <= 0:
-        return None, None
-    whole_s = done[-1].ended_s - done[0].started_s + first_step_s
-    goodput = totals.good_s / whole_s if whole_s > 0 else math.nan
+    if totals.step_s <= 0:
+        return None
     exposed = totals.exposed_s / totals.step_s
-    return exposed if math.isfinite(exposed) else None, min(1.0, goodput) if goodput >= 0 else None
+    return exposed if math.isfinite(exposed) else None
 
 
 def _held_out(events: list[Event], facts: dict[str, Any], name: str) -> float | None:
@@ -256,7 +253,7 @@ def _exposed(summary: Summary) -> Entry:
 def _goodput(summary: Summary) -> Entry:
     if summary.goodput is None:
         return None
-    of = "of the time since the first start"
+    of = "of the time since the first step, in steps that last"
     if summary.detecting_s or summary.restarting_s:
         noticed, restarted = units.duration(summary.detecting_s), units.duration(summary.restarting_s)
         of += f"; changes of the membership: {noticed} until losses were known, {restarted} to the next steps"

@@ -12,6 +12,7 @@ from shoal.escape import escape_controls
 from shoal.observe.events import series
 from shoal.observe.fact_names import name_and_value
 from shoal.observe.facts import number_of, text_of
+from shoal.observe.figures import MEANINGS
 from shoal.observe.markup import section, table
 from shoal.observe.record import Record
 from shoal.observe.summary import Summary
@@ -113,3 +114,8 @@ def _flat(facts: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
             yield from _flat(value, f"{name}/")
         else:
             yield name, value
+
+
+def meanings_section() -> str:
+    """What the figures of the live line mean."""
+    return section("What the figures mean", table(("figure", "meaning"), list(MEANINGS.items())))

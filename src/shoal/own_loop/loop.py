@@ -279,7 +279,7 @@ class Training:
         self._leave_script()
         done, steps_wanted = self.steps_done, self._job.cadence.steps
         if done < steps_wanted:
-            cause = f"the loop was left after step {done} of {steps_wanted}: the next start goes on from the newest "
+            cause = f"the loop was left after step {done} of {steps_wanted}: the next start resumes from the newest "
             self._job.sinks.warn(cause + "checkpoint")
             self._job.sinks.finish(Ending("stopped", cause + "checkpoint"))
         self._stack.close()

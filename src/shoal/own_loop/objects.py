@@ -141,7 +141,7 @@ def batch_of_loader(loader: DataLoader) -> dict[str, Any]:
 
 
 def unread_arguments(loader: DataLoader | None) -> list[str]:
-    """What of a DataLoader has no meaning in a run, a sentence for each."""
+    """What of a DataLoader a run does not use, a sentence for each."""
     given = {
         "drop_last": loader is not None and loader.drop_last and isinstance(loader.dataset, IterableDataset),
         "num_workers": loader is not None and loader.num_workers > 0,
@@ -154,4 +154,4 @@ def unread_arguments(loader: DataLoader | None) -> list[str]:
         "worker_init_fn": "there are no worker processes",
         "generator": "the order of samples follows from run.seed",
     }
-    return [f"the DataLoader's {name} has no meaning: {does[name]}" for name, is_given in given.items() if is_given]
+    return [f"the DataLoader's {name} is not used: {does[name]}" for name, is_given in given.items() if is_given]

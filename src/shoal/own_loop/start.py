@@ -221,8 +221,8 @@ def _run_file(
     unread = next((name for name in ("optimizer", "schedule", "loss") if name in whole), None)
     if unread is not None:
         raise ConfigError(
-            f"{file}: [{unread}] has no meaning where the loop is the script's own; set it in the script, and leave "
-            "its keys out"
+            f"{file}: [{unread}] is for runs without a loop of their own, and shoal.start takes what the script "
+            "makes; set it in the script, and remove its keys here"
         )
     run_table, batch = dict(whole.get("run", {})), dict(whole.get("batch", {}))
     run_table.setdefault("name", Path(sys.argv[0]).stem or "script")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from shoal.observe.events import Event
-from shoal.page.goodput import Goodput, Waterfall
+from shoal.observe.goodput import Goodput, Waterfall
 from shoal.page.history import History
 
 EXPERT_LIMIT = 48

@@ -21,8 +21,8 @@ from shoal.launch.lock import is_locked
 from shoal.observe.ending import Ending, ending_in
 from shoal.observe.events import Event, events_path
 from shoal.observe.facts import facts_path, number_of, read_facts, text_of
+from shoal.observe.goodput import Waterfall
 from shoal.observe.tail import Tail
-from shoal.page.goodput import Waterfall
 from shoal.page.lead import CollectiveMean, ExpertMap, Lead, LinkMean
 from shoal.page.notices import (
     LogWarnings,

@@ -77,7 +77,7 @@ def ending_notice(ending: Ending | None, *, state: str) -> list[Notice]:
     """Why the run did not reach its last step."""
     if state == "killed":
         return [Notice("failure", "The run ended without a word: it was killed, or its machine went down. "
-                                  "The same command goes on from the newest checkpoint.")]  # fmt: skip
+                                  "The same command resumes from the newest checkpoint.")]  # fmt: skip
     if ending is None or ending.state == "finished":
         return []
     who = "The run" if ending.rank is None else f"Rank {ending.rank}"

@@ -138,7 +138,7 @@ def planned(
     basis = basis_of(predictor, stated=cluster is not None) + _imbalance_text(predictor)
     if measured_step is not None:
         predictor, evidence, how = _calibrated(predictor, cluster, measured_step)
-        basis += how
+        basis = how if measured_step.tried and evidence != DATA_SHEET else basis + how
     allowed = allowed_by(run_file)
     found = search_with(run_file, predictor, allowed, keep=keep)
     best = found.best[0]
@@ -167,9 +167,22 @@ def _calibrated(predictor: Predictor, cluster: Path | None, step: MeasuredStep) 
         of = predictor_of(step.run_file, step.cluster or cluster, expert_imbalance=step.expert_imbalance)
         found, evidence = calibrated(predictor, of, step)
     except (UsageError, LayoutError) as why:
+        if step.tried:
+            return (
+                predictor,
+                DATA_SHEET,
+                f"; not calibrated on the {took} that a step took here on one rank, as no rate explains it",
+            )
         if step.directory is None:
             raise
         return predictor, DATA_SHEET, f"; not calibrated on the {took} a step that {step.directory} took: {why}"
+    if step.tried:
+        samples = units.plural(step.run_file.batch.global_samples, "sample")
+        return (
+            found,
+            evidence,
+            f"{took} for {samples} of this model on one rank, measured just now; 'shoal bench products' measures more",
+        )
     if step.directory is None:
         return found, evidence, f", calibrated on a measured step of {took}"
     return found, evidence, f", calibrated on the {took} a step that {step.directory} took here"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -23,6 +23,7 @@ FILE = "predictions.jsonl"
 MOST_RUNS = 1000
 """The newest count; older ones were of other versions."""
 MOST_BYTES = 4 << 20
+PUBLISHED_OF_GPUS = replace(PUBLISHED_MEMORY, source="48 published peaks of GPUs, for want of any of CPU cores")
 
 
 class Past(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,9 +103,13 @@ def confidence_in(predictor: Predictor, environ: Mapping[str, str], *, evidence:
     past = remembered(environ) if predictor.measured is not None and predictor.simulates else []
     times = [run.measured_s / run.predicted_s for run in past if run.predicted_s > 0 and run.measured_s > 0]
     sizes = [run.measured_bytes / run.predicted_bytes for run in past if run.predicted_bytes and run.measured_bytes]
-    assumed = predictor.measured is None and predictor.cluster.machine.scale_up.kind == "memory"
-    time = None if assumed and evidence == "data sheet" else _own(times, PUBLISHED_TIME[evidence])
-    return Confidence(time=time, memory=_own(sizes, PUBLISHED_MEMORY))
+    cores = predictor.cluster.machine.scale_up.kind == "memory"
+    assumed = predictor.measured is None and cores
+    published = PUBLISHED_TIME[evidence]
+    if cores:
+        published = replace(published, source=f"{published.source}, none of them on CPU cores")
+    time = None if assumed and evidence == "data sheet" else _own(times, published)
+    return Confidence(time=time, memory=_own(sizes, PUBLISHED_OF_GPUS if cores else PUBLISHED_MEMORY))
 
 
 def _own(ratios: list[float], published: Residuals) -> Residuals:

@@ -44,13 +44,14 @@ MET = 0.01
 class MeasuredStep:
     """`step_s` seconds of one step of `run_file`, on the cluster of a file; None: where it is planned for. `directory`
     is that of the run, where the step was found there. Of a mixture, the fullest expert got `expert_imbalance` times
-    the mean."""
+    the mean. `tried`: on one rank, a moment ago (`planning.tried_step`)."""
 
     run_file: RunFile
     step_s: float
     cluster: Path | None = None
     directory: Path | None = None
     expert_imbalance: float = 1.0
+    tried: bool = False
 
 
 def step_of_earlier_run(run_file: RunFile, *, host: str) -> MeasuredStep | None:

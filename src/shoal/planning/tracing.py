@@ -43,7 +43,7 @@ def subject_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> tu
     few = [data[index] for index in range(min(LOOKED_AT, len(data)))]
     sample = collate(few, np.arange(len(few)), denominator=run_file.batch.denominator)
     steps = _Steps(run_file, sample, loss_of(run_file.loss, UserObjects()))
-    subject = Subject.built(partial(_model, run_file), steps, dtype=precision_of(run_file.precision).parameters)
+    subject = Subject.built(partial(model_of, run_file), steps, dtype=precision_of(run_file.precision).parameters)
     return subject, sample
 
 
@@ -101,7 +101,8 @@ class _Steps:
         return self.loss(gather_logits(outputs, split, group), targets)
 
 
-def _model(run_file: RunFile) -> nn.Module:
+def model_of(run_file: RunFile) -> nn.Module:
+    """The run file's model. Raises `UserCodeError`."""
     if isinstance(run_file.model, ForeignModel):
         return users_model(run_file, UserObjects())
     return build_model(run_file.model)

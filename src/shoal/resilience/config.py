@@ -14,7 +14,9 @@ class ElasticConfig(Table, frozen=True):
     """Replicas may come and go while the run trains."""
 
     min: Annotated[Positive, says("Fewest replicas that train; with fewer the run waits.")] = 1
-    max: Annotated[Positive, says("Most replicas that train; the launcher starts as many.")] = 1
+    max: Annotated[
+        Positive, says("Most replicas that train; the launcher starts as many, or those of `run.processes`.")
+    ] = 1
     spares: Annotated[
         int, says("Replicas beside `max` that stand by, with everything loaded, to take a lost one's place.", ge=0)
     ] = 0

@@ -142,7 +142,7 @@ class View(Message, frozen=True):
     checkpoint. `committed` as in `Pulse`. `addresses` are those that the members joined with, in their order. `fenced`
     are lost members, and why, beside those that were asked for and may still run: one that has left is not among them.
     `disagreement`: members differ in what should be equal, and no majority says who is right. `slow` are members that
-    need that many times as long for a sample as the others.
+    have needed that many times as long for a sample as the others for minutes.
     """
 
     number: int

@@ -30,7 +30,7 @@ from shoal.resilience import events as ev
 from shoal.resilience.fingerprints import Divergence, compare
 from shoal.resilience.ledger import SampleLedger
 from shoal.resilience.stalls import Stalls
-from shoal.resilience.stragglers import Slow, Stragglers
+from shoal.resilience.stragglers import Lasting, Slow, Stragglers
 
 FRUITLESS = 3
 """Generations in a row, of the same members and without a step, after which a replica that peers cannot reach goes."""
@@ -103,7 +103,7 @@ class Membership:
         self._proposed_s = self._now_s = now_s
         self._made: list[ev.Decision] = []
         self._suspects: dict[str, str] = {}
-        self._stalls, self._stragglers = Stalls(rules.hang_s), Stragglers()
+        self._stalls, self._stragglers, self._lasting = Stalls(rules.hang_s), Stragglers(), Lasting()
         self._slow: dict[str, Slow] = {}
         self._newly_slow: tuple[Slow, ...] = ()
         self._fruitless = 0
@@ -279,8 +279,8 @@ class Membership:
         """Who is slow, by what a step's samples took each member; nothing where one has not measured it."""
         if all(sample_s.values()):
             slow = {one.replica: one for one in self._stragglers.took(sample_s)}
-            self._newly_slow = tuple(one for name, one in slow.items() if name not in self._slow)
-            self._slow = slow
+            self._newly_slow = tuple(self._lasting.newly(slow.values(), self._now_s))
+            self._slow = {name: one for name, one in slow.items() if name in self._lasting.told}
 
     def _accept(self, event: ev.Accept, replica: Replica) -> ev.Refusal | None:
         if event.number != self.number or self.number == self.generation:

@@ -8,19 +8,24 @@ m_r, and its noise s_r is 1.4826 times the median absolute deviation. Against th
 is about standard normal while all are alike: 1.2533 is the ratio of a median's standard error to a mean's (Huber,
 "Robust statistics", 1981). A replica is slow when z > `SIGMAS` and it costs `factor` times the others: the first keeps
 noise from being an alarm, the second what is too little to matter.
+
+Other programs on a host slow a replica for seconds, which nobody has to act on: a warning is for who stays slow for
+minutes (`Lasting`).
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
 STEPS = 16
 FACTOR = 1.2
 SIGMAS = 6.0
+LASTING_S = 120.0
+"""Seconds without a break after which a slow replica is somebody's business."""
 _LEAST_NOISE = 0.005
 
 
@@ -31,10 +36,34 @@ class Slow:
     replica: str
     ratio: float
 
-    @property
-    def sentence(self) -> str:
-        """For people."""
-        return f"replica {self.replica} needs {self.ratio:.2f} times as long for a sample as the others: check its host"
+    def sentence(self, who: str) -> str:
+        """For people; `who` names the replica: see `ranks_of`."""
+        verb, its = ("have", "their") if who.startswith("ranks ") else ("has", "its")
+        return f"{who} {verb} long taken {self.ratio:.2f} times as long for a sample as the others: check {its} host"
+
+
+def ranks_of(replica: int, ranks: int) -> str:
+    """The ranks of a replica of `ranks` ranks, as the live line names them: "rank 2", "ranks 4 to 7"."""
+    return f"rank {replica}" if ranks == 1 else f"ranks {replica * ranks} to {replica * ranks + ranks - 1}"
+
+
+@dataclass
+class Lasting:
+    """Of the slow replicas, those that have been so for `lasting_s` seconds without a break. Each is told of once."""
+
+    lasting_s: float = LASTING_S
+    told: set[str] = field(default_factory=set)
+    _since_s: dict[str, float] = field(default_factory=dict)
+
+    def newly(self, slow: Iterable[Slow], now_s: float) -> list[Slow]:
+        """Who is to be told of now, of those that are slow at `now_s`, seconds of any clock that never goes back."""
+        slow = list(slow)
+        self._since_s = {one.replica: self._since_s.get(one.replica, now_s) for one in slow}
+        found = [
+            one for one in slow if one.replica not in self.told and now_s - self._since_s[one.replica] >= self.lasting_s
+        ]
+        self.told |= {one.replica for one in found}
+        return found
 
 
 @dataclass

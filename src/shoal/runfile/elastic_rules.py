@@ -19,9 +19,12 @@ def _refusals(run_file: RunFile, elastic: ElasticConfig) -> Iterator[str]:
     run, layout, most, sync = run_file.run, run_file.layout, elastic.max, run_file.sync
     ranks, working = layout.replica_size, max(1, most - sync.serving_only)
     fewest = working * layout.shard * statistics_group(run_file.model)
-    if run.processes not in (None, most * ranks):
-        each = "" if ranks == 1 else f" replicas of {ranks} ranks"
-        yield f"run.processes = {run.processes} with elastic.max = {most}{each}: the launcher starts max; leave it out"
+    if run.processes is not None and run.processes not in range(elastic.min * ranks, most * ranks + 1, ranks):
+        each = "" if ranks == 1 else f", each of {ranks} ranks"
+        yield (
+            f"run.processes = {run.processes} with elastic.min = {elastic.min} and elastic.max = {most} replicas"
+            f"{each}: the run starts with {elastic.min * ranks} to {most * ranks} processes; change one of them"
+        )
     if layout.replicate is not None:
         yield (
             f"layout.replicate = {layout.replicate} with [elastic]: the number of replicas changes; leave it out, and "

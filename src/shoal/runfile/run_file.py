@@ -45,7 +45,10 @@ class RunConfig(Table, frozen=True):
     seed: Annotated[int, says("Parameters, order of the data and dropout follow from it.", ge=0, le=2**63 - 1)] = 0
     processes: Annotated[
         Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] | None,
-        says("Ranks; default: the layout's product, else one per GPU, else two."),
+        says(
+            "Ranks; default: the layout's product, else one per GPU, else two. Of an elastic run: ranks that start, of "
+            "`elastic.min` to `elastic.max` replicas; default: of `max`."
+        ),
     ] = None
     device: Annotated[
         Literal["auto", "cpu", "cuda"], says("Where the ranks compute; auto: GPUs where there are any.")

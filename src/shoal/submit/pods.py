@@ -6,7 +6,7 @@ a host. Pods never restart alone (`restartPolicy: Never`), as ranks that have lo
     exit code of a host        the SubmittedJob says                     the set of jobs
     0                          done
     2, 4, 6                    FailJob, "exit code 2"           fails: the same would happen again
-    75, or an evicted pod      FailJob, "exit code 75"          starts again, uncounted: it goes on from its checkpoint
+    75, or an evicted pod      FailJob, "exit code 75"          starts again, uncounted: it resumes from its checkpoint
     anything else              BackoffLimitExceeded             starts again, at most `--restarts` times
 
 What is alive has taken a step: the probes look for events that are younger than the stall limit.

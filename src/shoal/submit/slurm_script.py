@@ -1,6 +1,6 @@
 """The batch script of a job for Slurm: one `srun` task a host, which starts the host's ranks.
 
-    the ranks leave with 75   the script asks for its own requeue; the job goes on from its checkpoint
+    the ranks leave with 75   the script asks for its own requeue; the job resumes from its checkpoint
     before the time limit     `--signal` sends SIGTERM to the ranks, which save and leave with 75
     a host is lost            Slurm itself requeues the job (`--requeue`)
     any other code            the job ends with it

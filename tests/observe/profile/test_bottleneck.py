@@ -27,6 +27,31 @@ def rank(number: int = 0, **seconds: Any) -> Measured:
     )  # fmt: skip
 
 
+def rounds_of(*works: float) -> list[list[Measured]]:
+    """Two ranks, of which rank 1 works so many times as long as rank 0 in each round, and rank 0 waits for it."""
+    return [[rank(0, for_rank={1: 1 - 1 / one} if one > 1 else {}), rank(1)] for one in works]
+
+
+def test_a_slow_rank_of_which_noise_is_enough_is_not_named() -> None:
+    """Rank 1 works 1.4 times as long in the mean of five rounds, now twice as long and now as long as rank 0: nothing
+    stands out. Where it does so in every round, it is named, and where its share lies is told."""
+    mean = [rank(0, for_rank={1: 1 - 1 / 1.4}), rank(1)]
+    noise = bottleneck(mean, Setup(), rounds=rounds_of(2.2, 1.0, 1.0, 1.9, 1.0))
+    assert noise.kind == "nothing"
+    assert noise.sentence.startswith("nothing stands out: the most likely is waiting for a slow rank on rank 1")
+    named = bottleneck(mean, Setup(), rounds=rounds_of(1.41, 1.4, 1.38, 1.42, 1.39))
+    assert (named.kind, named.rank) == ("slow rank", 1)
+    assert named.interval is not None
+    assert named.interval.low < named.share < named.interval.high
+    once = bottleneck(mean, Setup(), rounds=rounds_of(1.4))
+    assert "a single step is no evidence" in once.sentence
+
+
+def test_a_step_that_computes_is_told_whatever_the_rounds() -> None:
+    """Nothing is as large as what counts."""
+    assert bottleneck([rank(), rank(1)], Setup(), rounds=rounds_of(1.0, 1.0)).kind == "compute"
+
+
 def test_waiting_for_data_asks_for_readers_and_for_as_many_steps_read_ahead() -> None:
     """One reader of which a rank waits 0.6 of its time for data does 0.4 of what is needed: three do it all."""
     found = bottleneck([rank(0, for_rank={1: 0.5}), rank(1, data_s=0.6)], Setup(readers=1, prefetch_steps=2))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from shoal.observe.profile.arrivals import exposed, joined
+from shoal.observe.profile.evidence import interval, rounds
+from shoal.observe.profile.recording import Called, Step
 from shoal.observe.profile.split import operators, split
 from tests.observe.profile.recordings import recording
+
+KEYS = ("all/0", "w/0", "w/1", "all/1")
 
 
 def test_the_parts_do_not_overlap_and_add_up() -> None:
@@ -58,3 +63,32 @@ def test_a_call_is_joined_when_all_its_ranks_have_recorded_it(ranks: int) -> Non
     """Of two ranks it is whole, of three one is missing."""
     made = [recording(rank, calls=[("w/0", rank, 9)], ranks=ranks) for rank in range(2)]
     assert set(joined(made)) == ({"w/0"} if ranks == 2 else set())
+
+
+def test_what_a_rank_stands_still_for_is_not_more_than_its_communication() -> None:
+    """Waits before and after the steps, such as for all to begin, and two at a time, count once: 3 of 10 s."""
+    waiting = recording(0, waits=[("all/0", -20, 0), ("w/0", 5, 7), ("w/1", 6, 8), ("all/1", 10, 19)])
+    late = recording(1, calls=[("all/0", 0, 0), ("w/0", 7, 7), ("w/1", 8, 8), ("all/1", 19, 19)])
+    early = msgspec.structs.replace(
+        waiting, calls=[Called(key, "all_reduce", 2, 1000, -20 if key == "all/0" else 5, 20) for key in KEYS]
+    )
+    found = exposed(early, joined([early, late]))
+    assert found.for_rank_s == {1: 3}
+    assert found.wire_s + found.own_s == 0
+    assert split(early).communication_s == 3
+
+
+def test_rounds_hold_every_step_once() -> None:
+    """At most 20, of equally many steps; the last has the rest, and each what lies in its steps."""
+    steps = [Step(number, number, number, number + 1.0, 0.0, 1.0) for number in range(47)]
+    whole = msgspec.structs.replace(recording(slices=[("aten::mm", 3.2, 3.4)]), steps=steps)
+    found = rounds(whole)
+    assert [len(one.steps) for one in found] == [2] * 19 + [9]
+    assert [step for one in found for step in one.steps] == steps
+    assert [len(one.slices) for one in found[:3]] == [0, 1, 0]
+
+
+def test_the_interval_is_students() -> None:
+    """Of 0.1, 0.2, 0.3 with two degrees of freedom: 0.2 and 6.96 times 0.1 / sqrt(3) to both sides."""
+    assert interval([0.1, 0.2, 0.3]).low == pytest.approx(0.2 - 6.96 * 0.1 / 3**0.5)
+    assert interval([0.1, 0.2, 0.3]).high == pytest.approx(0.2 + 6.96 * 0.1 / 3**0.5)

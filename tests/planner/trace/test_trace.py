@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import logging.handlers
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.cost.transformer import Transformer, model_flops, total_parameters
@@ -185,3 +190,27 @@ def test_seven_billion_parameters_take_no_memory() -> None:
     config = GPTConfig(vocabulary=32000, layers=2, width=16384, heads=128, feed_forward_width=65536)
     trace = gpt(config, length=2048).of(TracedSplit(1))
     assert sum(one.numel for one in trace.parameters.values()) > 7e9
+
+
+class Tries(Blocks):
+    """Tries a product that does not fit, and goes without."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with contextlib.suppress(RuntimeError):
+            torch.mm(x.flatten(0, 1), torch.zeros(WIDTH + 1, 2))
+        return super().forward(x)
+
+
+def test_an_operator_that_is_tried_in_vain_is_not_told_of() -> None:
+    """PyTorch logs a traceback of its fake tensors, while nobody traces; the trace is whole without it."""
+    log, told = logging.getLogger("torch._subclasses.fake_tensor"), logging.handlers.BufferingHandler(100)
+    log.addHandler(told)
+    try:
+        tried, plain = (subject(model, vectors).of(TracedSplit(2)) for model in (Tries, Blocks))
+        assert tried.flops == plain.flops
+        assert told.buffer == []
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            Tries()(torch.zeros(1, LENGTH, WIDTH))
+        assert len(told.buffer) == 1
+    finally:
+        log.removeHandler(told)

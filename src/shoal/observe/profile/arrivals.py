@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import msgspec
 
 from shoal.observe.profile.recording import Called, Recording, Waited
 
@@ -66,9 +68,9 @@ def joined(recordings: Sequence[Recording]) -> dict[str, Joined]:
 
 
 def exposed(recording: Recording, calls: dict[str, Joined]) -> Exposed:
-    """What this rank stood still for. A wait for a call that is not known counts as the wire's."""
+    """What this rank stood still for in its steps. A wait for a call that is not known counts as the wire's."""
     wire_s, own_s, for_rank_s, by_operation_s = 0.0, 0.0, defaultdict(float), defaultdict(float)
-    for wait in recording.waits:
+    for wait in _in_steps(recording):
         late_s, culprit = _late(wait, calls, recording.rank)
         if culprit is not None:
             for_rank_s[culprit] += late_s
@@ -85,6 +87,17 @@ def exposed(recording: Recording, calls: dict[str, Joined]) -> Exposed:
         {operation: seconds / count for operation, seconds in by_operation_s.items()},
         sum(call.sent_bytes for call in recording.calls) / count,
     )
+
+
+def _in_steps(recording: Recording) -> Iterator[Waited]:
+    """The waits as far as they lie in steps, behind what waits for data; each moment counts once."""
+    until_s = -math.inf
+    for wait in sorted(recording.waits, key=lambda wait: (wait.begin_s, wait.end_s)):
+        for step in recording.steps:
+            begin_s, end_s = max(wait.begin_s, step.data_s, until_s), min(wait.end_s, step.end_s)
+            if end_s > begin_s:
+                yield msgspec.structs.replace(wait, begin_s=begin_s, end_s=end_s)
+                until_s = end_s
 
 
 def _late(wait: Waited, calls: dict[str, Joined], rank: int) -> tuple[float, int | None]:

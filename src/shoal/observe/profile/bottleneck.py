@@ -2,7 +2,8 @@
 
 What is compared is seconds of a step that would be gained. Waiting for data, for the wire and for a slow rank is lost
 time and counts from a tenth of the step on; an operator counts that no model is expected to spend its time in, and the
-host, from a quarter on. Where nothing of that is there, the step is spent on the model's own products.
+host, from a quarter on. Each must be that much beyond the noise between rounds of steps (`evidence`); else nothing
+stands out. Where nothing of that is there, the step is spent on the model's own products.
 """
 
 from __future__ import annotations
@@ -10,14 +11,25 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal
 
 from shoal import units
 from shoal.observe.profile.arrivals import Exposed
+from shoal.observe.profile.evidence import Share, interval
 from shoal.observe.profile.split import Operator, TimeSplit, mean
 
-Kind = Literal["data", "wire", "slow rank", "operator", "host", "compute"]
+Kind = Literal["data", "wire", "slow rank", "operator", "host", "compute", "nothing"]
+NAMED: Mapping[Kind, str] = MappingProxyType(
+    {
+        "data": "waiting for data",
+        "wire": "waiting for the wire",
+        "slow rank": "waiting for a slow rank",
+        "operator": "an operator",
+        "host": "Python between operators",
+    }
+)
 LOST_SHARE, SPENT_SHARE = 0.1, 0.25
 READING_COMPUTES = 0.7
 """From this share of a core on, reading is computing and not waiting for a disk."""
@@ -64,6 +76,8 @@ class Bottleneck:
     sentence: str
     change: tuple[str, ...] = ()
     operator: str | None = None
+    interval: Share | None = None
+    """Where the share lies, as far as the noise between rounds tells; None: nothing was compared."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +95,52 @@ class Measured:
         return self.split.work_s + self.exposed.own_s
 
 
-def bottleneck(ranks: Sequence[Measured], setup: Setup) -> Bottleneck:
-    """The worst of what is found, or that the step computes."""
-    found = [one for one in _candidates(ranks, setup) if one.share >= _least(one.kind)]
-    return max(found, key=lambda one: one.share, default=None) or _computes(ranks)
+def bottleneck(
+    ranks: Sequence[Measured], setup: Setup, *, rounds: Sequence[Sequence[Measured]] | None = None
+) -> Bottleneck:
+    """The worst of what is found, or that nothing stands out, or that the step computes.
+
+    `rounds`: the same ranks in each round of steps, by which it is told from noise; None: it is taken as it is.
+    """
+    found = sorted(
+        (one for one in _candidates(ranks, setup) if one.share >= _least(one.kind)), key=lambda one: -one.share
+    )
+    if rounds is None:
+        return found[0] if found else _computes(ranks)
+    shown = [replace(one, interval=interval([_share_in(each, one) for each in rounds])) for one in found]
+    sure = [one for one in shown if one.interval is not None and one.interval.low >= _least(one.kind)]
+    if sure:
+        return sure[0]
+    return _unsure(shown[0], len(rounds)) if shown else _computes(ranks)
+
+
+def _unsure(likely: Bottleneck, rounds: int) -> Bottleneck:
+    """What would be named if it were more than noise."""
+    where = "" if likely.rank is None else f" on rank {likely.rank}"
+    within = likely.interval
+    if within is None or rounds < 2:
+        why = "a single step is no evidence"
+    else:
+        low, high = units.percent(max(0.0, within.low)), units.percent(min(1.0, within.high))
+        why = f"it lies between {low} and {high} of the step by these {rounds} rounds"
+    sentence = f"nothing stands out: the most likely is {NAMED[likely.kind]}{where}, but {why}; more --steps tell"
+    return Bottleneck("nothing", likely.rank, likely.share, sentence, interval=within)
+
+
+def _share_in(ranks: Sequence[Measured], found: Bottleneck) -> float:
+    """The share that `found` has in one round."""
+    own = next((rank for rank in ranks if rank.split.rank == found.rank), ranks[0])
+    match found.kind:
+        case "data":
+            return own.split.data_s / own.split.step_s
+        case "wire":
+            return _wire_s(own) / own.split.step_s
+        case "slow rank":
+            return _excess_s(own, ranks) / own.split.step_s
+        case "operator":
+            return mean([_own_s(rank, found.operator or "") / rank.split.step_s for rank in ranks])
+        case _:
+            return mean([rank.split.host_s / rank.split.step_s for rank in ranks])
 
 
 def _least(kind: Kind) -> float:
@@ -143,10 +199,7 @@ def _slow_rank(ranks: Sequence[Measured]) -> Bottleneck:
     slow = max(ranks, key=lambda rank: rank.work_s)
     others = [rank for rank in ranks if rank is not slow]
     usual_s = statistics.median_low([rank.work_s for rank in others])
-    excess_s = slow.work_s - usual_s
-    waited = {rank.split.rank: rank.exposed.for_rank_s.get(slow.split.rank, 0.0) for rank in others}
-    if any(rank.exposed.for_rank_s for rank in ranks):
-        excess_s = min(excess_s, max(waited.values()))
+    excess_s = _excess_s(slow, ranks)
     share = excess_s / slow.split.step_s
     times = slow.work_s / usual_s if usual_s > 0 else math.inf
     name = _operator_to_blame(slow, others, excess_s, times)
@@ -155,6 +208,15 @@ def _slow_rank(ranks: Sequence[Measured]) -> Bottleneck:
         f"their step for it: {_why_slow(slow, others, name)}"
     )
     return Bottleneck("slow rank", slow.split.rank, share, sentence, operator=name)
+
+
+def _excess_s(slow: Measured, ranks: Sequence[Measured]) -> float:
+    """What `slow` works longer than the others, as far as one of them waits for it."""
+    others = [rank for rank in ranks if rank is not slow]
+    excess_s = slow.work_s - statistics.median_low([rank.work_s for rank in others])
+    if any(rank.exposed.for_rank_s for rank in ranks):
+        excess_s = min(excess_s, max(rank.exposed.for_rank_s.get(slow.split.rank, 0.0) for rank in others))
+    return excess_s
 
 
 def _operator_to_blame(slow: Measured, others: Sequence[Measured], excess_s: float, times: float) -> str | None:
@@ -178,7 +240,7 @@ def _why_slow(slow: Measured, others: Sequence[Measured], name: str | None) -> s
             f"its process had a core {units.percent(had)} of that time, theirs {units.percent(usual)}: end what shares "
             "its cores, or raise the limit of its container"
         )
-    return "all it does is slower: compare its host with the others' (shoal doctor), or leave it out"
+    return "all it does is slower: compare its host with the others' (shoal doctor)"
 
 
 def _operator(ranks: Sequence[Measured]) -> Iterator[Bottleneck]:
@@ -213,7 +275,7 @@ def _computes(ranks: Sequence[Measured]) -> Bottleneck:
             own_s[operator.name] = own_s.get(operator.name, 0.0) + operator.own_s
     name = max(own_s, key=lambda name: own_s[name], default=None)
     most = f", {name} most of it" if name else ""
-    sentence = f"operators take {units.percent(share)} of the step{most}; nothing waits: more ranks would shorten it"
+    sentence = f"operators take {units.percent(share)} of the step{most}; no wait stands out: more ranks shorten it"
     return Bottleneck("compute", None, share, sentence, operator=name)
 
 

@@ -383,7 +383,7 @@ function figures(run) {
     ["accuracy", "accuracy/eval" in last ? percent(last["accuracy/eval"] ?? NaN) : null, "held out"],
     [`${pace}/s`, pace ? count(last[`throughput/${pace}_per_second`]) : null, "newest step"],
     ["step", Number.isFinite(last["time/step"]) ? seconds(last["time/step"]) : null, "newest"],
-    ["goodput", goodput === null ? null : percent(goodput), "of the time since the first start"],
+    ["goodput", goodput === null ? null : percent(goodput), "of the time since the first step, in steps that last"],
     ["peak memory", run.peak_bytes ? memory(run.peak_bytes) : null, run.peak_rank === null ? "" : `rank ${run.peak_rank}`],
     ["ranks", run.ranks ? whole(run.ranks) : null, run.attempts > 1 ? `started ${run.attempts} times` : ""],
     ["speed-up", Number.isFinite(last["scaling/speed_up"]) ? `${digits(last["scaling/speed_up"], 3)} ×` : null, `efficiency ${percent(last["scaling/efficiency"] ?? NaN)}`],
@@ -510,7 +510,7 @@ class Detail {
       return element("div", { class: "fall", "data-part": part }, element("span", {}, name), element("span", { class: "track", "aria-hidden": "true" }, bar),
         element("span", {}, element("b", {}, percent(value / fall.whole_s)), duration(value)));
     });
-    const lead = `${percent(fall.trained_s / fall.whole_s)} of ${duration(fall.whole_s)} since the first start went into steps that last.`;
+    const lead = `${percent(fall.trained_s / fall.whole_s)} of ${duration(fall.whole_s)} since the first step went into steps that last.`;
     this.falls.replaceChildren(element("h2", {}, "Goodput"), element("p", { class: "lead" }, lead), element("div", { class: "falls" }, ...rows));
   }
 

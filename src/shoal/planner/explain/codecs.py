@@ -13,7 +13,7 @@ from shoal import units
 from shoal.codec.config import BlockwiseConfig, CastConfig, CodecConfig, NoCodec, PowerSGDConfig
 from shoal.codec.stated import is_stated, label
 from shoal.cost.plan import Plan
-from shoal.planner.explain.text import Change, table
+from shoal.planner.explain.text import Change, signed, table
 from shoal.planner.predict.codecs import UNCODED
 from shoal.planner.predict.coding import measured_time
 from shoal.planner.predict.predictor import Prediction, Predictor
@@ -186,6 +186,6 @@ def _verdict(own: CodecPrice, found: Sequence[CodecPrice]) -> str:
     change = best.step_s / own.step_s - 1
     if best.step_s > PAYS * own.step_s:
         pays = "No codec pays" if own.codec == "none" else f"{own.codec} may stay"
-        return f"{pays} here: the next best, {best.codec}, would change the step by {100 * change:+.1f} %."
+        return f"{pays} here: the next best, {best.codec}, would change the step by {signed(100 * change)} %."
     caveat = f" It is {best.caveat}." if best.codec != "none" else ""
     return f"{best.codec} would take {-100 * change:.0f} % off the step.{caveat} Nothing is changed unless you name it."

@@ -16,7 +16,7 @@ import msgspec
 from shoal import units
 from shoal.cost.plan import Plan
 from shoal.errors import LayoutError, UsageError
-from shoal.planner.explain.text import Change
+from shoal.planner.explain.text import Change, signed
 from shoal.planner.predict.bill import ITEMS
 from shoal.planner.predict.predictor import Prediction, Predictor
 from shoal.planner.search.candidates import Allowed, candidates
@@ -67,7 +67,9 @@ def why_not(predictor: Predictor, text: str, best: Prediction, *, allowed: Allow
             return f"{text}: {error}"
     slower = other.step_s / best.step_s - 1
     lines = [f"{text}: {rest} {other.plan.describe()}"]
-    lines.append(f"  {units.seconds(other.step_s)} a step, {100 * slower:+.1f} % against {units.seconds(best.step_s)}")
+    lines.append(
+        f"  {units.seconds(other.step_s)} a step, {signed(100 * slower)} % against {units.seconds(best.step_s)}"
+    )
     lines.append(f"  {units.memory_size(other.memory_bytes)} against {units.memory_size(best.memory_bytes)}")
     lines += [
         f"  {name}: {'+' if value >= 0 else ''}{units.seconds(value)} ({ITEMS[name]})"

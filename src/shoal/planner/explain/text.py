@@ -29,6 +29,8 @@ class Change:
 
 
 RULE = "-"
+UNLIKELY = 1e-3
+"""Odds of running out of memory below which nobody has to think of it."""
 NOTICED_BYTES, NOTICED_PERCENT = 0.05 * units.GIB, 0.5
 """Changes below both are not worth a sentence."""
 
@@ -77,7 +79,7 @@ def changes(found: Iterable[Change], best: Prediction, *, most: int = 8) -> str:
         (
             change.what,
             units.seconds(change.step_s),
-            f"{100 * (change.step_s / best.step_s - 1):+.1f}",
+            signed(100 * (change.step_s / best.step_s - 1)),
             _signed_size(change.memory_bytes - best.memory_bytes),
             "yes" if change.fits else "NO",
         )
@@ -100,7 +102,9 @@ def help_sentence(change: Change, best: Prediction) -> str | None:
     if not change.fits or not (frees or saves):
         return None
     beside = f" ({change.caveat})" if change.caveat else ""
-    if frees and saved >= 0:
+    if frees and signed(saved) == "0.0":
+        return f"{change.what} frees {units.memory_size(freed)} in the same time{beside}"
+    if frees and saved > 0:
         return f"{change.what} frees {units.memory_size(freed)} and takes {saved:.1f} % off the step{beside}"
     if frees:
         return f"{change.what} frees {units.memory_size(freed)} for {-saved:+.1f} % step time{beside}"
@@ -116,6 +120,9 @@ def confidence(best: Prediction, limit_bytes: float, *, time: Residuals | None, 
         low, high = (units.seconds(bound) for bound in time.interval(best.step_s))
         interval = f"90 % of steps like this were measured between {low} and {high}: {time.source}"
     odds = memory.exceeds(best.memory_bytes, limit_bytes)
+    if odds < UNLIKELY:  # nothing to decide on, so where it comes from is of no interest
+        sizes = f"{units.memory_size(best.memory_bytes)} of the {units.memory_size(limit_bytes)} of a device"
+        return f"{interval}\nMemory will do: {sizes}"
     return f"{interval}\nIt runs out of memory with a probability of {percent(odds)}: {memory.source}"
 
 
@@ -133,6 +140,12 @@ def choices(found: Iterable[Choice]) -> str:
         for one in found
     ]
     return table(("devices: plan", "step", "whole run", "memory", "device-hours", "money"), rows)
+
+
+def signed(percents: float) -> str:
+    """Of a change: +1.3, -0.4, and 0.0 of what rounds to nothing."""
+    text = f"{percents:+.1f}"
+    return "0.0" if text in ("+0.0", "-0.0") else text
 
 
 def percent(share: float) -> str:

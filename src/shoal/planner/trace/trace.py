@@ -10,6 +10,7 @@ numbers, so that a model of billions of parameters is traced on a laptop. What l
 
 from __future__ import annotations
 
+import logging
 import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,7 +45,8 @@ LOOKS_AT_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 def explained(work: Callable[[], Result], what: str) -> Result:
     """What `work` gives. Raises `UserCodeError` for what goes wrong in it; `what` is its subject ("the model")."""
     try:
-        return work()
+        with _pytorch_silent():
+            return work()
     except ShoalError:
         raise
     except LOOKS_AT_NUMBERS as error:
@@ -62,6 +64,18 @@ def explained(work: Callable[[], Result], what: str) -> Result:
             f"{what} cannot be traced: {_place(error)} raised {type(error).__name__}: {_first_line(error)}; run it "
             "once on one batch of the data, or choose the layout by hand"
         ) from None
+
+
+@contextmanager
+def _pytorch_silent() -> Iterator[None]:
+    """PyTorch logs a traceback for each operator that fake tensors are refused; what goes wrong is raised as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def _place(error: Exception) -> str:

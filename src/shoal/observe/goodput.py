@@ -1,4 +1,10 @@
-"""Where the time of a run went since its first start, as parts that add up to it: the goodput waterfall. Pure.
+"""Goodput: the share of a run's time that went into steps which last and changed the weights. One definition, for the
+terminal, the report and the live page (the "runtime goodput" of Google's ML productivity goodput). Pure.
+
+    goodput = trained / whole,    whole: from the beginning of the first step to the last measurement, the time between
+                                  a stop and the next attempt's first step included; starting up is not
+
+The whole is a sum of parts, the waterfall:
 
 trained      steps that last and changed the weights, less the two below
 data         waiting for data in steps that last
@@ -14,11 +20,15 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterable
 
 import msgspec
 
+from shoal.observe.attempts import groups
 from shoal.observe.events import Event
-from shoal.observe.summary import DETECTING, RESTARTING
+
+DETECTING, RESTARTING = "membership/detecting_s", "membership/restarting_s"
+"""What a change of an elastic run's membership cost: until a loss was known, and from there to the next step."""
 
 
 class Waterfall(msgspec.Struct, frozen=True):
@@ -33,6 +43,11 @@ class Waterfall(msgspec.Struct, frozen=True):
     restarting_s: float
     other_s: float
 
+    @property
+    def goodput(self) -> float | None:
+        """None of a run without a step."""
+        return self.trained_s / self.whole_s if self.whole_s > 0 else None
+
 
 class Goodput:
     """Adds up the lines of the lead rank; 20 bytes are kept for each step, which a restart may void."""
@@ -44,24 +59,30 @@ class Goodput:
         self._redone_s = self._away_s = 0.0
         self._first_s: float | None = None
         self._last_s = 0.0
+        self._starts = False
 
     def add(self, event: Event, *, new_attempt: bool) -> None:
         """One line; `new_attempt`: the first one behind a start that was not the first."""
+        if new_attempt:
+            self._void_after(event.step - bool(event.values))
+            self._starts = True
+        if not event.values:
+            return  # a start; an attempt that measures nothing took no time of training
         step_s = event.get("time/step")
         step_s = step_s if step_s is not None and math.isfinite(step_s) else 0.0
         begin_s = event.time_s - step_s
         if self._first_s is None:
             self._first_s = self._last_s = begin_s
-        if new_attempt:
+        if self._starts:
             self._away_s += max(0.0, begin_s - self._last_s)
-            self._void_after(event.step - bool(event.values))
+            self._starts = False
         self._away_s += sum(_seconds(event.get(name)) for name in (DETECTING, RESTARTING))
         self._last_s = max(self._last_s, event.time_s)
         if step_s > 0:
             self._append(event, step_s)
 
     def waterfall(self) -> Waterfall | None:
-        """None before the first line."""
+        """None before the first measurement."""
         if self._first_s is None:
             return None
         whole_s = self._last_s - self._first_s
@@ -88,6 +109,15 @@ class Goodput:
                 value = part.pop()
                 self._sums[index] -= value
                 self._redone_s += value
+
+
+def goodput_of(events: Iterable[Event]) -> Goodput:
+    """Of a run's events, from its first start on."""
+    found = Goodput()
+    for number, group in enumerate(groups(events)):
+        for event in group:
+            found.add(event, new_attempt=number > 0 and event is group[0])
+    return found
 
 
 def _seconds(value: float | None) -> float:
