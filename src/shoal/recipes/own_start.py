@@ -121,6 +121,7 @@ def _training(
     sinks = stack.enter_context(sinks_of(run_file, place))
     store = HashStore() if place is ALONE else None
     opened = open_run(run_file, place, objects, store=store, activity=sinks.activity)
+    stack.enter_context(opened.default_group())
     resumed_step = restore(opened, directory, sinks)
     opened.state.restore_extra()
     if place.rank == 0:
