@@ -22,6 +22,7 @@ from shoal.recipes.splitting import Divided, blocks_in, trained_in
 from shoal.recipes.table_gradients import dense_and_tables, with_tables
 from shoal.runfile.run_file import RunFile
 from shoal.state.ownership import Trained
+from shoal.sync.config import ServerConfig
 from shoal.sync.strategy import Sync
 from shoal.topology.axes import Axis
 
@@ -94,6 +95,7 @@ def build_run_gradients(
             partition=partition,
             whole=run_file.codec.codes_matrices,
         )
+    _check_separable(run_file, mesh, optimizers)
     blocks = blocks_in(parts.split.model, parts.stages, mesh.layout.index("pipeline", mesh.rank))
     replica, several = mesh.axis(*_NORM_AXES[run_file.pipeline.asynchronous]), len(optimizers) > 1
     if several and tables:
@@ -127,3 +129,21 @@ def build_run_gradients(
         dense = of(trained, optimizers[0].works_on) if optimizers else of(trained, own.works_on, own.undivided)
         return with_tables(dense, tables, parts, groups=mesh.ranks, replica=replica, ranks=sync.gradient_ranks)
     return JointGradients([of([t for t in trained if t.holding.name in set(o.names)], o.works_on) for o in optimizers])
+
+
+def _check_separable(run_file: RunFile, mesh: Mesh, optimizers: Sequence[OwnOptimizer]) -> None:
+    """Raises `ConfigError` where an optimizer that needs all gradients would get some of them."""
+    stage, serves = zero_of(run_file.memory, mesh), isinstance(run_file.sync, ServerConfig)
+    coupling = next((own for own in optimizers if own.couples), None)
+    if coupling is None or (stage is None and not serves):
+        return
+    who = "each server" if stage is None else f"under memory.zero = {stage} each rank"
+    repair = (
+        'set sync.kind to "allreduce"'
+        if stage is None
+        else f"set layout.shard to 1 and layout.replicate to {mesh.layout.shard * mesh.layout.replicate}"
+    )
+    raise ConfigError(
+        f"{coupling.kind} computes its step from the gradients of all parameters together, and {who} has those of its "
+        f"own alone, so that the model would be another: {repair}, where every rank has all of them"
+    )
