@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.data.packed import unpacked
 from shoal.data.sample import Batch, first_leaf, map_tree
 from shoal.engine.batch_statistics import StepBuffers
 from shoal.engine.global_batch import GlobalBatch
@@ -71,6 +72,7 @@ class Compute:
     def prepared(self, batch: Batch) -> Microbatch:
         """This rank's part of `batch`, on the device and in the type of the parameters."""
         own = on_device(self.cut(batch), self.device, self.precision.parameters)
+        own = replace(own, inputs=unpacked(own.inputs, self.device))
         return Microbatch(own, batch.weights.to(self.device))
 
     def announce(self, microbatch: Microbatch, factor: Callable[[], float]) -> None:

@@ -23,7 +23,6 @@ from shoal.errors import ConfigError, ShoalError, UsageError
 from shoal.launch.devices import gpus
 from shoal.launch.environment import ALONE, Place, place_from
 from shoal.launch.lock import RunLock
-from shoal.launch.supervision import say
 from shoal.models.embedding_table import tables_in
 from shoal.observe.facts import write_facts
 from shoal.recipes.epoch_end import epoch_steps
@@ -45,7 +44,7 @@ from shoal.recipes.own_objects import (
 from shoal.recipes.preempted import stop_request_of
 from shoal.recipes.run import open_run
 from shoal.recipes.run_record import write_run_file
-from shoal.recipes.start import Planner, as_launched, checked, in_rank, run
+from shoal.recipes.start import Planner, as_launched, checked, in_rank, leave_with, run
 from shoal.recipes.user_code import GIVEN
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory, with_processes
@@ -98,8 +97,7 @@ def start_own_loop(
         data = data_named(run_file) if data is None else data
         given = objects_of(objects, data)
     except ShoalError as refusal:
-        say(f"shoal: {refusal}")
-        sys.exit(refusal.exit_code)
+        leave_with(refusal, os.environ)
     stack = ExitStack()
     advice = None if planner is None else partial(planner.memory_advice, run_file)
     stack.enter_context(in_rank(place, os.environ, advice))
