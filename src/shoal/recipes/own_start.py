@@ -38,6 +38,7 @@ from shoal.recipes.own_objects import (
     is_endless,
     objects_of,
     order_of_loader,
+    samples_of_step,
     stop_in_reader,
     unread_arguments,
 )
@@ -215,7 +216,7 @@ def _run_file(
     run_table, batch = dict(whole.get("run", {})), dict(whole.get("batch", {}))
     run_table.setdefault("name", Path(sys.argv[0]).stem or "script")
     if "global_samples" not in batch:
-        size = samples if samples is not None else getattr(loader, "batch_size", None)
+        size = samples if samples is not None else samples_of_step(loader)
         if size is None:
             raise ConfigError(f"{file}: batch.global_samples is missing; pass batch_samples, the samples of one step")
         batch["global_samples"] = size

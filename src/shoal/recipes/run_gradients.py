@@ -22,7 +22,6 @@ from shoal.recipes.splitting import Divided, blocks_in, trained_in
 from shoal.recipes.table_gradients import dense_and_tables, with_tables
 from shoal.runfile.run_file import RunFile
 from shoal.state.ownership import Trained
-from shoal.sync.config import ServerConfig
 from shoal.sync.strategy import Sync
 from shoal.topology.axes import Axis
 
@@ -133,17 +132,10 @@ def build_run_gradients(
 
 def _check_separable(run_file: RunFile, mesh: Mesh, optimizers: Sequence[OwnOptimizer]) -> None:
     """Raises `ConfigError` where an optimizer that needs all gradients would get some of them."""
-    stage, serves = zero_of(run_file.memory, mesh), isinstance(run_file.sync, ServerConfig)
-    coupling = next((own for own in optimizers if own.couples), None)
-    if coupling is None or (stage is None and not serves):
-        return
-    who = "each server" if stage is None else f"under memory.zero = {stage} each rank"
-    repair = (
-        'set sync.kind to "allreduce"'
-        if stage is None
-        else f"set layout.shard to 1 and layout.replicate to {mesh.layout.shard * mesh.layout.replicate}"
-    )
-    raise ConfigError(
-        f"{coupling.kind} computes its step from the gradients of all parameters together, and {who} has those of its "
-        f"own alone, so that the model would be another: {repair}, where every rank has all of them"
-    )
+    stage, coupling = zero_of(run_file.memory, mesh), next((own for own in optimizers if own.couples), None)
+    if coupling is not None and stage is not None:
+        raise ConfigError(
+            f"{coupling.kind} computes its step from the gradients of all parameters together, and under memory.zero = "
+            f"{stage} each rank has those of its own alone, so that the model would be another: set layout.shard to 1 "
+            f"and layout.replicate to {mesh.layout.shard * mesh.layout.replicate}, where every rank has all of them"
+        )
