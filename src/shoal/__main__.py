@@ -15,9 +15,12 @@ import threading
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from shoal.standard_output import keep_for_json
+
 
 def main() -> None:
     """The `shoal` command."""
+    keep_for_json(sys.argv[1:])
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

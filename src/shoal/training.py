@@ -48,6 +48,7 @@ def train_rank(
         with sinks_of(run_file, place) as sinks, ExitStack() as stack:
             rounds = rounds_of(run_file.sync, place.rank, directory, replay)
             run = open_run(run_file, place, objects, rounds=rounds, activity=sinks.activity)
+            stack.enter_context(run.default_group())
             resumed_step = restore(run, directory, sinks)
             if replay is not None and resumed_step is not None:
                 raise ConfigError(f"{directory} holds an earlier replay: remove it, and replay again")

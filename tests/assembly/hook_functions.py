@@ -6,6 +6,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal.engine.hooks import HookRecord
@@ -23,6 +25,13 @@ def note(record: HookRecord) -> None:
 def weight_norm(record: HookRecord) -> dict[str, float]:
     """One more measurement of the model."""
     return {"weight/norm": float(sum(p.detach().square().sum() for p in record.model.parameters()))}
+
+
+def number_of_ranks(record: HookRecord) -> dict[str, float]:
+    """How many ranks answer, by PyTorch's default group."""
+    ones = torch.ones(())
+    dist.all_reduce(ones)
+    return {"ranks/counted": float(ones), "ranks/own": float(dist.get_rank())}
 
 
 def breaks(record: HookRecord) -> None:

@@ -18,11 +18,11 @@ ROOT = Path(__file__).parents[2]
 HERE = "tests.assembly.hook_functions"
 
 
-def trained(folder: Path, *, hooks: dict[str, list[str]]) -> subprocess.CompletedProcess[str]:
+def trained(folder: Path, *, hooks: dict[str, list[str]], processes: int = 1) -> subprocess.CompletedProcess[str]:
     """Three steps of a small model, with an evaluation and a save after the second."""
     corpus(folder)
     tables = {
-        "run": {"name": "hooks", "steps": 3, "directory": str(folder / "run"), "processes": 1},
+        "run": {"name": "hooks", "steps": 3, "directory": str(folder / "run"), "processes": processes},
         "model": {"kind": "python", "build": f"{HERE}:scorer", "arguments": {"mapping": True}},
         "data": {"kind": "tokens", "path": str(folder / "tokens.bin"), "dtype": "uint8"},
         "batch": {"global_samples": 4, "sequence": 8},
@@ -48,6 +48,16 @@ def test_hooks_hear_steps_evaluations_and_saves_and_add_measurements(tmp_path: P
     assert set(saves) == {2, 3}
     events = [json.loads(line) for line in (tmp_path / "run/events/rank-00000.jsonl").read_text().splitlines()]
     assert sum("weight/norm" in event["values"] for event in events) == 3
+
+
+def test_hooks_speak_to_all_ranks_by_the_default_group(tmp_path: Path) -> None:
+    """On two ranks: PyTorch's own `all_reduce` and `get_rank`."""
+    done = trained(tmp_path, hooks={"after_step": [f"{HERE}:number_of_ranks"]}, processes=2)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        lines = (tmp_path / f"run/events/rank-{rank:05d}.jsonl").read_text().splitlines()
+        values = [found for line in lines if "ranks/own" in (found := json.loads(line)["values"])]
+        assert [(each["ranks/counted"], each["ranks/own"]) for each in values] == [(2.0, float(rank))] * 3
 
 
 @pytest.mark.parametrize(

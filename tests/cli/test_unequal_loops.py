@@ -67,3 +67,16 @@ def test_all_ranks_leave_together(tmp_path: Path) -> None:
     assert codes == [0, 0]
     assert "closed after 3" in texts[0]
     assert "the loop was left after step 3 of 8" in texts[0]
+
+
+def test_one_rank_leaves_out_a_call_of_the_default_group(tmp_path: Path) -> None:
+    """PyTorch's own `all_reduce`: both ends say so, and the verdict has the group and the line of either rank."""
+    body = "if run.rank == 0 and step == 3: torch.distributed.all_reduce(torch.ones(()))"
+    script = SCRIPT.replace("BEFORE", "pass").replace("AFTER", body)
+    (tmp_path / "mine.py").write_text(script)
+    codes = run_script(tmp_path / "mine.py", tmp_path, "wire.report_hang_s=1", "wire.timeout_s=6", world=2)
+    assert codes == [3, 3]
+    text = (tmp_path / "rank-0.txt").read_text()
+    line = next(number for number, row in enumerate(script.splitlines(), start=1) if "all_reduce" in row)
+    assert f"call 1 of group 'world-torch.distributed' at {tmp_path / 'mine.py'}:{line}" in text
+    assert "rank 1 waits for rank 0" in text

@@ -33,9 +33,22 @@ def test_no_rank_repeats_what_the_cause_said():
     exits = [Exit(rank, 100 + rank, 2, rank) for rank in range(5)]
     records = [record(rank, "run.steps: found 0") for rank in range(4)] + [record(4, "no disk")]
     report = failure_report(root_cause(records, exits), exits, stopped={}, log_tails={})
-    assert report.count("run.steps: found 0") == 1
-    assert report.splitlines()[2:] == [*(f"rank {rank} (pid {100 + rank}): the same" for rank in (1, 2, 3)),
-                                       "rank 4 (pid 104): Kind: no disk"]  # fmt: skip
+    assert report.splitlines() == [
+        "run.steps: found 0",
+        "4 of 5 ranks failed with this, rank 0 first (host tuna, pid 100, exit code 2)",
+        "rank 4 (pid 104): Kind: no disk",
+    ]
+
+
+def test_ranks_that_leave_alike_without_a_word_are_counted():
+    """As those of a script that says why itself, and exits: no line for each."""
+    exits = [Exit(rank, 100 + rank, 2, rank) for rank in range(3)] + [Exit(3, 103, 7, 3)]
+    report = failure_report(root_cause([], exits), exits, stopped={}, log_tails={})
+    assert [line.split(" first (host")[0] for line in report.splitlines()] == [
+        "it left no message",
+        "3 of 4 ranks failed with this, rank 0",
+        "rank 3 (pid 103): exit code 7, no message",
+    ]
 
 
 def test_ranks_that_ran_out_of_memory_together_say_so_once():

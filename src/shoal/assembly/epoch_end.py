@@ -9,6 +9,7 @@ from __future__ import annotations
 from shoal.data.batches import OrderOfSamples
 from shoal.data.config import BatchConfig
 from shoal.data.dataset import Dataset
+from shoal.data.drawn import DrawnOrder
 from shoal.data.order import Order, WholeSteps
 from shoal.data.strata import StratifiedOrder
 from shoal.errors import ConfigError
@@ -21,7 +22,11 @@ def order_of(run_file: RunFile, data: Dataset) -> OrderOfSamples:
     config = run_file.data
     order = data.order(run_file.run.seed, shuffle=config.shuffle, window=config.shuffle_window)
     kept = epoch_samples(run_file.batch, order.samples)
-    return WholeSteps(order, kept) if isinstance(order, Order | StratifiedOrder) and kept != order.samples else order
+    return (
+        WholeSteps(order, kept)
+        if isinstance(order, Order | StratifiedOrder | DrawnOrder) and kept != order.samples
+        else order
+    )
 
 
 def epoch_samples(batch: BatchConfig, samples: int) -> int:

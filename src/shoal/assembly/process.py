@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +14,8 @@ from torch._C._distributed_c10d import Store
 from shoal.assembly.lab import conditions_from
 from shoal.assembly.sameness import require_same_start
 from shoal.comm.conditions import Conditions
+from shoal.comm.default_group import default_group
+from shoal.comm.mesh import Mesh
 from shoal.engine.injection import Injector, injector_from
 from shoal.errors import EnvironmentFault
 from shoal.launch.allocator import keep_freed_memory, thresholds
@@ -47,6 +50,12 @@ class Process:
     def wait_for_all(self) -> None:
         """Until every rank has built what it trains. A rank that failed before says why to the others here."""
         self.rendezvous.barrier(STARTED)
+
+    def default_group(self, mesh: Mesh, run_file: RunFile) -> AbstractContextManager[None]:
+        """PyTorch's default process group on the ranks of `mesh`; none where some only serve and run no user's code."""
+        if run_file.sync.serving_only:
+            return nullcontext()
+        return default_group(mesh, store=self.store, timeout_s=run_file.wire.timeout_s)
 
     @cached_property
     def injector(self) -> Injector | None:

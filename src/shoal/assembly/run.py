@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +69,10 @@ class Run:
         """
         self.mesh.abort()
         self.generation.gradients.close()
+
+    def default_group(self) -> AbstractContextManager[None]:
+        """PyTorch's default process group on these ranks, for the user's code."""
+        return self.process.default_group(self.mesh, self.run_file)
 
     @property
     def model(self) -> nn.Module:

@@ -94,6 +94,7 @@ def build_run_gradients(
             partition=partition,
             whole=run_file.codec.codes_matrices,
         )
+    _check_separable(run_file, mesh, optimizers)
     blocks = blocks_in(parts.split.model, parts.stages, mesh.layout.index("pipeline", mesh.rank))
     replica, several = mesh.axis(*_NORM_AXES[run_file.pipeline.asynchronous]), len(optimizers) > 1
     if several and tables:
@@ -127,3 +128,14 @@ def build_run_gradients(
         dense = of(trained, optimizers[0].works_on) if optimizers else of(trained, own.works_on, own.undivided)
         return with_tables(dense, tables, parts, groups=mesh.ranks, replica=replica, ranks=sync.gradient_ranks)
     return JointGradients([of([t for t in trained if t.holding.name in set(o.names)], o.works_on) for o in optimizers])
+
+
+def _check_separable(run_file: RunFile, mesh: Mesh, optimizers: Sequence[OwnOptimizer]) -> None:
+    """Raises `ConfigError` where an optimizer that needs all gradients would get some of them."""
+    stage, coupling = zero_of(run_file.memory, mesh), next((own for own in optimizers if own.couples), None)
+    if coupling is not None and stage is not None:
+        raise ConfigError(
+            f"{coupling.kind} computes its step from the gradients of all parameters together, and under memory.zero = "
+            f"{stage} each rank has those of its own alone, so that the model would be another: set layout.shard to 1 "
+            f"and layout.replicate to {mesh.layout.shard * mesh.layout.replicate}, where every rank has all of them"
+        )

@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -21,7 +22,7 @@ from shoal import units
 from shoal.assembly.failed_run import alerts, tell_of_failure
 from shoal.assembly.lab import processes_in
 from shoal.comm.mpi.world import why_no_mpi
-from shoal.errors import EnvironmentFault, OutOfMemory, Stopped, UsageError
+from shoal.errors import EnvironmentFault, OutOfMemory, ShoalError, Stopped, UsageError
 from shoal.launch.devices import gpus, too_few_gpus
 from shoal.launch.environment import Place, place_from
 from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, is_out_of_memory, report_failure
@@ -226,6 +227,18 @@ def in_rank(place: Place, environ: Mapping[str, str], advice: Callable[[], str] 
             if place.launcher != "shoal" and advice is not None and is_out_of_memory(error):
                 raise OutOfMemory("\n".join([failure_of(error, place.rank).message, *_said(advice)])) from error
             raise
+
+
+def leave_with(refusal: ShoalError, environ: Mapping[str, str]) -> NoReturn:
+    """Ends the process with what a script's call was refused for. A rank of Shoal's own launcher leaves a record: the
+    launcher says it once for all.
+    """
+    place = place_from(environ) if FAILURE_FOLDER in environ else None
+    if place is not None:
+        with in_rank(place, environ):
+            raise refusal
+    say(f"shoal: {refusal}")
+    sys.exit(refusal.exit_code)
 
 
 def _said(advice: Callable[[], str]) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bench.table import tables
+from shoal.standard_output import answer
 
 Row = dict[str, Any]
 Check = dict[str, Any]
@@ -38,7 +39,7 @@ def print_report(name: str, result: Result, *, as_json: bool) -> None:
     """Prints the result of the benchmark `name`: tables for people, or one JSON object."""
     rows, checks = result["rows"], result["checks"]
     if as_json:
-        print(json.dumps({"bench": name, "machine": machine_facts(), "rows": rows, "checks": checks}))
+        answer(json.dumps({"bench": name, "machine": machine_facts(), "rows": rows, "checks": checks}))
         return
     for table in tables(rows):
         print(table, end="\n\n")

@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from shoal.cli.busy import busy
+from shoal.standard_output import answer
 
 if TYPE_CHECKING:
     from shoal.checkpoint.inspect import Difference
@@ -36,7 +37,7 @@ def ls(directory: RunDirectory, as_json: AsJson = False) -> None:
     with busy(f"reading the manifests of {directory}"):
         rows = [msgspec.to_builtins(row) for row in listing(directory)]
     if as_json:
-        print(json.dumps({"checkpoints": rows}))
+        answer(json.dumps({"checkpoints": rows}))
         return
     for row in rows:
         size = f"{row['tensors'] or 0} tensors, {row['nbytes'] or 0:,} bytes"
@@ -79,7 +80,7 @@ def verify(
         found = [msgspec.to_builtins(finding) for finding in examine(directory, step)]
         notes = unprotected_notes(directory, step)
     if as_json:
-        print(json.dumps({"findings": found, "notes": notes}))
+        answer(json.dumps({"findings": found, "notes": notes}))
     else:
         said = [finding["sentence"] for finding in found] or [f"{directory}: every checkpoint is whole"]
         print("\n".join([*said, *notes]))
@@ -101,7 +102,7 @@ def diff(first: Source, second: Source, as_json: AsJson = False) -> None:
     with busy("comparing tensors"):
         found = compare(first, second)
     if as_json:
-        print(msgspec.json.encode(found).decode())
+        answer(msgspec.json.encode(found).decode())
     else:
         print(f"step {found.first_step} and step {found.second_step}: {found.same} tensors are the same, "
               f"{len(found.differences)} are not")  # fmt: skip
@@ -141,7 +142,7 @@ def export(
 
     with busy(f"writing {file}"):
         step = write(source, file) if to == "safetensors" else _export_folder(source, file)
-    print(json.dumps({"step": step, "file": str(file)}) if as_json else f"{file}: the weights of step {step}")
+    answer(json.dumps({"step": step, "file": str(file)}) if as_json else f"{file}: the weights of step {step}")
 
 
 def _export_folder(source: Path, folder: Path) -> int:
@@ -183,4 +184,4 @@ def import_(
 
     with busy(f"writing a checkpoint to {directory}"):
         folder = read(file, directory)
-    print(json.dumps({"checkpoint": str(folder)}) if as_json else f"{folder}: start from it with run.warm_start")
+    answer(json.dumps({"checkpoint": str(folder)}) if as_json else f"{folder}: start from it with run.warm_start")

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.standard_output import answer
+
 if TYPE_CHECKING:
     from shoal.resilience.events import Event, View
 
@@ -53,7 +55,7 @@ def serve(
 
     def listening(host: str, number: int) -> None:
         where = {"address": host, "port": number, "journal": str(journal), "token": str(token)}
-        print(json.dumps(where) if as_json else f"The coordinator listens on {host}:{number}", flush=True)
+        answer(json.dumps(where) if as_json else f"The coordinator listens on {host}:{number}")
 
     try:
         rules = Rules(minimum, maximum, silence_s=silence, accept_s=accept, start_s=start, hang_s=hang)
@@ -84,7 +86,7 @@ def view(where: Where, token: Token, authorities: Authorities = None, as_json: A
 
     found = _ask(where, token, authorities, Look())
     if as_json:
-        print(json.dumps(msgspec.to_builtins(found)))
+        answer(json.dumps(msgspec.to_builtins(found)))
         return
     print(f"generation {found.generation}, step {found.committed}: {', '.join(found.members) or 'no members yet'}")
     if found.number > found.generation:

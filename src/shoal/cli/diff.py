@@ -10,6 +10,7 @@ import typer
 
 from shoal.cli.busy import busy
 from shoal.cli.output import picture_file
+from shoal.standard_output import answer
 
 if TYPE_CHECKING:
     from shoal.experiments.diff import RunDiff
@@ -37,7 +38,7 @@ def diff(
         with busy(f"drawing {plot}"):
             draw(first, second, plot)
     if as_json:
-        print(msgspec.json.encode({**msgspec.structs.asdict(found), "same": found.same}, enc_hook=str).decode())
+        answer(msgspec.json.encode({**msgspec.structs.asdict(found), "same": found.same}, enc_hook=str).decode())
     else:
         print("\n".join(sentences(found)))
     raise typer.Exit(0 if found.same else 6)

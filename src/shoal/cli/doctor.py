@@ -19,6 +19,7 @@ from shoal import units
 from shoal.cli.busy import busy
 from shoal.cli.output import output_file
 from shoal.errors import EnvironmentFault, UsageError
+from shoal.standard_output import answer
 
 if TYPE_CHECKING:
     from shoal.launch.doctor import Finding
@@ -69,7 +70,7 @@ def doctor(
         assumed = _write_cluster(cluster) if cluster is not None else ()
     if as_json:
         result = {"findings": [dataclasses.asdict(finding) for finding in found]}
-        print(json.dumps(result if cluster is None else result | {"cluster": str(cluster), "assumed": list(assumed)}))
+        answer(json.dumps(result if cluster is None else result | {"cluster": str(cluster), "assumed": list(assumed)}))
     else:
         _print(found)
         for sentence in assumed:
@@ -102,7 +103,7 @@ def _several(hosts: str, *, shell: str, python: str, folder: str | None, port: i
     if as_json:
         links = [{"from": a, "to": b, **msgspec.to_builtins(link)} for (a, b), link in found.links.items()]
         facts = {name: msgspec.to_builtins(told) for name, told in found.facts.items()}
-        print(json.dumps({"findings": [dataclasses.asdict(one) for one in judged], "hosts": facts, "links": links}))
+        answer(json.dumps({"findings": [dataclasses.asdict(one) for one in judged], "hosts": facts, "links": links}))
     else:
         _print(judged)
         for line in network.matrix(found):

@@ -14,6 +14,7 @@ import typer
 from shoal.cli.busy import busy
 from shoal.cli.sweep import via_words
 from shoal.errors import EnvironmentFault
+from shoal.standard_output import answer
 
 
 def ensemble(
@@ -64,7 +65,7 @@ def ensemble(
     with busy("evaluating the members together"):
         found = evaluate_together(trained)
     if as_json:
-        print(
+        answer(
             msgspec.json.encode(
                 {"directories": [str(path) for path in trained], **msgspec.structs.asdict(found)}
             ).decode()

@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from shoal.standard_output import answer
+
 
 def evaluate(
     source: Annotated[
@@ -43,7 +45,9 @@ def evaluate(
         with open_progress_bar(sys.stderr) if place.rank == 0 else ProgressBar() as bar:
             values = evaluate_rank(run_file, place, UserObjects(), source=source, bar=bar)
         if place.rank == 0:
-            print(json.dumps(values) if as_json else "  ".join(f"{name} {value:.6g}" for name, value in values.items()))
+            answer(
+                json.dumps(values) if as_json else "  ".join(f"{name} {value:.6g}" for name, value in values.items())
+            )
 
     command = [
         sys.executable,

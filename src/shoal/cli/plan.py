@@ -14,6 +14,7 @@ import typer
 
 from shoal.cli.busy import busy
 from shoal.cli.output import output_file
+from shoal.standard_output import answer
 
 if TYPE_CHECKING:
     from shoal.planner.search.scaling import Scaled
@@ -158,7 +159,7 @@ def plan(
     if as_json:
         shown = _as_json(result, confidence, scaled)
         shown |= {"operators": None if splits is None else splits.record(), "trials": [one.record() for one in trials]}
-        print(json.dumps(shown))
+        answer(json.dumps(shown))
         return
     shown = top or (MOST_PLANS if everything else FEW_PLANS)
     text = _whole(result, confidence, shown) if everything else _screen(result, confidence, shown)
@@ -176,7 +177,7 @@ def _show_elsewhere(run_file: RunFile, directory: Path, *, as_json: bool) -> Non
     run = elsewhere.measured_run(run_file, directory)
     with busy("searching the layouts that fit other machines"):
         found = elsewhere.elsewhere(run)
-    print(json.dumps(elsewhere.as_record(run, found)) if as_json else elsewhere.as_text(run, found))
+    answer(json.dumps(elsewhere.as_record(run, found)) if as_json else elsewhere.as_text(run, found))
 
 
 def _measured_step(

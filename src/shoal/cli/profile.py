@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli.output import output_file
+from shoal.standard_output import answer
 
 if TYPE_CHECKING:
     from shoal.assembly.profiling import Profile
@@ -101,7 +102,7 @@ def _tell(found: Profile, trace: Path, flame: Path | None, *, as_json: bool) -> 
 
     trace.write_text(json.dumps(timeline(found.recordings)), encoding="utf-8")
     if as_json:
-        print(json.dumps(_record(found, trace, flame)), flush=True)
+        answer(json.dumps(_record(found, trace, flame)))
         return
     print("\n".join(_lines(found)))
     print(f"Written: {trace}; open it in ui.perfetto.dev")

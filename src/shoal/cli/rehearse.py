@@ -9,6 +9,8 @@ from typing import Annotated
 import msgspec
 import typer
 
+from shoal.standard_output import answer
+
 
 def rehearse(
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
@@ -62,7 +64,7 @@ def rehearse(
         note=_note,
     )
     if as_json:
-        print(msgspec.json.encode({**msgspec.structs.asdict(found), "holds": found.holds}).decode())
+        answer(msgspec.json.encode({**msgspec.structs.asdict(found), "holds": found.holds}).decode())
     else:
         print("\n".join(_conclusion(found)))
     raise typer.Exit(0 if found.holds else 6)

@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from shoal.cli.busy import busy
+from shoal.standard_output import answer
 
 
 def replay(
@@ -31,7 +32,7 @@ def replay(
     with temporary_folder() as folder, busy("computing the step that failed"):
         found = replay_capsule(capsule, folder, run_directory=run_directory, any_version=any_version)
     if as_json:
-        print(msgspec.json.encode(found).decode())
+        answer(msgspec.json.encode(found).decode())
     else:
         for step in found.steps:
             recorded = "" if step.recorded is None else f", {step.recorded:.8g} was recorded"

@@ -8,6 +8,8 @@ from typing import Annotated
 import msgspec
 import typer
 
+from shoal.standard_output import answer
+
 
 def reproduce(
     directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a run that has ended.")],
@@ -26,7 +28,7 @@ def reproduce(
     found = again(directory, into or directory.with_name(directory.name + "-again"))
     same = found.diff.same
     if as_json:
-        print(msgspec.json.encode({**msgspec.structs.asdict(found), "same": same}, enc_hook=str).decode())
+        answer(msgspec.json.encode({**msgspec.structs.asdict(found), "same": same}, enc_hook=str).decode())
     else:
         verdict = "bitwise the same" if same else "not the same"
         print(f"{found.directory}: {verdict}")

@@ -10,6 +10,7 @@ import typer
 
 from shoal.cli.busy import busy
 from shoal.cli.output import output_file, picture_file
+from shoal.standard_output import answer
 
 if TYPE_CHECKING:
     from shoal.planner.simulate.work import Stragglers
@@ -96,7 +97,7 @@ def simulate(
     if trace is not None:
         trace.write_text(json.dumps(traced(result.outcome.step)), encoding="utf-8")
     if as_json:
-        print(json.dumps(result.record()))
+        answer(json.dumps(result.record()))
         return
     for part in _as_text(result):
         print(part, end="\n\n")
@@ -114,7 +115,7 @@ def _show_schedule(
     if picture is not None:
         with busy(f"drawing {picture}"):
             view.draw(picture)
-    print(json.dumps(view.record()) if as_json else view.text())
+    answer(json.dumps(view.record()) if as_json else view.text())
     if picture is not None and not as_json:
         print(f"Written: {picture}")
 

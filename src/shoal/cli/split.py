@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from shoal.cli.busy import busy
+from shoal.standard_output import answer
 
 
 def split(
@@ -33,7 +34,7 @@ def split(
     with busy("reading the module"):
         proposal = propose(loaded, stages=stages)
     if as_json:
-        print(json.dumps(proposal.to_json()))
+        answer(json.dumps(proposal.to_json()))
     else:
         print("\n".join(proposal.lines()))
     if not proposal.keys():

@@ -14,6 +14,7 @@ import typer
 
 from shoal.cli.busy import busy
 from shoal.cli.verbs import Verbs
+from shoal.standard_output import answer
 
 if TYPE_CHECKING:
     from shoal.submit.scheduler import Scheduler, Submission, To
@@ -203,14 +204,14 @@ def job(
     files = scheduler.files(made)
     if dry_run:
         if as_json:
-            print(json.dumps({"files": dict(files)}))
+            answer(json.dumps({"files": dict(files)}))
         for name, text in files.items() if not as_json else ():
             print(f"# {made.job_files / name}\n{text}")
         return
     write_files(made, files)
     written = [os.path.relpath(made.job_files / name) for name in files]
     if write:
-        print(json.dumps({"files": written}) if as_json else "\n".join(written))
+        answer(json.dumps({"files": written}) if as_json else "\n".join(written))
         return
     try:
         with busy(f"handing the job to {to}"):
@@ -224,7 +225,7 @@ def job(
         raise typer.Exit(128 + signal.SIGINT) from None
     write_record(made, submission)
     if as_json:
-        print(json.dumps({"to": to, "id": submission.identity, "directory": str(made.directory)}))
+        answer(json.dumps({"to": to, "id": submission.identity, "directory": str(made.directory)}))
     else:
         print(f"{to} took {made.name} as {submission.identity}: shoal submit status {os.path.relpath(made.directory)}")
         print(f"Written: {', '.join(written)}")
@@ -241,7 +242,7 @@ def status(directory: RUN_DIRECTORY, as_json: AS_JSON = False) -> None:
     submission, scheduler = _submitted(directory)
     found = scheduler.status(submission)
     if as_json:
-        print(json.dumps({"id": submission.identity, "state": found.state, "sentence": found.sentence}))
+        answer(json.dumps({"id": submission.identity, "state": found.state, "sentence": found.sentence}))
     else:
         print(found.sentence)
 

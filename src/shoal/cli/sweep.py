@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from shoal.errors import UsageError
+from shoal.standard_output import answer
 
 
 def sweep(
@@ -51,7 +52,7 @@ def sweep(
     draw(running, outcomes, folder / "sweep.png")
     steps = sum(row.steps for row in found)
     if as_json:
-        print(msgspec.json.encode({"objective": loaded.objective, "steps": steps, "rows": found}).decode())
+        answer(msgspec.json.encode({"objective": loaded.objective, "steps": steps, "rows": found}).decode())
     else:
         print("\n".join([*lines(found, objective=loaded.objective), f"{steps:,} steps in all; {folder / 'sweep.png'}"]))
     raise typer.Exit(0 if any(row.state == "finished" for row in found) else 1)

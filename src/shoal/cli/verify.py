@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.standard_output import answer
+
 if TYPE_CHECKING:
     from shoal.launch.environment import Place
     from shoal.runfile.run_file import RunFile
@@ -53,7 +55,7 @@ def verify(
             verdict = verify_rank(run_file, place, UserObjects(), steps=steps, exact=exact, bar=bar)
         if verdict is None:
             return
-        print(json.dumps(verdict.to_json()) if as_json else "\n".join(verdict.lines()), flush=True)
+        answer(json.dumps(verdict.to_json()) if as_json else "\n".join(verdict.lines()))
         if not verdict.holds:
             raise VerificationFailed(verdict.sentence())
 

@@ -68,6 +68,17 @@ class Mesh:
             self._open[key] = Alone() if len(key[0]) == 1 else self._connect(*key)
         return self._open[key]
 
+    def process_group(self, ranks: Sequence[int], *, lane: str) -> Seam:
+        """The same as a group of PyTorch, which code of others speaks; also of one rank."""
+        key = (tuple(ranks), lane)
+        if key not in self._open:
+            self._open[key] = self._connect(*key)
+        opened = self._open[key]
+        assert isinstance(opened, GroupCollective)
+        assert isinstance(opened.group, Seam)
+        opened.group.opener = lambda ranks, lane: self.process_group(ranks, lane=lane)
+        return opened.group
+
     def opened(self) -> dict[str, tuple[Ranks, Seam]]:
         """The groups that are open, by their labels, each with its ranks of the world."""
         opened = list(self._open.items())  # at once: a watching thread asks while the one that trains opens others

@@ -72,6 +72,8 @@ class Seam(dist.ProcessGroup):
         self._log = diagnosis.log if diagnosis else CallLog()
         self._calls: dict[str, int] = {}
         self._name, self._description = "", ""
+        self.opener: Callable[[Sequence[int], str], Seam] | None = None
+        """Opens groups of some of its ranks, by lanes, for PyTorch's `new_group`; None where nobody asks it to."""
         self._ref: weakref.ref[Seam] = weakref.ref(self)
 
     @property

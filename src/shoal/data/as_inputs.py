@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from shoal.data.packed import as_rows, hosted
 from shoal.data.sample import Sample, Source, as_tree
 
 
 class AsInputs:
-    """`source`, each sample as inputs that count once: a tensor, an array, a number, or a tuple, list or dict of them.
+    """`source`, each sample as inputs that count once: a tensor, an array, a number, a text, bytes or None, or a tuple,
+    list, dict or dataclass of them.
 
     Raises `UserCodeError` where a sample is something else.
     """
@@ -23,12 +25,14 @@ class AsInputs:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Sample:
-        inputs = as_tree(_with_tuples(self.source[index]), "sample")
+        inputs = as_tree(hosted(self.source[index]), "sample")
         return Sample(inputs, torch.zeros((), dtype=torch.int64), torch.ones(()))
 
 
 class Collated(AsInputs):
-    """The same with the loop's own way to put samples side by side, as `collate_fn` of PyTorch's DataLoader."""
+    """The same with the loop's own way to put samples side by side, as `collate_fn` of PyTorch's DataLoader. What it
+    returns has a row for each sample, or is carried as it is (`packed.as_rows`).
+    """
 
     def __init__(self, source: Source, collate: Callable[[list[Any]], Any]) -> None:
         super().__init__(source)
@@ -39,10 +43,6 @@ class Collated(AsInputs):
         return self.source[index]
 
     def collated(self, items: Sequence[Any]) -> Sample:
-        """What `collate` makes of `items`; every tensor in it has their number as its first dim."""
-        inputs = as_tree(_with_tuples(self._collate(list(items))), "batch")
+        """What `collate` makes of `items`."""
+        inputs = as_tree(as_rows(self._collate(list(items)), len(items)), "batch")
         return Sample(inputs, torch.zeros(len(items), dtype=torch.int64), torch.ones(len(items)))
-
-
-def _with_tuples(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

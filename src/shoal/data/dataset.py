@@ -8,16 +8,18 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.data.drawn import Drawn, DrawnOrder
 from shoal.data.iterable import IterableSource
 from shoal.data.mixture import MixtureOrder
 from shoal.data.order import Order
 from shoal.data.sample import Source
 from shoal.data.strata import StratifiedOrder
+from shoal.errors import UserCodeError
 
 Facts = dict[str, str | int | float]
 TARGETS = "targets"
 """The fact that says what the targets are, where they are the labels of the samples (`labelled`)."""
-AnyOrder = Order | MixtureOrder | StratifiedOrder
+AnyOrder = Order | MixtureOrder | StratifiedOrder | DrawnOrder
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,11 +47,24 @@ class Dataset:
         """What a user should know of them; "" where there is nothing."""
         return str(self.facts.get(TARGETS, ""))
 
+    @property
+    def drawn(self) -> Drawn | None:
+        """What the training samples are drawn from, where a sampler of the script draws them."""
+        source = getattr(self.train, "source", None)
+        return source if isinstance(source, Drawn) else None
+
     def order(self, seed: int, *, shuffle: bool, window: int | None = None) -> AnyOrder:
         """Which sample of `train` stands at which position. Raises DataError: see `Order`."""
         if self.parts:
             orders = [Order(size, seed + 1 + i, shuffle=shuffle, window=window) for i, size in enumerate(self.parts)]
             return MixtureOrder(orders, self.quotas, seed)
+        if self.drawn is not None:
+            if self.strata is not None or window is not None:
+                raise UserCodeError(
+                    "the DataLoader's sampler draws the samples, and data.stratify or data.shuffle_window would order "
+                    "them otherwise: leave the key out, or the sampler"
+                )
+            return DrawnOrder(self.drawn, seed)
         if self.strata is not None:
             return StratifiedOrder(self.strata, seed)
         return Order(len(self.train), seed, shuffle=shuffle and not self.endless, window=window)

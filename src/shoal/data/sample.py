@@ -142,11 +142,19 @@ def map_tree(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     return function(tree)
 
 
-def first_leaf(tree: Tree) -> Tensor:
-    """The first tensor of `tree`, such as the tokens among the inputs of a language model."""
-    while not isinstance(tree, Tensor):
-        tree = tree[0] if isinstance(tree, tuple) else next(iter(tree.values()))
-    return tree
+def first_leaf(tree: Any) -> Tensor:
+    """The first tensor of `tree`, such as the tokens among the inputs of a language model. Of a tree that has none, one
+    without dims.
+    """
+    found = _first(tree)
+    return torch.zeros(()) if found is None else found
+
+
+def _first(tree: Any) -> Tensor | None:
+    if isinstance(tree, Tensor):
+        return tree
+    branches = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, tuple) else ()
+    return next((leaf for branch in branches if (leaf := _first(branch)) is not None), None)
 
 
 def parse_sample(raw: Any) -> Sample:

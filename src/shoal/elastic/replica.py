@@ -163,6 +163,7 @@ class ReplicaRank:
                 if client.lost:
                     self._rendezvous.stop_waiting_for(client.lost)
                 run = self._generations.open(process, begin.view)
+                stack.enter_context(run.default_group())
                 reports = StepReports(client, run, every=self._elastic.fingerprint_every_steps)
                 job = self._begin(client, begin, run, committed, reports, stack)
                 first = job.progress.step

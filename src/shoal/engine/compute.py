@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shoal.data.packed import unpacked
 from shoal.data.sample import Batch, first_leaf, map_tree
 from shoal.engine.batch_statistics import StepBuffers
 from shoal.engine.compiled import LossPrograms
@@ -78,6 +79,7 @@ class Compute:
     def prepared(self, batch: Batch) -> Microbatch:
         """This rank's part of `batch`, on the device and in the type of the parameters."""
         own = on_device(self.cut(batch), self.device, self.precision.parameters)
+        own = replace(own, inputs=unpacked(own.inputs, self.device))
         whole = own.weights if self.cut is uncut else batch.weights.to(self.device, non_blocking=True)
         return Microbatch(own, whole, batch.weighs_ones)
 

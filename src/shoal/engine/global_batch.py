@@ -48,7 +48,7 @@ def gather_samples(x: Tensor) -> GatheredSamples:
     batch = _current.get()
     if batch is not None and torch.is_grad_enabled():
         return batch.gather(x)
-    if batch is None and dist.is_initialized() and dist.get_world_size() > 1:
+    if batch is None and torch.is_grad_enabled() and dist.is_initialized() and dist.get_world_size() > 1:
         raise UserCodeError(
             "gather_samples was called outside of a step of Shoal, on one of several ranks: call it in the loss of "
             "`shoal train`, or between batches() and backward() of a loop of your own"

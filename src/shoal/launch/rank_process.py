@@ -28,6 +28,7 @@ from shoal.errors import EnvironmentFault
 from shoal.launch import allocator
 from shoal.launch.devices import memory_limit
 from shoal.launch.environment import LOOPBACK, Environ
+from shoal.standard_output import kept_descriptor
 
 LAUNCHER_PID = "SHOAL_LAUNCHER_PID"
 LAUNCHER_PIPE = "SHOAL_LAUNCHER_PIPE"
@@ -138,7 +139,7 @@ def start(
                 command,
                 env=environ,
                 stdin=subprocess.DEVNULL,
-                stdout=output,
+                stdout=output or kept_descriptor(),
                 stderr=output,
                 pass_fds=pass_fds,
                 start_new_session=True,

@@ -12,6 +12,11 @@ The report shows the cause, whole, then a line for every other rank, which does 
     rank 1 of 2 failed (host tuna, pid 4711, exit code 1):
     Traceback (most recent call last): ...
     rank 0 (pid 4710): lost another rank
+
+Where several ranks failed for one reason, it stands first, and once:
+
+    run.steps: found 0, must be at least 1
+    4 of 4 ranks failed with this, rank 2 first (host tuna, pid 4712, exit code 2)
 """
 
 from __future__ import annotations
@@ -112,16 +117,30 @@ def failure_report(
     """
     cause = ends[0]
     held = [f"rank {rank} (pid {pid}) is stopped (SIGSTOP); kill -CONT lets it go on" for rank, pid in stopped.items()]
-    headline = _headline(cause, world_size or len(exits), log_tails.get(cause.exit.rank, ""))
+    alike = [end for end in ends if end is cause or _is_the_same(end, cause)]
+    headline = _headline(cause, world_size or len(exits), log_tails.get(cause.exit.rank, ""), alike=len(alike))
     # Where all the failed ranks only lost a peer, a rank that is held is the peer that they lost.
     lines = [headline, *held] if cause.primary else [*held, headline]
     failures = {end.exit.rank: end for end in ends}
-    others = sorted((end for end in exits if end.rank != cause.exit.rank), key=lambda end: end.rank)
+    told = {end.exit.rank for end in alike}
+    others = sorted((end for end in exits if end.rank not in told), key=lambda end: end.rank)
     return "\n".join([*lines, *(_line(end, failures.get(end.rank), cause, stopped) for end in others)])
 
 
-def _headline(end: End, world_size: int, log_tail: str) -> str:
+def _is_the_same(end: End, cause: End) -> bool:
+    """Whether the rank failed by itself for the reason of the cause, or left in the same way without a word."""
+    if end.failure is None or cause.failure is None:
+        speechless = end.failure is cause.failure and not end.exit.by_launcher
+        return speechless and end.exit.code == cause.exit.code and end.exit.code > 0
+    apart = end.failure.secondary or end.failure.kind == OutOfMemory.__name__  # in words of their own
+    return not apart and end.sentence == cause.sentence
+
+
+def _headline(end: End, world_size: int, log_tail: str, *, alike: int) -> str:
     host = end.failure.host if end.failure else socket.gethostname()
+    if alike > 1:
+        who = f"rank {end.exit.rank} first (host {host}, pid {end.exit.pid}, {how(end.exit)})"
+        return f"{_words(end, log_tail)}\n{alike} of {world_size} ranks failed with this, {who}"
     first = f"rank {end.exit.rank} of {world_size} failed (host {host}, pid {end.exit.pid}, {how(end.exit)})"
     return f"{first}:\n{_words(end, log_tail)}"
 
@@ -144,7 +163,7 @@ def _line(end: Exit, failed: End | None, cause: End, stopped: Collection[int]) -
             return f"{start}lost another rank"
         if failed.failure.kind == OutOfMemory.__name__ and cause.exit.code == OutOfMemory.exit_code:
             return f"{start}out of memory, too"
-        return start + ("the same" if failed.sentence == cause.sentence else failed.sentence)
+        return start + failed.sentence
     if end.by_launcher:
         return f"{start}ended by the launcher{' while it was stopped' if end.rank in stopped else ''}"
     return f"{start}{how(end)}, no message"

@@ -12,7 +12,7 @@ has the shape of the parameter, or one number, or neither.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from shoal.errors import UserCodeError
 from shoal.optim.config import Granularity, Slot, counter
+from shoal.optim.separable import step_of, tried, twin_of
 
 ON_ELEMENTS = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"}
 """Optimizers of `torch.optim` that treat every number alone, so that a parameter may be cut anywhere."""
@@ -72,12 +73,17 @@ def _stepped_by(optimizer: torch.optim.Optimizer) -> list[int]:
 
 @dataclass(frozen=True)
 class OwnOptimizer:
-    """A user's optimizer before the model is divided. `groups` are the names of the parameters of each group."""
+    """A user's optimizer before the model is divided. `groups` are the names of the parameters of each group; it
+    `couples` if the update of one depends on the gradients of others; `counts` are numbers of a group that steps
+    change (`shoal.optim.separable`).
+    """
 
     optimizer: torch.optim.Optimizer
     groups: Sequence[Sequence[str]]
     slots: Sequence[Slot]
     works_on: Granularity
+    couples: bool = False
+    counts: Sequence[str] = ()
 
     @property
     def names(self) -> list[str]:
@@ -96,19 +102,23 @@ class OwnOptimizer:
             pieces.setdefault(name, []).append(parameter)
         self.optimizer.state.clear()
         for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
-            group["params"] = [parameter for name in names for parameter in pieces.get(name, ())]
+            whole, group["params"] = group["params"], [p for name in names for p in pieces.get(name, ())]
+            if self.works_on == "matrices" and whole and not group["params"]:
+                group["params"] = [_placeholder(self.optimizer, whole[0].device)]
         if isinstance(self.optimizer, torch.optim.Adagrad):
             _start_adagrad(self.optimizer)
         return self.optimizer
 
     def to_state(self) -> dict[str, Any]:
-        """What a scheduler may have changed in each group."""
-        return {"groups": [{n: g[n] for n in SCHEDULED if _is_saved(g.get(n))} for g in self.optimizer.param_groups]}
+        """What a scheduler, or a step, may have changed in each group."""
+        names = (*SCHEDULED, *self.counts)
+        return {"groups": [{n: g[n] for n in names if _is_saved(g.get(n))} for g in self.optimizer.param_groups]}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes the saved learning rates over, and what else schedulers change."""
+        names = (*SCHEDULED, *self.counts)
         for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=False):
-            group.update({n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in SCHEDULED})
+            group.update({n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in names})
 
 
 SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas")
@@ -123,15 +133,27 @@ def own_optimizers(optimizers: Sequence[Any], model: nn.Module) -> list[OwnOptim
     for optimizer in optimizers:
         check_fresh(optimizer, names)
     _check_shares(optimizers, model)
-    return [
-        OwnOptimizer(
-            optimizer,
-            [[names[id(p)] for p in group["params"] if p.requires_grad] for group in optimizer.param_groups],
-            slots_of(optimizer),
-            works_on(optimizer),
-        )
-        for optimizer in optimizers
-    ]
+    return [_own(optimizer, names) for optimizer in optimizers]
+
+
+def _own(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OwnOptimizer:
+    groups = [[names[id(p)] for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
+    own = OwnOptimizer(optimizer, groups, slots_of(optimizer), works_on(optimizer))
+    return own if own.works_on == "elements" else replace(own, **tried(optimizer)._asdict())
+
+
+def _placeholder(optimizer: torch.optim.Optimizer, device: torch.device) -> Parameter:
+    """What a rank steps in a group of which it owns nothing, with a gradient of 0: not every optimizer can step
+    nothing. No checkpoint holds it.
+    """
+    placeholder = Parameter(torch.zeros(1, 1, device=device))
+    zeros = torch.zeros_like(placeholder)
+
+    def give_gradient(*_: Any) -> None:
+        placeholder.grad = zeros.zero_()
+
+    optimizer.register_step_pre_hook(give_gradient)
+    return placeholder
 
 
 def _is_saved(value: Any) -> bool:
@@ -151,11 +173,11 @@ def slots_of(optimizer: torch.optim.Optimizer) -> tuple[Slot, ...]:
     parameter's nor one number, which a checkpoint could not divide.
     """
     found: dict[str, Slot] = {}
-    for group in optimizer.param_groups:
+    for number in _unlike(optimizer.param_groups):
         probes = [Parameter(torch.ones(shape)) for shape in _PROBES]
         for probe in probes:
             probe.grad = torch.full_like(probe, 1e-3)
-        for probe, state in _stepped(optimizer, group, probes):
+        for probe, state in _stepped(optimizer, number, probes):
             for name, value in state.items():
                 if not isinstance(value, Tensor):
                     continue
@@ -171,20 +193,27 @@ def slots_of(optimizer: torch.optim.Optimizer) -> tuple[Slot, ...]:
     return tuple(found.values())
 
 
+def _unlike(groups: Sequence[Mapping[str, Any]]) -> list[int]:
+    """A group of each kind, by number: those that have the same options, but for how large they are, keep the same
+    state. There may be thousands.
+    """
+    kinds: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        options = {name: value for name, value in group.items() if name != "params"}
+        kind = {n: bool(v) if isinstance(v, int | float) else v for n, v in options.items()}
+        kinds.setdefault(repr(sorted(kind.items())), number)
+    return list(kinds.values())
+
+
 def _stepped(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], probes: Sequence[Parameter]
+    optimizer: torch.optim.Optimizer, number: int, probes: Sequence[Parameter]
 ) -> list[tuple[Parameter, Mapping[str, Any]]]:
-    """The state of an optimizer of the same class and options, after a step on `probes`."""
-    options = {name: value for name, value in group.items() if name != "params"}
-    twin = object.__new__(type(optimizer))
-    twin.__dict__.update(
-        {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
-    )
-    torch.optim.Optimizer.__init__(twin, [{"params": list(probes), **options}], dict(optimizer.defaults))
-    if isinstance(twin, torch.optim.Adagrad):
-        _start_adagrad(twin)
+    """The state of a copy with the options of group `number`, after a step on `probes`."""
     try:
-        type(twin).step(twin)  # of the class: a scheduler puts a wrapper of the optimizer's own into its attributes
+        twin = twin_of(optimizer, {number: probes})
+        if isinstance(twin, torch.optim.Adagrad):
+            _start_adagrad(twin)
+        step_of(twin)
     except Exception as error:
         raise UserCodeError(
             f"{type(optimizer).__name__} cannot step without a closure ({error}); Shoal steps it once for each update"

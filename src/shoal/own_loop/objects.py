@@ -14,10 +14,12 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data.distributed import DistributedSampler
 
 from shoal.assembly.objects import UserObjects, may_be_data
 from shoal.data.as_inputs import AsInputs, Collated
+from shoal.data.drawn import as_sampled
 from shoal.data.iterable import IterableSource, as_source, held_out_items
 from shoal.data.loaders import training_loader
 from shoal.errors import UsageError, UserCodeError
@@ -84,7 +86,7 @@ def data_of_script(data: Any) -> tuple[Any, DataLoader | None]:
     loader = training_loader(train)
     held_out_loader = training_loader(held_out)
     sets = (
-        as_source(train if loader is None else loader.dataset),
+        as_source(train if loader is None else _sampled(loader)),
         held_out_items(held_out if held_out_loader is None else held_out_loader.dataset),
     )
     for part in sets:
@@ -125,12 +127,31 @@ def order_of_loader(loader: DataLoader | None) -> dict[str, Any]:
     """The order of a DataLoader. Raises `UserCodeError` for one that Shoal cannot reproduce."""
     if loader is None or (isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None):
         return {}
-    if not isinstance(loader.sampler, RandomSampler | SequentialSampler) or loader.batch_size is None:
+    sampled = None if loader.batch_size is None else as_sampled(loader.dataset, loader.sampler)
+    if sampled is None:
+        own = loader.batch_sampler if loader.batch_size is None else loader.sampler
         raise UserCodeError(
-            f"the DataLoader has a sampler of its own ({type(loader.sampler).__name__}); Shoal divides the samples "
-            "among ranks itself, so that a resumed run uses each once: leave the sampler out"
+            f"the DataLoader has a sampler of its own ({type(own).__name__}); Shoal divides the samples among ranks "
+            "itself, so that a resumed run uses each once: leave the sampler out, or use one of torch.utils.data, "
+            "whose order Shoal makes"
         )
-    return {"shuffle": isinstance(loader.sampler, RandomSampler)}
+    return {"shuffle": sampled[1]}
+
+
+def _sampled(loader: DataLoader) -> Any:
+    """The data set of a DataLoader, as its sampler draws from it."""
+    if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+        return loader.dataset
+    sampled = as_sampled(loader.dataset, loader.sampler)
+    return loader.dataset if sampled is None else sampled[0]
+
+
+def samples_of_step(loader: DataLoader | None) -> int | None:
+    """The samples of a global batch. With a DistributedSampler, a script's batch size is that of one rank."""
+    if loader is None or loader.batch_size is None:
+        return None
+    sampler = loader.sampler
+    return loader.batch_size * (sampler.num_replicas if isinstance(sampler, DistributedSampler) else 1)
 
 
 def batch_of_loader(loader: DataLoader) -> dict[str, Any]:
@@ -143,12 +164,15 @@ def batch_of_loader(loader: DataLoader) -> dict[str, Any]:
 def unread_arguments(loader: DataLoader | None) -> list[str]:
     """What of a DataLoader a run does not use, a sentence for each."""
     given = {
+        "DistributedSampler": loader is not None and isinstance(loader.sampler, DistributedSampler),
         "drop_last": loader is not None and loader.drop_last and isinstance(loader.dataset, IterableDataset),
         "num_workers": loader is not None and loader.num_workers > 0,
         "worker_init_fn": loader is not None and loader.worker_init_fn is not None,
         "generator": loader is not None and loader.generator is not None,
     }
     does = {
+        "DistributedSampler": f"Shoal divides the samples among ranks itself, in steps of {samples_of_step(loader)} "
+        "samples where batch_samples is left out, the batch size of all its replicas",
         "drop_last": "an iterable is begun again where it ends, and the step goes on",
         "num_workers": "samples are read ahead by as many threads or processes as data.readers and reader_kind say",
         "worker_init_fn": "there are no worker processes",

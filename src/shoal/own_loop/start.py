@@ -25,7 +25,7 @@ from shoal.assembly.objects import UserObjects, data_of
 from shoal.assembly.preempted import stop_request_of
 from shoal.assembly.run import open_run
 from shoal.assembly.run_record import write_run_file
-from shoal.assembly.start import Planner, as_launched, checked, in_rank, processes_of, run
+from shoal.assembly.start import Planner, as_launched, checked, in_rank, leave_with, processes_of, run
 from shoal.assembly.user_code import GIVEN, table_of_object
 from shoal.config.load import apply
 from shoal.data.dataset import Dataset
@@ -44,6 +44,7 @@ from shoal.own_loop.objects import (
     is_endless,
     objects_of,
     order_of_loader,
+    samples_of_step,
     stop_in_reader,
     unread_arguments,
 )
@@ -96,8 +97,7 @@ def start_own_loop(
         data = data_named(run_file) if data is None else data
         given = objects_of(objects, data)
     except ShoalError as refusal:
-        say(f"shoal: {refusal}")
-        sys.exit(refusal.exit_code)
+        leave_with(refusal, os.environ)
     stack = ExitStack()
     advice = None if planner is None else partial(planner.memory_advice, run_file)
     stack.enter_context(in_rank(place, os.environ, advice))
@@ -119,6 +119,7 @@ def _training(
     sinks = stack.enter_context(sinks_of(run_file, place))
     store = HashStore() if place is ALONE else None
     opened = open_run(run_file, place, objects, store=store, activity=sinks.activity)
+    stack.enter_context(opened.default_group())
     resumed_step = restore(opened, directory, sinks)
     opened.state.restore_extra()
     if place.rank == 0:
@@ -227,7 +228,7 @@ def _run_file(
     run_table, batch = dict(whole.get("run", {})), dict(whole.get("batch", {}))
     run_table.setdefault("name", Path(sys.argv[0]).stem or "script")
     if "global_samples" not in batch:
-        size = samples if samples is not None else getattr(loader, "batch_size", None)
+        size = samples if samples is not None else samples_of_step(loader)
         if size is None:
             raise ConfigError(f"{file}: batch.global_samples is missing; pass batch_samples, the samples of one step")
         batch["global_samples"] = size
