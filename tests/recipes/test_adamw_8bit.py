@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.adamw_8bit import compare_losses
 from shoal.memory.tracker import storage_bytes
-from shoal.optim.config import BLOCK
+from shoal.optim.declared import BLOCK
 from shoal.optim.dynamic import Quantised
 from shoal.recipes.elastic.state_copy import held_state, load_state
 from shoal.recipes.run import Run

@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from shoal.data.cursor import Cursor, Interval
 from shoal.engine.extra_state import ExtraSection
 from shoal.errors import UsageError, UserCodeError
-from shoal.optim.config import Slot
+from shoal.optim.declared import Slot
 from shoal.optim.slots import local, make_slots, named_slots, pack_slots, slot_and_parameter
 from shoal.state.ownership import Owned
 from shoal.state.section import Section

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.errors import UsageError
-from shoal.optim.config import Slot
+from shoal.optim.declared import Slot
 from shoal.optim.dynamic import Quantised
 
 

@@ -26,8 +26,8 @@ from shoal.engine.state import OPTIMIZER
 from shoal.launch.environment import Place
 from shoal.observe.sink import RunStart, Sinks
 from shoal.observe.sinks import open_sinks
-from shoal.optim.config import Schedule
 from shoal.optim.schedule import peak_rate
+from shoal.optim.schedule_config import Schedule
 from shoal.recipes.metering import layer_norms, scaling
 from shoal.recipes.replica_speeds import replica_speeds
 from shoal.recipes.run import Run

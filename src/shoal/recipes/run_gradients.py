@@ -16,7 +16,7 @@ from shoal.gradients.joint import JointGradients
 from shoal.gradients.priority import PriorityGradients
 from shoal.memory.config import MemoryConfig
 from shoal.optim.adopt import OwnOptimizer
-from shoal.optim.config import Granularity
+from shoal.optim.declared import Granularity
 from shoal.recipes.coding import piece_codecs
 from shoal.recipes.splitting import Divided, blocks_in, trained_in
 from shoal.recipes.table_gradients import dense_and_tables, with_tables

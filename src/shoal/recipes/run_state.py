@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 
 import torch
@@ -23,7 +22,7 @@ from shoal.errors import ConfigError
 from shoal.gradients.residuals import ResidualSection
 from shoal.memory.config import MemoryConfig
 from shoal.optim.build import build_optimizer
-from shoal.optim.config import Slot
+from shoal.optim.declared import Slot
 from shoal.optim.schedule import peak_rate
 from shoal.recipes.epoch_end import epoch_samples
 from shoal.recipes.generation import Generation
@@ -93,8 +92,9 @@ def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
     parameters = [(owned.name, owned.parameter, roles[owned.name].decay) for owned in stepped]
     peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
     sparse = [name for name, role in roles.items() if role.kind == "table"]
-    numbers = {owned.name: math.prod(owned.holding.global_shape) for owned in stepped}
-    return build_optimizer(run_file.optimizer, parameters, lr=peak, sparse=sparse, numbers=numbers)
+    shapes = {owned.name: owned.holding.global_shape for owned in stepped}
+    kinds = {name: role.kind for name, role in roles.items()}
+    return build_optimizer(run_file.optimizer, parameters, lr=peak, sparse=sparse, shapes=shapes, kinds=kinds)
 
 
 def _of_script(workload: Workload) -> list[Section]:

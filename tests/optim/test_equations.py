@@ -1,0 +1,64 @@
+"""Every optimizer beside its equations, written down plainly (`references.py`), over twenty steps in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.optim.adaptive_config import Lion, NAdam, RAdam, RMSprop
+from shoal.optim.build import build_optimizer
+from shoal.optim.config import OptimizerConfig
+from tests.optim import references
+from tests.optim.references import DECAY, LR, Plain
+
+STEPS = 20
+SAME = 1e-12
+"""Relative to the largest number: float64, and another order of operations."""
+LESS_SAME = {"nadam": 1e-8}
+"""PyTorch keeps the product of NAdam's momenta in float32."""
+SHAPES = {"embedding": (7, 5), "wide": (4, 9), "bias": (5,), "gate": ()}
+
+CASES: dict[str, tuple[OptimizerConfig, Plain]] = {
+    "rmsprop": (RMSprop(lr=LR, weight_decay=DECAY, momentum=0.9, centered=True), references.rmsprop),
+    "nadam": (NAdam(lr=LR, weight_decay=DECAY), references.nadam),
+    "radam": (RAdam(lr=LR, weight_decay=DECAY), references.radam),
+    "lion": (Lion(lr=LR, weight_decay=DECAY), references.lion),
+}
+
+
+def drawn(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_updates_are_those_of_the_equations(kind: str) -> None:
+    """Of matrices, vectors and single numbers, all of which decay here."""
+    config, plain = CASES[kind]
+    ours = {name: nn.Parameter(value.clone()) for name, value in drawn(0).items()}
+    theirs, states = drawn(0), {name: {} for name in SHAPES}
+    optimizer = build_optimizer(config, [(name, p, True) for name, p in ours.items()], lr=LR)
+    for step in range(1, STEPS + 1):
+        gradients = drawn(step)
+        for name, parameter in ours.items():
+            parameter.grad = gradients[name].clone()
+            plain(theirs[name], gradients[name], states[name], step)
+        optimizer.step()
+    for name, wanted in theirs.items():
+        gap = (ours[name].detach() - wanted).abs().max() / wanted.abs().max()
+        assert float(gap) < LESS_SAME.get(kind, SAME), name
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_the_state_is_what_the_table_declares(kind: str) -> None:
+    """By name and shape: checkpoints are made from the declaration."""
+    config, _ = CASES[kind]
+    parameters = {name: nn.Parameter(value) for name, value in drawn(0).items()}
+    optimizer = build_optimizer(config, [(name, p, True) for name, p in parameters.items()], lr=LR)
+    for name, parameter in parameters.items():
+        parameter.grad = drawn(1)[name]
+    optimizer.step()
+    for name, parameter in parameters.items():
+        found = {slot: tuple(value.shape) for slot, value in optimizer.state[parameter].items()}
+        assert found == {slot.name: slot.shape(SHAPES[name]) for slot in config.slots}

@@ -1,0 +1,120 @@
+"""Every optimizer of the run file in every layout: its proof, and its checkpoints from layout to layout."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.recipes.journey import Leg, travel
+from tests.recipes.layouts import corpus, verified
+
+FLOAT64 = {"precision": {"kind": "float64"}}
+SAME_MATH = 1e-12
+"""Losses in float64, relative."""
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "rmsprop": {"momentum": 0.9, "centered": True},
+    "nadam": {},
+    "radam": {},
+    "lion": {},
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "replicate": (2, {"layout": {"replicate": 2}}),
+    "ZeRO-1": (2, {"layout": {"shard": 2}, "memory": {"zero": 1}}),
+    "ZeRO-2": (2, {"layout": {"shard": 2}, "memory": {"zero": 2}}),
+    "ZeRO-3": (2, {"layout": {"shard": 2}, "memory": {"zero": 3}}),
+    "tensor": (2, {"layout": {"tensor": 2}}),
+    "pipeline": (2, {"layout": {"pipeline": 2}}),
+    "replicate x ZeRO-3": (4, {"layout": {"replicate": 2, "shard": 2}, "memory": {"zero": 3}}),
+    "ZeRO-1 x tensor": (4, {"layout": {"shard": 2, "tensor": 2}, "memory": {"zero": 1}}),
+    "pipeline x tensor": (4, {"layout": {"pipeline": 2, "tensor": 2}}),
+}
+FEW = [("rmsprop", "ZeRO-3"), ("nadam", "pipeline"), ("radam", "ZeRO-1"), ("lion", "tensor")]
+"""What every test run proves; the rest is a stress test."""
+ALL = [
+    pytest.param(kind, layout, marks=[] if (kind, layout) in FEW else pytest.mark.stress)
+    for kind in OPTIMIZERS
+    for layout in LAYOUTS
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("optimizers")
+    corpus(folder)
+    return folder
+
+
+def tables_of(kind: str, layout: str) -> tuple[int, dict[str, Any]]:
+    world, tables = LAYOUTS[layout]
+    return world, {"optimizer": {"kind": kind, "weight_decay": 0.1, "clip_norm": 0.5, **OPTIMIZERS[kind]}} | tables
+
+
+@pytest.mark.parametrize(("kind", "layout"), ALL)
+def test_it_is_proved_in_every_layout(ranks, folder: Path, kind: str, layout: str) -> None:
+    """`shoal verify` holds in float64: updates, norms and owners are those of one process."""
+    world, tables = tables_of(kind, layout)
+    verdict, *_ = ranks(world, verified, tables, str(folder), True, 4)
+    assert verdict["holds"], verdict["sentence"]
+
+
+TRAVELLING = ("nadam",)
+JOURNEY = ["ZeRO-3", "one", "tensor", "replicate", "pipeline", "ZeRO-1"]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in TRAVELLING else pytest.mark.stress) for kind in OPTIMIZERS]
+)
+def test_a_checkpoint_goes_on_in_other_layouts(ranks, folder: Path, kind: str) -> None:
+    """Every bit of the state comes over, and the losses are those of one process."""
+    legs: list[Leg] = []
+    for layout in JOURNEY:
+        world, tables = tables_of(kind, layout)
+        legs.append(ranks(world, travel, tables | FLOAT64, str(folder), f"journey-{kind}", 2)[0])
+    world, tables = tables_of(kind, "one")
+    straight = ranks(world, travel, tables | FLOAT64, str(folder), f"straight-{kind}", 2 * len(JOURNEY))[0]
+    for here, there in pairwise(legs):
+        assert here.left.keys() == there.came.keys()
+        assert any(name.startswith("optimizer/") for name in there.came)
+        assert all(torch.equal(there.came[name], tensor) for name, tensor in here.left.items())
+    assert [loss for leg in legs for loss in leg.losses] == pytest.approx(straight.losses, rel=SAME_MATH)
+    assert straight.left.keys() == legs[-1].left.keys()
+
+
+def test_parameters_have_rates_and_decays_by_pattern(ranks, folder: Path) -> None:
+    """Groups are those of the unsplit model, wherever ZeRO cuts."""
+    groups = {"*embedding*": {"rate": 0.5, "weight_decay": 0.0}, "blocks.0.*": {"rate": 2.0}}
+    tables = {"optimizer": {"kind": "adamw", "groups": groups}, **LAYOUTS["ZeRO-1"][1]}
+    verdict, *_ = ranks(2, verified, tables, str(folder), True, 2)
+    assert verdict["holds"], verdict["sentence"]
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "stable": {"kind": "stable", "warmup_steps": 3},
+    "one_cycle": {"kind": "one_cycle", "warmup_steps": 3},
+    "polynomial": {"kind": "polynomial", "warmup_steps": 1},
+    "step": {"kind": "step", "milestones": [3, 6]},
+    "inverse_sqrt": {"kind": "inverse_sqrt", "warmup_steps": 2},
+    "chained": {
+        "kind": "chained",
+        "warmup_steps": 2,
+        "phases": [
+            {"kind": "constant", "steps": 2},
+            {"kind": "cosine", "final_fraction": 0.3, "steps": 3},
+            {"kind": "linear", "final_fraction": 0.0},
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_rates_are_proved(ranks, folder: Path, kind: str) -> None:
+    """Beside the schedule written down a second time."""
+    verdict, *_ = ranks(1, verified, {"schedule": SCHEDULES[kind]}, str(folder), True, 1)
+    assert verdict["holds"], verdict["sentence"]
+    assert any(row["quantity"] == "rate" for row in verdict["rows"])
