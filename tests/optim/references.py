@@ -65,3 +65,32 @@ def lion(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
     state["m"] = 0.99 * mean + 0.01 * g
     x *= 1 - LR * DECAY
     x -= LR * step
+
+
+def _trust(x: Tensor, step: Tensor, *, most: float = float("inf")) -> float:
+    own, length = float(x.norm()), float(step.norm())
+    return min(own / length, most) if own > 0 and length > 0 else 1.0
+
+
+def lars(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
+    """c = k |x| / (|g| + w |x| + eps),  v = mu v + c (g + w x),  x -= lr v."""
+    own, length = float(x.norm()), float(g.norm())
+    factor = 0.1 * own / (length + DECAY * own + 1e-8) if own > 0 and length > 0 else 1.0
+    state["v"] = 0.9 * state.get("v", 0) + factor * (g + DECAY * x)
+    x -= LR * state["v"]
+
+
+def lamb(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
+    """u = m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + w x,  x -= lr |x| / |u| u."""
+    mean, square = _moments(g, state)
+    step = mean / (1 - 0.9**t) / ((square / (1 - 0.999**t)).sqrt() + 1e-6) + DECAY * x
+    x -= LR * _trust(x, step) * step
+
+
+def lamb_apart(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
+    """u = m / (sqrt(v) + eps),  x = (1 - lr w) x,  x -= lr min(|x| / |u|, 0.5) u."""
+    mean, square = _moments(g, state)
+    step = mean / (square.sqrt() + 1e-6)
+    factor = _trust(x, step, most=0.5)
+    x *= 1 - LR * DECAY
+    x -= LR * factor * step

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from shoal.optim.adaptive_config import Lion, NAdam, RAdam, RMSprop
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import OptimizerConfig
+from shoal.optim.layerwise_config import LAMB, LARS
 from tests.optim import references
 from tests.optim.references import DECAY, LR, Plain
 
@@ -24,6 +25,12 @@ CASES: dict[str, tuple[OptimizerConfig, Plain]] = {
     "nadam": (NAdam(lr=LR, weight_decay=DECAY), references.nadam),
     "radam": (RAdam(lr=LR, weight_decay=DECAY), references.radam),
     "lion": (Lion(lr=LR, weight_decay=DECAY), references.lion),
+    "lars": (LARS(lr=LR, weight_decay=DECAY, coefficient=0.1), references.lars),
+    "lamb": (LAMB(lr=LR, weight_decay=DECAY), references.lamb),
+    "lamb, apart": (
+        LAMB(lr=LR, weight_decay=DECAY, bias_correction=False, decay_in_norm=False, max_trust=0.5),
+        references.lamb_apart,
+    ),
 }
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.optim.layerwise import LayerwiseAdam
+from tests.ranks import TestPlace
 from tests.recipes.journey import Leg, travel
 from tests.recipes.layouts import corpus, verified
 
@@ -21,6 +23,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "nadam": {},
     "radam": {},
     "lion": {},
+    "lars": {"coefficient": 0.1},
+    "lamb": {"trust": "all"},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -34,7 +38,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ZeRO-1 x tensor": (4, {"layout": {"shard": 2, "tensor": 2}, "memory": {"zero": 1}}),
     "pipeline x tensor": (4, {"layout": {"pipeline": 2, "tensor": 2}}),
 }
-FEW = [("rmsprop", "ZeRO-3"), ("nadam", "pipeline"), ("radam", "ZeRO-1"), ("lion", "tensor")]
+FEW = [
+    ("rmsprop", "ZeRO-3"),
+    ("nadam", "pipeline"),
+    ("radam", "ZeRO-1"),
+    ("lion", "tensor"),
+    ("lars", "ZeRO-1 x tensor"),
+    ("lamb", "ZeRO-3"),
+    ("lamb", "pipeline x tensor"),
+]
 """What every test run proves; the rest is a stress test."""
 ALL = [
     pytest.param(kind, layout, marks=[] if (kind, layout) in FEW else pytest.mark.stress)
@@ -61,6 +73,25 @@ def test_it_is_proved_in_every_layout(ranks, folder: Path, kind: str, layout: st
     world, tables = tables_of(kind, layout)
     verdict, *_ = ranks(world, verified, tables, str(folder), True, 4)
     assert verdict["holds"], verdict["sentence"]
+
+
+def verified_with_norms_of_parts(place: TestPlace, tables: dict[str, Any], folder: str) -> dict[str, Any] | None:
+    """The verdict on LAMB that takes the norm of a part for that of the whole."""
+    whole = LayerwiseAdam.connect
+    LayerwiseAdam.connect = lambda self, parts: None
+    try:
+        return verified(place, tables, folder, True, 2)
+    finally:
+        LayerwiseAdam.connect = whole
+
+
+@pytest.mark.parametrize("layout", ["ZeRO-1", "tensor"])
+def test_norms_of_parts_would_be_found(ranks, folder: Path, layout: str) -> None:
+    """The proof has teeth."""
+    world, tables = tables_of("lamb", layout)
+    verdict, *_ = ranks(world, verified_with_norms_of_parts, tables, str(folder))
+    assert not verdict["holds"]
+    assert any(row["quantity"] == "weight" and not row["holds"] for row in verdict["rows"])
 
 
 TRAVELLING = ("nadam",)

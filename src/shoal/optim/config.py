@@ -13,6 +13,7 @@ import msgspec
 from shoal.config.table import PositiveFloat, says
 from shoal.optim.adaptive_config import Lion, NAdam, RAdam, RMSprop
 from shoal.optim.declared import BLOCK, Common, Granularity, Slot, counter
+from shoal.optim.layerwise_config import LAMB, LARS
 
 
 class AdamW(Common, frozen=True, tag_field="kind", tag="adamw"):
@@ -181,5 +182,17 @@ class ZeroOneAdam(OneBit, frozen=True, tag_field="kind", tag="zero_one_adam"):
 
 
 OptimizerConfig = (
-    AdamW | AdamW8bit | SGD | Adagrad | RMSprop | NAdam | RAdam | Lion | OneBitAdam | ZeroOneAdam | OneBitLAMB
+    AdamW
+    | AdamW8bit
+    | SGD
+    | Adagrad
+    | RMSprop
+    | NAdam
+    | RAdam
+    | Lion
+    | LARS
+    | LAMB
+    | OneBitAdam
+    | ZeroOneAdam
+    | OneBitLAMB
 )

@@ -76,6 +76,8 @@ class Common(Table, frozen=True):
     """Keys that every optimizer has."""
 
     works_on: ClassVar[Granularity] = "elements"
+    asks_for_whole: ClassVar[bool] = False
+    """Whether it asks something of whole parameters (`shoal.optim.parts`), whatever it works on."""
     undivided: ClassVar[int] = 1
     """So many numbers of a parameter, one after the other, are not divided between ranks."""
     least_numbers: ClassVar[int] = 0

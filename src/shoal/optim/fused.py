@@ -8,11 +8,19 @@ the same bits (but for SGD with parameters in half precision on a CPU: see `HALV
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+
+class Work(NamedTuple):
+    """Parameters of one group, device and dtype, and their gradients."""
+
+    group: dict[str, Any]
+    parameters: list[Parameter]
+    gradients: list[Tensor]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -40,10 +48,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameters in _alike([p for p in group["params"] if p.grad is not None]):
-                self.update(group, parameters, [p.grad for p in parameters if p.grad is not None])
+        self.update_all(
+            [
+                Work(group, parameters, [p.grad for p in parameters if p.grad is not None])
+                for group in self.param_groups
+                for parameters in _alike([p for p in group["params"] if p.grad is not None])
+            ]
+        )
         return loss
+
+    def update_all(self, work: list[Work]) -> None:
+        """Updates everything that has a gradient."""
+        for one in work:
+            self.update(one.group, one.parameters, one.gradients)
 
     def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
         """Updates these parameters, which have one device and dtype, with the options of their group."""

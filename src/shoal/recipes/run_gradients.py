@@ -17,11 +17,12 @@ from shoal.gradients.priority import PriorityGradients
 from shoal.memory.config import MemoryConfig
 from shoal.optim.adopt import OwnOptimizer
 from shoal.optim.declared import Granularity
+from shoal.optim.parts import Parts
 from shoal.recipes.coding import piece_codecs
 from shoal.recipes.splitting import Divided, blocks_in, trained_in
 from shoal.recipes.table_gradients import dense_and_tables, with_tables
 from shoal.runfile.run_file import RunFile
-from shoal.state.ownership import Trained
+from shoal.state.ownership import Owned, Trained
 from shoal.sync.strategy import Sync
 from shoal.topology.axes import Axis
 
@@ -127,3 +128,14 @@ def build_run_gradients(
         dense = of(trained, optimizers[0].works_on) if optimizers else of(trained, own.works_on, own.undivided)
         return with_tables(dense, tables, parts, groups=mesh.ranks, replica=replica, ranks=sync.gradient_ranks)
     return JointGradients([of([t for t in trained if t.holding.name in set(o.names)], o.works_on) for o in optimizers])
+
+
+def parts_on(run_file: RunFile, owned: Sequence[Owned], mesh: Mesh, sync: Sync) -> Parts:
+    """What this rank's optimizer steps, and with whom it makes up whole parameters, and equal updates.
+
+    Replicas do not share work where each has a state of its own, where one may go on without another, or where updates
+    are made one parameter after the other.
+    """
+    axes = _NORM_AXES[run_file.pipeline.asynchronous]
+    shared = sync.keeps_replicas_equal and run_file.elastic is None and run_file.gradients.schedule != "priority"
+    return Parts(owned, mesh.axis(*axes), mesh.axis("replicate", *axes) if shared else mesh.axis(*axes))

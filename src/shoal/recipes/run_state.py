@@ -23,10 +23,11 @@ from shoal.gradients.residuals import ResidualSection
 from shoal.memory.config import MemoryConfig
 from shoal.optim.build import build_optimizer
 from shoal.optim.declared import Slot
+from shoal.optim.parts import SeesParts
 from shoal.optim.schedule import peak_rate
 from shoal.recipes.epoch_end import epoch_samples
 from shoal.recipes.generation import Generation
-from shoal.recipes.run_gradients import zero_of
+from shoal.recipes.run_gradients import parts_on, zero_of
 from shoal.recipes.sameness import contents_of
 from shoal.recipes.workload import Workload
 from shoal.runfile.run_file import RunFile
@@ -76,10 +77,13 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
         return OptimizerSection(optimizer, slots, split.model, owned, names, replica=replica, only=only)
 
     if not own:
-        optimizers = [section(_built(run_file, generation), run_file.optimizer.slots)]
+        built = _connected(_built(run_file, generation), run_file, generation)
+        optimizers = [section(built, run_file.optimizer.slots)]
     else:
         stepped = [(owned.name, owned.parameter) for owned in gradients.owned]
-        optimizers = [section(o.adopt(stepped), o.slots, None if len(own) == 1 else o.names) for o in own]
+        adopted = [_connected(o.adopt(stepped), run_file, generation) for o in own]
+        only = [None if len(own) == 1 else o.names for o in own]
+        optimizers = [section(a, o.slots, names) for a, o, names in zip(adopted, own, only, strict=True)]
     progress = Progress(identity, contents_of(workload.samples))
     others = [*tuned, residuals, *generation.agreement.sections, *_of_script(workload)]
     return TrainState(model, optimizers[0], progress, [*optimizers[1:], FactsSection("scaler", scaler), *others])
@@ -95,6 +99,14 @@ def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
     shapes = {owned.name: owned.holding.global_shape for owned in stepped}
     kinds = {name: role.kind for name, role in roles.items()}
     return build_optimizer(run_file.optimizer, parameters, lr=peak, sparse=sparse, shapes=shapes, kinds=kinds)
+
+
+def _connected(optimizer: torch.optim.Optimizer, run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
+    """The same; one that asks something of whole parameters is told where their parts are."""
+    if isinstance(optimizer, SeesParts) and generation.agreement.served is None:
+        parts = parts_on(run_file, generation.gradients.owned, generation.mesh, generation.sync)
+        optimizer.connect(parts.of(optimizer))
+    return optimizer
 
 
 def _of_script(workload: Workload) -> list[Section]:
