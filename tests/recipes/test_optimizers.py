@@ -25,6 +25,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lion": {},
     "lars": {"coefficient": 0.1},
     "lamb": {"trust": "all"},
+    "muon": {"polish": 1, "adamw_lr": 1e-3},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -46,6 +47,10 @@ FEW = [
     ("lars", "ZeRO-1 x tensor"),
     ("lamb", "ZeRO-3"),
     ("lamb", "pipeline x tensor"),
+    ("muon", "replicate"),
+    ("muon", "ZeRO-2"),
+    ("muon", "ZeRO-1 x tensor"),
+    ("muon", "pipeline"),
 ]
 """What every test run proves; the rest is a stress test."""
 ALL = [
@@ -94,7 +99,7 @@ def test_norms_of_parts_would_be_found(ranks, folder: Path, layout: str) -> None
     assert any(row["quantity"] == "weight" and not row["holds"] for row in verdict["rows"])
 
 
-TRAVELLING = ("nadam",)
+TRAVELLING = ("nadam", "muon")
 JOURNEY = ["ZeRO-3", "one", "tensor", "replicate", "pipeline", "ZeRO-1"]
 
 

@@ -14,6 +14,7 @@ from shoal.config.table import PositiveFloat, says
 from shoal.optim.adaptive_config import Lion, NAdam, RAdam, RMSprop
 from shoal.optim.declared import BLOCK, Common, Granularity, Slot, counter
 from shoal.optim.layerwise_config import LAMB, LARS
+from shoal.optim.muon_config import Muon
 
 
 class AdamW(Common, frozen=True, tag_field="kind", tag="adamw"):
@@ -192,6 +193,7 @@ OptimizerConfig = (
     | Lion
     | LARS
     | LAMB
+    | Muon
     | OneBitAdam
     | ZeroOneAdam
     | OneBitLAMB
