@@ -94,3 +94,78 @@ def lamb_apart(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
     factor = _trust(x, step, most=0.5)
     x *= 1 - LR * DECAY
     x -= LR * factor * step
+
+
+def adafactor(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
+    """R, C = means of g^2 with b = 1 - t^-0.8,  V = R C / mean(R),  u = g / sqrt(V) / max(1, rms(u)),
+    x = (1 - lr w) x - min(lr, 1 / sqrt(t)) max(1e-3, rms(x)) u.
+    """
+    rate = min(LR, t**-0.5) * max(1e-3, float(x.square().mean().sqrt()))
+    x *= 1 - LR * DECAY
+    kept = 1 - t**-0.8
+    if x.ndim > 1:
+        state["r"] = kept * state.get("r", 0) + (1 - kept) * (g**2).mean(1)
+        state["c"] = kept * state.get("c", 0) + (1 - kept) * (g**2).mean(0)
+        square = torch.outer(state["r"], state["c"]) / state["r"].mean()
+    else:
+        square = state["v"] = kept * state.get("v", 0) + (1 - kept) * g**2
+    step = g / square.sqrt()
+    x -= rate * step / max(1.0, float(step.square().mean().sqrt()))
+
+
+def adam_step(g: Tensor, state: dict[str, Any], t: int) -> Tensor:
+    """m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) with b1 = b2 = 0.95."""
+    state["m"] = 0.95 * state.get("m", 0) + 0.05 * g
+    state["v"] = 0.95 * state.get("v", 0) + 0.05 * g**2
+    return state["m"] / (1 - 0.95**t) / ((state["v"] / (1 - 0.95**t)).sqrt() + 1e-8)
+
+
+def soap(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
+    """Adam of P^T g Q, turned back, with a change of the basis after every third update; vectors as Adam has them.
+    The first gradient makes the basis and no update.
+    """
+    if x.ndim < 2:
+        x -= LR * (adam_step(g, state, t) + DECAY * x)
+        return
+    x *= 1 - LR * DECAY
+    if t == 1:
+        state |= {"l": g @ g.T, "r": g.T @ g, "mean": torch.zeros_like(g), "square": torch.zeros_like(g)}
+        state |= {f"{side}q": torch.linalg.eigh(state[side])[1].flip(1) for side in "lr"}
+        return
+    p, q, count = state["lq"], state["rq"], t - 1
+    state["mean"] = 0.95 * state["mean"] + 0.05 * g
+    state["square"] = 0.95 * state["square"] + 0.05 * (p.T @ g @ q) ** 2
+    mean, square = p.T @ (state["mean"] / (1 - 0.95**count)) @ q, state["square"] / (1 - 0.95**count)
+    x -= LR * p @ (mean / (square.sqrt() + 1e-8)) @ q.T
+    state["l"], state["r"] = 0.95 * state["l"] + 0.05 * g @ g.T, 0.95 * state["r"] + 0.05 * g.T @ g
+    if count % 3 == 0:
+        for dim, side in enumerate("lr"):
+            basis, mean = state[f"{side}q"], state[side]
+            order = torch.diag(basis.T @ mean @ basis).argsort(descending=True)
+            state["square"] = state["square"].index_select(dim, order)
+            state[f"{side}q"] = torch.linalg.qr(mean @ basis[:, order])[0]
+
+
+def shampoo(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
+    """Blocks of at most 4 x 4, cut at the edges, each between inverse fourth roots of its sides' squares; the length of
+    the whole is that of Adam's step. Roots are computed at updates 3, 4, 6, 8, ... Vectors as Adam has them.
+    """
+    adam = adam_step(g, state, t)
+    x *= 1 - LR * DECAY
+    if x.ndim < 2:
+        x -= LR * adam
+        return
+    found = torch.zeros_like(x)
+    for top in range(0, x.shape[0], 4):
+        for left in range(0, x.shape[1], 4):
+            cut = (slice(top, top + 4), slice(left, left + 4))
+            block, own = g[cut], state.setdefault((top, left), {})
+            for side, square in (("l", block @ block.T), ("r", block.T @ block)):
+                own[side] = 0.95 * own.get(side, 0) + 0.05 * square
+                if t == 3 or (t > 3 and t % 2 == 0):
+                    values, vectors = torch.linalg.eigh(own[side])
+                    values = values.clamp(min=0) + 1e-6 * values.max()
+                    own[f"{side} root"] = vectors @ torch.diag(values**-0.25) @ vectors.T
+            if t > 2:
+                found[cut] = own["l root"] @ state["m"][cut] @ own["r root"]
+    x -= LR * (adam if t <= 2 else found * adam.norm() / found.norm())

@@ -133,9 +133,11 @@ class Reference:
         _, losses = self.compute.losses(microbatch.batch)
         return weighted_losses(losses, microbatch.batch.weights).double().reshape(len(batch), -1).sum(1).cpu()
 
-    def update(self, gradients: dict[str, Tensor], *, lr: float) -> None:
-        """One optimizer step with these gradients, clipped by their norm."""
-        norm = norm_of(gradients)
+    def update(self, gradients: dict[str, Tensor], *, lr: float, norm: float | None = None) -> None:
+        """One optimizer step with these gradients, clipped by their norm. `norm` is that which a layout found and was
+        judged by: clipped by it they are the layout's in every bit, which an optimizer may amplify.
+        """
+        norm = norm_of(gradients) if norm is None else norm
         factor = 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
         for name, parameter in self.weights.items():
             parameter.grad = gradients[name].to(parameter) * factor

@@ -154,8 +154,12 @@ class OptimizerSection:
 
     def _located(self, slots: Mapping[str, Tensor], prefix: str) -> dict[str, Held]:
         """Slots under the names that they are saved by, and where in the unsplit parameter they lie."""
-        owned = {own.name: own for own in self.owned or ()}
-        return {f"{prefix}{key}": _slot(tensor, owned.get(slot_and_parameter(key)[1])) for key, tensor in slots.items()}
+        owned, whole = {own.name: own for own in self.owned or ()}, {slot.name for slot in self.slots if slot.whole}
+        found: dict[str, Held] = {}
+        for key, tensor in slots.items():
+            slot, name = slot_and_parameter(key)
+            found[f"{prefix}{key}"] = tensor if slot in whole else _slot(tensor, owned.get(name))
+        return found
 
 
 @dataclass

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from shoal.config.table import says
-from shoal.optim.declared import Common, Slot, counter
+from shoal.config.table import PositiveFloat, says
+from shoal.optim.declared import Common, Described, Granularity, Slot, counter
 
 
 class RMSprop(Common, frozen=True, tag_field="kind", tag="rmsprop"):
@@ -74,3 +74,33 @@ class Lion(Common, frozen=True, tag_field="kind", tag="lion"):
     def slots(self) -> tuple[Slot, ...]:
         """The momentum."""
         return (Slot("exp_avg"),)
+
+
+class Adafactor(Common, frozen=True, tag_field="kind", tag="adafactor"):
+    """Adafactor (arXiv:1804.04235), as PyTorch has it: the second moment of a matrix is kept as a row and a column."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.adafactor:build"
+    works_on: ClassVar[Granularity] = "matrices"
+    asks_for_whole: ClassVar[bool] = True
+
+    lr: Annotated[float, says("Largest learning rate, beside 1 / sqrt(step).", ge=0, le=1e3)] = 0.01
+    beta2_decay: Annotated[float, says("The power of the step in the decay of the second moment.", le=0)] = -0.8
+    eps1: Annotated[PositiveFloat | None, says("Least root of the second moment; without it, that of the dtype.")] = (
+        None
+    )
+    eps2: Annotated[float, says("Least root mean square of a parameter, which its step follows.", gt=0)] = 1e-3
+    threshold: Annotated[float, says("Largest root mean square of a step, before the rate.", gt=0)] = 1.0
+
+    def options(self, parameter: Described) -> dict[str, Any]:
+        """Its state is on one rank."""
+        return {"whole": True}
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The number of steps; a row and a column, or of a vector the second moment itself."""
+        return (
+            counter("step"),
+            Slot("row_var", lambda shape: (*shape[:-1], 1) if len(shape) > 1 else (0,), whole=True),
+            Slot("col_var", lambda shape: (*shape[:-2], 1, *shape[-1:]) if len(shape) > 1 else (0,), whole=True),
+            Slot("variance", lambda shape: shape if len(shape) < 2 else (0,), whole=True),
+        )

@@ -11,10 +11,11 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from shoal.config.table import PositiveFloat, says
-from shoal.optim.adaptive_config import Lion, NAdam, RAdam, RMSprop
+from shoal.optim.adaptive_config import Adafactor, Lion, NAdam, RAdam, RMSprop
 from shoal.optim.declared import BLOCK, Common, Granularity, Slot, counter
 from shoal.optim.layerwise_config import LAMB, LARS
 from shoal.optim.muon_config import Muon
+from shoal.optim.preconditioned_config import SOAP, Shampoo
 
 
 class AdamW(Common, frozen=True, tag_field="kind", tag="adamw"):
@@ -193,7 +194,10 @@ OptimizerConfig = (
     | Lion
     | LARS
     | LAMB
+    | Adafactor
     | Muon
+    | SOAP
+    | Shampoo
     | OneBitAdam
     | ZeroOneAdam
     | OneBitLAMB

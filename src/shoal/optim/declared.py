@@ -36,17 +36,27 @@ class Slot:
     parameter's.
 
     A slot of the parameter's shape is divided with it. `number_bytes` is what a number of it takes between two steps;
-    None: what a number of the parameter does.
+    None: what a number of the parameter does. `of`: only hidden matrices have it, or only the rest of the model.
+    `planned` are its numbers for one of the parameter, as a plan counts them; None: 1 if it is as large, else 0.
+    `whole`: it is kept on one rank, the parameter's owner, and follows from the shape of the whole parameter.
     """
 
     name: str
     shape: Callable[[Dims], Dims] = _like_parameter
     number_bytes: float | None = None
+    of: Literal["all", "hidden", "rest"] = "all"
+    planned: float | None = None
+    whole: bool = False
 
     @property
     def like_parameter(self) -> bool:
         """Whether it is as large as the parameter, and divided with it."""
-        return self.shape is _like_parameter
+        return self.shape is _like_parameter and not self.whole
+
+    def planned_numbers(self, hidden: float) -> float:
+        """Numbers of it for one of the model, of which the share `hidden` lies in hidden matrices."""
+        share = {"all": 1.0, "hidden": hidden, "rest": 1.0 - hidden}[self.of]
+        return share * (float(self.like_parameter) if self.planned is None else self.planned)
 
 
 def counter(name: str) -> Slot:

@@ -7,7 +7,7 @@ of matrices; s is 0.2 sqrt(max(rows, columns)) or sqrt(max(1, rows / columns)). 
 of stacked experts each is a matrix. Everything else is AdamW's.
 
 The momentum lies where the parameter does, and is saved and divided with it. What is orthogonalised is whole on its
-owner (`shoal.optim.owners`): each matrix on one rank, and the updates come back.
+owner (`shoal.optim.whole`): each matrix on one rank, and the updates come back.
 """
 
 from __future__ import annotations
@@ -21,11 +21,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.maths.orthogonal import orthogonalised, orthogonalising_flops
-from shoal.optim.declared import Dims, Granularity, Slot, counter
-from shoal.optim.fused import FusedAdamW, FusedOptimizer, Work
+from shoal.optim.declared import Dims
 from shoal.optim.muon_config import Muon
-from shoal.optim.owners import Owners
-from shoal.optim.parts import Parts
+from shoal.optim.whole import WholeOptimizer, as_matrix
 
 
 def build(config: Muon, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
@@ -44,7 +42,7 @@ def build(config: Muon, groups: list[dict[str, Any]], lr: float) -> torch.optim.
     )
 
 
-class OwnedMuon(FusedAdamW):
+class OwnedMuon(WholeOptimizer):
     """Muon for the groups that say `whole`, AdamW for the others.
 
     Args:
@@ -62,9 +60,7 @@ class OwnedMuon(FusedAdamW):
         eps: Added to AdamW's denominator.
     """
 
-    works_on: Granularity = "matrices"
-    slots = (Slot("momentum_buffer"), Slot("exp_avg"), Slot("exp_avg_sq"), counter("step"))
-    _owners: Owners | None = None
+    slots = Muon().slots
 
     def __init__(
         self,
@@ -81,70 +77,30 @@ class OwnedMuon(FusedAdamW):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
-        FusedOptimizer.__init__(
-            self, _groups(params), lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov,
-            iterations=iterations, polish=polish, precision=precision, adjust=adjust, betas=betas, eps=eps,
-            stacked=False,
+        super().__init__(
+            params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, iterations=iterations,
+            polish=polish, precision=precision, adjust=adjust, betas=betas, eps=eps, stacked=False,
         )  # fmt: skip
 
-    def connect(self, parts: Parts) -> None:
-        """Matrices become whole on their owners."""
-        whole = {id(p) for group in self.param_groups if group["whole"] for p in group["params"]}
-        own = {owned.name for owned in parts.owned if id(owned.parameter) in whole}
-        self._owners = Owners(parts, self._cost, wanted=lambda name, shape: name in own)
-
-    def update_all(self, work: list[Work]) -> None:
-        """Moves momenta, then matrices by what their owners make of them; the others as AdamW does."""
-        for one in work:
-            if not one.group["whole"]:
-                self.update(one.group, one.parameters, one.gradients)
-        whole = [(one.group, p, g) for one in work if one.group["whole"] for p, g in zip(*one[1:], strict=True)]
-        directions = [self._direction(group, p, g) for group, p, g in whole]
-        for (group, p, _), update in zip(whole, self._orthogonal(whole, directions), strict=True):
-            p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update.view(p.shape), alpha=-group["lr"])
-
-    def _direction(self, group: dict[str, Any], parameter: Parameter, gradient: Tensor) -> Tensor:
+    def direction(self, group: dict[str, Any], parameter: Parameter, gradient: Tensor) -> Tensor:
+        """Moves the momentum, and gives it or Nesterov's form of it."""
         state = self.state[parameter]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
 
-    def _orthogonal(
-        self, whole: list[tuple[dict[str, Any], Parameter, Tensor]], directions: list[Tensor]
-    ) -> list[Tensor]:
-        """The update of each part of a matrix, flat or in its shape."""
-        if self._owners is None:
-            return [_update(group, direction) for (group, *_), direction in zip(whole, directions, strict=True)]
-        names = [self._owners.names[id(p)] for _, p, _ in whole]
-        groups = dict(zip(names, (group for group, *_ in whole), strict=True))
-        gathered = self._owners.gather(dict(zip(names, directions, strict=True)))
-        updates = {name: _update(groups[name], tensor) for name, tensor in gathered.items()}
-        parts = self._owners.scatter(updates)
-        return [parts[name] for name in names]
+    def updated(self, group: dict[str, Any], direction: Tensor, state: dict[str, Any]) -> Tensor:
+        """s times the orthogonal factor of a matrix."""
+        matrices = direction if group["stacked"] else as_matrix(direction)
+        dtype = torch.bfloat16 if group["precision"] == "bfloat16" else None
+        found = orthogonalised(matrices, iterations=group["iterations"], polish=group["polish"], dtype=dtype)
+        rows, columns = matrices.shape[-2:]
+        by_rms = group["adjust"] == "match_rms_adamw"
+        scale = 0.2 * math.sqrt(max(rows, columns)) if by_rms else math.sqrt(max(1.0, rows / columns))
+        return found.mul_(scale).view(direction.shape)
 
-    def _cost(self, shape: Dims) -> float:
-        group = self.param_groups[0]
-        return orthogonalising_flops(shape[0], math.prod(shape[1:]), iterations=group["iterations"] + group["polish"])
-
-
-def _update(group: dict[str, Any], direction: Tensor) -> Tensor:
-    """s times the orthogonal factor of a matrix."""
-    shape = direction.shape
-    matrices = direction if group["stacked"] else direction.reshape(shape[0], -1)
-    dtype = torch.bfloat16 if group["precision"] == "bfloat16" else None
-    found = orthogonalised(matrices, iterations=group["iterations"], polish=group["polish"], dtype=dtype)
-    rows, columns = matrices.shape[-2:]
-    by_rms = group["adjust"] == "match_rms_adamw"
-    scale = 0.2 * math.sqrt(max(rows, columns)) if by_rms else math.sqrt(max(1.0, rows / columns))
-    return found.mul_(scale).view(shape)
-
-
-def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Groups that say `whole`; of plain parameters, matrices and the rest."""
-    params = list(params)
-    if params and not isinstance(params[0], dict):
-        matrices = [p for p in params if p.ndim == 2]
-        others = [p for p in params if p.ndim != 2]
-        params = [{"params": matrices, "whole": True}, {"params": others}]
-    return [{"whole": False, **group} for group in params]
+    def cost(self, shape: Dims) -> float:
+        """Floating-point operations."""
+        iterations = self.defaults["iterations"] + self.defaults["polish"]
+        return orthogonalising_flops(shape[0], math.prod(shape[1:]), iterations=iterations)

@@ -56,7 +56,12 @@ class Muon(Common, frozen=True, tag_field="kind", tag="muon"):
     @property
     def slots(self) -> tuple[Slot, ...]:
         """The momentum of matrices; both moments of the others, and their number of steps."""
-        return (Slot("momentum_buffer"), Slot("exp_avg"), Slot("exp_avg_sq"), counter("step"))
+        return (
+            Slot("momentum_buffer", of="hidden"),
+            Slot("exp_avg", of="rest"),
+            Slot("exp_avg_sq", of="rest"),
+            counter("step"),
+        )
 
     def options(self, parameter: Described) -> dict[str, Any]:
         """`whole`: it is orthogonalised; `stacked`: each of the matrices that its first dimension counts."""

@@ -74,7 +74,8 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     replica = None if shared else layout.index("replicate", generation.mesh.rank)
 
     def section(optimizer: torch.optim.Optimizer, slots: Sequence[Slot], only: Collection[str] | None = None):
-        return OptimizerSection(optimizer, slots, split.model, owned, names, replica=replica, only=only)
+        known = {*names, *split.shapes} if isinstance(optimizer, SeesParts) else names  # some have slots elsewhere
+        return OptimizerSection(optimizer, slots, split.model, owned, known, replica=replica, only=only)
 
     if not own:
         built = _connected(_built(run_file, generation), run_file, generation)
