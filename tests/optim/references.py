@@ -159,7 +159,7 @@ def shampoo(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
     for top in range(0, x.shape[0], 4):
         for left in range(0, x.shape[1], 4):
             cut = (slice(top, top + 4), slice(left, left + 4))
-            block, own = g[cut], state.setdefault((top, left), {})
+            block, own = g[cut], state.setdefault(f"{top}, {left}", {})
             for side, square in (("l", block @ block.T), ("r", block.T @ block)):
                 own[side] = 0.95 * own.get(side, 0) + 0.05 * square
                 if t == 3 or (t > 3 and t % 2 == 0):

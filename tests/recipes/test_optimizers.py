@@ -141,6 +141,26 @@ def test_parameters_have_rates_and_decays_by_pattern(ranks, folder: Path) -> Non
     assert verdict["holds"], verdict["sentence"]
 
 
+TRANSFORMS = [
+    {"kind": "centralise"},
+    {"kind": "clip_layer", "limit": 0.1},
+    {"kind": "clip_adaptively", "limit": 0.02},
+    {"kind": "add_noise", "std": 1e-3},
+    {"kind": "clip_value", "limit": 2e-3},
+]
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=[] if name in ("ZeRO-3", "tensor") else pytest.mark.stress) for name in LAYOUTS]
+)
+def test_transforms_are_those_of_one_process(ranks, folder: Path, layout: str) -> None:
+    """Means of rows, norms of rows and parameters, and noise, wherever ranks cut."""
+    world, tables = LAYOUTS[layout]
+    optimizer = {"kind": "sgd", "lr": 1.0, "transforms": TRANSFORMS, "clip_norm": 0.5}
+    verdict, *_ = ranks(world, verified, {"optimizer": optimizer} | tables, str(folder), True, 3)
+    assert verdict["holds"], verdict["sentence"]
+
+
 SCHEDULES: dict[str, dict[str, Any]] = {
     "stable": {"kind": "stable", "warmup_steps": 3},
     "one_cycle": {"kind": "one_cycle", "warmup_steps": 3},

@@ -155,7 +155,7 @@ class AtOnce:
         finite = math.isfinite(norm) and math.isfinite(loss)
         noise = self._measure(work.batches, tally, norm, scale) if finite else None
         if finite:
-            gradient = AgreedGradient(self.gradients, norm, factor=1.0 / scale)
+            gradient = AgreedGradient(self.gradients, norm, factor=1.0 / scale, step=work.step)
             more = () if clip_norm is None else (clip_by_global_norm(clip_norm),)
             for transform in (*self._transforms, *more):
                 transform(gradient)

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import msgspec
 
 from shoal.config.table import Positive, PositiveFloat, Table, says
+from shoal.optim.transforms_config import TransformConfig
 
 Dims = tuple[int, ...]
 Granularity = Literal["elements", "matrices"]
@@ -130,6 +131,11 @@ class Common(Table, frozen=True):
         dict[str, Group],
         says("Tables by patterns of parameter names (`blocks.*.bias`); the first that fits decides."),
     ] = msgspec.field(default_factory=dict)
+
+    transforms: Annotated[
+        tuple[TransformConfig, ...],
+        says("What happens to the numbers of the gradient, in this order, after `clip_norm`; `kind` says which."),
+    ] = ()
 
     def group_of(self, name: str) -> Group:
         """What `groups` says of the parameter `name`."""

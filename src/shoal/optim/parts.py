@@ -76,7 +76,7 @@ class PartSums:
         names = exchanged([own.name for own in parts.owned], parts.replica, parts.device)
         rows = {name: row for row, name in enumerate(sorted({name for each in names for name in each}))}
         self._rows = {id(own.parameter): rows[own.name] for own in parts.owned}
-        self._counted = {id(own.parameter): _is_counted(own) for own in parts.owned}
+        self._counted = {id(own.parameter): is_counted(own) for own in parts.owned}
         self._length = len(rows)
 
     def __call__(self, parameters: Sequence[Parameter], own: Tensor) -> Tensor:
@@ -94,5 +94,6 @@ class PartSums:
         return table[rows]
 
 
-def _is_counted(own: Owned) -> bool:
+def is_counted(own: Owned) -> bool:
+    """Whether this rank is the first of its replica that holds these numbers."""
     return own.holding.rank == min(same_piece(own.holding, own.holding.holders))

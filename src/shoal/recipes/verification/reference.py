@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.comm.collective import Alone
 from shoal.comm.gather import gather_named
 from shoal.data.sample import Batch, map_tree
 from shoal.engine.compute import Compute
@@ -28,13 +29,17 @@ from shoal.gradients.gradients import Gradients
 from shoal.models.mixture_routes import UNKNOWN, ReplayRoutes, RouteDifference, Routes, set_routes
 from shoal.models.roles import roles_of
 from shoal.optim.build import build_optimizer
+from shoal.optim.parts import Parts
 from shoal.optim.schedule_config import Schedule
+from shoal.optim.transforms import Chain
 from shoal.recipes.objects import loss_of, model_of
 from shoal.recipes.run import Run
 from shoal.recipes.splitting import draws_of
 from shoal.runfile.run_file import RunFile, declared_group, synchronises_norms
-from shoal.state.ownership import Trained, boxes_in
+from shoal.state.ownership import Trained, boxes_in, owned_whole
 from shoal.topology.box import Box, whole
+from shoal.topology.holding import held
+from shoal.topology.layout import Layout
 
 
 def reference_of(run: Run) -> Reference:
@@ -49,7 +54,10 @@ def reference_of(run: Run) -> Reference:
     sparse = [name for name, role in roles.items() if role.kind == "table"]
     kinds = {name: role.kind for name, role in roles.items()}
     optimizer = build_optimizer(run_file.optimizer, trained, lr=1.0, sparse=sparse, kinds=kinds)
-    return Reference(compute, optimizer, run_file.optimizer.clip_norm, _arrangement(run))
+    alone = [(held(Layout(), 0, name, tuple(p.shape)), p) for name, p, _ in trained]
+    parts = Parts([owned_whole(Trained(holding, p)) for holding, p in alone], Alone(), Alone())
+    chain = Chain(run_file.optimizer.transforms, parts, run_file.run.seed)
+    return Reference(compute, optimizer, run_file.optimizer.clip_norm, _arrangement(run), transform=chain)
 
 
 def _arrangement(run: Run) -> Arrange | None:
