@@ -169,3 +169,40 @@ def shampoo(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
             if t > 2:
                 found[cut] = own["l root"] @ state["m"][cut] @ own["r root"]
     x -= LR * (adam if t <= 2 else found * adam.norm() / found.norm())
+
+
+def schedule_free(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
+    """z = z - lr (d + w y),  a = (1 - 1/t) a + z / t,  y = 0.1 z + 0.9 a, at one rate; d = g."""
+    _schedule_free(x, g, g, state, t)
+
+
+def schedule_free_adamw(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
+    """The same with d = g / (sqrt(v / (1 - b2^t)) + eps)."""
+    state["v"] = 0.999 * state.get("v", 0) + 0.001 * g**2
+    _schedule_free(x, g, g / ((state["v"] / (1 - 0.999**t)).sqrt() + 1e-8), state, t)
+
+
+def _schedule_free(x: Tensor, g: Tensor, d: Tensor, state: dict[str, Any], t: int) -> None:
+    z, average = state.setdefault("z", x.clone()), state.setdefault("a", x.clone())
+    z = state["z"] = z - LR * (d + DECAY * x)
+    average = state["a"] = (1 - 1 / t) * average + z / t
+    x.copy_(0.1 * z + 0.9 * average)
+
+
+def ema(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
+    """SGD that looks ahead: every third update s = s + (x - s) / 2, x = s; a = 0.9 a + 0.1 x."""
+    slow = state.setdefault("s", x.clone())
+    x -= LR * (g + DECAY * x)
+    if t % 3 == 0:
+        slow += 0.5 * (x - slow)
+        x.copy_(slow)
+    state["a"] = x.clone() if t == 1 else 0.9 * state["a"] + 0.1 * x
+
+
+def swa(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
+    """SGD, and the mean of the weights after updates 5, 7, 9, ...; before that the weights."""
+    x -= LR * (g + DECAY * x)
+    seen = state.setdefault("seen", [])
+    if t >= 5 and t % 2 == 1:
+        seen.append(x.clone())
+    state["a"] = sum(seen) / len(seen) if seen else x.clone()

@@ -7,10 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from shoal.optim.adaptive_config import Adafactor, Lion, NAdam, RAdam, RMSprop
+from shoal.optim.average import AVERAGE
+from shoal.optim.average_config import EMA, SWA, Lookahead
 from shoal.optim.build import build_optimizer
-from shoal.optim.config import OptimizerConfig
+from shoal.optim.config import SGD, OptimizerConfig
 from shoal.optim.layerwise_config import LAMB, LARS
 from shoal.optim.preconditioned_config import SOAP, Shampoo
+from shoal.optim.schedule_free_config import ScheduleFreeAdamW, ScheduleFreeSGD
 from tests.optim import references
 from tests.optim.references import DECAY, LR, Plain
 
@@ -32,6 +35,13 @@ CASES: dict[str, tuple[OptimizerConfig, Plain]] = {
         Shampoo(lr=LR, weight_decay=DECAY, beta1=0.95, beta2=0.95, every=2, start=2, block=4, adamw=()),
         references.shampoo,
     ),
+    "schedule-free sgd": (ScheduleFreeSGD(lr=LR, weight_decay=DECAY), references.schedule_free),
+    "schedule-free adamw": (ScheduleFreeAdamW(lr=LR, weight_decay=DECAY), references.schedule_free_adamw),
+    "lookahead and ema": (
+        SGD(lr=LR, weight_decay=DECAY, lookahead=Lookahead(every=3), average=EMA(decay=0.9)),
+        references.ema,
+    ),
+    "swa": (SGD(lr=LR, weight_decay=DECAY, average=SWA(start=5, every=2)), references.swa),
     "lars": (LARS(lr=LR, weight_decay=DECAY, coefficient=0.1), references.lars),
     "lamb": (LAMB(lr=LR, weight_decay=DECAY), references.lamb),
     "lamb, apart": (
@@ -59,6 +69,9 @@ def test_updates_are_those_of_the_equations(kind: str) -> None:
             parameter.grad = gradients[name].clone()
             plain(theirs[name], gradients[name], states[name], step)
         optimizer.step()
+        if any(slot.name == AVERAGE for slot in config.all_slots):
+            for name, parameter in ours.items():
+                assert torch.allclose(optimizer.state[parameter][AVERAGE], states[name]["a"], rtol=SAME, atol=SAME)
     for name, wanted in theirs.items():
         gap = (ours[name].detach() - wanted).abs().max() / wanted.abs().max()
         assert float(gap) < LESS_SAME.get(kind, SAME), name
@@ -75,7 +88,7 @@ def test_the_state_is_what_the_table_declares(kind: str) -> None:
     optimizer.step()
     for name, parameter in parameters.items():
         found = {slot: tuple(value.shape) for slot, value in optimizer.state[parameter].items()}
-        declared = {slot.name: slot.shape(SHAPES[name]) for slot in config.slots}
+        declared = {slot.name: slot.shape(SHAPES[name]) for slot in config.all_slots}
         assert found.items() <= declared.items()
         if all(slot.of == "all" for slot in config.slots):
             assert found == {slot: shape for slot, shape in declared.items() if 0 not in shape}

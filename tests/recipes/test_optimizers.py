@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from shoal.checkpoint.inspect import weights_of
 from shoal.optim.layerwise import LayerwiseAdam
+from shoal.runfile.rules import refusal
 from tests.ranks import TestPlace
-from tests.recipes.journey import Leg, travel
-from tests.recipes.layouts import corpus, verified
+from tests.recipes.journey import Leg, travel, whole_state
+from tests.recipes.layouts import corpus, run_file_of, verified
+from tests.sync.steps import opened
 
 FLOAT64 = {"precision": {"kind": "float64"}}
 SAME_MATH = 1e-12
@@ -30,6 +35,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adafactor": {},
     "soap": {"every": 2},
     "shampoo": {"every": 2, "start": 1, "block": 24},
+    "schedule_free_adamw": {},
+    "schedule_free_sgd": {"lr": 0.5},
     "muon": {"polish": 1, "adamw_lr": 1e-3},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -57,6 +64,7 @@ FEW = [
     ("soap", "replicate"),
     ("soap", "tensor"),
     ("shampoo", "ZeRO-1 x tensor"),
+    ("schedule_free_adamw", "ZeRO-3"),
     ("muon", "replicate"),
     ("muon", "ZeRO-2"),
     ("muon", "ZeRO-1 x tensor"),
@@ -79,6 +87,8 @@ def folder(tmp_path_factory) -> Path:
 
 def tables_of(kind: str, layout: str) -> tuple[int, dict[str, Any]]:
     world, tables = LAYOUTS[layout]
+    if kind.startswith("schedule_free"):
+        tables = tables | {"schedule": {"kind": "constant", "warmup_steps": 2}}
     return world, {"optimizer": {"kind": kind, "weight_decay": 0.1, "clip_norm": 0.5, **OPTIMIZERS[kind]}} | tables
 
 
@@ -185,3 +195,96 @@ def test_rates_are_proved(ranks, folder: Path, kind: str) -> None:
     verdict, *_ = ranks(1, verified, {"schedule": SCHEDULES[kind]}, str(folder), True, 1)
     assert verdict["holds"], verdict["sentence"]
     assert any(row["quantity"] == "rate" for row in verdict["rows"])
+
+
+def evaluated(place: TestPlace, tables: dict[str, Any], folder: str, plainly: bool) -> float:
+    """The loss on held-out data after three steps, which leaves the state as it is; `plainly`: of a model whose weights
+    are the averages, and whose optimizer has none.
+    """
+    run = opened(place, tables | FLOAT64, folder, Path(folder) / "evaluated")
+    with closing(run.feed()) as feed:
+        for _ in range(3):
+            fed = feed.next()
+            run.state.progress.advance(fed.interval)
+            run.step(run.state.progress.step, fed.microbatches, lr=0.05)
+    if plainly:
+        for parameter, state in run.state.optimizer.optimizer.state.items():
+            parameter.data.copy_(state.pop("average"))
+    before = whole_state(run)
+    loss = run.evaluate()["loss/eval"]
+    after = whole_state(run)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    return loss
+
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    "ema": {"optimizer": {"kind": "adamw", "average": {"kind": "ema", "decay": 0.5}}},
+    "swa": {"optimizer": {"kind": "sgd", "average": {"kind": "swa", "start": 1}, "lookahead": {"every": 2}}},
+    "schedule-free": {"optimizer": {"kind": "schedule_free_adamw"}, "schedule": {"kind": "constant"}},
+}
+
+
+@pytest.mark.parametrize(
+    "average", [pytest.param(name, marks=[] if name == "ema" else pytest.mark.stress) for name in AVERAGES]
+)
+def test_runs_are_evaluated_under_their_averages(ranks, folder: Path, average: str) -> None:
+    """As a model with these weights is, on one process and under ZeRO and tensor ranks."""
+    tokens = str(folder / "tokens.bin")
+    data = {"data": {"kind": "tokens", "path": tokens, "dtype": "uint8", "held_out": tokens}}
+    tables = AVERAGES[average] | data | {"observe": {"evaluate_samples": 16}}
+    wanted = ranks(1, evaluated, tables, str(folder), True)[0]
+    layouts = ["one", "ZeRO-1", "ZeRO-3", "tensor"]
+    found = [ranks(LAYOUTS[n][0], evaluated, tables | LAYOUTS[n][1], str(folder), False)[0] for n in layouts]
+    assert found == pytest.approx([wanted] * len(layouts), rel=SAME_MATH)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param("adamw", marks=pytest.mark.stress), pytest.param("sgd", marks=pytest.mark.stress), "muon"]
+)
+def test_averages_and_slow_weights_travel(ranks, folder: Path, kind: str) -> None:
+    """From ZeRO-3 to one process to replicas, in every bit."""
+    keys = {"kind": kind, "average": {"kind": "swa", "start": 2}, "lookahead": {"every": 2}}
+    legs: list[Leg] = []
+    for layout in ("ZeRO-3", "one", "replicate"):
+        world, tables = LAYOUTS[layout]
+        tables = {"optimizer": keys} | tables | FLOAT64
+        legs.append(ranks(world, travel, tables, str(folder), f"averages-{kind}", 3)[0])
+    tables = {"optimizer": keys} | FLOAT64
+    straight = ranks(1, travel, tables, str(folder), f"averages-straight-{kind}", 9)[0]
+    for here, there in pairwise(legs):
+        assert {name.split("/")[1] for name in there.came if name.startswith("optimizer/")} >= {
+            "average", "averaged", "slow_weight", "looked",
+        }  # fmt: skip
+        assert all(torch.equal(there.came[name], tensor) for name, tensor in here.left.items())
+    assert [loss for leg in legs for loss in leg.losses] == pytest.approx(straight.losses, rel=SAME_MATH)
+
+
+def test_exported_weights_are_the_averages(ranks, folder: Path) -> None:
+    """Of a checkpoint that holds some."""
+    leg = ranks(1, travel, AVERAGES["ema"], str(folder), "exported", 3)[0]
+    weights = weights_of(folder / "exported")
+    assert {f"model/{name}" for name in weights} == {name for name in leg.left if name.startswith("model/")}
+    averages = {n.removeprefix("optimizer/average/"): t for n, t in leg.left.items() if "/average/" in n}
+    assert averages
+    assert all(torch.equal(weights[name], tensor) for name, tensor in averages.items())
+
+
+REFUSED = [
+    ({"optimizer": {"kind": "schedule_free_sgd"}}, 'set schedule.kind = "constant"'),
+    (
+        {"optimizer": {"kind": "schedule_free_sgd", "average": {"kind": "ema"}}, "schedule": {"kind": "constant"}},
+        "leave optimizer.average out",
+    ),
+    ({"optimizer": {"kind": "sgd", "average": {"kind": "ema"}}, "sync": {"kind": "local"}}, 'sync.kind = "allreduce"'),
+    ({"optimizer": {"kind": "sgd", "lookahead": {}}, "sync": {"kind": "gossip"}}, 'sync.kind = "allreduce"'),
+]
+
+
+@pytest.mark.parametrize(("tables", "repair"), REFUSED)
+def test_averages_are_refused_where_they_mean_nothing(folder: Path, tables: dict[str, Any], repair: str) -> None:
+    """With what to do."""
+    run_file = run_file_of(folder, **tables)
+    run_file = msgspec.structs.replace(run_file, run=msgspec.structs.replace(run_file.run, processes=2))
+    sentence = refusal(run_file)
+    assert sentence is not None
+    assert repair in sentence

@@ -308,6 +308,11 @@ class TrainState:
                 section.restore()
 
     @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those that step this rank's parameters."""
+        return [section.optimizer for section in self._sections if isinstance(section, OptimizerSection)]
+
+    @property
     def _sections(self) -> Sequence[Section]:
         return (self.model, self.optimizer, *self.others)
 

@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from shoal.config.table import implementation_of
 from shoal.errors import ConfigError
+from shoal.optim.average import keep_average, look_ahead
 from shoal.optim.config import SGD, Adagrad, AdamW, OptimizerConfig
 from shoal.optim.declared import Described, Dims
 from shoal.optim.fused import FusedAdamW, FusedSGD
@@ -53,7 +54,13 @@ def build_optimizer(
     groups = sorted(found.values(), key=lambda group: (group.get("small", False), -group["weight_decay"]))
     if of_tables := [parameter for name, parameter, _ in parameters if name in tables]:
         groups.append({"params": of_tables, "weight_decay": 0.0, "fused": False})
-    return implementation_of(config)(config, groups or [{"params": [], "weight_decay": config.weight_decay}], lr)
+    groups = groups or [{"params": [], "weight_decay": config.weight_decay}]
+    optimizer = implementation_of(config)(config, groups, lr)
+    if config.lookahead is not None:
+        look_ahead(optimizer, config.lookahead)
+    if config.average is not None:
+        keep_average(optimizer, config.average)
+    return optimizer
 
 
 def _options(config: OptimizerConfig, parameter: Described) -> dict[str, Any]:

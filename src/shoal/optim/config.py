@@ -16,6 +16,7 @@ from shoal.optim.declared import BLOCK, Common, Granularity, Slot, counter
 from shoal.optim.layerwise_config import LAMB, LARS
 from shoal.optim.muon_config import Muon
 from shoal.optim.preconditioned_config import SOAP, Shampoo
+from shoal.optim.schedule_free_config import ScheduleFreeAdamW, ScheduleFreeSGD
 
 
 class AdamW(Common, frozen=True, tag_field="kind", tag="adamw"):
@@ -198,6 +199,8 @@ OptimizerConfig = (
     | Muon
     | SOAP
     | Shampoo
+    | ScheduleFreeAdamW
+    | ScheduleFreeSGD
     | OneBitAdam
     | ZeroOneAdam
     | OneBitLAMB

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import msgspec
 
 from shoal.config.table import Positive, PositiveFloat, Table, says
+from shoal.optim.average_config import SWA, AverageConfig, Lookahead
 from shoal.optim.transforms_config import TransformConfig
 
 Dims = tuple[int, ...]
@@ -40,6 +41,7 @@ class Slot:
     None: what a number of the parameter does. `of`: only hidden matrices have it, or only the rest of the model.
     `planned` are its numbers for one of the parameter, as a plan counts them; None: 1 if it is as large, else 0.
     `whole`: it is kept on one rank, the parameter's owner, and follows from the shape of the whole parameter.
+    `with_parts`: every rank that steps a part keeps it, also where a parameter has an owner.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Slot:
     of: Literal["all", "hidden", "rest"] = "all"
     planned: float | None = None
     whole: bool = False
+    with_parts: bool = False
 
     @property
     def like_parameter(self) -> bool:
@@ -60,9 +63,9 @@ class Slot:
         return share * (float(self.like_parameter) if self.planned is None else self.planned)
 
 
-def counter(name: str) -> Slot:
+def counter(name: str, *, with_parts: bool = False) -> Slot:
     """A slot of one number, such as the number of steps."""
-    return Slot(name, _one_number)
+    return Slot(name, _one_number, with_parts=with_parts)
 
 
 class Described(NamedTuple):
@@ -96,10 +99,21 @@ class Common(Table, frozen=True):
     sends_momentum: ClassVar[bool] = False
     """Whether ranks sum momenta, coded, instead of gradients (`OneBit`)."""
 
+    keeps_average: ClassVar[bool] = False
+    """Whether one of its slots is an average, under which the run is evaluated (`shoal.optim.average`)."""
+
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """Its state for each parameter."""
+        """Its state for each parameter, without what `average` and `lookahead` add."""
         return ()
+
+    @property
+    def all_slots(self) -> tuple[Slot, ...]:
+        """Its state for each parameter."""
+        counted = (counter("averaged", with_parts=True),) if isinstance(self.average, SWA) else ()
+        average = () if self.average is None else (Slot("average"), *counted)
+        slow = () if self.lookahead is None else (Slot("slow_weight"), counter("looked", with_parts=True))
+        return (*self.slots, *average, *slow)
 
     @property
     def takes_sparse(self) -> bool:
@@ -136,6 +150,11 @@ class Common(Table, frozen=True):
         tuple[TransformConfig, ...],
         says("What happens to the numbers of the gradient, in this order, after `clip_norm`; `kind` says which."),
     ] = ()
+
+    average: Annotated[
+        AverageConfig | None, says("An average of the weights that is kept beside them, evaluated and exported.")
+    ] = None
+    lookahead: Annotated[Lookahead | None, says("Weights go back, now and then, towards where they were.")] = None
 
     def group_of(self, name: str) -> Group:
         """What `groups` says of the parameter `name`."""

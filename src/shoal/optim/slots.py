@@ -72,7 +72,7 @@ def make_slots(
         parameter = owners[name]
         own = tuple(parameter.shape)
         shape = optimizer.whole_shape(parameter) if isinstance(optimizer, KeepsWhole) else own
-        if shape is not None or declared[slot].like_parameter:
+        if shape is not None or declared[slot].like_parameter or declared[slot].with_parts:
             value = optimizer.state[parameter][slot] = _empty_slot(declared[slot], parameter, shape or own, dtype)
             made[key] = local(value)
     return made

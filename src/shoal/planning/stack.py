@@ -43,7 +43,7 @@ def stack_of(run_file: RunFile, cluster: Cluster, *, times: tuple[CodecTime, ...
     """
     on_cpu = cluster.machine.scale_up.kind == "memory"
     state, dtype = _STATES[type(run_file.precision)]
-    slots, hidden = run_file.optimizer.slots, hidden_share(run_file.model)
+    slots, hidden = run_file.optimizer.all_slots, hidden_share(run_file.model)
     kept = [slot.number_bytes for slot in slots if slot.number_bytes is not None]
     plain = sum(slot.planned_numbers(hidden) for slot in slots if slot.number_bytes is None)
     moved = 4 + 2 * plain + (2 if run_file.optimizer.clip_norm else 0)

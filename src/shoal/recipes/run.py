@@ -28,6 +28,7 @@ from shoal.engine.state import TrainState
 from shoal.engine.step import TrainStep
 from shoal.launch.environment import Place
 from shoal.observe.progress_bar import ProgressBar, track
+from shoal.optim.average import averages_shown
 from shoal.optim.schedule import peak_rate, rate
 from shoal.recipes.epoch_end import epoch_samples, order_of, short_epoch
 from shoal.recipes.generation import Generation, build_generation, next_generation
@@ -153,9 +154,12 @@ class Run:
         return topped_up(own, -(-samples // (shares * micro)), spare=lambda: next(first))
 
     def evaluate(self, bar: ProgressBar | None = None) -> dict[str, float]:
-        """The measurements on the held-out data, over all ranks; none without such data. `bar` counts batches."""
+        """The measurements on the held-out data, over all ranks; none without such data. `bar` counts batches. An
+        average of the weights is measured in their place.
+        """
         batches = track(self.held_out(), bar or ProgressBar(), "evaluating: batches of held-out samples")
-        with self.generation.agreement.looking_up():
+        shown = averages_shown(self.state.optimizers, self.generation.gradients.gather)
+        with self.generation.agreement.looking_up(), shown:
             return evaluate(self.generation.forward_backward, batches, group=self.mesh.world, device=self.device)
 
 

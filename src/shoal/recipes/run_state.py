@@ -79,7 +79,7 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
 
     if not own:
         built = _connected(_built(run_file, generation), run_file, generation)
-        optimizers = [section(built, run_file.optimizer.slots)]
+        optimizers = [section(built, run_file.optimizer.all_slots)]
     else:
         stepped = [(owned.name, owned.parameter) for owned in gradients.owned]
         adopted = [_connected(o.adopt(stepped), run_file, generation) for o in own]
