@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -26,6 +27,7 @@ from torch.nn import Parameter
 from shoal.data.cursor import Cursor, Interval
 from shoal.engine.extra_state import ExtraSection
 from shoal.errors import UsageError, UserCodeError
+from shoal.optim.average import averages_shown
 from shoal.optim.declared import Slot
 from shoal.optim.slots import local, make_slots, named_slots, pack_slots, slot_and_parameter
 from shoal.state.ownership import Owned
@@ -297,9 +299,8 @@ class TrainState:
 
     def pack(self) -> None:
         """After everything was read: brings optimizers' slots into the form that they are kept in."""
-        for section in self._sections:
-            if isinstance(section, OptimizerSection):
-                pack_slots(section.optimizer)
+        for section in self._optimizers:
+            pack_slots(section.optimizer)
 
     def restore_extra(self) -> None:
         """After everything was read: hands a script's objects what was read for them."""
@@ -307,10 +308,18 @@ class TrainState:
             if isinstance(section, ExtraSection):
                 section.restore()
 
+    def averages_shown(self, gather: Callable[[], None]) -> AbstractContextManager[None]:
+        """See `shoal.optim.average`."""
+        return averages_shown([section.optimizer for section in self._optimizers], gather)
+
     @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those that step this rank's parameters."""
-        return [section.optimizer for section in self._sections if isinstance(section, OptimizerSection)]
+    def is_whole_on_replicas(self) -> bool:
+        """Whether ranks with the same part of the model have the same state; not of matrices that have an owner."""
+        return not any(slot.whole for section in self._optimizers for slot in section.slots)
+
+    @property
+    def _optimizers(self) -> list[OptimizerSection]:
+        return [section for section in self._sections if isinstance(section, OptimizerSection)]
 
     @property
     def _sections(self) -> Sequence[Section]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,13 +33,21 @@ def build(config: Muon, groups: list[dict[str, Any]], lr: float) -> torch.optim.
         lr=lr,
         momentum=config.momentum,
         nesterov=config.nesterov,
-        iterations=config.iterations,
-        polish=config.polish,
-        precision=config.precision,
+        newton_schulz=NewtonSchulz(config.iterations, config.polish, config.precision),
         adjust=config.adjust,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
     )
+
+
+class NewtonSchulz(NamedTuple):
+    """`iterations`, then `polish` more that bring singular values nearer to 1, in the dtype of the "parameter" or in
+    "bfloat16".
+    """
+
+    iterations: int = 5
+    polish: int = 0
+    precision: str = "parameter"
 
 
 class OwnedMuon(WholeOptimizer):
@@ -52,9 +60,7 @@ class OwnedMuon(WholeOptimizer):
         momentum: The share of the momentum that is kept.
         weight_decay: The decay of weights, apart from the gradient.
         nesterov: Whether the step looks ahead by the momentum.
-        iterations: Of Newton and Schulz.
-        polish: Iterations after them that bring singular values nearer to 1.
-        precision: "parameter": they are computed in the dtype of the parameter; or "bfloat16".
+        newton_schulz: How matrices are orthogonalised.
         adjust: "match_rms_adamw" or "original": s above.
         betas: The decay rates of AdamW's moments.
         eps: Added to AdamW's denominator.
@@ -70,16 +76,14 @@ class OwnedMuon(WholeOptimizer):
         weight_decay: float = 0.1,
         *,
         nesterov: bool = True,
-        iterations: int = 5,
-        polish: int = 0,
-        precision: str = "parameter",
+        newton_schulz: NewtonSchulz = NewtonSchulz(),
         adjust: str = "match_rms_adamw",
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
     ) -> None:
         super().__init__(
-            params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, iterations=iterations,
-            polish=polish, precision=precision, adjust=adjust, betas=betas, eps=eps, stacked=False,
+            params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, newton_schulz=newton_schulz,
+            adjust=adjust, betas=betas, eps=eps, stacked=False,
         )  # fmt: skip
 
     def direction(self, group: dict[str, Any], parameter: Parameter, gradient: Tensor) -> Tensor:
@@ -93,8 +97,9 @@ class OwnedMuon(WholeOptimizer):
     def updated(self, group: dict[str, Any], direction: Tensor, state: dict[str, Any]) -> Tensor:
         """s times the orthogonal factor of a matrix."""
         matrices = direction if group["stacked"] else as_matrix(direction)
-        dtype = torch.bfloat16 if group["precision"] == "bfloat16" else None
-        found = orthogonalised(matrices, iterations=group["iterations"], polish=group["polish"], dtype=dtype)
+        how: NewtonSchulz = group["newton_schulz"]
+        dtype = torch.bfloat16 if how.precision == "bfloat16" else None
+        found = orthogonalised(matrices, iterations=how.iterations, polish=how.polish, dtype=dtype)
         rows, columns = matrices.shape[-2:]
         by_rms = group["adjust"] == "match_rms_adamw"
         scale = 0.2 * math.sqrt(max(rows, columns)) if by_rms else math.sqrt(max(1.0, rows / columns))
@@ -102,5 +107,5 @@ class OwnedMuon(WholeOptimizer):
 
     def cost(self, shape: Dims) -> float:
         """Floating-point operations."""
-        iterations = self.defaults["iterations"] + self.defaults["polish"]
-        return orthogonalising_flops(shape[0], math.prod(shape[1:]), iterations=iterations)
+        how: NewtonSchulz = self.defaults["newton_schulz"]
+        return orthogonalising_flops(shape[0], math.prod(shape[1:]), iterations=how.iterations + how.polish)

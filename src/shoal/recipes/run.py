@@ -28,7 +28,6 @@ from shoal.engine.state import TrainState
 from shoal.engine.step import TrainStep
 from shoal.launch.environment import Place
 from shoal.observe.progress_bar import ProgressBar, track
-from shoal.optim.average import averages_shown
 from shoal.optim.schedule import peak_rate, rate
 from shoal.recipes.epoch_end import epoch_samples, order_of, short_epoch
 from shoal.recipes.generation import Generation, build_generation, next_generation
@@ -158,7 +157,7 @@ class Run:
         average of the weights is measured in their place.
         """
         batches = track(self.held_out(), bar or ProgressBar(), "evaluating: batches of held-out samples")
-        shown = averages_shown(self.state.optimizers, self.generation.gradients.gather)
+        shown = self.state.averages_shown(self.generation.gradients.gather)
         with self.generation.agreement.looking_up(), shown:
             return evaluate(self.generation.forward_backward, batches, group=self.mesh.world, device=self.device)
 
