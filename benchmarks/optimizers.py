@@ -36,7 +36,7 @@ from shoal.optim.adaptive_config import Adafactor, Lion
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import AdamW, OptimizerConfig
 from shoal.optim.layerwise_config import LAMB, LARS
-from shoal.optim.muon_config import Muon
+from shoal.optim.muon_config import Dion, Muon
 from shoal.optim.parts import Parts, SeesParts
 from shoal.optim.preconditioned_config import SOAP, Shampoo
 from shoal.state.ownership import Trained
@@ -51,6 +51,7 @@ KINDS: dict[str, OptimizerConfig] = {
     "lion": Lion(),
     "adafactor": Adafactor(),
     "muon": Muon(),
+    "dion": Dion(),
     "soap": SOAP(),
     "shampoo": Shampoo(),
 }

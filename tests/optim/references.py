@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.maths.counter import key_of, normal
+
 Plain = Callable[[Tensor, Tensor, dict[str, Any], int], None]
 
 LR, DECAY = 0.02, 0.1
@@ -169,6 +171,33 @@ def shampoo(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
             if t > 2:
                 found[cut] = own["l root"] @ state["m"][cut] @ own["r root"]
     x -= LR * (adam if t <= 2 else found * adam.norm() / found.norm())
+
+
+def dion(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
+    """B = M + G,  P R^T = the projection of B onto the columns of B Q,  M = B - 0.05 P R^T,
+    x -= lr sqrt(m / n) P (R / |R's columns|)^T. P by Gram and Schmidt; vectors as Adam has them.
+    """
+    if x.ndim < 2:
+        x -= LR * (adam_step(g, state, t) + DECAY * x)
+        return
+    x *= 1 - LR * DECAY
+    buffer = state.get("m", 0) + g
+    columns = []
+    for column in (buffer @ state.setdefault("q", first_factor(x.shape, 2))).T:
+        for other in columns:
+            column = column - (other @ column) * other
+        columns.append(column / column.norm())
+    left = torch.stack(columns, dim=1)
+    right = buffer.T @ left
+    state["m"] = buffer - 0.05 * left @ right.T
+    state["q"] = right / right.norm(dim=0)
+    x -= LR * (x.shape[0] / x.shape[1]) ** 0.5 * left @ state["q"].T
+
+
+def first_factor(shape: torch.Size, rank: int) -> Tensor:
+    """What Dion begins with: an orthonormal base of the space of normal numbers of a fixed stream."""
+    counters = torch.arange(shape[1] * rank).view(shape[1], rank)
+    return torch.linalg.qr(normal(key_of(0, "dion"), counters, dtype=torch.float64))[0]
 
 
 def schedule_free(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:

@@ -12,6 +12,7 @@ from shoal.optim.average_config import EMA, SWA, Lookahead
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD, OptimizerConfig
 from shoal.optim.layerwise_config import LAMB, LARS
+from shoal.optim.muon_config import Dion
 from shoal.optim.preconditioned_config import SOAP, Shampoo
 from shoal.optim.schedule_free_config import ScheduleFreeAdamW, ScheduleFreeSGD
 from tests.optim import references
@@ -20,7 +21,7 @@ from tests.optim.references import DECAY, LR, Plain
 STEPS = 20
 SAME = 1e-12
 """Relative to the largest number: float64, and another order of operations."""
-LESS_SAME = {"nadam": 1e-8, "soap": 1e-9, "shampoo": 1e-9}
+LESS_SAME = {"nadam": 1e-8, "soap": 1e-9, "shampoo": 1e-9, "dion": 1e-9}
 """PyTorch keeps the product of NAdam's momenta in float32. Eigenvectors of small eigenvalues amplify last bits."""
 SHAPES = {"embedding": (7, 5), "wide": (4, 9), "bias": (5,), "gate": ()}
 
@@ -34,6 +35,10 @@ CASES: dict[str, tuple[OptimizerConfig, Plain]] = {
     "shampoo": (
         Shampoo(lr=LR, weight_decay=DECAY, beta1=0.95, beta2=0.95, every=2, start=2, block=4, adamw=()),
         references.shampoo,
+    ),
+    "dion": (
+        Dion(lr=LR, weight_decay=DECAY, beta1=0.95, beta2=0.95, rank_fraction=0.45, adamw=()),
+        references.dion,
     ),
     "schedule-free sgd": (ScheduleFreeSGD(lr=LR, weight_decay=DECAY), references.schedule_free),
     "schedule-free adamw": (ScheduleFreeAdamW(lr=LR, weight_decay=DECAY), references.schedule_free_adamw),

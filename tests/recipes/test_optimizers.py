@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,17 @@ import pytest
 import torch
 
 from shoal.checkpoint.inspect import weights_of
+from shoal.checkpoint.verify import checkpoint_in, read_manifest
+from shoal.engine.loop import steps
+from shoal.observe.sink import Sinks
 from shoal.optim.layerwise import LayerwiseAdam
+from shoal.recipes.job import build_job, run_start
 from shoal.runfile.rules import refusal
 from tests.ranks import TestPlace
 from tests.recipes.journey import Leg, travel, whole_state
 from tests.recipes.layouts import corpus, run_file_of, verified
 from tests.sync.steps import opened
+from tests.waiting import HANG_S
 
 FLOAT64 = {"precision": {"kind": "float64"}}
 SAME_MATH = 1e-12
@@ -37,6 +42,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "shampoo": {"every": 2, "start": 1, "block": 24},
     "schedule_free_adamw": {},
     "schedule_free_sgd": {"lr": 0.5},
+    "dion": {},
     "muon": {"polish": 1, "adamw_lr": 1e-3},
 }
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -65,6 +71,7 @@ FEW = [
     ("soap", "tensor"),
     ("shampoo", "ZeRO-1 x tensor"),
     ("schedule_free_adamw", "ZeRO-3"),
+    ("dion", "ZeRO-1 x tensor"),
     ("muon", "replicate"),
     ("muon", "ZeRO-2"),
     ("muon", "ZeRO-1 x tensor"),
@@ -288,3 +295,36 @@ def test_averages_are_refused_where_they_mean_nothing(folder: Path, tables: dict
     sentence = refusal(run_file)
     assert sentence is not None
     assert repair in sentence
+
+
+@pytest.mark.parametrize("kind", ["soap", pytest.param("adafactor", marks=pytest.mark.stress)])
+def test_replicas_save_what_each_owns(ranks, folder: Path, kind: str) -> None:
+    """A run's own checkpoint, of replicas that share the state of matrices, and its comparison of copies."""
+    tables = {
+        "run": {"directory": str(folder / f"owned-{kind}")},
+        "optimizer": {"kind": kind},
+        "layout": {"replicate": 2},
+        "checkpoint": {"every_steps": 3},
+        "observe": {"compare_every_steps": 2},
+    }
+    held = ranks(2, run_and_saved, tables, str(folder), f"owned-{kind}")
+    names = {name for each in held for name in each if "/mean_rows/" in name or "/row_var/" in name}
+    assert names
+    assert not any(name in held[0] and name in held[1] for name in names)
+    saved = {entry.name for entry in read_manifest(checkpoint_in(folder / f"owned-{kind}")).tensors}
+    assert names <= saved
+
+
+def run_and_saved(place: TestPlace, tables: dict[str, Any], folder: str, name: str) -> list[str]:
+    """Six steps of `shoal train`; the names of what this rank holds of the state."""
+    directory = Path(folder) / name
+    run = opened(place, tables, folder, directory, 6)
+    with ExitStack() as stack:
+        sinks = stack.enter_context(Sinks())
+        job = build_job(run, directory, sinks, stack, stop_requested=lambda: False)
+        sinks.start(run_start(run))
+        for pending in steps(job):
+            pending.result = job.step(pending.number, pending.microbatches, lr=pending.lr)
+        job.saver.wait(HANG_S)
+        job.saver.close()
+    return list(run.state.tensors())

@@ -14,7 +14,7 @@ from shoal.config.table import PositiveFloat, says
 from shoal.optim.adaptive_config import Adafactor, Lion, NAdam, RAdam, RMSprop
 from shoal.optim.declared import BLOCK, Common, Granularity, Slot, counter
 from shoal.optim.layerwise_config import LAMB, LARS
-from shoal.optim.muon_config import Muon
+from shoal.optim.muon_config import Dion, Muon
 from shoal.optim.preconditioned_config import SOAP, Shampoo
 from shoal.optim.schedule_free_config import ScheduleFreeAdamW, ScheduleFreeSGD
 
@@ -197,6 +197,7 @@ OptimizerConfig = (
     | LAMB
     | Adafactor
     | Muon
+    | Dion
     | SOAP
     | Shampoo
     | ScheduleFreeAdamW
