@@ -87,7 +87,7 @@ bench-plan: $(READY)
 
 verify-matrix: $(READY)
 	@mkdir -p out
-	$(BIN)/python -m tests.recipes.matrix --number 150 --json out/verify-matrix.json
+	$(BIN)/python -m tests.verification.matrix --number 150 --json out/verify-matrix.json
 
 stress: $(READY)
 	$(BIN)/python -m pytest -m stress

@@ -22,6 +22,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.command import run
+from shoal.assembly.job import replica_speeds
 from shoal.bench.groups import join_store
 from shoal.bench.options import AsJson
 from shoal.bench.paced import pace
@@ -31,7 +32,6 @@ from shoal.bench.sync import GLOBAL_SAMPLES, run_file_of
 from shoal.bench.training_job import start_training, training_job
 from shoal.engine.loop import take_step
 from shoal.launch.environment import Place
-from shoal.recipes.job import replica_speeds
 
 FOLLOWED, PART = 20, 0.85
 EVEN = -1

@@ -217,7 +217,7 @@ def _trains(pid: int) -> bool:
 def _imports_s() -> float:
     """Seconds that a rank's imports take."""
     begin_s = time.perf_counter()
-    subprocess.run([sys.executable, "-c", "import shoal.recipes.elastic.replica"], check=True)
+    subprocess.run([sys.executable, "-c", "import shoal.elastic.replica"], check=True)
     return round(time.perf_counter() - begin_s, 2)
 
 

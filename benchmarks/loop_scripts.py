@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.utils.data import DataLoader, DistributedSampler
 
+from shoal.assembly.objects import UserObjects
+from shoal.assembly.run import open_run
+from shoal.assembly.user_code import GIVEN
 from shoal.bench.ddp_script import decay_groups, new_gpt
 from shoal.bench.training_job import ENDLESS, LR, SEQUENCE, Training, training_job
 from shoal.data.as_inputs import AsInputs
 from shoal.launch.environment import Place
-from shoal.recipes.objects import UserObjects
-from shoal.recipes.own_loop import Training as OwnLoop
-from shoal.recipes.run import open_run
-from shoal.recipes.user_code import GIVEN
+from shoal.own_loop.loop import Training as OwnLoop
 from shoal.runfile.run_file import RunFile
 
 CLIP_NORM = 1.0

@@ -19,9 +19,9 @@ PRELOAD = [
     "shoal.cli.train",
     "shoal.launch.script",
     "shoal.comm.mesh",
-    "shoal.recipes.training",
-    "shoal.recipes.own_start",
-    "shoal.recipes.verification.verify",
+    "shoal.training",
+    "shoal.own_loop.start",
+    "shoal.verification.verify",
     "shoal.planning.arrange",
 ]
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from shoal.assembly.data_record import recorded_data
+from shoal.assembly.proofs import _passed
 from shoal.checkpoint import manifest, tensorfile
 from shoal.checkpoint.sources import require_weights
 from shoal.config.load import read as read_tables
@@ -25,8 +27,6 @@ from shoal.observe.capsule import INDEX, RUN_FILE, read_capsule, unpack
 from shoal.observe.events import scan_events
 from shoal.observe.facts import read_facts
 from shoal.planning.history import remembered
-from shoal.recipes.data_record import recorded_data
-from shoal.recipes.verification.passed import _passed
 from shoal.resilience.faults import read_faults
 from shoal.resilience.hang_file import read_verdict
 

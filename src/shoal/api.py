@@ -13,22 +13,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.assembly.objects import UserObjects
+from shoal.assembly.start import run
+from shoal.assembly.user_code import GIVEN
 from shoal.config.load import apply, read
 from shoal.errors import RunEnded, RunFailed, RunStopped, ShoalError, UsageError
 from shoal.launch.environment import Place, place_from
+from shoal.launch.own_script import Reached, own_command, reads_for
 from shoal.launch.supervision import say
 from shoal.observe.facts import facts_path
 from shoal.planning.arrange import PLANNER
-from shoal.recipes.objects import UserObjects
-from shoal.recipes.own_script import Reached, own_command, reads_for
-from shoal.recipes.start import run
-from shoal.recipes.user_code import GIVEN
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory
 
 if TYPE_CHECKING:
     from shoal.data.dataset import Dataset
-    from shoal.recipes.own_loop import Training
+    from shoal.own_loop.loop import Training
 
 ONLY_RUN = "SHOAL_ONLY_RUN"
 """Which run the ranks of a script were started for: they pass over its other calls of `train`."""
@@ -71,7 +71,7 @@ def _trained(config: Configuration, overrides: Sequence[str], *, model: Any, dat
 
     def be_rank(run_file: RunFile, place: Place) -> None:
         from shoal.planning.prediction import FORECAST
-        from shoal.recipes.training import train_rank
+        from shoal.training import train_rank
 
         train_rank(run_file, place, UserObjects(model=model, data=data, loss=loss), forecast=FORECAST)
 
@@ -112,7 +112,7 @@ def start(
     steps: int | None = None,
     state: Mapping[str, Any] | None = None,
 ) -> Training:
-    """Begin a run whose loop is the script's own, and return its `Training`: see `shoal.recipes.own_loop`.
+    """Begin a run whose loop is the script's own, and return its `Training`: see `shoal.own_loop.loop`.
 
     `config` is a run file or its tables as dictionaries; with the keywords below it may be left out. `model` is an
     `nn.Module`, `optimizer` a `torch.optim.Optimizer` over its parameters that has taken no step; or tuples of several,
@@ -131,7 +131,7 @@ def start(
 
     A refusal is one sentence on standard error, and the exit code of its kind.
     """
-    from shoal.recipes.own_start import start_own_loop
+    from shoal.own_loop.start import start_own_loop
 
     tables, file = _tables(config)
     if isinstance(data, Mapping):
@@ -155,7 +155,7 @@ def open_data(table: Mapping[str, Any], *, sequence: int = 256) -> Dataset:
 
     Raises `ConfigError` for a wrong key, `DataError` for a file that cannot be read, `MissingExtra`.
     """
-    from shoal.recipes.objects import data_of
+    from shoal.assembly.objects import data_of
 
     tables = {
         "run": {"name": "data", "steps": 1},

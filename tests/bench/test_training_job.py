@@ -11,7 +11,7 @@ from shoal.models.config import GPTConfig
 from tests.test_floors import imports_of
 
 ROOT = Path(__file__).parents[2]
-OPENS_RUNS = "shoal.recipes.run"
+OPENS_RUNS = "shoal.assembly.run"
 
 
 def test_only_one_module_of_the_benchmarks_opens_runs() -> None:

@@ -20,7 +20,7 @@ from shoal.models.huggingface.build import build
 from shoal.models.huggingface.config import TransformersConfig
 from tests import programs
 from tests.models.huggingface.architectures import ADAPTED, LLAMA, RESNET, TABLES, TIED_LLAMA
-from tests.recipes.layouts import corpus
+from tests.verification.layouts import corpus
 
 transformers = pytest.importorskip("transformers")
 

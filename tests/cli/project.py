@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from shoal.assembly.run import open_run
 from shoal.cli.main import main
 from shoal.errors import ShoalError
 from shoal.launch.environment import Place
 from shoal.observe.events import Event, read_events
-from shoal.recipes.run import open_run
 from shoal.runfile.load import load_run
 from tests import programs
 from tests.programs import Program

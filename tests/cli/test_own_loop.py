@@ -155,7 +155,8 @@ def test_what_a_script_raises_ends_its_run(own: Project) -> None:
     done = own.python("broken.py", "run.name=broken", "run.processes=2")
     assert done.returncode == 1
     assert "ArithmeticError: a mistake" in done.stderr
-    assert "shoal/recipes" not in done.stderr
+    assert "shoal/own_loop" not in done.stderr
+    assert "shoal/engine" not in done.stderr
     facts = json.loads((own.folder / "runs/broken/facts.json").read_text())
     assert (facts["state"], facts["failure"]["cause"]) == ("failed", "ArithmeticError: a mistake")
 

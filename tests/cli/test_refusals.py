@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.recipes import start
+from shoal.assembly import start
 from tests.cli.project import Project, project
 from tests.waiting import HANG_S
 

@@ -8,7 +8,7 @@ import zipfile
 
 import pytest
 
-from shoal.recipes.capsule_replay import changing
+from shoal.experiments.capsule_replay import changing
 from shoal.runfile.load import run_file_of
 from tests.cli.project import OWN, RUN, Project
 

@@ -59,7 +59,7 @@ def _be_rank(
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), SHOAL_CACHE=str(folder / "cache"))
     import shoal
     from shoal import api
-    from shoal.recipes.own_loop import Training
+    from shoal.own_loop.loop import Training
 
     start = api.start
 

@@ -246,7 +246,7 @@ def test_the_board_alone_calls_the_store() -> None:
     assert unbounded_calls("store.wait(keys)") == ["store.wait(keys)"]
     package = Path(shoal.__file__).parent
     # the start bounds its own waits, the clock all of its exchanges together; ranks of a replica get what is there
-    own_bounds = ("comm/board.py", "comm/clock.py", "launch/rendezvous.py", "recipes/elastic/replica_ranks.py")
+    own_bounds = ("comm/board.py", "comm/clock.py", "launch/rendezvous.py", "elastic/replica_ranks.py")
     bounded = {package / name for name in own_bounds}
     found = {
         str(path.relative_to(package)): lines

@@ -20,7 +20,7 @@ from shoal.models.initialise import initialise
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile
 from tests.models.huggingface import architectures
-from tests.recipes.layouts import GPT, MOE, corpus, verified
+from tests.verification.layouts import GPT, MOE, corpus, verified
 
 EXACT = 1e-12
 """Float64 sums of the same terms; the weight's gradient is summed chunk by chunk."""

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from shoal.assembly.metering import layer_norms
+from shoal.assembly.run import open_run
 from shoal.engine.layer_norms import PREFIX, layer_of
 from shoal.launch.environment import Place
-from shoal.recipes.metering import layer_norms
-from shoal.recipes.run import open_run
 from shoal.runfile.rules import check_across, layer_norms_refusal
 from tests.ranks import TestPlace
-from tests.recipes.layouts import GPT, MOE, corpus, run_file_of
+from tests.verification.layouts import GPT, MOE, corpus, run_file_of
 
 SUM_ORDER = 1e-9  # float64: two orders of summation
 CASES: list[tuple[int, dict[str, Any]]] = [

@@ -19,7 +19,7 @@ from shoal.engine.step import TrainStep
 from shoal.engine.step_result import StepResult
 from shoal.errors import Diverged, EnvironmentFault, Stopped
 from shoal.observe.sink import Sinks
-from tests.recipes.layouts import corpus, run_file_of
+from tests.verification.layouts import corpus, run_file_of
 
 
 class Diary:

@@ -9,15 +9,15 @@ import msgspec
 import pytest
 import torch
 
+from shoal.assembly.run import Run, open_run
 from shoal.cost.noise_scale import moments
 from shoal.data.sample import Batch
 from shoal.errors import ConfigError
 from shoal.launch.environment import Place
-from shoal.recipes.run import Run, open_run
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile
 from tests.ranks import TestPlace
-from tests.recipes.layouts import GPT, corpus, run_file_of
+from tests.verification.layouts import GPT, corpus, run_file_of
 
 SUM_ORDER = 1e-9  # float64: two orders of summation, and a difference of nearly equal norms
 UNTIED = {**GPT, "tied": False}

@@ -141,7 +141,7 @@ def test_each_difference_of_the_environment_is_a_sentence() -> None:
 def test_secrets_are_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Variables that change numbers, and those that `submit --env` gave, are kept; of others the name alone; and of a
     secret never the value, whatever its prefix and whoever gave it."""
-    from shoal.recipes.provenance import provenance
+    from shoal.observe.provenance import provenance
 
     monkeypatch.chdir(tmp_path)
     secret = {"TORCH_TOKEN": "hush-hush", "CUDA_API_KEY": "hush-hush", "hf_credentials": "hush-hush"}
@@ -152,4 +152,4 @@ def test_secrets_are_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert found["environment"] == kept
     assert found["other_variables"] == ["CUDA_API_KEY", "HF_PROXY", "HOME", "OWN_KEY", "TORCH_TOKEN", "hf_credentials"]
     assert "hush-hush" not in json.dumps(found)
-    assert found["files"]["shoal/recipes/provenance.py"]
+    assert found["files"]["shoal/observe/provenance.py"]

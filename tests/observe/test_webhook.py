@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from shoal.assembly.failed_run import alerts
 from shoal.errors import ConfigError
 from shoal.observe.config import ObserveConfig
 from shoal.observe.ending import Ending
 from shoal.observe.sink import RunStart
 from shoal.observe.webhook import ATTEMPTS, MOST, WebhookSink
-from shoal.recipes.failed_run import alerts
 
 
 class Receiver:

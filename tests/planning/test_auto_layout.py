@@ -18,7 +18,7 @@ from shoal.runfile.load import load_run
 from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile, with_processes
 from tests.cli.project import project
-from tests.recipes.layouts import MOE, corpus, run_file_of
+from tests.verification.layouts import MOE, corpus, run_file_of
 
 ROOT = Path(__file__).parents[2]
 CLUSTER = '[cluster]\nnodes = 4\nmachine = "dgx-h100"\n'

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from shoal.assembly.microbatching import microbatching
 from shoal.cost.plan import Plan
 from shoal.planning.answer import cluster_of
 from shoal.planning.plan_file import written_plan
-from shoal.recipes.microbatching import microbatching
 from shoal.runfile.run_file import RunFile, with_processes
-from tests.recipes.layouts import run_file_of
+from tests.verification.layouts import run_file_of
 
 
 def _written(processes: int, **tables: dict[str, Any]) -> tuple[RunFile, Plan]:

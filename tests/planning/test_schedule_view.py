@@ -11,8 +11,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from shoal.assembly.microbatching import microbatching
 from shoal.cli.simulate import simulate
-from shoal.recipes.microbatching import microbatching
 from shoal.runfile.load import load_run
 
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.recipes.hang_watch import groups_of, writers
+from shoal.assembly.hang_watch import groups_of, writers
 from shoal.resilience.hang_verdict import CodePlace, HangVerdict, LastCall, RankReport, hang_verdict
 
 WORLD = {"world": (0, 1, 2, 3)}

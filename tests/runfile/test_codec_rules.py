@@ -12,7 +12,7 @@ from shoal.codec.config import TopKConfig
 from shoal.errors import ConfigError
 from shoal.runfile.codec_rules import codec_refusal
 from shoal.runfile.load import load_run
-from tests.recipes.layouts import run_file_of
+from tests.verification.layouts import run_file_of
 
 TOP_K = {"codec": {"kind": "top_k"}}
 DIGITS = Path(__file__).parents[2] / "recipes" / "digits.toml"

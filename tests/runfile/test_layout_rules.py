@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from shoal.assembly.microbatching import microbatching
+from shoal.assembly.splitting import table_of
 from shoal.errors import ShoalError
-from shoal.recipes.microbatching import microbatching
-from shoal.recipes.splitting import table_of
 from shoal.runfile.rules import check_across
 from tests.models.huggingface.architectures import MIXTRAL
-from tests.recipes.layouts import GPT, MOE, run_file_of
+from tests.verification.layouts import GPT, MOE, run_file_of
 
 PIPEDREAM = {"layout": {"pipeline": 2}, "pipeline": {"schedule": "PipeDream"}}
 

@@ -13,7 +13,7 @@ from shoal.comm.mesh import build_mesh
 from shoal.errors import ConfigError
 from shoal.runfile.rules import check_across
 from shoal.topology.layout import Layout
-from tests.recipes.layouts import run_file_of
+from tests.verification.layouts import run_file_of
 
 
 @pytest.mark.parametrize("transport", ["shm", "hierarchical", "mpi"])

@@ -11,13 +11,13 @@ from typing import Any
 import msgspec
 from torch import Tensor
 
+from shoal.assembly.run import Run, open_run
 from shoal.engine.resume import resume
 from shoal.launch.environment import Place
-from shoal.recipes.run import Run, open_run
 from shoal.runfile.rules import check_across
+from tests.assembly.journey import save, whole_state
 from tests.ranks import TestPlace
-from tests.recipes.journey import save, whole_state
-from tests.recipes.layouts import run_file_of
+from tests.verification.layouts import run_file_of
 
 Tables = dict[str, Any]
 LR, STEPS = 0.05, 12

@@ -15,8 +15,8 @@ from shoal.comm.exchanges.canonical import Canonical
 from shoal.comm.local import local_group
 from shoal.errors import ConfigError
 from shoal.runfile.rules import check_across
-from tests.recipes.layouts import corpus, run_file_of
 from tests.sync.steps import Tables, train
+from tests.verification.layouts import corpus, run_file_of
 
 CANONICAL: Tables = {"sync": {"kind": "allreduce", "order": "canonical", "logical_shards": 4}}
 GPT: Tables = {"batch": {"global_samples": 8}, "optimizer": {"kind": "adamw", "lr": 2e-3, "clip_norm": 0.5}}

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from shoal.sync.changed_chunks import CHUNK, changed_chunks, chunks_in, elements_of
-from tests.recipes.table_models import Recommender
-from tests.recipes.test_embedding_tables import tables
+from tests.assembly.test_embedding_tables import tables
 from tests.sync.steps import SGD, SUM_ORDER, Tables, gap, train
+from tests.verification.table_models import Recommender
 
 ROWS = 20_000
 

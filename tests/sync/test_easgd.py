@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.recipes.layouts import corpus
 from tests.sync.steps import ADAM, LR, SGD, STEPS, SUM_ORDER, Tables, Trained, gap, mean_of, train
+from tests.verification.layouts import corpus
 
 EASGD: Tables = {"kind": "easgd", "period": 4}
 BATCH: Tables = {"batch": {"global_samples": 6, "denominator": "samples"}}

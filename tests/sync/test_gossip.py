@@ -14,8 +14,8 @@ from shoal.runfile.rules import check_across
 from shoal.sync.config import GossipConfig
 from shoal.sync.gossip_message import pack, unpack
 from shoal.sync.push_sum import Share
-from tests.recipes.layouts import corpus, run_file_of
 from tests.sync.steps import ADAM, LR, SGD, STEPS, SUM_ORDER, Tables, gap, mean_of, train
+from tests.verification.layouts import corpus, run_file_of
 
 D_PSGD: Tables = {"kind": "gossip", "meet_every": 4, "algorithm": "d_psgd"}
 SGP: Tables = D_PSGD | {"algorithm": "sgp"}

@@ -13,8 +13,8 @@ import torch
 
 from shoal.sync.config import StreamingConfig
 from shoal.sync.streaming import fragments_of
-from tests.recipes.layouts import corpus
 from tests.sync.steps import ADAM, STEPS, SUM_ORDER, Tables, gap, mean_of, train
+from tests.verification.layouts import corpus
 
 LOCAL: Tables = {"kind": "local", "period": 4}
 STREAMING: Tables = {"kind": "streaming", "period": 4, "fragments": 2, "delay": 1}

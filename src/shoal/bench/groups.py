@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from shoal.assembly.lab import conditions_from
 from shoal.comm.backends import TransportName
 from shoal.comm.collective import Collective, GroupCollective
 from shoal.comm.config import WireConfig
@@ -23,7 +24,6 @@ from shoal.comm.mesh import Mesh, build_mesh
 from shoal.launch.environment import Place
 from shoal.launch.lab.iproute import Counted, counted
 from shoal.launch.rendezvous import interface_for, open_store
-from shoal.recipes.lab import conditions_from
 from shoal.topology.layout import Layout
 
 CPU = torch.device("cpu")

@@ -77,7 +77,7 @@ def run_as_rank(measure: Callable[[Place], Any]) -> None:
 
     Raises `EnvironmentFault` where this process is not a rank.
     """
-    from shoal.recipes.start import as_rank
+    from shoal.assembly.start import as_rank
 
     place = place_from(os.environ)
     if place is None:

@@ -94,6 +94,7 @@ def measure(place: Place, *, tokens: int, pairs: int, model: str = "") -> Result
     import torch
     from torch._C._distributed_c10d import PrefixStore
 
+    from shoal.assembly.objects import UserObjects, model_of
     from shoal.bench.ddp_script import Script
     from shoal.bench.groups import join_default_group, join_group, join_store
     from shoal.bench.progress import tell
@@ -101,7 +102,6 @@ def measure(place: Place, *, tokens: int, pairs: int, model: str = "") -> Result
     from shoal.bench.turns import interleaved
     from shoal.engine.loop import take_step
     from shoal.models.config import PythonModel
-    from shoal.recipes.objects import UserObjects, model_of
 
     chosen = PythonModel(build=model) if model else MODEL
 

@@ -1,6 +1,6 @@
 """The training runs that benchmarks measure, and the one place where benchmarks open a run.
 
-`start_training` opens one rank's run (`recipes.run`) with its feed; every benchmark that trains calls it.
+`start_training` opens one rank's run (`assembly.run`) with its feed; every benchmark that trains calls it.
 `training_job` adds what the loop of `shoal train` has around them: events, saves, the guard against losses that are not
 finite. The model is a GPT of five million parameters, its data are random bytes.
 """
@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 from torch._C._distributed_c10d import HashStore, Store
 
+from shoal.assembly.objects import UserObjects
+from shoal.assembly.run import Run, open_run
 from shoal.checkpoint.agreement import LocalExchange
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.save import Saver
@@ -31,8 +33,6 @@ from shoal.launch.environment import Place
 from shoal.models.config import GPTConfig, ModelConfig
 from shoal.observe.events import EventSink
 from shoal.observe.sink import RunStart, Sinks
-from shoal.recipes.objects import UserObjects
-from shoal.recipes.run import Run, open_run
 from shoal.runfile.run_file import RunConfig, RunFile
 
 SEQUENCE = 128

@@ -23,10 +23,10 @@ def evaluate(
 
     Example: shoal evaluate runs/digits run.processes=1
     """
+    from shoal.assembly.start import run
     from shoal.errors import UsageError
     from shoal.launch.environment import Place
     from shoal.planning.arrange import PLANNER
-    from shoal.recipes.start import run
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import RunFile
 
@@ -36,9 +36,9 @@ def evaluate(
     loaded = load_run(folder / "run.toml", overrides or ())
 
     def rank(run_file: RunFile, place: Place) -> None:
+        from shoal.assembly.evaluation import evaluate_rank
+        from shoal.assembly.objects import UserObjects
         from shoal.observe.progress_bar import ProgressBar, open_progress_bar
-        from shoal.recipes.evaluation import evaluate_rank
-        from shoal.recipes.objects import UserObjects
 
         with open_progress_bar(sys.stderr) if place.rank == 0 else ProgressBar() as bar:
             values = evaluate_rank(run_file, place, UserObjects(), source=source, bar=bar)

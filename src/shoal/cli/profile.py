@@ -13,9 +13,9 @@ import typer
 from shoal.cli.output import output_file
 
 if TYPE_CHECKING:
+    from shoal.assembly.profiling import Profile
     from shoal.launch.environment import Place
     from shoal.launch.lab.lab_file import Lab
-    from shoal.recipes.profiling import Profile
     from shoal.runfile.run_file import RunFile
 
 OPERATORS = 5
@@ -47,8 +47,8 @@ def profile(
 
     Example: shoal profile recipes/stdlib-gpt.toml --steps 5
     """
+    from shoal.assembly.start import run
     from shoal.planning.arrange import PLANNER
-    from shoal.recipes.start import run
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import run_directory
 
@@ -56,9 +56,9 @@ def profile(
     loaded = load_run(run_file, overrides or ())
 
     def rank(run_file: RunFile, place: Place) -> None:
+        from shoal.assembly.objects import UserObjects
+        from shoal.assembly.profiling import profile_rank
         from shoal.observe.progress_bar import ProgressBar, open_progress_bar
-        from shoal.recipes.objects import UserObjects
-        from shoal.recipes.profiling import profile_rank
 
         _check_rank(flame_rank, place.world_size)
         graph = None if flame is None else (flame_rank, flame)

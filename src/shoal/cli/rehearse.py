@@ -75,8 +75,8 @@ def _note(text: str) -> None:
 
 
 def _list(run_file: Path, overrides: list[str], families: tuple[str, ...], *, only: str, every_point: bool) -> None:
+    from shoal.assembly.start import processes_of
     from shoal.experiments.rehearsal.scenarios import scenarios
-    from shoal.recipes.start import processes_of
     from shoal.runfile.load import load_run
 
     loaded = load_run(run_file, overrides)

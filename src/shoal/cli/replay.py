@@ -25,7 +25,7 @@ def replay(
 
     Example: shoal replay runs/digits/capsule.zip
     """
-    from shoal.recipes.capsule_replay import replay_capsule
+    from shoal.experiments.capsule_replay import replay_capsule
     from shoal.temporary_folder import temporary_folder
 
     with temporary_folder() as folder, busy("computing the step that failed"):

@@ -28,7 +28,7 @@ def split(
     from shoal.runfile.load import load_run
 
     loaded = load_run(run_file, overrides or ())  # a wrong file is refused before what follows imports torch
-    from shoal.recipes.proposal import propose, write_keys
+    from shoal.planning.split_proposal import propose, write_keys
 
     with busy("reading the module"):
         proposal = propose(loaded, stages=stages)

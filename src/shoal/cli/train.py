@@ -51,9 +51,9 @@ def train(
 
     Example: shoal train recipes/digits.toml run.processes=2 run.steps=200
     """
+    from shoal.assembly.start import run
     from shoal.observe.facts import recorded_run_file
     from shoal.planning.arrange import PLANNER
-    from shoal.recipes.start import run
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import run_directory
 
@@ -68,7 +68,7 @@ def train(
             raise typer.BadParameter("a replay is the recorded run, and takes no keys", param_hint="--replay")
         file, command = recorded_run_file(replay), [*command, "--replay", str(replay)]
         recorded = load_run(file, [f"run.directory={json.dumps(f'{replay}-replay')}"])
-        from shoal.recipes.replay import replayed  # imports torch
+        from shoal.assembly.replay import replayed  # imports torch
 
         loaded = replayed(recorded)
     directory, hosts = run_directory(loaded), _lab(lab)
@@ -132,8 +132,8 @@ def _lab(path: Path | None) -> Lab | None:
 
 
 def _rank(run_file: RunFile, place: Place, *, replay: Path | None) -> None:
+    from shoal.assembly.objects import UserObjects
     from shoal.planning.prediction import FORECAST
-    from shoal.recipes.objects import UserObjects
-    from shoal.recipes.training import train_rank
+    from shoal.training import train_rank
 
     train_rank(run_file, place, UserObjects(), forecast=FORECAST, replay=replay)

@@ -34,20 +34,20 @@ def verify(
 
     Example: shoal verify recipes/stdlib-gpt.toml layout.tensor=2 layout.shard=2
     """
+    from shoal.assembly.start import run
     from shoal.planning.arrange import PLANNER
-    from shoal.recipes.start import run
-    from shoal.recipes.verification.refusals import require_provable
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import run_directory
+    from shoal.verification.refusals import require_provable
 
     loaded = load_run(run_file, overrides or ())
     require_provable(loaded)
 
     def rank(run_file: RunFile, place: Place) -> None:
+        from shoal.assembly.objects import UserObjects
         from shoal.errors import VerificationFailed
         from shoal.observe.progress_bar import ProgressBar, open_progress_bar
-        from shoal.recipes.objects import UserObjects
-        from shoal.recipes.verification.verify import verify_rank
+        from shoal.verification.verify import verify_rank
 
         with open_progress_bar(sys.stderr) if place.rank == 0 else ProgressBar() as bar:
             verdict = verify_rank(run_file, place, UserObjects(), steps=steps, exact=exact, bar=bar)

@@ -3,7 +3,7 @@
     for pending in steps(job):
         pending.result = ...        # from pending.microbatches to new weights
 
-`train` takes them by `job.step`; a user's own loop in its own way (`shoal.recipes.own_loop`).
+`train` takes them by `job.step`; a user's own loop in its own way (`shoal.own_loop.loop`).
 """
 
 from __future__ import annotations

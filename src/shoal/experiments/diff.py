@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from shoal.assembly.data_record import recorded_data
 from shoal.checkpoint.objects import Places
 from shoal.config.load import read as read_tables
 from shoal.errors import ConfigError, UsageError
 from shoal.observe.events import read_events, series
 from shoal.observe.facts import read_facts, recorded_run_file
 from shoal.observe.settings import differing_keys
-from shoal.recipes.data_record import recorded_data
 
 if TYPE_CHECKING:
     from shoal.checkpoint.inspect import Comparison

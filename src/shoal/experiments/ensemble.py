@@ -18,6 +18,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from shoal.assembly.objects import UserObjects, model_of
+from shoal.assembly.process import device_of
+from shoal.assembly.workload import Workload, load_workload
 from shoal.checkpoint.load import read_into
 from shoal.checkpoint.verify import checkpoint_in, read_manifest
 from shoal.data.feed import evaluation_batches
@@ -26,9 +29,6 @@ from shoal.engine.loss import call_model, weighted_sum
 from shoal.engine.outputs import described, prediction_in
 from shoal.errors import DataError, UsageError
 from shoal.launch.environment import ALONE
-from shoal.recipes.objects import UserObjects, model_of
-from shoal.recipes.process import device_of
-from shoal.recipes.workload import Workload, load_workload
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 from shoal.topology.layout import Layout

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from shoal.assembly.data_record import data_hashes, recorded_data
+from shoal.assembly.user_code import GIVEN
 from shoal.config.load import read
 from shoal.data.corpora import cache_folder
 from shoal.errors import EnvironmentFault, Stopped, UsageError
@@ -20,9 +22,7 @@ from shoal.launch.children import wait_for
 from shoal.launch.lock import FILE_NAME as LOCK_NAME
 from shoal.observe.ending import ending_in
 from shoal.observe.facts import read_facts, recorded_run_file
-from shoal.recipes.data_record import data_hashes, recorded_data
-from shoal.recipes.provenance import file_hashes, git_state, packages
-from shoal.recipes.user_code import GIVEN
+from shoal.observe.provenance import file_hashes, git_state, packages
 from shoal.runfile.load import load_run
 
 

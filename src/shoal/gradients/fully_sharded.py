@@ -7,12 +7,10 @@ those of ZeRO-2: one reduce-scatter of a unit's buffer as soon as its backward h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
@@ -21,7 +19,7 @@ from shoal.gradients.flat import ALIGNMENT
 from shoal.gradients.gradients import Groups
 from shoal.gradients.partition import BucketParameters
 from shoal.gradients.sharded import ShardedBase, flat
-from shoal.gradients.units import Home, ReleasedReads, ShardedParameters, Unit, chained, watch_forwards
+from shoal.gradients.units import ShardedParameters, Unit, chained, read_outside
 from shoal.state.ownership import Trained
 
 
@@ -44,8 +42,18 @@ class FullyShardedGradients(ShardedBase):
         pieces: PieceCodecs = PieceCodecs(),
     ) -> None:
         rest_modules = _direct_owners(model, [trained[i] for c in parts if c.unit < 0 for i in c.indices])
+        names = {id(module): name for name, module in model.named_modules()}
+        said = [f"{names.get(id(block), '')} (a {type(block).__name__})" for block in blocks]
         stores = [
-            ShardedParameters(*flat(trained, part, groups, undivided=undivided), groups(part.shard), codecs=pieces)
+            ShardedParameters(
+                *flat(trained, part, groups, undivided=undivided),
+                groups(part.shard),
+                read=[
+                    read_outside(trained[index].holding.name, None if part.unit < 0 else said[part.unit])
+                    for index in part.indices
+                ],
+                codecs=pieces,
+            )
             for part in parts
         ]
         super().__init__(
@@ -59,17 +67,7 @@ class FullyShardedGradients(ShardedBase):
         self._watches = [handle for module in rest_modules for handle in self._rest.watch(module)]
         for unit, block in zip(passing, blocks, strict=True):
             self._watches += unit.watch(block)
-        names = {id(module): name for name, module in model.named_modules()}
-        homes: dict[int, tuple[Home, Unit]] = {}
-        for part in parts:
-            if part.unit >= 0:
-                unit, members = passing[part.unit], [trained[index] for index in part.indices]
-                block = f"{names.get(id(blocks[part.unit]), '')}, a {type(blocks[part.unit]).__name__}"
-                own = [(t.parameter, Home(t.holding.name, block)) for t in members]
-                self._watches += [unit.guard(home, parameter) for parameter, home in own]
-                homes |= {id(parameter): (home, unit) for parameter, home in own}
-        self._suspects = _Suspects()
-        self._watches += watch_forwards(model, ReleasedReads(homes), self._suspects.take)
+        self._full = False
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
@@ -87,11 +85,6 @@ class FullyShardedGradients(ShardedBase):
             self._stay(False)
         self._release()
 
-    def reduce(self) -> Tensor:
-        norm = super().reduce()
-        self._suspects.norm = norm
-        return norm
-
     def gather(self) -> None:
         """What was gathered before the optimizer's step is old."""
         super().gather()
@@ -99,14 +92,21 @@ class FullyShardedGradients(ShardedBase):
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
+        if self._full:
+            yield
+            return
         self._release()  # what is here may have been coded on its way
         for unit in self._units:
             unit.gather(exact=True)
+        self._stay(True)
+        self._full = True
         try:
             yield
             for unit in self._units:
                 unit.keep()
         finally:
+            self._full = False
+            self._stay(False)
             self._release()
 
     def close(self) -> None:
@@ -119,20 +119,10 @@ class FullyShardedGradients(ShardedBase):
             unit.stays = stays
 
     def _release(self) -> None:
+        if self._full:
+            return
         for unit in self._units:
             unit.release()
-
-
-class _Suspects:
-    """Says which forwards are to be looked at: the first, and one after a gradient whose `norm` was not finite."""
-
-    def __init__(self) -> None:
-        self.norm: Tensor | None = torch.tensor(math.nan)
-
-    def take(self) -> bool:
-        """Of the forward that comes; asked again, of the one after it."""
-        norm, self.norm = self.norm, None
-        return norm is not None and not bool(norm.isfinite())
 
 
 def _of_unit(

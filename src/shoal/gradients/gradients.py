@@ -12,15 +12,16 @@ Which ranks sum a gradient is the choice of `[sync]`: the ranks of all replicas,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
 from shoal.gradients.reducer import OwnGradient
+from shoal.maths.norm import two_norm
 from shoal.state.ownership import Owned
 from shoal.topology.holding import Ranks
 
@@ -94,6 +95,51 @@ class Gradients(Protocol):
     def close(self) -> None:
         """Takes its hooks off the model."""
         ...
+
+
+@runtime_checkable
+class VisibleGradients(Gradients, Protocol):
+    """`Gradients` that the code of a script may look at and change, between `reduce` and the optimizer's step."""
+
+    @property
+    def used(self) -> frozenset[str]:
+        """The trained parameters that got a gradient on this rank in this step."""
+        ...
+
+    @property
+    def divided(self) -> bool:
+        """Whether the optimizers of several ranks have pieces of the gradient."""
+        ...
+
+    def norm(self) -> Tensor:
+        """The 2-norm of the owned `.grad` as they are now, of the whole model, a scalar; every rank calls it where the
+        gradient is divided.
+        """
+        ...
+
+    def expose(self, names: Collection[str]) -> None:
+        """After `reduce`: `.grad` is the agreed gradient for code that reads or changes it before the optimizer's step,
+        also where the optimizer has pieces; that of parameters that are not in `names` is None.
+        """
+        ...
+
+    def accept(self) -> None:
+        """Before the optimizer's step: what such code has put into `.grad` is what the optimizer sees."""
+        ...
+
+
+def expose_owned(owned: Iterable[Owned], names: Collection[str]) -> None:
+    """`VisibleGradients.expose` where the optimizer has the model's own parameters."""
+    for each in owned:
+        if each.name not in names:
+            each.parameter.grad = None
+
+
+def norm_of_owned(owned: Iterable[Owned]) -> Tensor | None:
+    """The 2-norm of all that the optimizer of this rank has of the gradient; None where it has nothing."""
+    own = [each.parameter.grad for each in owned if each.parameter.grad is not None]
+    dense = [gradient._values() if gradient.is_sparse else gradient for gradient in own]
+    return two_norm(torch.stack([two_norm(gradient) for gradient in dense])) if dense else None
 
 
 def global_norm(own: Tensor | None, group: Collective, *, device: torch.device) -> Tensor:

@@ -10,6 +10,13 @@ that runs after accumulation copies it into the parameter's slice of the bucket 
 microbatches then accumulate straight into the bucket. That is one pass over memory less than zeroing and adding. A
 bucket that does not keep its buffer (`keeps`) takes the gradient away instead: `.grad` is None again.
 
+Note: `.grad` between two microbatches
+--------------------------------------
+It is None, and the sum lies in the bucket alone: a script that calls `zero_grad` after every backward, in whichever
+form, does not touch it. The next backward shows autograd the sum again. What a script has put into `.grad` meanwhile
+would be part of the gradient in a plain loop, and is refused here. A backward that is not the run's own (`backward`,
+`schedule`) leaves its gradients in `.grad`, as without Shoal.
+
 Note: order
 -----------
 Buckets leave in one fixed order on every rank: a full bucket waits for those before it. Otherwise ranks that use
@@ -18,7 +25,7 @@ different parameters would pair different buckets. What the backward did not fil
 Note: gradients without hooks
 -----------------------------
 In a pipeline's schedule hooks fire once a microbatch, or not at all where the gradients of weights are computed apart
-from those of activations. Inside `schedule()` hooks are therefore ignored, and `finish` takes what lies in `.grad`.
+from those of activations. Inside `schedule()` hooks do nothing, and `finish` takes what lies in `.grad`.
 """
 
 from __future__ import annotations
@@ -87,12 +94,13 @@ class Reducer:
     buckets: Sequence[Bucket]
     eager: bool = False
     own: OwnGradient = field(default_factory=OwnGradient)
+    used: set[int] = field(default_factory=set, init=False)
     _filled: set[int] = field(default_factory=set, init=False)
     _fired: set[int] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         self._home = {index: bucket for bucket in self.buckets for index in bucket.indices}
-        self._sending = self._ignoring_hooks = False
+        self._sending = self._taking = False
         self._next = 0
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook(i)) for i, (_, p) in enumerate(self.parameters)]
 
@@ -103,35 +111,37 @@ class Reducer:
         for bucket in self.buckets:
             bucket.start()
         self._filled.clear()
+        self.used.clear()
         self.own.start()
         self._begin()
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
-        """Around the backward of one microbatch. Unless `eager`, only the last of a step sends."""
+        """Around the backward of one microbatch. Unless `eager`, only the last of a step sends.
+
+        Raises `UserCodeError` where `.grad` holds what the run has not put there.
+        """
         self._begin()
-        self._sending = last or self.eager
+        self._show_sums()
+        self._sending, self._taking = last or self.eager, True
         try:
             yield
         finally:
-            self._sending = False
-        if self.eager and not last:
+            self._sending = self._taking = False
+        if last:
+            return
+        if self.eager:
             self._send_rest()
-            for _, parameter in self.parameters:
-                parameter.grad = None  # else the next microbatch would be added to this one
-        if not last:
-            self._look_at(self._filled)
-            self.own.close()
+        self._look_at(self._filled)
+        self.own.close()
+        for _, parameter in self.parameters:
+            parameter.grad = None  # of an eager reducer: else the next microbatch would be added to this one
 
     @contextmanager
     def schedule(self) -> Iterator[None]:
         """Around all microbatches of a pipeline's schedule. See the note on gradients without hooks."""
         self._begin()
-        self._ignoring_hooks = True
-        try:
-            yield
-        finally:
-            self._ignoring_hooks = False
+        yield
 
     def flush(self) -> None:
         """Sends what the backward did not fill. Does not block."""
@@ -158,11 +168,28 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
 
+    @property
+    def used_names(self) -> frozenset[str]:
+        """The parameters that got a gradient on this rank in this step."""
+        return frozenset(self.parameters[index][0] for index in self.used)
+
     def _begin(self) -> None:
         self._next = 0
         self._fired.clear()
         for bucket in self.buckets:
-            bucket.missing = len(bucket.indices)
+            bucket.missing = sum(self.parameters[index][1].requires_grad for index in bucket.indices)
+
+    def _show_sums(self) -> None:
+        """Makes `.grad` what autograd is to add to: the sum of the microbatches before, or nothing."""
+        for index, (name, parameter) in enumerate(self.parameters):
+            if parameter.grad is not None and bool(parameter.grad.any()):
+                raise UserCodeError(
+                    f"{name}.grad is not empty before run.backward(): a backward() of your own, or code that writes "
+                    "gradients, has left numbers there, which would be lost. Make them part of the loss that "
+                    "run.backward() gets, or call zero_grad() after your own backward()"
+                )
+            kept = index in self._filled and self._home[index].keeps
+            parameter.grad = self._home[index].slice(index) if kept else None
 
     def _hook(self, index: int) -> Callable[[Parameter], None]:
         # Python does not see what the hooks of a tensor refer to: with a strong reference, reducer and parameters would
@@ -176,7 +203,7 @@ class Reducer:
         return filled
 
     def _filled_by_backward(self, index: int, parameter: Parameter) -> None:
-        if self._ignoring_hooks:
+        if not self._taking:
             return
         bucket = self._home[index]
         self._take(index, parameter, bucket)
@@ -200,6 +227,7 @@ class Reducer:
             raise UserCodeError(
                 f"the gradient of {name} is sparse; gradients must be dense: build the module with sparse=False"
             )
+        self.used.add(index)
         place = bucket.slice(index)
         if gradient.data_ptr() == place.data_ptr():
             return
@@ -209,7 +237,11 @@ class Reducer:
 
     def _send_full(self) -> None:
         while self._next < len(self.buckets) and self.buckets[self._next].missing <= 0:
-            self._send(self.buckets[self._next])
+            bucket = self.buckets[self._next]
+            for index in bucket.indices:
+                if index not in self._filled:  # frozen since the start
+                    self._fill(index, bucket)
+            self._send(bucket)
 
     def _send_rest(self) -> None:
         for bucket in self.buckets[self._next :]:

@@ -7,7 +7,7 @@ nothing is averaged. Parameters then stay equal because equal gradients meet equ
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -19,7 +19,7 @@ from shoal.gradients.bucket import Bucket
 from shoal.gradients.bucket_search import BucketSearch, candidates
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.flat import flat_layout, share_of
-from shoal.gradients.gradients import Groups, global_norm
+from shoal.gradients.gradients import Groups, expose_owned, global_norm, norm_of_owned
 from shoal.gradients.partition import BucketParameters, GradientRanks, parts_by_size, segments_of
 from shoal.gradients.reducer import OwnGradient, Reducer
 from shoal.state.ownership import Owned, Trained, owned_whole
@@ -79,6 +79,23 @@ class ReplicatedGradients:
     def scale(self, factor: float | Tensor) -> None:
         for bucket in self._buckets:
             bucket.scale(factor)
+
+    @property
+    def used(self) -> frozenset[str]:
+        return self._reducer.used_names
+
+    @property
+    def divided(self) -> bool:
+        return self._replica.size > 1
+
+    def norm(self) -> Tensor:
+        return global_norm(norm_of_owned(self.owned), self._replica, device=self._device)
+
+    def expose(self, names: Collection[str]) -> None:
+        expose_owned(self.owned, names)
+
+    def accept(self) -> None:
+        """The optimizer has the model's own parameters."""
 
     def gather(self) -> None:
         """Equal gradients have met equal states: there is nothing to bring."""

@@ -7,9 +7,9 @@ gradients and reduces them once a step; ZeRO-2 lends buffers, and adds up pieces
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.gradients.bucket import Bucket, Flight
 from shoal.gradients.flat import ALIGNMENT, FlatLayout, flat_layout
-from shoal.gradients.gradients import Groups, global_norm
+from shoal.gradients.gradients import Groups, global_norm, norm_of_owned
+from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.partition import BucketParameters, segments_of
 from shoal.gradients.reducer import OwnGradient, Reducer
 from shoal.state.ownership import Owned, Trained, owned_run, owned_whole, same_piece
@@ -30,6 +31,52 @@ class HasPiece(Protocol):
     """The parameters of one bucket, wherever they are: this rank's piece of them, flat."""
 
     piece: Tensor
+
+
+class _Place(NamedTuple):
+    """A trained parameter and what this rank updates of it: `piece`, from element `start` on; None where nothing is
+    this rank's. `group` are the ranks that it is divided over.
+    """
+
+    number: int
+    trained: Trained
+    piece: Parameter | None
+    start: int
+    group: Collective
+
+    def expose(self, names: Collection[str]) -> PartialGradient | None:
+        """Makes `.grad` of the parameter stand for that of all pieces; None where it is not in `names`."""
+        if self.trained.holding.name in names:
+            return self._show()
+        self.trained.parameter.grad = None
+        if self.piece is not None:
+            self.piece.grad = None
+        return None
+
+    def accept(self, exposed: PartialGradient | None) -> PartialGradient | None:
+        """Makes the gradient of the piece what `.grad` of the parameter is now, where that was replaced."""
+        now, piece = self.trained.parameter.grad, self.piece
+        if now is exposed:
+            return exposed
+        if now is None:
+            return self.expose(())
+        if piece is not None:
+            flat = now.local if isinstance(now, PartialGradient) else now.reshape(-1)[self.start :][: piece.numel()]
+            piece.grad = flat.view_as(piece).to(piece.dtype)
+        return self._show()
+
+    def _show(self) -> PartialGradient:
+        parameter, own = self.trained.parameter, None if self.piece is None else self.piece.grad
+        local = parameter.new_empty(0) if own is None else own.view(-1)
+        what = f"the gradient of {self.trained.holding.name} is divided over {self.group.size} ranks by ZeRO"
+        shown = PartialGradient(local, self.start, parameter.shape, group=self.group, what=what)
+        parameter.grad = shown
+        return shown
+
+
+def _start_in(bucket: Bucket, number: int, rank: int) -> int:
+    run = bucket.layout.run(number, rank)
+    return 0 if run is None else run.start
 
 
 class ShardedBase:
@@ -78,12 +125,23 @@ class ShardedBase:
         found.sort(key=lambda entry: entry[0])
         self.owned: Sequence[Owned] = [owned for _, _, owned in found]
         self._gradients = [(owned.parameter, bucket, index) for index, bucket, owned in found]
+        own = {index: owned.parameter for index, _, owned in found}
+        places = [
+            _Place(index, trained[index], own.get(index), _start_in(bucket, number, groups(part.shard).rank),
+                   groups(part.shard))
+            for part, bucket in zip(parts, self._buckets, strict=True)
+            for number, index in enumerate(part.indices)
+        ]  # fmt: skip
+        self._places = sorted(places, key=lambda place: place.number)
+        self._exposed: list[PartialGradient | None] = []
 
     @property
     def own(self) -> OwnGradient:
         return self._reducer.own
 
     def start(self) -> None:
+        for piece, _, _ in self._gradients:
+            piece.grad = None  # it lies in a bucket that is filled now
         self._reducer.start()
 
     def backward(self, *, last: bool) -> AbstractContextManager[None]:
@@ -103,6 +161,23 @@ class ShardedBase:
         for bucket in self._buckets:
             bucket.scale(factor)
         self._show()
+
+    @property
+    def used(self) -> frozenset[str]:
+        return self._reducer.used_names
+
+    @property
+    def divided(self) -> bool:
+        return self._replica.size > 1
+
+    def norm(self) -> Tensor:
+        return global_norm(norm_of_owned(self.owned), self._replica, device=self._device)
+
+    def expose(self, names: Collection[str]) -> None:
+        self._exposed = [place.expose(names) for place in self._places]
+
+    def accept(self) -> None:
+        self._exposed = [place.accept(old) for place, old in zip(self._places, self._exposed, strict=True)]
 
     def settle(self) -> None:
         """Nothing is under way between two steps but what the next use waits for."""

@@ -10,14 +10,14 @@ whatever the size of the table. The norm is that of the dense gradients and the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
-from shoal.gradients.gradients import Gradients, Tuned
+from shoal.gradients.gradients import Tuned, VisibleGradients, global_norm, norm_of_owned
 from shoal.gradients.reducer import OwnGradient
 from shoal.state.ownership import Owned, Trained, owned_whole
 
@@ -29,7 +29,7 @@ class WithSparseRows:
 
     def __init__(
         self,
-        dense: Gradients,
+        dense: VisibleGradients,
         tables: Sequence[Trained],
         *,
         order: Sequence[str],
@@ -40,7 +40,7 @@ class WithSparseRows:
         owned = [*dense.owned, *(owned_whole(table) for table in tables)]
         self.owned: Sequence[Owned] = sorted(owned, key=lambda one: place[one.name])
         self._dense, self._tables, self._replica = dense, tables, replica
-        self._across = across
+        self._across, self._device = across, tables[0].parameter.device
 
     @property
     def own(self) -> OwnGradient:
@@ -77,6 +77,24 @@ class WithSparseRows:
         for table in self._tables:
             if table.parameter.grad is not None:
                 table.parameter.grad._values().mul_(factor)
+
+    @property
+    def used(self) -> frozenset[str]:
+        """All tables, whose gradients are their rows that were used."""
+        return self._dense.used | {table.holding.name for table in self._tables}
+
+    @property
+    def divided(self) -> bool:
+        return self._dense.divided
+
+    def norm(self) -> Tensor:
+        return global_norm(norm_of_owned(self.owned), self._replica, device=self._device)
+
+    def expose(self, names: Collection[str]) -> None:
+        self._dense.expose(names)
+
+    def accept(self) -> None:
+        self._dense.accept()
 
     def gather(self) -> None:
         self._dense.gather()

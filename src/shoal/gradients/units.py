@@ -36,26 +36,33 @@ same ones, as nothing updates a piece between forward and backward.
 
 Note: a parameter that is read while it is released
 ---------------------------------------------------
-In the first forward `ReleasedReads` looks at every operator's arguments and refuses such a read by name. Later, where
-looking would cost time, a released parameter is NaN in its own shape, and not memory that is gone: the loss shows it.
-So the first forward after a gradient that is not finite is looked at again.
+Its numbers are in pieces, so that what reads them (a moving average between two steps, a weight that a loss penalises,
+a block that uses the weight of another) would compute with something else. While it is released a parameter is
+therefore a `ReleasedParameter`: the same object, of a class whose operators raise. That costs nothing where nobody
+reads. What reads memory behind PyTorch's back sees NaN.
+
+Note: gradients that are differentiated again
+---------------------------------------------
+The backward of a backward (`create_graph`) needs the weights when the hooks of the block are over. A unit through
+which such a backward has gone stays until the run's own backward has ended. An input that is a leaf has no node whose
+backward could end the block's; then, too, it stays.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 from torch.autograd.graph import register_multi_grad_hook
 from torch.nn import Parameter
-from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from shoal.comm.collective import Collective, Handle
@@ -66,7 +73,9 @@ from shoal.gradients.sharded import flattened
 
 
 class ShardedParameters:
-    """The `parameters` of one unit and kind. They begin released. `codecs` code what ranks gather of them."""
+    """The `parameters` of one unit and kind. They begin released. `codecs` code what ranks gather of them; `read` has
+    for each the sentence that is raised where it is read while it is released.
+    """
 
     def __init__(
         self,
@@ -74,6 +83,7 @@ class ShardedParameters:
         layout: FlatLayout,
         shard: Collective,
         *,
+        read: Sequence[str],
         codecs: PieceCodecs = PieceCodecs(),
     ) -> None:
         self._parameters, self._layout, self._shard, self._codecs = parameters, layout, shard, codecs
@@ -82,6 +92,7 @@ class ShardedParameters:
         self._views = [self._whole[layout.slice(n)].view(p.shape) for n, p in enumerate(parameters)]
         nothing = torch.full((), math.nan, dtype=self._whole.dtype, device=self._whole.device)
         self._released = [nothing.expand(p.shape) for p in parameters]
+        self._kinds, self._read = [type(p) for p in parameters], read
         self._bytes = self._whole.untyped_storage().nbytes()
         self._handle: Handle | None = None
         self.here = True
@@ -103,7 +114,9 @@ class ShardedParameters:
         assert self._handle is not None
         self._handle.wait()
         self._handle, self.here = None, True
-        self._show(self._views)
+        for parameter, kind, view in zip(self._parameters, self._kinds, self._views, strict=True):
+            parameter.__class__ = kind
+            parameter.data = view
 
     def release(self) -> None:
         """The parameters are gone, but for this rank's piece."""
@@ -113,16 +126,18 @@ class ShardedParameters:
         elif not self.here:
             return
         self.here = False
-        self._show(self._released)
+        for parameter, kind, nothing, read in zip(
+            self._parameters, self._kinds, self._released, self._read, strict=True
+        ):
+            parameter.data = nothing
+            parameter.__class__ = released(kind)
+            assert isinstance(parameter, ReleasedParameter)
+            parameter.read = read
         self._whole.untyped_storage().resize_(0)
 
     def keep(self) -> None:
         """Takes over into the piece what was written into the whole parameters."""
         self.piece.copy_(self._whole[self._layout.mine(self._shard.rank)])
-
-    def _show(self, tensors: Sequence[Tensor]) -> None:
-        for parameter, tensor in zip(self._parameters, tensors, strict=True):
-            parameter.data = tensor
 
 
 @dataclass
@@ -135,12 +150,14 @@ class _Call:
 
 @dataclass
 class Unit:
-    """`parts`: its parameters, by kind. `passes`: is it released after each forward and backward? `stays`: not now."""
+    """`parts`: its parameters, by kind. `passes`: is it released after each forward and backward? `stays`: not now;
+    `kept`: not before the run's own backward has ended.
+    """
 
     parts: Sequence[ShardedParameters]
     passes: bool
     stays: bool = False
-    called: bool = False
+    kept: bool = False
     following: Unit | None = None
     preceding: Unit | None = None
     _calls: list[_Call] = field(default_factory=list, init=False)
@@ -159,7 +176,7 @@ class Unit:
 
     def release(self) -> None:
         """Its parameters are gone."""
-        self._backwards = 0
+        self._backwards, self.kept = 0, False
         for part in self.parts:
             part.release()
 
@@ -175,19 +192,9 @@ class Unit:
             handles.append(module.register_forward_hook(self._after_forward))
         return handles
 
-    def guard(self, home: Home, parameter: Parameter) -> RemovableHandle:
-        """Refuses a gradient of `parameter` where no module has been called that would have gathered it.
-
-        Raises `UserCodeError` in the backward.
-        """
-
-        unit = weakref.ref(self)  # which has the parameter: see `Reducer`
-
-        def arrived(gradient: Tensor) -> None:
-            if (alive := unit()) is not None and not alive.called:
-                raise _read_outside(home)
-
-        return parameter.register_hook(arrived)
+    def __deepcopy__(self, memo: Any) -> Unit:
+        """What the hooks of a copied module belong to: a unit of nothing. The copy has parameters of its own."""
+        return Unit((), self.passes)
 
     @property
     def here(self) -> bool:
@@ -195,7 +202,11 @@ class Unit:
         return all(part.here for part in self.parts)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.called = True
+        if not self.here and peek_interpreter_stack() is not None:
+            raise UserCodeError(
+                f"a transform of torch.func calls a {type(module).__name__} under ZeRO-3, which cannot gather its "
+                "weights there: compute inside run.full_parameters(), backward included, or set memory.zero = 2"
+            )
         self.gather()
         if not self.passes or _in_backward():
             return
@@ -203,6 +214,8 @@ class Unit:
             self.following.start_gather()
         follows = torch.is_grad_enabled() and not self.stays
         inputs = [_base_of(tensor) for tensor in _differentiable((args, kwargs))] if follows else []
+        if any(tensor.grad_fn is None for tensor in inputs):  # see the note on gradients that are differentiated again
+            inputs, self.kept = [], True
         call = _Call(frozenset(map(id, inputs)))
         self._calls.append(call)
         if inputs:
@@ -220,10 +233,11 @@ class Unit:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        if not self.stays:
+        if not self.stays and not self.kept:
             self.release()
 
     def _before_backward(self, call: _Call) -> None:
+        self.kept = self.kept or torch.is_grad_enabled()
         if call.inputs and not call.begun:
             call.begun = True
             self._backwards += 1
@@ -239,69 +253,50 @@ class Unit:
             self._pass_on()
 
 
-class Home(NamedTuple):
-    """Where a parameter of a block lies: its name, and the block as people know it."""
-
-    name: str
-    block: str
-
-
-_HARMLESS = frozenset({"size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "__set__"})
+_SHAPE = ("size", "dim", "numel", "nelement", "stride", "element_size", "storage_offset", "data_ptr", "untyped_storage")
+_HARMLESS = frozenset(
+    {*_SHAPE, "is_floating_point", "is_complex", "is_contiguous", "get_device", "requires_grad_", "retain_grad"}
+    | {"register_hook", "register_post_accumulate_grad_hook", "__hash__"}
+)
 """What may be asked of a parameter whose numbers are not there."""
 
 _READING_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 
-class ReleasedReads(TorchFunctionMode):
-    """While entered, refuses to compute with a parameter that is released.
+class ReleasedParameter(Parameter):
+    """A parameter that is in pieces: what asks for its numbers raises `read`, a sentence."""
 
-    `homes` has, for the id of each parameter of a block, its home and its unit.
-    """
+    read: str
 
-    def __init__(self, homes: Mapping[int, tuple[Home, Unit]]) -> None:
-        super().__init__()
-        self._homes = homes
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Raises `UserCodeError` for a read outside of the block that holds the parameter."""
-        for tensor in _tensors((args, kwargs or {})):
-            home, unit = self._homes.get(id(tensor), (None, None))
-            if home is not None and unit is not None and not unit.here and _reads(func):
-                raise _read_outside(home)
-        return func(*args, **(kwargs or {}))
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _reads(func):
+            found = next(each for each in _tensors((args, kwargs or {})) if isinstance(each, ReleasedParameter))
+            raise UserCodeError(found.read)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
-def watch_forwards(model: nn.Module, mode: TorchFunctionMode, due: Callable[[], bool]) -> list[RemovableHandle]:
-    """Enters `mode` in those forwards of `model` that train and of which `due`, asked before each, says so."""
-    inside = False
+@cache
+def released(kind: type[Parameter]) -> type[ReleasedParameter]:
+    """The class of a released parameter of class `kind`."""
+    return ReleasedParameter if kind is Parameter else type(f"Released{kind.__name__}", (ReleasedParameter, kind), {})
 
-    def before(module: nn.Module, args: Any) -> None:
-        nonlocal inside
-        if not inside and torch.is_grad_enabled() and due():
-            inside = True
-            mode.__enter__()
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        nonlocal inside
-        if inside:
-            inside = False
-            mode.__exit__(None, None, None)
-
-    return [model.register_forward_pre_hook(before), model.register_forward_hook(after, always_call=True)]
+def read_outside(name: str, block: str | None) -> str:
+    """The sentence about a parameter that is read while it is released; `block` holds it, None: no block does."""
+    where = "where no module that uses it is computing" if block is None else f"outside of {block}, the block it is in"
+    return (
+        f"the parameter {name} was read {where}; there ZeRO-3 has it in pieces. Call the module that has it, read and "
+        "write it inside run.full_parameters(), or set memory.zero = 2"
+    )
 
 
 def _reads(func: Any) -> bool:
     name = getattr(func, "__name__", "")
-    if name == "__get__":  # of an attribute, such as Tensor.shape
+    if name in ("__get__", "__set__"):  # of an attribute, such as Tensor.shape
         return getattr(func.__self__, "__name__", "") in _READING_ATTRIBUTES
     return name not in _HARMLESS
-
-
-def _read_outside(home: Home) -> UserCodeError:
-    return UserCodeError(
-        f"the parameter {home.name} was read outside of the block that holds it ({home.block}), so ZeRO-3 had not "
-        "gathered it: call the block as a module, or set memory.zero = 2"
-    )
 
 
 def chained(units: Sequence[Unit]) -> None:

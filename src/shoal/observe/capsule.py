@@ -5,8 +5,9 @@
     events/..., logs/...                   the end of each rank's
     checkpoints/...                        the newest whole checkpoint, where it takes `CHECKPOINT_BYTES` at most
 
-The environment in it has no variable that looks like a secret (`recipes.provenance`), and no other file of the machine
-is read. `shoal replay` computes the step (`recipes.capsule_replay`). The launcher writes it when all ranks have ended.
+The environment in it has no variable that looks like a secret (`observe.provenance`), and no other file of the machine
+is read. `shoal replay` computes the step (`experiments.capsule_replay`). The launcher writes it when all ranks have
+ended.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from shoal.assembly.start import Planner
 from shoal.launch.environment import Place
-from shoal.recipes.start import Planner
 from shoal.runfile.run_file import RunFile
 
 
@@ -32,4 +32,4 @@ def memory_advice(run_file: RunFile) -> str:
 
 
 PLANNER = Planner(arranged, memory_advice)
-"""For `recipes.start.run`."""
+"""For `assembly.start.run`."""

@@ -15,13 +15,13 @@ from typing import Any
 from shoal.errors import ShoalError
 from shoal.observe.events import read_events
 from shoal.observe.facts import read_facts
+from shoal.observe.forecast import Forecast
 from shoal.observe.prediction import BASIS, MEMORY, STEP, compared
 from shoal.planner.predict.predictor import Prediction
 from shoal.planning.answer import cluster_of, predictor_on, tensor_bytes
 from shoal.planning.history import Past, remember
 from shoal.planning.operators import UNCOVERED, calibration_here, measured_here, unpredicted
 from shoal.planning.plan_file import written_plan
-from shoal.recipes.forecast import Forecast
 from shoal.runfile.run_file import RunFile
 from shoal.topology.calibration import Calibration
 

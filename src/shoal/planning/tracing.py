@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.assembly.objects import UserObjects, data_of, loss_of, users_model
 from shoal.cost.footprint import Overheads
 from shoal.data.collate import collate
 from shoal.data.sample import Batch, Tree, map_tree
@@ -28,7 +29,6 @@ from shoal.planner.predict.stack import Stack
 from shoal.planner.trace.group import TracedGroup
 from shoal.planner.trace.predictor import TracedPredictor
 from shoal.planner.trace.subject import Step, Subject, TracedJob
-from shoal.recipes.objects import UserObjects, data_of, loss_of, users_model
 from shoal.runfile.run_file import RunFile
 from shoal.topology.cluster import Cluster
 

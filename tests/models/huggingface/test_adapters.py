@@ -13,7 +13,7 @@ from shoal.errors import ConfigError
 from shoal.models.huggingface.build import build
 from shoal.models.huggingface.config import TransformersConfig
 from tests.models.huggingface.architectures import ADAPTED, LLAMA
-from tests.recipes.layouts import corpus, run_file_of
+from tests.verification.layouts import corpus, run_file_of
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -25,9 +25,9 @@ SMALL_CHANGE_BYTES = 4096
 
 def stepped(place, tables: dict[str, Any], folder: str) -> dict[str, Any]:
     """One step: the numbers trained and held, the optimizer's tensors, bytes sent, and which frozen weights changed."""
+    from shoal.assembly.run import open_run
     from shoal.data.cursor import Cursor
     from shoal.launch.environment import Place
-    from shoal.recipes.run import open_run
 
     here = Place(place.rank, place.size, place.rank, place.size, 0, "shoal")
     run = open_run(run_file_of(Path(folder), **tables), here, store=place.store)

@@ -33,7 +33,7 @@ from tests.models.huggingface.architectures import (
     TABLES,
     TIED_LLAMA,
 )
-from tests.recipes.layouts import run_file_of
+from tests.verification.layouts import run_file_of
 
 transformers = pytest.importorskip("transformers")
 

@@ -27,10 +27,10 @@ from shoal.parallel.expert.exchange import ExpertGroups
 from shoal.parallel.expert.plan import split_experts
 from shoal.topology.layout import Layout
 from tests import programs
+from tests.assembly.journey import Leg, travel
 from tests.models.huggingface.architectures import GPT_OSS, LLAMA, MIXTRAL, QWEN2_MOE, QWEN3_MOE, model
 from tests.ranks import TestPlace
-from tests.recipes.journey import Leg, travel
-from tests.recipes.layouts import corpus
+from tests.verification.layouts import corpus
 
 transformers = pytest.importorskip("transformers")
 

@@ -18,7 +18,7 @@ from tests.models.huggingface.cells import (
     tables_of,
     world_of,
 )
-from tests.recipes.layouts import corpus, verified
+from tests.verification.layouts import corpus, verified
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft")

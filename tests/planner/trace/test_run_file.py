@@ -26,7 +26,7 @@ kind = "python"
 build = "{build}"
 [data]
 kind = "python"
-build = "tests.recipes.user_models:ragged"
+build = "tests.verification.user_models:ragged"
 [batch]
 global_samples = 16
 micro_samples = 4
@@ -37,7 +37,7 @@ micro_samples = 4
 def run(tmp_path: Path) -> Path:
     """A run file of a model with biases and roles, on samples of three lengths."""
     path = tmp_path / "run.toml"
-    path.write_text(RUN.format(build="tests.recipes.user_models:biased"), encoding="utf-8")
+    path.write_text(RUN.format(build="tests.verification.user_models:biased"), encoding="utf-8")
     return path
 
 

@@ -16,16 +16,16 @@ from pathlib import Path
 import msgspec
 import torch
 
+from shoal.assembly.start import processes_of
 from shoal.checkpoint.inspect import compare, weights_of
 from shoal.errors import EnvironmentFault, ShoalError, UsageError
 from shoal.experiments.rehearsal.scenarios import FAMILIES, Scenario, scenarios
 from shoal.experiments.rehearsal.small_disk import why_no_small_disk
 from shoal.experiments.rehearsal.trial import FaultTrial, Setup, play
 from shoal.experiments.rehearsal.two_hosts import why_not_two_hosts
+from shoal.fleet.assignment import REPLICA
 from shoal.launch.environment import place_from
 from shoal.launch.rank_process import LAUNCHER_PID
-from shoal.recipes.elastic.assignment import REPLICA
-from shoal.recipes.start import processes_of
 from shoal.resilience.config import COORDINATOR
 from shoal.resilience.faults import REHEARSAL
 from shoal.runfile.load import load_run

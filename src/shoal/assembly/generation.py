@@ -1,0 +1,158 @@
+"""`Generation`: what a rank has for as long as the membership lasts, and how it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shoal.assembly.coding import coded_exchanges
+from shoal.assembly.microbatching import Microbatching
+from shoal.assembly.process import Process
+from shoal.assembly.run_gradients import build_run_gradients
+from shoal.assembly.splitting import Divided, build_forward_backward, divided, draw_parts
+from shoal.assembly.workload import Workload
+from shoal.codec.config import AutoConfig
+from shoal.comm.exchanges.coded import CodedExchanges
+from shoal.comm.exchanges.exchange import AllReduce
+from shoal.comm.mesh import Mesh
+from shoal.engine.forward_backward import ForwardBackward
+from shoal.engine.statistics_exchange import connect_norms
+from shoal.errors import ConfigError
+from shoal.gradients.gradients import Gradients
+from shoal.models.embedding_table import tables_in
+from shoal.observe.facts import read_facts
+from shoal.optim.adopt import OwnOptimizer
+from shoal.runfile.run_file import RunFile, run_directory, synchronises_norms
+from shoal.sync.build import build_sync
+from shoal.sync.event_order import Rounds
+from shoal.sync.strategy import Agreement, Replica, Sync
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What stands on one membership: a change of it makes another one. `coded` makes exchanges with a codec."""
+
+    mesh: Mesh
+    parts: Divided
+    microbatching: Microbatching
+    forward_backward: ForwardBackward
+    sync: Sync
+    gradients: Gradients
+    agreement: Agreement
+    coded: CodedExchanges | None = None
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether a forward asks servers for rows of tables, which they answer in their rounds alone."""
+        return self.agreement.served is not None and bool(tables_in(self.parts.split.model))
+
+
+def build_generation(
+    run_file: RunFile,
+    process: Process,
+    workload: Workload,
+    mesh: Mesh,
+    plan: Microbatching,
+    rounds: Rounds | None,
+) -> Generation:
+    """This rank's part of it. Blocks until all ranks of `mesh` are here; the model becomes a part of it."""
+    model = workload.model
+    if not workload.drawn_later:
+        _start_equal(model, mesh)
+    parts = divided(run_file, model, mesh, in_flight=plan.in_flight)
+    if workload.drawn_later:
+        draw_parts(parts.split, seed=run_file.run.seed, device=process.device, dtype=workload.dtype)
+    if run_file.run.compile:
+        model.compile()
+    if synchronises_norms(run_file.model):
+        connect_norms(model, mesh.axis("replicate", "shard", lane="statistics"))
+    forward_backward = build_forward_backward(
+        run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan
+    )
+    sync = build_sync(run_file.sync, mesh)
+    if workload.optimizers and run_file.optimizer.sends_momentum:
+        raise ConfigError(
+            f'optimizer.kind = "{run_file.optimizer.variant}" with an optimizer of the script: '
+            "ranks would send momenta that it takes for gradients; leave one of the two out"
+        )
+    coded, equal = coded_exchanges(run_file, mesh), sync.keeps_replicas_equal
+    gradients = build_run_gradients(
+        run_file,
+        parts,
+        mesh,
+        sync,
+        exchange=(coded if equal else None) or sync.exchange,
+        partition=AllReduce if coded is None else coded.partition,
+        one_host=process.place.one_host,
+        optimizers=workload.optimizers,
+    )
+    agreement = _agreement(
+        run_file,
+        parts,
+        gradients,
+        sync,
+        coded=None if equal else coded,
+        rounds=rounds,
+        optimizers=workload.optimizers,
+    )
+    if coded is not None and not isinstance(run_file.codec, AutoConfig) and not coded.shrinks():
+        kind = run_file.codec.variant
+        raise ConfigError(
+            f'codec.kind = "{kind}" makes nothing smaller here: with its settings and these parameters every payload '
+            "has as many bytes as the gradient; lower codec.rank or codec.fraction, or leave [codec] out"
+        )
+    return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement, coded)
+
+
+def _agreement(
+    run_file: RunFile,
+    parts: Divided,
+    gradients: Gradients,
+    sync: Sync,
+    *,
+    coded: CodedExchanges | None = None,
+    rounds: Rounds | None = None,
+    optimizers: Sequence[OwnOptimizer] = (),
+) -> Agreement:
+    """The running side of the strategy, on the parameters that this rank's optimizer updates.
+
+    What replicas send each other, or servers, is `coded`; None: it is sent as it is. `rounds`: see `Replica`.
+    `optimizers` are a script's own.
+    """
+    model = parts.split.model
+    saved = model.state_dict(keep_vars=True)
+    buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
+    whole = any(optimizer.works_on == "matrices" for optimizer in optimizers or [run_file.optimizer])
+    whole = whole or run_file.optimizer.asks_for_whole  # servers step what they hold, and know of no other parts
+    return sync.agreement(
+        Replica(
+            gradients.owned,
+            gradients.gather,
+            buffers,
+            run_file.run.steps,
+            whole,
+            coded or AllReduce,
+            rounds,
+            {name: module for name, module in tables_in(model).items() if module.weight.requires_grad},
+            None if coded is None else coded.pushes,
+        )
+    )
+
+
+def _start_equal(model: nn.Module, mesh: Mesh) -> None:
+    """Every rank takes rank 0's parameters and buffers: a user's module may have been drawn from anything."""
+    if mesh.world.size == 1:
+        return
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            whole = tensor.data.contiguous()
+            mesh.world.broadcast(torch.view_as_real(whole) if whole.is_complex() else whole, root=0).wait()
+            tensor.data.copy_(whole)
+
+
+def next_generation(run_file: RunFile) -> int:
+    """The number after that of the newest generation in the run directory."""
+    return read_facts(run_directory(run_file)).get("generation", -1) + 1

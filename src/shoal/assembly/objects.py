@@ -1,0 +1,219 @@
+"""From the run file's tables to a model, its data and its loss, whether Shoal's own or the user's."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shoal.assembly.user_code import call_named, find_named
+from shoal.data import build as data_build
+from shoal.data.as_inputs import AsInputs
+from shoal.data.build import Dataset
+from shoal.data.config import PythonData
+from shoal.data.corpora import cache_folder
+from shoal.data.iterable import as_source, made_by, takes_start
+from shoal.data.sample import describe
+from shoal.data.strata import strata_of
+from shoal.engine.compute import enter_training, frozen_modules
+from shoal.engine.config import LossConfig, PythonLoss, SquaredError
+from shoal.engine.extra_state import HasStateDict
+from shoal.engine.loss import Loss, cross_entropy, squared_error
+from shoal.errors import ConfigError, UserCodeError
+from shoal.maths.counter import key_of
+from shoal.models.build import build as build_model
+from shoal.models.config import ForeignModel, ModelConfig, PythonModel
+from shoal.models.foreign_keys import ForeignKeys
+from shoal.models.grouped_norm import with_grouped_norm
+from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
+from shoal.models.initialise import initialise
+from shoal.models.synchronised_norm import with_synchronised_norm
+from shoal.parallel.traced.declare import declare
+from shoal.runfile.run_file import RunFile
+
+
+@dataclass(frozen=True)
+class UserObjects:
+    """What a script passes instead of naming it in a run file; None: the run file says. `optimizers` are its own, each
+    with other parameters of the model; `state` are objects whose state is saved with the run's."""
+
+    model: Any = None
+    data: Any = None
+    loss: Any = None
+    optimizers: Sequence[Any] = ()
+    state: Mapping[str, HasStateDict] = field(default_factory=dict)
+
+
+def model_of(run_file: RunFile, given: UserObjects, *, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """The model on `device`, its floating parameters in `dtype`.
+
+    Shoal's own are built without storage and drawn parameter by parameter; a user's is built by the user, from
+    generators seeded with the run's seed. Raises `UserCodeError` where the user's function gives no module.
+    """
+    model = skeleton_of(run_file.model, given)
+    if model is not None:
+        initialise(model, seed=run_file.run.seed, device=device, dtype=dtype)
+        return model
+    return _placed(users_model(run_file, given), device, dtype)
+
+
+def users_model(run_file: RunFile, given: UserObjects) -> nn.Module:
+    """What the user's function builds, wherever and in whichever dtype it does. Raises `UserCodeError`: see above."""
+    _seed_everything(run_file.run.seed)
+    model = _users_model(run_file.model, given)
+    if not isinstance(model, nn.Module):
+        what = f"the class {model.__name__}" if isinstance(model, type) else describe(model)
+        raise UserCodeError(f"the model is {what}; it must be an nn.Module, ready to be called")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UserCodeError("the model has no parameter that requires a gradient; there is nothing to train")
+    _refuse_complex(model)
+    said = run_file.model
+    if isinstance(said, ForeignKeys):
+        if said.batch_norm == "grouped":
+            assert said.group_samples is not None
+            with_grouped_norm(model, said.group_samples)
+        elif said.batch_norm == "synchronised":
+            with_synchronised_norm(model)
+        declare(model, roles=said.roles, counts=said.counts, parts=said.parts)
+    return model
+
+
+def _refuse_complex(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex():
+            raise UserCodeError(
+                f"the parameter {name} is complex, and Shoal's norms, optimizers and checkpoints are of real numbers: "
+                "hold it as a real parameter [..., 2], and read it by torch.view_as_complex in forward"
+            )
+
+
+def skeleton_of(config: ModelConfig, given: UserObjects) -> nn.Module | None:
+    """One of Shoal's own models without storage; None where the model is the user's."""
+    if given.model is not None or isinstance(config, ForeignModel):
+        return None
+    with torch.device("meta"):
+        return build_model(config)
+
+
+def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """On `device`, what is floating in `dtype`. `Module.to(dtype)` would drop the imaginary part of complex buffers."""
+    lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        raise UserCodeError(f"parameter {lazy[0]} has no shape yet; run the lazy module once before returning it")
+    model.to(device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype).contiguous()  # fused optimizers read gradients without their strides
+    return model
+
+
+def check_layout_independent(model: nn.Module, *, shares: int, global_samples: int, micro_samples: int | None) -> None:
+    """Refuses batch statistics over whatever samples a rank happens to hold at a time, one of `shares` or less.
+
+    Raises `UserCodeError`.
+    """
+    whole = shares == 1 and (micro_samples is None or micro_samples >= global_samples)
+    if whole:
+        return
+    enter_training(model, frozen_modules(model))
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            raise UserCodeError(
+                f"module {name} ({type(module).__name__}) takes statistics over the samples of one microbatch of one "
+                'rank, so the result would depend on the layout; set model.batch_norm = "synchronised" to take them '
+                'over a microbatch of all ranks, or model.batch_norm = "grouped" and model.group_samples to take them '
+                "over declared groups of samples, put it into eval() to freeze it, or use GroupNorm or LayerNorm"
+            )
+
+
+def data_of(run_file: RunFile, given: UserObjects, environ: Mapping[str, str] = os.environ) -> Dataset:
+    """The data to train and evaluate on. A user's function returns a data set, or a pair (training, held out)."""
+    data = _opened_data(run_file, given, environ)
+    return data if run_file.data.stratify is None else replace(data, strata=_strata(run_file.data.stratify, data))
+
+
+def _strata(stratify: str, data: Dataset) -> np.ndarray:
+    """The classes by which `data.stratify` orders the training samples."""
+    if data.endless or data.parts:
+        what = "a mixture has weights instead" if data.parts else "this data has no number of samples"
+        raise ConfigError(f"data.stratify = {stratify!r} needs the class of each sample, and {what}; leave it out")
+    source = data.train.source if isinstance(data.train, AsInputs) else data.train
+    named = stratify != "targets"
+    return strata_of(data.train, call_named(stratify, {"data": source}, key="data.stratify") if named else None)
+
+
+def _opened_data(run_file: RunFile, given: UserObjects, environ: Mapping[str, str]) -> Dataset:
+    config = run_file.data
+    if isinstance(given.data, Dataset):
+        return given.data
+    if given.data is None and not isinstance(config, PythonData):
+        model = run_file.model
+        foreign = isinstance(model, TransformersConfig)
+        vocabulary = vocabulary_of(model) if foreign else getattr(model, "vocabulary", None)
+        return data_build.build(config, batch=run_file.batch, vocabulary=vocabulary, cache=cache_folder(environ))
+    data = _named_data(config) if isinstance(config, PythonData) and given.data is None else given.data
+    data = as_source(data)
+    if isinstance(data, tuple) and _is_pair(data):
+        return data_build.from_objects(data[0], data[1])
+    return data_build.from_objects(data)
+
+
+def _named_data(config: PythonData) -> Any:
+    """What the function `data.build` returns, or the iterables that it makes."""
+    function = find_named(config.build, key="data.build")
+
+    def call(**more: Any) -> Any:
+        return call_named(config.build, config.arguments | more, key="data.build")
+
+    counts = "start" not in config.arguments and takes_start(function)
+    return made_by(function, call, takes_start=counts)
+
+
+def loss_of(config: LossConfig, given: UserObjects) -> Loss:
+    """The loss: one value per sample or per position of the targets."""
+    loss = given.loss
+    if loss is None and isinstance(config, PythonLoss):
+        loss = call_named(config.build, config.arguments, key="loss.build")
+    if loss is None:
+        loss = squared_error if isinstance(config, SquaredError) else cross_entropy
+    if not callable(loss):
+        raise UserCodeError(f"the loss is of type {type(loss).__name__}; it must be a callable of (outputs, targets)")
+    return cast(Loss, loss)
+
+
+def _is_pair(data: tuple[Any, ...]) -> bool:
+    """(training, held out), and not a training set that happens to be a tuple of two samples."""
+    sets = all(part is None or may_be_data(part) for part in data)
+    return len(data) == 2 and sets and not isinstance(data[0], tuple)
+
+
+def may_be_data(part: Any) -> bool:
+    """Whether `part` has items, or may make something that has."""
+    return callable(part) or hasattr(part, "__getitem__") or hasattr(part, "__iter__")
+
+
+def _users_model(config: ModelConfig, given: UserObjects) -> Any:
+    """What the user gave for a model: an object, or what a function of a script or of the run file returns."""
+    if given.model is not None:
+        ready = isinstance(given.model, nn.Module) or not callable(given.model)
+        return given.model if ready else given.model()
+    if isinstance(config, PythonModel):
+        return call_named(config.build, config.arguments, key="model.build")
+    if isinstance(config, TransformersConfig):
+        from shoal.models.huggingface.build import build
+
+        return build(config)
+    return None
+
+
+def _seed_everything(seed: int) -> None:
+    torch.manual_seed(key_of(seed, "user model"))
+    random.seed(key_of(seed, "user model"))
+    np.random.seed(key_of(seed, "user model") % 2**32)

@@ -1,0 +1,141 @@
+"""The gradients that a run file asks for, on one membership: which stage of ZeRO, one set for each optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shoal import units
+from shoal.assembly.coding import piece_codecs
+from shoal.assembly.splitting import Divided, blocks_in, trained_in
+from shoal.assembly.table_gradients import dense_and_tables, with_tables
+from shoal.comm.exchanges.credited import NewPartitionSum
+from shoal.comm.exchanges.exchange import AllReduce, NewExchange
+from shoal.comm.mesh import Mesh
+from shoal.errors import ConfigError
+from shoal.gradients.build import Summing, build_gradients
+from shoal.gradients.flat import ALIGNMENT
+from shoal.gradients.gradients import Gradients
+from shoal.gradients.joint import JointGradients
+from shoal.gradients.priority import PriorityGradients
+from shoal.memory.config import MemoryConfig
+from shoal.optim.adopt import OwnOptimizer
+from shoal.optim.declared import Granularity
+from shoal.optim.parts import Parts
+from shoal.runfile.run_file import RunFile
+from shoal.state.ownership import Owned, Trained
+from shoal.sync.strategy import Sync
+from shoal.topology.axes import Axis
+
+ZERO_OF_SHARD = 3
+"""The stage of ZeRO over `layout.shard` if `memory.zero` is left out: everything is divided, as users of FSDP expect.
+"""
+
+_NORM_AXES: Mapping[bool, tuple[Axis, ...]] = {
+    False: ("pipeline", "shard", "context", "tensor"),
+    True: ("shard", "context", "tensor"),
+}
+"""Whose gradients have one norm: those of a replica, or of one stage if stages are at different updates."""
+
+
+def zero_of(memory: MemoryConfig, mesh: Mesh) -> int | None:
+    """The stage of ZeRO; None if no rank shares its copy of the model with ranks that see other samples."""
+    return None if mesh.layout.shard == 1 else memory.zero or ZERO_OF_SHARD
+
+
+def gathering_of(memory: MemoryConfig, parts: Divided, mesh: Mesh) -> tuple[bool, str] | None:
+    """(whether blocks were found, a sentence of what ZeRO-3 gathers at a time); None where it gathers nothing."""
+    if zero_of(memory, mesh) != 3:
+        return None
+    model = parts.split.model
+    trained = {id(each.parameter): each.parameter.numel() for each in trained_in(parts)}
+    blocks = blocks_in(model, parts.stages, mesh.layout.index("pipeline", mesh.rank))
+    names = {id(module): name for name, module in model.named_modules()}
+    own = [sum(trained.get(id(p), 0) for p in block.parameters()) for block in blocks]
+    found = [names[id(block)] for block, numbers in zip(blocks, own, strict=True) if numbers]
+    if not found:
+        return False, (
+            f"ZeRO-3 found no blocks in {type(model).__name__}, so all of its parameters are gathered at once and stay "
+            "until the backward is over: hold its layers in an nn.ModuleList and call them as modules"
+        )
+    named = found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
+    rest = 1 - sum(own) / max(1, sum(trained.values()))
+    return True, (
+        f"ZeRO-3 gathers {units.plural(len(found), 'block')} ({named}) one after the other; the other "
+        f"{max(0.0, rest):.0%} of the parameters stay from their first use until the backward is over"
+    )
+
+
+def build_run_gradients(
+    run_file: RunFile,
+    parts: Divided,
+    mesh: Mesh,
+    sync: Sync,
+    *,
+    exchange: NewExchange,
+    partition: NewPartitionSum = AllReduce,
+    one_host: bool,
+    optimizers: Sequence[OwnOptimizer] = (),
+) -> Gradients:
+    """How this rank's gradients are reduced, and what its optimizer runs on. The parameters' memory may be moved.
+
+    Ranks that sum a gradient do so by `exchange`; under a schedule by priority, by `partition`. `one_host`: all ranks
+    are on one host. `optimizers` are a script's own; several have gradients apart.
+    """
+    config, (trained, tables) = run_file.gradients, dense_and_tables(run_file, parts)
+    if mesh.device.type == "cpu" and not one_host:
+        config = config.between_hosts()
+    if config.schedule == "priority":
+        lane = mesh.axis("replicate", lane="gradients")
+        return PriorityGradients(
+            config,
+            trained,
+            model=parts.split.model,
+            lane=lane,
+            ledger=mesh.ledger,
+            partition=partition,
+            whole=run_file.codec.codes_matrices,
+        )
+    blocks = blocks_in(parts.split.model, parts.stages, mesh.layout.index("pipeline", mesh.rank))
+    replica, several = mesh.axis(*_NORM_AXES[run_file.pipeline.asynchronous]), len(optimizers) > 1
+    if several and tables:
+        raise ConfigError(
+            f"{tables[0].holding.name} is the weight of an EmbeddingTable, which a loop with several optimizers does "
+            "not serve; use nn.Embedding, or one optimizer"
+        )
+
+    def of(own: Sequence[Trained], works_on: Granularity, undivided: int = 1) -> Gradients:
+        whole = works_on == "matrices" or run_file.codec.codes_matrices
+        there = {id(each.parameter) for each in own}
+        return build_gradients(
+            config,
+            own,
+            zero=zero_of(run_file.memory, mesh),
+            groups=mesh.ranks,
+            replica=replica,
+            model=parts.split.model,
+            blocks=[block for block in blocks if not several or any(id(p) in there for p in block.parameters())],
+            summing=Summing(
+                sync.gradient_ranks,
+                exchange,
+                lockstep=None if several else mesh.axis(*sync.lockstep_axes),
+                undivided=None if whole else max(undivided, ALIGNMENT),
+                pieces=piece_codecs(run_file.shard_codec),
+            ),
+        )
+
+    if not several:
+        own = run_file.optimizer
+        dense = of(trained, optimizers[0].works_on) if optimizers else of(trained, own.works_on, own.undivided)
+        return with_tables(dense, tables, parts, groups=mesh.ranks, replica=replica, ranks=sync.gradient_ranks)
+    return JointGradients([of([t for t in trained if t.holding.name in set(o.names)], o.works_on) for o in optimizers])
+
+
+def parts_on(run_file: RunFile, owned: Sequence[Owned], mesh: Mesh, sync: Sync) -> Parts:
+    """What this rank's optimizer steps, and with whom it makes up whole parameters, and equal updates.
+
+    Replicas do not share work where each has a state of its own, where one may go on without another, or where updates
+    are made one parameter after the other.
+    """
+    axes = _NORM_AXES[run_file.pipeline.asynchronous]
+    shared = sync.keeps_replicas_equal and run_file.elastic is None and run_file.gradients.schedule != "priority"
+    return Parts(owned, mesh.axis(*axes), mesh.axis("replicate", *axes) if shared else mesh.axis(*axes))

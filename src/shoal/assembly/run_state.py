@@ -1,0 +1,149 @@
+"""The state of a run on one rank: what its checkpoints hold, by sections."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch.nn import Parameter
+
+from shoal.assembly.epoch_end import epoch_samples
+from shoal.assembly.generation import Generation
+from shoal.assembly.run_gradients import parts_on, zero_of
+from shoal.assembly.sameness import contents_of
+from shoal.assembly.splitting import trained_in
+from shoal.assembly.trained_set import FrozenParameters
+from shoal.assembly.workload import Workload
+from shoal.engine.extra_state import ExtraSection
+from shoal.engine.precision import LossScaler
+from shoal.engine.state import (
+    FactsSection,
+    HeldWeight,
+    ModelSection,
+    OptimizerSection,
+    Progress,
+    TrainState,
+    held_pieces,
+)
+from shoal.errors import ConfigError
+from shoal.gradients.residuals import ResidualSection
+from shoal.memory.config import MemoryConfig
+from shoal.optim.build import build_optimizer
+from shoal.optim.declared import Slot
+from shoal.optim.parts import SeesParts
+from shoal.optim.schedule import peak_rate
+from shoal.runfile.run_file import RunFile
+from shoal.state.ownership import Owned, boxes_in
+from shoal.state.section import Section
+from shoal.topology.holding import Holding
+
+
+def build_state(run_file: RunFile, generation: Generation, workload: Workload, scaler: LossScaler) -> TrainState:
+    """The state before the first step. Raises `ConfigError` for an optimizer of the script that servers cannot use."""
+    split, gradients, own = generation.parts.split, generation.gradients, workload.optimizers
+    served = generation.agreement.served
+    if served is not None and own:
+        raise ConfigError(
+            'sync.kind = "server" with an optimizer of the script: servers make theirs from [optimizer]; leave '
+            "one of the two out"
+        )
+    identity = {
+        "run.seed": run_file.run.seed,
+        "data.shuffle": run_file.data.shuffle,
+        **({} if run_file.data.stratify is None else {"data.stratify": run_file.data.stratify}),
+        "the number of training samples": epoch_samples(run_file.batch, len(workload.data.train)),
+        "optimizer.kind": " and ".join(o.kind for o in own) or run_file.optimizer.variant,
+    }
+    model, owned, names = ModelSection(split.model), None, ()
+    layout = generation.mesh.layout
+    if layout.replica_size > 1:
+        owned, names = gradients.owned, {*split.shapes, *split.buffers}
+        model = ModelSection(split.model, _held(run_file.memory, generation), owned, names)
+    elif served is not None:
+        owned, names = served, {*split.shapes}
+        if any(role.kind == "table" for role in split.roles.values()):
+            model = ModelSection(split.model, _held_beside_tables(generation, served), names={*names, *split.buffers})
+    shared = served is not None or generation.sync.keeps_replicas_equal
+    tuned = [] if gradients.tuned is None else [FactsSection("gradients", gradients.tuned)]
+    exchanges = [] if generation.coded is None else generation.coded.made
+    sender = run_file.optimizer if run_file.optimizer.sends_momentum else run_file.codec
+    residuals = ResidualSection(
+        sender.variant,
+        exchanges,
+        gradients.owned,
+        feedback=run_file.optimizer.sends_momentum or run_file.codec.feedback,
+    )
+    replica = None if shared else layout.index("replicate", generation.mesh.rank)
+
+    def section(optimizer: torch.optim.Optimizer, slots: Sequence[Slot], only: Collection[str] | None = None):
+        known = {*names, *split.shapes} if isinstance(optimizer, SeesParts) else names  # some have slots elsewhere
+        return OptimizerSection(optimizer, slots, split.model, owned, known, replica=replica, only=only)
+
+    if not own:
+        built = _connected(_built(run_file, generation), run_file, generation)
+        optimizers = [section(built, run_file.optimizer.all_slots)]
+    else:
+        stepped = [(owned.name, owned.parameter) for owned in gradients.owned]
+        adopted = [_connected(o.adopt(stepped), run_file, generation) for o in own]
+        only = [None if len(own) == 1 else o.names for o in own]
+        optimizers = [section(a, o.slots, names) for a, o, names in zip(adopted, own, only, strict=True)]
+    progress = Progress(identity, contents_of(workload.samples))
+    others = [*tuned, residuals, *generation.agreement.sections, *_of_script(generation, workload)]
+    return TrainState(model, optimizers[0], progress, [*optimizers[1:], FactsSection("scaler", scaler), *others])
+
+
+def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
+    """The run file's optimizer, over what this rank owns, or serves to all."""
+    roles, served = generation.parts.split.roles, generation.agreement.served
+    stepped = generation.gradients.owned if served is None else served
+    parameters = [(owned.name, owned.parameter, roles[owned.name].decay) for owned in stepped]
+    peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
+    sparse = [name for name, role in roles.items() if role.kind == "table"]
+    shapes = {owned.name: owned.holding.global_shape for owned in stepped}
+    kinds = {name: role.kind for name, role in roles.items()}
+    return build_optimizer(run_file.optimizer, parameters, lr=peak, sparse=sparse, shapes=shapes, kinds=kinds)
+
+
+def _connected(optimizer: torch.optim.Optimizer, run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
+    """The same; one that asks something of whole parameters is told where their parts are."""
+    if isinstance(optimizer, SeesParts) and generation.agreement.served is None:
+        parts = parts_on(run_file, generation.gradients.owned, generation.mesh, generation.sync)
+        optimizer.connect(parts.of(optimizer))
+    return optimizer
+
+
+def _of_script(generation: Generation, workload: Workload) -> list[Section]:
+    """The state of what a script passed."""
+    if not workload.optimizers:
+        return [ExtraSection(workload.objects.state)] if workload.objects.state else []
+    groups = ["optimizer_groups", *(f"optimizer_groups_{n}" for n in range(1, len(workload.optimizers)))]
+    own = [FactsSection(name, optimizer) for name, optimizer in zip(groups, workload.optimizers, strict=False)]
+    frozen = FrozenParameters({each.holding.name: each.parameter for each in trained_in(generation.parts)})
+    extra = [ExtraSection(workload.objects.state)] if workload.objects.state else []
+    return [*own, FactsSection("frozen", frozen), *extra]
+
+
+def _held_beside_tables(generation: Generation, served: Sequence[Owned]) -> list[HeldWeight]:
+    """Where servers hold the tables: this rank's copy of the other weights, and what it serves of the tables."""
+    split = generation.parts.split
+    tables = [owned for owned in served if split.roles[owned.name].kind == "table"]
+    away = {name for name, role in split.roles.items() if role.kind == "table" and name not in split.frozen}
+    held = _weights(split.held)
+    return [*(weight for weight in held if weight.name not in away), *held_pieces(tables)]
+
+
+def _held(memory: MemoryConfig, generation: Generation) -> list[HeldWeight]:
+    """The weights that are saved from this rank: what it computes with, or under ZeRO-3 what it updates."""
+    split = generation.parts.split
+    held = _weights(split.held)
+    if zero_of(memory, generation.mesh) != 3:
+        return held
+    return [*held_pieces(generation.gradients.owned), *(weight for weight in held if weight.name in split.frozen)]
+
+
+def _weights(held: Sequence[tuple[Holding, Parameter]]) -> list[HeldWeight]:
+    return [
+        HeldWeight(holding.name, part, holding.global_shape, box)
+        for holding, parameter in held
+        for box, part in boxes_in(holding, parameter)
+    ]

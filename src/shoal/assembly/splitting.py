@@ -1,0 +1,213 @@
+"""From the tables `[layout]`, `[pipeline]`, `[context]` and `[memory]` to this rank's part of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shoal.assembly.microbatching import Microbatching, global_batch_of
+from shoal.comm.mesh import Mesh
+from shoal.engine.compute import Compute, Cut, uncut
+from shoal.engine.float8 import use_float8
+from shoal.engine.forward_backward import (
+    ForwardBackward,
+    PipelinedForwardBackward,
+    SequentialForwardBackward,
+    as_they_are,
+)
+from shoal.engine.logits import gathered_outputs, loss_of_logits
+from shoal.engine.loss import Loss
+from shoal.engine.microbatches import cut_sequences
+from shoal.engine.precision import Precision
+from shoal.engine.randomness import Randomness
+from shoal.memory.recompute import check_recompute, recompute
+from shoal.models.config import ForeignModel
+from shoal.models.initialise import PartOf, initialise_parts
+from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
+from shoal.models.roles import DeclaresParts
+from shoal.parallel.context.shard import positions
+from shoal.parallel.pipeline.cut import balanced_cut, cut_at, estimated_costs
+from shoal.parallel.pipeline.stages import Stages, staged
+from shoal.parallel.split import Split, split_model
+from shoal.runfile.run_file import RunFile
+from shoal.schedules.build import build
+from shoal.schedules.table import ScheduleTable
+from shoal.state.ownership import Trained
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""Modules that are never called themselves."""
+
+
+@dataclass(frozen=True)
+class Divided:
+    """A rank's part of the model; `table` and `stages` where it is some stages of a pipeline."""
+
+    split: Split
+    table: ScheduleTable | None
+    stages: Stages | None
+
+
+def table_of(run_file: RunFile, in_flight: int) -> ScheduleTable | None:
+    """The schedule of the pipeline; None without one. Raises `LayoutError` where the schedule refuses the sizes."""
+    ranks, pipeline = run_file.layout.pipeline, run_file.pipeline
+    if ranks == 1:
+        return None
+    return build(pipeline.schedule, ranks=ranks, microbatches=in_flight, stages_per_rank=pipeline.stages_per_rank)
+
+
+def divided(run_file: RunFile, model: nn.Module, mesh: Mesh, *, in_flight: int) -> Divided:
+    """Leaves in `model`, in place, this rank's part of it, with what is computed again in the backward."""
+    memory = run_file.memory
+    check_recompute(model, memory.recompute, layers=memory.recompute_layers)
+    table = table_of(run_file, in_flight)
+    stages = None if table is None else _stages(model, table, by_hand=run_file.pipeline.cut)
+    split = split_model(
+        model,
+        mesh,
+        stages=stages,
+        sequence_parallel=run_file.layout.sequence_parallel,
+        context=run_file.context.kind,
+        grid_rows=None if run_file.layout.tensor_grid is None else run_file.layout.tensor_grid[0],
+    )
+    use_float8(model, run_file.precision, device=mesh.device)
+    recompute(model, memory.recompute, layers=memory.recompute_layers)
+    return Divided(split, table, stages)
+
+
+def trained_in(parts: Divided) -> list[Trained]:
+    """The parameters that this rank trains, and where each stands in the unsplit model."""
+    return [Trained(holding, p) for holding, p in parts.split.held if p.requires_grad]
+
+
+def draw_parts(split: Split, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Storage and first values for this rank's part of a model that was built without: those of the unsplit model."""
+    laws = {name: law for name, role in split.roles.items() if (law := role.init) is not None}
+    parts = {
+        name: PartOf(holding.name, holding.global_shape, holding.box.offset, laws[holding.name])
+        for name, holding in split.holdings.items()
+    }
+    initialise_parts(split.model, parts, seed=seed, device=device, dtype=dtype)
+
+
+def build_forward_backward(
+    run_file: RunFile, parts: Divided, mesh: Mesh, *, loss: Loss, precision: Precision, microbatching: Microbatching
+) -> ForwardBackward:
+    """Forward and backward of this rank's part."""
+    model, arrange = parts.split.model, microbatching.uniform or as_they_are
+    draws = draws_of(run_file, model, one_at_a_time=parts.table is None)
+    if draws is not None:
+        draws.slices = _slices(parts, mesh, sequence_parallel=run_file.layout.sequence_parallel)
+    randomness = Randomness(model, seed=run_file.run.seed, replica=mesh.batch_share[0], draws=draws)
+    vocabulary, table = parts.split.vocabulary, parts.table
+    last = table is None or table.placement[table.last_stage] == mesh.layout.index("pipeline", mesh.rank)
+    compute = Compute(
+        model,
+        loss_of_logits(loss, vocabulary, mesh, model=model if last else None, chunks=run_file.memory.loss_chunks),
+        precision,
+        mesh.device,
+        randomness,
+        cut=_cut(mesh),
+        gathered=gathered_outputs(vocabulary, mesh),
+        global_batch=global_batch_of(run_file, mesh),
+    )
+    first = mesh.layout.index("tensor", mesh.rank) == 0
+    if table is None or parts.stages is None:
+        return SequentialForwardBackward(compute, arrange, counts=first)
+    pipeline = mesh.axis("pipeline")
+    back = mesh.axis("pipeline", lane="back") if mesh.device.type == "cuda" else pipeline
+    return PipelinedForwardBackward(
+        compute,
+        table,
+        parts.stages,
+        arrange,
+        group=pipeline,
+        back=back,
+        counts=first and last,
+        splits=run_file.memory.recompute not in ("operators", "full") and run_file.memory.loss_chunks == 1,
+        codec=run_file.pipeline.stage_codec,
+    )
+
+
+def draws_of(run_file: RunFile, model: nn.Module, *, one_at_a_time: bool = True) -> KeyedDraws | None:
+    """The mode that keys what a user's module draws; None for Shoal's own, for one that draws nothing, and for one that
+    is compiled.
+    """
+    if not isinstance(run_file.model, ForeignModel) or run_file.run.compile or draws_nothing(model):
+        return None
+    return KeyedDraws(model, seed=run_file.run.seed, one_at_a_time=one_at_a_time)
+
+
+def _slices(parts: Divided, mesh: Mesh, *, sequence_parallel: bool) -> Slices:
+    """What this rank holds of each sample: places of the sequence, and features between split layers."""
+    size, rank = mesh.layout.context, mesh.layout.index("context", mesh.rank)
+    tensor, place = mesh.axis("tensor"), mesh.layout.index("tensor", mesh.rank)
+    sliced = tensor.size if sequence_parallel else 1
+
+    def sequence(tokens: int) -> dict[int, Extent]:
+        if size * sliced == 1 or not tokens:
+            return {}
+        places = positions(tokens * size, size=size, rank=rank)
+        found = {tokens: Extent(places, tokens * size)}
+        if tokens % sliced == 0:
+            each = tokens // sliced
+            found[each] = Extent(places[place * each : (place + 1) * each], tokens * size)
+        return found
+
+    split = parts.split
+    return Slices(sequence, split.columns, split.rows)
+
+
+def blocks_in(model: nn.Module, stages: Stages | None, rank: int) -> list[nn.Module]:
+    """The modules that ZeRO-3 gathers one after the other: the blocks of the chain that this rank holds.
+
+    A model that declares no chain has its blocks in `nn.ModuleList`s, or in `nn.Sequential`s of modules that have
+    submodules, however deep these lie (`transformer.h`, `model.layers`, `layer1`).
+    """
+    if not isinstance(model, DeclaresParts):
+        return list(dict.fromkeys(_called_blocks(model)))
+    held = range(len(model.parts())) if stages is None else _held_parts(stages, rank)
+    parts = model.parts()
+    return [model.get_submodule(parts[i].modules[0]) for i in held if 0 < i < len(parts) - 1]
+
+
+def _called_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    """Containers are never called themselves, what they hold is."""
+    for child in module.children():
+        if isinstance(child, CONTAINERS):
+            yield from _contents(child)
+        elif isinstance(child, nn.Sequential) and any(True for block in child for _ in block.children()):
+            yield from child
+        else:
+            yield from _called_blocks(child)
+
+
+def _contents(container: nn.Module) -> Iterator[nn.Module]:
+    for child in container.children():
+        yield from _contents(child) if isinstance(child, CONTAINERS) else (child,)
+
+
+def _stages(model: nn.Module, table: ScheduleTable, *, by_hand: Sequence[str] | None) -> Stages:
+    parts = list(model.parts()) if isinstance(model, DeclaresParts) else []
+    if not parts:
+        return staged(model, (), table.placement)  # refuses: the model is no chain
+    names = [part.name for part in parts]
+    if by_hand is not None:
+        cut = cut_at(names, by_hand, stages=table.stages)
+    else:
+        cut = balanced_cut(estimated_costs(model, parts), table.stages)
+    return staged(model, cut, table.placement)
+
+
+def _held_parts(stages: Stages, rank: int) -> list[int]:
+    return [part for stage, parts in enumerate(stages.cut) if stages.placement[stage] == rank for part in parts]
+
+
+def _cut(mesh: Mesh) -> Cut:
+    """What a rank keeps of every sample: all, or its places of the sequence."""
+    size, place = mesh.layout.context, mesh.layout.index("context", mesh.rank)
+    if size == 1:
+        return uncut
+    return cut_sequences(lambda tokens: positions(tokens, size=size, rank=place))

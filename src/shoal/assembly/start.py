@@ -1,0 +1,227 @@
+"""Being a rank, or starting them: what a process of `shoal train` or of a user's script does first.
+
+A process that a launcher started (Shoal's own, torchrun, srun, mpiexec) is a rank. Any other starts the ranks, each
+with the command that it was itself started with, and waits for them; it imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from shoal import units
+from shoal.assembly.failed_run import alerts, tell_of_failure
+from shoal.assembly.lab import processes_in
+from shoal.comm.mpi.world import why_no_mpi
+from shoal.errors import EnvironmentFault, OutOfMemory, Stopped, UsageError
+from shoal.launch.devices import gpus
+from shoal.launch.environment import Place, place_from
+from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, is_out_of_memory, report_failure
+from shoal.launch.lab.lab_file import Lab
+from shoal.launch.lab.start import run_in_lab
+from shoal.launch.lock import RunLock
+from shoal.launch.rank_process import die_with_parent
+from shoal.launch.root_cause import ExitCode
+from shoal.launch.signals import end_at_once
+from shoal.launch.spawn import run_ranks
+from shoal.launch.supervision import NOTHING_KEPT, Patience, say
+from shoal.launch.versions import check_torch_version, installed
+from shoal.observe.facts import facts_path, write_facts
+from shoal.resilience.config import COORDINATOR, ElasticConfig
+from shoal.runfile.rules import check_across
+from shoal.runfile.run_file import RunFile, statistics_group, with_processes
+from shoal.temporary_folder import temporary_folder
+
+DEFAULT_PROCESSES = 2
+
+
+@dataclass(frozen=True)
+class Planner:
+    """What the planner does for a start. `arrange` completes the layout of a run file on a known number of ranks
+    (`layout.auto`; no place: in the process that starts the ranks), `memory_advice` says what would free memory.
+    """
+
+    arrange: Callable[[RunFile, Place | None], RunFile]
+    memory_advice: Callable[[RunFile], str]
+
+
+def processes_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> int:
+    """How many ranks to start: as the run file says, else the layout's product, else one per GPU, else two."""
+    if run_file.elastic is not None:
+        return run_file.elastic.max * run_file.layout.replica_size
+    if run_file.run.processes is not None:
+        run_file.layout.layout(run_file.run.processes)
+        return run_file.run.processes
+    if run_file.layout.default_processes is not None:
+        return run_file.layout.default_processes
+    there = gpus(environ) if run_file.run.device != "cpu" else 0
+    return there or min(DEFAULT_PROCESSES, max(1, run_file.batch.global_samples // statistics_group(run_file.model)))
+
+
+def run(
+    run_file: RunFile,
+    command: Sequence[str],
+    be_rank: Callable[[RunFile, Place], None],
+    *,
+    directory: Path,
+    file: str,
+    writes: bool = True,
+    lab: Lab | None = None,
+    planner: Planner | None = None,
+    environ: Mapping[str, str] = os.environ,
+) -> ExitCode:
+    """The exit code of the whole run; a rank never returns from a failure, it leaves with its code.
+
+    A run that `writes` to its directory holds the lock of it. In a `lab` there are as many ranks as it has. Raises
+    `UsageError` and `EnvironmentFault` before any process has started.
+    """
+    place = place_from(environ)
+    started_here = processes_of(run_file, environ) if lab is None else processes_in(lab, run_file.run, place)
+    if place is None or run_file.elastic is not None:
+        processes, sized = started_here, with_processes(run_file, started_here)
+    else:
+        processes, sized = place.world_size, as_launched(run_file, place)
+    run_file = checked(sized, place, file=file, planner=planner)
+    if run_file.run.device == "cuda" and (installed("torch") or "").endswith("+cpu"):
+        raise EnvironmentFault(
+            f'run.device = "cuda", and torch {installed("torch")} is built without CUDA: install a build with it, or '
+            'set run.device to "auto" or "cpu"'
+        )
+    if place is None and run_file.wire.transport == "mpi":
+        raise EnvironmentFault(f'wire.transport = "mpi", but {why_no_mpi(environ)}; or set it to "auto"')
+    if place is None:
+        joins, goes_on_elsewhere = _joins_a_coordinator(run_file.elastic, environ), False
+        began_s = time.time()
+        with ExitStack() as stack:
+            keep_fds = [stack.enter_context(RunLock(directory, shared=joins)).fd] if writes else []
+            # A script of the user's own may do anything before it calls Shoal.
+            start_s = run_file.run.start_timeout_s if list(command[1:3]) == ["-m", "shoal"] else None
+            patience = replace(Patience() if writes else NOTHING_KEPT, start_s=start_s)
+            logs = directory if writes else stack.enter_context(temporary_folder())
+            if writes and not joins and facts_path(directory).is_file():
+                write_facts(directory, {"state": ""})  # that of the start before
+            if lab is not None:
+                code = run_in_lab(
+                    lab, command, run_directory=logs, environ=environ, keep_fds=keep_fds, patience=patience
+                )
+            elif run_file.elastic is not None:
+                from shoal.fleet.launch import ElasticJob, run_elastic
+
+                ranks, samples = processes // run_file.elastic.max, run_file.batch.global_samples
+                warn = stack.enter_context(alerts(run_file.observe.webhook, directory.name))
+                preemption = run_file.run.preemption_file, run_file.run.preemption_url
+                job = ElasticJob(command, ranks, run_file.run.steps, logs, samples, warn, start_s, preemption)
+                code, goes_on_elsewhere = run_elastic(job, run_file.elastic, environ=environ, keep_fds=keep_fds)
+            else:
+                code = run_ranks(
+                    command,
+                    processes=processes,
+                    run_directory=logs,
+                    environ=environ,
+                    keep_fds=keep_fds,
+                    patience=patience,
+                )
+        if code == OutOfMemory.exit_code and planner is not None:
+            print(planner.memory_advice(run_file), file=sys.stderr, flush=True)
+        if writes and not goes_on_elsewhere and code not in (0, Stopped.exit_code):
+            tell_of_failure(run_file, directory, code, since_s=began_s)
+        return code
+
+    def ranked() -> None:
+        locks = writes and place.rank == 0 and place.launcher != "shoal"
+        try:
+            with RunLock(directory) if locks else nullcontext():
+                be_rank(run_file, place)
+        except OSError as error:
+            if not writes or directory.is_dir():
+                raise
+            raise EnvironmentFault(
+                f"the run directory {directory} was removed while the run wrote to it ({error}): start the run again, "
+                "and remove a run directory only when its run is over"
+            ) from error
+
+    as_rank(place, ranked, environ, None if planner is None else partial(planner.memory_advice, run_file))
+    return ExitCode(0)
+
+
+def _joins_a_coordinator(elastic: ElasticConfig | None, environ: Mapping[str, str]) -> bool:
+    """Whether launchers on other hosts may be part of the same run. Raises `UsageError` where none can be."""
+    named = bool(environ.get(COORDINATOR))
+    if named and elastic is None:
+        raise UsageError(
+            "a coordinator is named, and the run file has no table [elastic]: it says how many replicas train; add it, "
+            "or leave the coordinator out"
+        )
+    return named
+
+
+def as_launched(run_file: RunFile, place: Place) -> RunFile:
+    """The run file on the ranks that a launcher has started. Rank 0 says so where `run.processes` is another number."""
+    asked = run_file.run.processes
+    if asked not in (None, place.world_size) and place.rank == 0:
+        ranks = units.plural(place.world_size, "rank")
+        say(f"shoal: run.processes = {asked} is passed over: the launcher has started {ranks}, and all of them train")
+    return with_processes(run_file, place.world_size)
+
+
+def checked(run_file: RunFile, place: Place | None, *, file: str, planner: Planner | None) -> RunFile:
+    """The run file with its layout completed, after every check that needs no rank. Raises `ConfigError` and others."""
+    if planner is not None:
+        run_file = planner.arrange(run_file, place)
+    check_across(run_file, file=file)
+    check_torch_version()
+    return run_file
+
+
+def as_rank(
+    place: Place, work: Callable[[], None], environ: Mapping[str, str], advice: Callable[[], str] | None = None
+) -> None:
+    """Does a rank's `work`; see `in_rank`."""
+    with in_rank(place, environ, advice):
+        work()
+    sys.stdout.flush()
+
+
+@contextmanager
+def in_rank(place: Place, environ: Mapping[str, str], advice: Callable[[], str] | None = None) -> Iterator[None]:
+    """A rank's work: the process ends with its launcher; if it fails, it leaves a record and never comes out.
+
+    `advice` says what would free memory, to a rank that ran out of it under another launcher than Shoal's own, which
+    says it itself.
+    """
+    folder, torchrun_file = (
+        Path(path) if (path := environ.get(name)) else None for name in (FAILURE_FOLDER, TORCHRUN_FILE)
+    )
+    with report_failure(place, folder, torchrun_file=torchrun_file), end_at_once():
+        if place.launcher == "shoal":
+            die_with_parent(environ)
+        try:
+            yield
+        except Exception as error:
+            if place.launcher != "shoal" and place.world_size > 1:
+                _tell_others(place, environ, error)
+            if place.launcher != "shoal" and advice is not None and is_out_of_memory(error):
+                raise OutOfMemory("\n".join([failure_of(error, place.rank).message, *_said(advice)])) from error
+            raise
+
+
+def _said(advice: Callable[[], str]) -> list[str]:
+    try:
+        return [advice()]
+    except MemoryError:
+        return []  # there is none left for it either
+
+
+def _tell_others(place: Place, environ: Mapping[str, str], error: Exception) -> None:
+    """Of a failure of this rank's own: ranks that still wait for it at the start then end too, with its sentence."""
+    failure = failure_of(error, place.rank)
+    if not failure.secondary and failure.exit_code != Stopped.exit_code:
+        from shoal.launch.rendezvous import tell_failure
+
+        tell_failure(place, environ, failure.message or failure.kind)

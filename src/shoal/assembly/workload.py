@@ -1,0 +1,107 @@
+"""`Workload`: what a run trains, on which data, towards which loss. It outlives every change of the membership."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from shoal.assembly.epoch_end import check_short_step
+from shoal.assembly.objects import UserObjects, check_layout_independent, data_of, loss_of, model_of, skeleton_of
+from shoal.assembly.process import Process
+from shoal.assembly.reading import check_reading, slow_reads
+from shoal.assembly.sameness import require_same, require_same_code, require_same_length, samples_of, shapes_of
+from shoal.data.build import Dataset
+from shoal.data.config import StdlibText, TextFiles, Tokens
+from shoal.engine.loss import Loss
+from shoal.engine.precision import Precision, precision_of
+from shoal.models.huggingface.config import TransformersConfig
+from shoal.models.huggingface.model import check_plans
+from shoal.optim.adopt import OwnOptimizer, own_optimizers
+from shoal.runfile.run_file import RunFile
+from shoal.topology.layout import Layout
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The unsplit model, without storage if it is one of Shoal's own (`drawn_later`); data, loss and precision.
+
+    `objects` are what a script passed, `optimizers` those among them; none: the run file's is built. `samples` are the
+    lines of `sameness.samples_of`.
+    """
+
+    model: nn.Module
+    drawn_later: bool
+    data: Dataset
+    loss: Loss
+    precision: Precision
+    objects: UserObjects
+    optimizers: Sequence[OwnOptimizer] = ()
+    samples: Sequence[str] = ()
+
+    @property
+    def trained_with(self) -> list[object]:
+        """The objects whose code decides what is trained."""
+        return [*self.model.modules(), self.data.train, self.data.held_out, self.loss]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the parameters."""
+        return self.precision.parameters
+
+
+def build_workload(
+    run_file: RunFile, process: Process, objects: UserObjects, *, layout: Layout, micro_samples: int | None
+) -> Workload:
+    """Builds it on this rank, and compares it with rank 0's.
+
+    Raises `UserCodeError` if the ranks built different models or data, or if the model takes statistics over whatever
+    samples a rank happens to hold.
+    """
+    workload = load_workload(
+        run_file, objects, device=process.device, environ=process.environ, layout=layout, micro_samples=micro_samples
+    )
+    require_same_code(process.place.rank, process.announce, workload.trained_with)
+    slow = slow_reads(run_file.wire, rank=process.place.rank, ranks=process.place.world_size)
+    if workload.data.iterable is not None:
+        require_same_length(process.place.rank, process.first, workload.data.iterable)
+    samples = samples_of(workload.data, slow, first=run_file.batch.global_samples)
+    require_same(process.place.rank, process.announce, {"model": shapes_of(workload.model), "data": samples})
+    return replace(workload, samples=samples)
+
+
+def load_workload(
+    run_file: RunFile,
+    objects: UserObjects,
+    *,
+    device: torch.device,
+    environ: Mapping[str, str],
+    layout: Layout,
+    micro_samples: int | None,
+) -> Workload:
+    """Builds it on this rank alone. Raises `UserCodeError`, as `build_workload` does for the model."""
+    precision = precision_of(run_file.precision)
+    skeleton = skeleton_of(run_file.model, objects)
+    model = skeleton or model_of(run_file, objects, device=device, dtype=precision.parameters)
+    shares = layout.replicate * layout.shard
+    if isinstance(run_file.model, TransformersConfig) and objects.model is None:
+        cut = isinstance(run_file.data, StdlibText | TextFiles | Tokens)
+        sequence = run_file.batch.sequence if cut and objects.data is None else None
+        check_plans(model, layout, sequence_parallel=run_file.layout.sequence_parallel, sequence=sequence)
+    check_layout_independent(
+        model, shares=shares, global_samples=run_file.batch.global_samples, micro_samples=micro_samples
+    )
+    loss, data = loss_of(run_file.loss, objects), data_of(run_file, objects, environ)
+    check_reading(run_file, data)
+    check_short_step(run_file, len(data.train), layout)
+    optimizers = own_optimizers(objects.optimizers, model) if objects.optimizers else []
+    return Workload(model, skeleton is not None, data, loss, precision, objects, optimizers)
+
+
+def with_new_model(workload: Workload, run_file: RunFile, device: torch.device) -> Workload:
+    """The same workload with a model that no generation has changed yet, before its first step."""
+    skeleton = skeleton_of(run_file.model, workload.objects)
+    model = skeleton or model_of(run_file, workload.objects, device=device, dtype=workload.dtype)
+    return replace(workload, model=model, drawn_later=skeleton is not None)

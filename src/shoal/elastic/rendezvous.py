@@ -1,0 +1,203 @@
+"""Where ranks meet: those of a replica at a store that its first rank hosts, those of a generation at the store of its
+first member.
+
+So no store outlives the replicas that need it, and none is lost with a replica that is not the first of the generation.
+A rank talks to a generation's store over a connection of its own, also where it hosts the store: when a member is lost,
+the rank ends that connection, and with it all that it waits for there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+import torch
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from shoal.assembly.process import Process
+from shoal.comm.board import Board
+from shoal.elastic.connections import hosts_lost, shut_down_connections, unreachable
+from shoal.errors import CollectiveError, GenerationOver
+from shoal.fleet.assignment import Assignment
+from shoal.launch.environment import STORE_FD, Launcher, Place, master_from
+from shoal.launch.rendezvous import Rendezvous, connect_store
+from shoal.launch.store.client import AuthenticatedStore
+from shoal.resilience.events import View
+
+CONNECT_S = 10.0
+POLL_S = 0.2
+START_S = 600.0
+"""How long the ranks of a replica wait for its first one, which imports what they import."""
+
+
+class ReplicaRendezvous:
+    """The store of this rank's replica, and its way to those of the others."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        place: Place,
+        device: torch.device,
+        *,
+        timeout_s: float,
+        environ: Mapping[str, str],
+    ) -> None:
+        self._assignment, self._device, self._timeout_s, self._environ = assignment, device, timeout_s, environ
+        self._launcher: Launcher = place.launcher
+        host, port = master_from(environ)
+        self.address = f"{host}:{port}"
+        listen_fd = int(environ[STORE_FD]) if assignment.rank == 0 else None
+        self._token = assignment.coordinator.token
+        self._own = connect_store(place, host, port, token=self._token, timeout_s=START_S, listen_fd=listen_fd)
+        self._met: AuthenticatedStore | None = None
+        self._rendezvous: Rendezvous | None = None
+        self._process: Process | None = None
+        self._over = threading.Event()
+        self._view: View | None = None
+
+    @property
+    def inside(self) -> Store:
+        """For the ranks of this replica alone."""
+        return PrefixStore("replica", self._own)
+
+    @property
+    def place_inside(self) -> Place:
+        """This rank's place in its replica."""
+        rank, ranks = self._assignment.rank, self._assignment.ranks
+        return Place(rank, ranks, rank, ranks, 0, self._launcher)
+
+    def alone(self, purpose: str) -> Process:
+        """This rank's process for something that its replica does without the others, once for each `purpose`."""
+        store = PrefixStore(f"alone/{purpose}", self._own)
+        rendezvous = Rendezvous(store, self.place_inside, timeout_s=self._timeout_s)
+        return Process(self.place_inside, self._device, store, rendezvous, self._environ)
+
+    def of(self, view: View, *, lost: Callable[[], frozenset[str]] = frozenset) -> Process:
+        """This rank's process as one of the generation's. `lost`: the members that are. Raises `CollectiveError`
+        without the first member.
+        """
+        self._over, self._view = threading.Event(), view
+        member = view.members.index(self._assignment.replica)
+        place = place_of(view, member, self._assignment.rank, self._assignment.ranks, self._launcher)
+        host, _, port = (self.address if member == 0 else view.addresses[0]).rpartition(":")
+        if not host:
+            raise CollectiveError(f"replica {view.members[0]} is gone: the generation has nowhere to meet")
+
+        def look() -> None:
+            require_none_lost(lost())
+
+        self._met = connect_store(place, host, int(port), token=self._token, timeout_s=CONNECT_S, look=look)
+        named = PrefixStore(f"membership-{view.generation}", self._met)
+        self._rendezvous = Rendezvous(named, place, timeout_s=self._timeout_s)
+        self._process = Process(place, self._device, named, self._rendezvous, self._environ)
+        return self._process
+
+    def end(self, sentence: str) -> None:
+        """The generation is over, or about to be: ends its waits at the start, on all ranks. From any thread, and
+        without a wait for the store, which may be on a host that is out of reach.
+        """
+        rendezvous = self._rendezvous
+        if rendezvous is not None:
+            threading.Thread(target=_give_up, args=(rendezvous, sentence), daemon=True).start()
+
+    def stop_waiting_for(self, lost: frozenset[str]) -> None:
+        """Members of the generation are `lost`: ends what this rank waits for at the generation's store, where all
+        members meet, and on hosts that have lost members alone. From any thread.
+        """
+        self._over.set()
+        met = self._met
+        if met is not None:
+            met.give_up(said_of_lost(lost))
+        if self._assignment.several_hosts and self._view is not None:
+            here = self.address.rpartition(":")[0]
+            shut_down_connections(hosts_lost(self._view, lost, here=here))
+
+    def unreachable(self, view: View) -> str:
+        """A member of the generation whose store cannot be reached from here; "" where all can."""
+        return unreachable(view, self._assignment.replica)
+
+    def exchange(self, process: Process, *, timeout_s: float) -> GenerationExchange:
+        """What the saves of this generation go by."""
+        return GenerationExchange(Board(process.store, timeout_s=timeout_s).clone(), self._over)
+
+    def part(self, *, within_s: float) -> None:
+        """The run ends, and with it the generation that this replica is in, if any. The first rank, which hosts the
+        store, waits until all others have read there what became of the last save; `within_s` seconds at most, and not
+        for members that are lost.
+        """
+        if self._rendezvous is None or self._process is None:
+            return
+        place = self._process.place
+        with contextlib.suppress(CollectiveError):
+            exchange = self.exchange(self._process, timeout_s=within_s)
+            if place.rank:
+                exchange.publish(_parted(place.rank), b"")
+            else:
+                exchange.collect([_parted(rank) for rank in range(1, place.world_size)], within_s)
+
+    def leave(self) -> None:
+        """This replica has left the generation: what its saves still wait for does not come."""
+        self._over.set()
+        self._rendezvous = self._process = None
+        if self._met is not None:
+            self._met.close()  # kept until there is another: C++ calls its Python half, and holds no reference to it
+
+
+def _parted(rank: int) -> str:
+    return f"parted/{rank}"
+
+
+def said_of_lost(lost: Collection[str]) -> str:
+    """Why a generation with `lost` members takes no step any more."""
+    return f"{', '.join(sorted(lost))} {'was' if len(lost) == 1 else 'were'} lost: waiting for another generation"
+
+
+def require_none_lost(lost: Collection[str]) -> None:
+    """Raises `GenerationOver` where members of the generation are `lost`."""
+    if lost:
+        raise GenerationOver(said_of_lost(lost))
+
+
+def _give_up(rendezvous: Rendezvous, sentence: str) -> None:
+    with contextlib.suppress(RuntimeError, GenerationOver):  # the store is gone, and with it all waits
+        rendezvous.give_up(sentence)
+
+
+def place_of(view: View, member: int, rank: int, ranks: int, launcher: Launcher) -> Place:
+    """Where rank `rank` of the `ranks` of a member stands in the generation; members of one address share a host."""
+    hosts = [address.rpartition(":")[0] for address in view.addresses]
+    here = [index for index, host in enumerate(hosts) if host == hosts[member]]
+    return Place(
+        member * ranks + rank,
+        len(view.members) * ranks,
+        here.index(member) * ranks + rank,
+        len(here) * ranks,
+        list(dict.fromkeys(hosts)).index(hosts[member]),
+        launcher,
+    )
+
+
+class GenerationExchange:
+    """A save's messages, as `checkpoint.agreement.Exchange`; they end with the generation, and the save with them."""
+
+    def __init__(self, board: Board, over: threading.Event) -> None:
+        self._board, self._over = board, over
+
+    def publish(self, key: str, value: bytes) -> None:
+        self._board.publish(key, value)
+
+    def collect(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        """Raises `CollectiveError` when the generation is over, or after `timeout_s`."""
+        left_s = timeout_s
+        while not self._over.is_set():
+            found = self._board.collect_some(keys, min(POLL_S, left_s))
+            if len(found) == len(set(keys)):
+                return [found[key] for key in keys]
+            left_s -= POLL_S
+            if left_s <= 0:
+                return self._board.collect(keys, POLL_S)
+        raise CollectiveError("a replica was lost or joined while the checkpoint was written")
+
+    def forget(self, keys: Sequence[str]) -> None:
+        self._board.forget(keys)

@@ -1,0 +1,122 @@
+"""The launcher of an elastic run on one host: a process a rank, and the coordinator if there is no other.
+
+With a coordinator elsewhere, each host has such a launcher, for its own replicas. Ranks keep their slot's log;
+whichever is rank 0 of the run writes to the terminal of its host.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.coordinator.in_process import coordinator_in
+from shoal.coordinator.watch import view_of, watching
+from shoal.errors import UsageError
+from shoal.fleet.assignment import TOKEN, coordinator_from, coordinator_variables, replicas_here
+from shoal.fleet.fleet import Event, Fleet
+from shoal.fleet.processes import Starter
+from shoal.fleet.rehearsed_journal import journal_of
+from shoal.fleet.scaling import Speeds, scaling
+from shoal.launch import sockets
+from shoal.launch.environment import LOOPBACK
+from shoal.launch.failure import FAILURE_FOLDER
+from shoal.launch.rank_process import LAUNCHER_PID, LAUNCHER_PIPE
+from shoal.launch.root_cause import ExitCode
+from shoal.launch.spawn import listening, no_survivors, pipe
+from shoal.launch.supervision import say
+from shoal.resilience.config import ElasticConfig
+from shoal.resilience.membership import Rules
+from shoal.resilience.preemption import watching_for_preemption
+from shoal.temporary_folder import temporary_folder
+
+
+@dataclass(frozen=True)
+class ElasticJob:
+    """What is launched: `command` as each of the `ranks` of each replica, to step `steps` of the run, each of
+    `global_samples`. `warn` hears what is said of losses and the coordinator, beside the terminal. `start_s`: how
+    long a rank may take until it is ready to join; None: as long as it likes.
+    `preemption`: the file and the URL that say that this host is about to be taken away.
+    """
+
+    command: Sequence[str]
+    ranks: int
+    steps: int
+    run_directory: Path
+    global_samples: int = 1
+    warn: Callable[[str], object] = str
+    start_s: float | None = None
+    preemption: tuple[str | None, str | None] = None, None
+
+
+def run_elastic(
+    job: ElasticJob, config: ElasticConfig, *, environ: Mapping[str, str], keep_fds: Sequence[int] = ()
+) -> tuple[ExitCode, bool]:
+    """Runs `job` as replicas; the exit code that the launcher should exit with, and whether replicas on other hosts go
+    on with the run. `environ` may name a coordinator.
+
+    Call it from the main thread, as `launch.spawn.run_ranks`. Raises `EnvironmentFault` where nothing can be started.
+    """
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    elsewhere = coordinator_from(environ)
+    if elsewhere is not None and config.policy != "available":
+        raise UsageError(
+            f'elastic.policy = "{config.policy}" with a coordinator of several hosts, which no launcher scales: use '
+            "`shoal coordinator scale`, and leave elastic.policy out"
+        )
+    host = LOOPBACK if elsewhere is None else sockets.address_towards(elsewhere.host, elsewhere.port)
+    slots = config.max + config.spares if elsewhere is None else replicas_here(environ)
+    with ExitStack() as stack:
+        folder = stack.enter_context(temporary_folder())
+        stack.enter_context(listening(events))
+        address, token = elsewhere, Path(environ.get(TOKEN, ""))
+        if address is None:
+            rules = Rules(
+                config.min,
+                config.max,
+                silence_s=config.silence_s,
+                accept_s=config.accept_s,
+                hang_s=config.hang_s,
+            )
+            address = stack.enter_context(coordinator_in(folder, rules, told=events.put, journal=journal_of(environ)))
+            token = folder / "token"
+        terminal_fd = os.dup(1)
+        stack.callback(os.close, terminal_fd)
+        read_end = stack.enter_context(pipe())
+        starter = Starter(
+            list(job.command),
+            ranks=job.ranks,
+            slots=slots,
+            host=host,
+            several_hosts=elsewhere is not None,
+            run_directory=job.run_directory if elsewhere is None else job.run_directory / "hosts" / host,
+            environ={
+                **environ,
+                FAILURE_FOLDER: str(folder),
+                LAUNCHER_PID: str(os.getpid()),
+                LAUNCHER_PIPE: str(read_end),
+            },
+            coordinator=coordinator_variables(address, token.absolute()),
+            fds=(read_end, terminal_fd, *keep_fds),
+            terminal_fd=terminal_fd,
+        )
+        fleet = Fleet(config, job.steps, address, folder, events, starter, job.run_directory, job.warn)
+        fleet.start_s = job.start_s
+        stack.enter_context(no_survivors(fleet.processes))
+        if elsewhere is not None:
+            names = lambda: tuple(fleet.running)  # noqa: E731
+            since = view_of(address)
+            fleet.members = since.members
+            stack.enter_context(watching(address, names, since=since, told=events.put, silence_s=config.silence_s))
+        fleet.speeds = Speeds(job.global_samples)
+        stack.enter_context(scaling(config, address, fleet.speeds, say=say))
+        for slot in range(slots):
+            fleet.start(slot)
+        stack.enter_context(watching_for_preemption(*job.preemption, told=events.put, warn=say))
+        while fleet.running:
+            fleet.react()
+        code = fleet.conclude()
+        return code, fleet.goes_on_elsewhere(code)

@@ -1,0 +1,9 @@
+"""What `shoal.start` returns: a run whose loop is the script's own.
+
+start.py            from the script's objects to a run
+objects.py          what a script may hand over, as the run takes it
+loop.py             `Training`: batches, backward, epochs, the objects of the script
+steps.py            what the loop yields: one step after the other, and its microbatches
+update.py           the update that the script's optimizer makes
+sample_draws.py     random numbers of models that the script calls itself
+"""

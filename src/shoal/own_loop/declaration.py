@@ -1,0 +1,127 @@
+"""`Declaration`: what every rank tells the others when its last backward of a step is over.
+
+One sum over the ranks in lock-step brings the loss of the global batch, how many parameters ranks left without a
+gradient, and whether all ranks have made the same decisions: the numbers of the optimizer's groups, which parameters
+are frozen, which gradients the script has changed. Ranks that go different ways here train copies that drift apart, or
+under ZeRO one model with pieces that are trained differently, and nothing else shows it.
+
+Equality is seen in the sum itself. For a number h(r) of N ranks, below 2^20 so that float64 holds the sums exactly,
+
+    N * sum h(r)^2 = (sum h(r))^2    if and only if all h(r) are equal    (Cauchy-Schwarz)
+
+and two such numbers of the text of all decisions miss a difference once in 10^12 times.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collective import Collective
+from shoal.comm.gather import LIMIT_BYTES, gather_texts
+from shoal.engine.rank_context import GlobalSum
+from shoal.errors import UserCodeError
+
+BITS = 20
+
+
+class Declaration(GlobalSum):
+    """`loss` is this rank's part of the loss, a float64 scalar; `without` the number of parameters that got no
+    gradient here; `decisions` a line for each decision.
+    """
+
+    def __init__(self, group: Collective, loss: Tensor, *, without: int, decisions: Sequence[str]) -> None:
+        super().__init__(group)
+        self._ranks, self._decisions, self._device = group, decisions, loss.device
+        text = "\n".join(decisions).encode()
+        first, second = (zlib.crc32(text, start) >> (32 - BITS) for start in (0, 1))
+        numbers = [without, first, first**2, second, second**2]
+        told = torch.tensor([float(number) for number in numbers], dtype=torch.float64, device=loss.device)
+        self._told = torch.cat([loss.double().reshape(1), told])
+        self._sums: list[float] | None = None
+        self.start(self._told)
+
+    def wait(self) -> float:
+        """The loss of all ranks."""
+        return self._all()[0]
+
+    @property
+    def all_used(self) -> bool:
+        """Whether every parameter got a gradient on every rank."""
+        return self._all()[1] == 0
+
+    def check(self, step: int) -> None:
+        """Raises `UserCodeError`, on every rank, where ranks have decided differently."""
+        _, _, *sums = self._all()
+        size = self._ranks.size
+        if all(size * square == total**2 for total, square in (sums[:2], sums[2:])):
+            return
+        everyone = _gathered(self._decisions, self._ranks, self._device)
+        raise UserCodeError(f"step {step}: {_difference(everyone)}")
+
+    def _all(self) -> list[float]:
+        if self._sums is None:
+            if self._handle is not None:
+                self._handle.wait()
+            self._sums = self._told.tolist()
+        return self._sums
+
+
+def used_anywhere(names: Sequence[str], used: Collection[str], group: Collective, device: torch.device) -> set[str]:
+    """Those of `names` that are in `used` on some rank of `group`."""
+    flags = torch.tensor([float(name in used) for name in names], device=device)
+    group.all_reduce(flags, "max").wait()
+    return {name for name, flag in zip(names, flags.tolist(), strict=True) if flag}
+
+
+def numbers_of(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """What an optimizer's groups say, but for their parameters: a line for each key."""
+    return [
+        f"{key} of the optimizer's group {number} is {_said(value)}"
+        for number, group in enumerate(groups)
+        for key, value in group.items()
+        if key != "params"
+    ]
+
+
+def named(what: str, names: Iterable[str]) -> list[str]:
+    """A line for each of `names`."""
+    return [f"{name} {what}" for name in names]
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return repr(value.tolist())
+    if isinstance(value, (int, float, str, bool, type(None))):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_said, value))})"
+    return f"a {type(value).__name__}"
+
+
+def _gathered(lines: Sequence[str], group: Collective, device: torch.device) -> list[list[str]]:
+    """Every rank's lines."""
+    text, part = "\n".join(lines).encode("ascii", "backslashreplace").decode(), LIMIT_BYTES
+    longest = max(int(length) for length in gather_texts(str(len(text)), group, device=device))
+    found = [""] * group.size
+    for start in range(0, longest, part):
+        parts = gather_texts(text[start : start + part], group, device=device)
+        found = [before + more for before, more in zip(found, parts, strict=True)]
+    return [text.split("\n") for text in found]
+
+
+def _difference(everyone: Sequence[Sequence[str]]) -> str:
+    """A sentence about the first line that ranks do not share."""
+    rank = next(rank for rank, lines in enumerate(everyone) if lines != everyone[0])
+    zero = next((line for line in everyone[0] if line not in everyone[rank]), None)
+    other = next((line for line in everyone[rank] if line not in everyone[0]), None)
+    said = " and ".join(f"on rank {number} {line}" for number, line in ((0, zero), (rank, other)) if line is not None)
+    only = "" if zero is not None and other is not None else f", and not on rank {rank if other is None else 0}"
+    return (
+        f"{said}{only}. All ranks train one model, so each must make the same decision in the same step: base it on a "
+        "number that all ranks share, such as run.mean(loss) for a scheduler that looks at the loss"
+    )

@@ -1,0 +1,333 @@
+"""`Training`: a user's own loop on the parts of `shoal train`.
+
+    run = shoal.start("run.toml", model=model, optimizer=optimizer, data=train_set)
+    for inputs, targets in run.batches():
+        loss = F.cross_entropy(model(inputs), targets)
+        run.backward(loss)
+        optimizer.step()
+
+The loop sees this rank's microbatches, one after the other. `backward` weighs the loss, a mean over the microbatch, by
+its share of the global batch, so that the sum of all ranks' gradients is the gradient of the mean over that batch:
+
+    g = sum over ranks and microbatches m of (w_m / W) grad(loss_m),    W = sum of all w_m of the step
+
+where w_m is the number of samples of m, or what the loop says. The optimizer's `step` does nothing until the step's
+last microbatch; then ranks agree on the gradient, vote, and the optimizer updates what this rank owns
+(`shoal.own_loop.update`). What is due between two steps (measurements, a checkpoint, a stop by a signal) happens
+when the loop asks for the next batch.
+
+`batches` goes through the whole run; `epochs` and `steps` give it in parts, for loops that have two levels. At the end
+of a part nothing is due yet: what the loop does behind it (a scheduler, a test) belongs to the step before.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal.assembly.run import Run
+from shoal.checkpoint.inspect import write_weights
+from shoal.data.feed import evaluation_batches
+from shoal.engine.loop import Job
+from shoal.engine.meeting import Call, meet
+from shoal.errors import UserCodeError
+from shoal.observe.ending import Ending
+from shoal.own_loop.sample_draws import DrawsBySample
+from shoal.own_loop.steps import OwnSteps
+from shoal.own_loop.update import Player, Update, joint_outcome, players_of
+
+
+class Training:
+    """One rank of a run whose loop is the script's. `shoal.start` makes it; use it as a context manager, or call
+    `close` at the end.
+    """
+
+    def __init__(self, run: Run, job: Job, stack: ExitStack) -> None:
+        self._run, self._job, self._stack = run, job, stack
+        self._compute = run.step.compute
+        lockstep = run.step.lockstep
+        device = run.device
+        self._players = players_of(run, lambda own: meet("sum() or mean()", lockstep, device=device, number=own))
+        self._steps = OwnSteps(run, job, self._players)
+        models = self.model if isinstance(self.model, nn.ModuleList) else [self.model]
+        self._closed = False
+        self._draws = DrawsBySample(models, self._compute.randomness.draws, inside=lambda: self._steps.open is not None)
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that was handed over, as this rank has it: the same object. Several are in a `ModuleList`."""
+        return self._run.model
+
+    @property
+    def rank(self) -> int:
+        """This process's number, from 0."""
+        return self._run.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks train together."""
+        return self._run.mesh.layout.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes; batches arrive there."""
+        return self._run.device
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps taken in the whole run so far, those before a resume included."""
+        return self._job.progress.step
+
+    @property
+    def epoch(self) -> float:
+        """How often the data has been gone through, in epochs."""
+        return self._job.progress.samples / self._steps.epoch_samples
+
+    @property
+    def update(self) -> Update | None:
+        """What the step's update did; None until it is made. With several optimizers: all of them together."""
+        if all(player.outcome is None for player in self._players):
+            return None
+        done = joint_outcome(self._players)
+        return Update(done.loss, done.norm, done.committed)
+
+    @property
+    def samples(self) -> int:
+        """Samples of this microbatch. 0: it is a copy that counts for nothing, in a step without samples for this rank;
+        leave it out of measurements of your own.
+        """
+        step = self._steps.open
+        if step is None:
+            raise UserCodeError("there is no batch: use samples inside the loop over batches()")
+        return step.microbatch.batch.real_samples
+
+    @property
+    def weights(self) -> Tensor:
+        """What the losses of this microbatch's samples weigh, [samples] or the shape of the targets: 0 for padding and
+        for records that were left out, else 1 or what the data says.
+        """
+        step = self._steps.open
+        if step is None:
+            raise UserCodeError("there is no batch: use weights inside the loop over batches()")
+        return step.microbatch.batch.weights
+
+    def batches(self) -> Iterator[Any]:
+        """This rank's microbatches from where the run stands to its last step: what the data set's samples are, with a
+        leading dim of samples, on the device.
+
+        Raises `Stopped` after a signal and a checkpoint, `Diverged` if too many steps in a row were not finite,
+        `UserCodeError` if the loop leaves a step unfinished, `DataError` where a sample cannot be read.
+        """
+        return self._steps.until(None)
+
+    def epochs(self) -> Iterator[tuple[int, Iterator[Any]]]:
+        """The epochs from where the run stands to its last step: the number of each, from 0, and its `batches`.
+
+        An epoch ends with the step that reaches the end of the data. A resumed run goes on inside its epoch. Raises
+        what `batches` does.
+        """
+        size = self._steps.epoch_samples
+        while not self._steps.all_given:
+            before = self._steps.position
+            yield before // size, self._steps.until((before // size + 1) * size)
+            if self._steps.position == before:
+                raise UserCodeError("the loop took no batch of an epoch; iterate over what epochs() gives with it")
+        self._steps.finish()
+
+    def steps(self) -> Iterator[tuple[int, Iterator[Any]]]:
+        """The steps from where the run stands to its last: the number of each, from 0, and its microbatches on this
+        rank, all of which are to be taken before the optimizer's step. Raises what `batches` does.
+        """
+        while (step := self._steps.next_step()) is not None:
+            yield self.steps_done, self._steps.microbatches(step)
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        weight: float | None = None,
+        more: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """Accumulates the gradient of `loss`, a scalar: the mean over the samples of the microbatch.
+
+        `weight` is what the microbatch counts, if not its samples: say its number of tokens, of which `loss` is the
+        mean; 0 for none. `more`: another `backward` of the same microbatch follows, for another loss, and both are
+        computed there, in one pass. `optimizer`: whose parameters the gradient is of, where the loop has several.
+        """
+        player = self._player(optimizer)
+        total = player.weighed(loss, weight, more=more)
+        if total is None:
+            return
+        last = self._steps.open is not None and self._steps.open.is_last
+        with player.backward(last=last), self._compute.randomness.drawing():
+            total.backward(inputs=player.inputs)  # pyright: ignore[reportArgumentType]
+
+    def step(self, *, clip_norm: float | None = None, optimizer: torch.optim.Optimizer | None = None) -> Update | None:
+        """Calls the optimizer's `step`, once for every microbatch: makes the update after the last of a step, and
+        returns None before it.
+
+        `clip_norm`: the largest 2-norm of the gradient of all that the optimizer steps.
+        """
+        player = self._player(optimizer)
+        if clip_norm is not None:
+            player.clip(clip_norm)
+        player.optimizer.step()
+        return player.update
+
+    def clip_grad_norm_(self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None) -> float | None:
+        """Scales the gradient of the global batch down to the 2-norm `max_norm`, and returns the norm it had; None
+        before the step's last microbatch. Call it between `backward` and the optimizer's `step`.
+        `torch.nn.utils.clip_grad_norm_` does the same.
+        """
+        return self._player(optimizer).clip(max_norm)
+
+    def save(self) -> None:
+        """Asks for a checkpoint after this step, beside those of `checkpoint.every_steps`. Every rank calls it."""
+        if self._steps.pending is None:
+            raise UserCodeError("there is no step to save: call save() inside the loop over batches()")
+        self._steps.pending.save = True
+
+    def export(self, file: str | Path) -> None:
+        """Writes the model's whole weights to `file` in safetensors' format, in place of one that is there. Every rank
+        calls it, between two steps or behind an update. Raises `EnvironmentFault` where it cannot be written.
+        """
+        self._meet("export()")
+        with self.full_parameters():
+            if self.rank == 0:
+                state, names = self.model.state_dict(), {}
+                for name, tensor in state.items():  # tied weights once
+                    names.setdefault((tensor.data_ptr(), tensor.shape), name)
+                write_weights({name: state[name].contiguous() for name in names.values()}, Path(file))
+        self._run.mesh.world.barrier().wait()
+
+    def log(self, values: Mapping[str, float | Tensor]) -> None:
+        """Records measurements of this rank beside those of the step: name and number, such as "accuracy/train"."""
+        number = self._steps.given
+        self._job.sinks.record(
+            number,
+            {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in values.items()},
+            time_s=time.time(),
+        )
+
+    def note(self, text: str) -> None:
+        """Says a sentence where the run's progress is shown, and in its log."""
+        self._job.sinks.note(text)
+
+    def held_out(self) -> Iterator[Any]:
+        """This rank's part of the held-out samples, each once, with the model in evaluation mode and without gradients.
+
+        Between two steps, or after the last one. Raises `UserCodeError` where no held-out data was handed over.
+        """
+        source = self._run.workload.data.held_out
+        if source is None:
+            raise UserCodeError("there is no held-out data; hand over data=(training, held_out)")
+        self._meet("held_out()")
+        run_file, (share, shares) = self._run.run_file, self._run.mesh.batch_share
+        micro = self._run.generation.microbatching.samples or max(1, run_file.batch.global_samples // shares)
+        batches = evaluation_batches(
+            source,
+            replicas=shares,
+            replica=share,
+            micro_samples=micro,
+            denominator="samples",
+            limit=run_file.observe.evaluate_samples,
+        )
+        with self.full_parameters(), torch.no_grad(), _evaluating(self.model):
+            for batch in batches:
+                yield self._steps.given_of(self._compute.prepared(batch).batch)
+        self._compute.buffers.refresh()
+
+    def sum(self, value: float | Tensor) -> float:
+        """The sum of a number over all ranks, in float64. Every rank calls it, or all of them raise `UserCodeError`."""
+        return self._meet("sum() or mean()", float(value))
+
+    def mean(self, value: float | Tensor, *, weight: float = 1.0) -> float:
+        """The mean of a number over all ranks, each counting `weight`. Every rank calls it."""
+        total, weights = self.sum(float(value) * weight), self.sum(weight)
+        return total / weights if weights else math.nan
+
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """Inside, every rank has every parameter whole, which ZeRO-3 otherwise divides: to read or to export them."""
+        return self._run.generation.gradients.full_parameters()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Around a forward and its loss: computes in the type of `[precision]`."""
+        return self._run.workload.precision.autocast(self.device)
+
+    def close(self) -> None:
+        """Ends the run on this rank, and writes how it ended. A second call does nothing.
+
+        A loop that was left before its last step has no checkpoint of the steps since the last one; that is said.
+        Raises `UserCodeError`, on every rank, where others go on.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        if self._steps.all_given and self.update is not None:
+            self._steps.finish()
+        elif self.steps_done < self._job.cadence.steps:
+            self._steps.leave()
+        self._leave_script()
+        done, steps_wanted = self.steps_done, self._job.cadence.steps
+        if done < steps_wanted:
+            cause = f"the loop was left after step {done} of {steps_wanted}: the next start goes on from the newest "
+            self._job.sinks.warn(cause + "checkpoint")
+            self._job.sinks.finish(Ending("stopped", cause + "checkpoint"))
+        self._stack.close()
+
+    def __enter__(self) -> Training:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        self._closed = True
+        self._leave_script()
+        self._stack.__exit__(kind, error, trace)
+
+    def _player(self, optimizer: torch.optim.Optimizer | None) -> Player:
+        if optimizer is None and len(self._players) == 1:
+            return self._players[0]
+        found = next((player for player in self._players if player.optimizer is optimizer), None)
+        if found is None:
+            raise UserCodeError(
+                "this run has several optimizers; say which one: backward(loss, optimizer=...)"
+                if optimizer is None
+                else "this optimizer was not handed over to shoal.start"
+            )
+        return found
+
+    def _leave_script(self) -> None:
+        """The script's model and optimizers are its own again."""
+        self._draws.close()
+        for player in self._players:
+            player.close()
+
+    def _meet(self, call: Call, number: float = 0.0) -> float:
+        """The sum of `number` over all ranks: where they take steps together, on the group on which these begin."""
+        lockstep, world = self._run.step.lockstep, self._run.mesh.world
+        return meet(call, lockstep if lockstep.size == world.size else world, device=self.device, number=number)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and then every module as it was."""
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in was_training.items():
+            module.training = training

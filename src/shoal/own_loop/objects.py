@@ -1,0 +1,137 @@
+"""What a script hands over to `shoal.start`: data, models and optimizers, and what of them a run cannot take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
+
+from shoal.assembly.objects import UserObjects, may_be_data
+from shoal.data.as_inputs import AsInputs, Collated
+from shoal.data.iterable import IterableSource, as_source, held_out_items
+from shoal.errors import UsageError, UserCodeError
+from shoal.launch.own_script import Reached, reads_for
+
+
+def check_alone() -> None:
+    """Raises `UsageError` where the script has connected the ranks itself."""
+    if dist.is_available() and dist.is_initialized():
+        raise UsageError(
+            "the script has called torch.distributed.init_process_group before shoal.start, which connects the ranks "
+            "itself: remove that call, and destroy_process_group"
+        )
+
+
+def objects_of(given: Mapping[str, Any], data: Any) -> UserObjects:
+    """What the script handed over: several models as one module, whose parameters are called "0.weight", ...
+
+    Raises `UserCodeError` for a model that another library has divided already.
+    """
+    model, optimizer = given["model"], given["optimizer"]
+    several = isinstance(model, list | tuple)
+    whole = nn.ModuleList(_module(each) for each in model) if several else _module(model)
+    optimizers = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    return UserObjects(model=whole, data=data, optimizers=optimizers, state=given["state"])
+
+
+def _module(model: Any) -> Any:
+    """The module inside of a compiled one, which goes on to compute with it. Raises `UserCodeError`: see below."""
+    inside = model._orig_mod if isinstance(model, OptimizedModule) else model
+    if isinstance(inside, DistributedDataParallel | DataParallel | FullyShardedDataParallel | FSDPModule):
+        kind = "by fully_shard" if isinstance(inside, FSDPModule) else f"in {type(inside).__name__}"
+        raise UserCodeError(
+            f"the model is wrapped {kind}, which would sum or divide gradients a second time: hand over the plain "
+            "module, and call that in the loop (layout.shard and memory.zero divide it)"
+        )
+    return inside
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether calls of `model`, or of one of several, run a compiled program."""
+    models = model if isinstance(model, list | tuple) else [model]
+    return any(isinstance(m, OptimizedModule) or getattr(m, "_compiled_call_impl", None) is not None for m in models)
+
+
+def scaler_in(frame: FrameType | None) -> GradScaler | None:
+    """The scaler of PyTorch that has scaled a loss, among the variables of `frame` and of those that called it."""
+    while frame is not None:
+        for value in list(frame.f_locals.values()):
+            if isinstance(value, GradScaler) and value.is_enabled() and value._scale is not None:
+                return value
+        frame = frame.f_back
+    return None
+
+
+def data_of_script(data: Any) -> tuple[Any, DataLoader | None]:
+    """The data sets, each sample as inputs alone; and the DataLoader they came in. None and None: `[data]` names it."""
+    if data is None or isinstance(data, Mapping):
+        return None, None
+    loader: DataLoader | None = data if isinstance(data, DataLoader) else None
+    made = (loader.dataset, None) if loader is not None else as_source(data)
+    train, held_out = made if _is_pair(made) else (made, None)
+    sets: Any = (as_source(train), held_out_items(held_out))
+    for part in sets:
+        if part is not None and not (hasattr(part, "__len__") and hasattr(part, "__getitem__")):
+            raise UserCodeError(
+                f"the data is of type {type(part).__name__}; shoal.start takes a data set with len(d) and d[i], an "
+                "iterable or a function that makes one, a DataLoader of one of these, a pair (training, held out), or "
+                "a table [data]"
+            )
+    if loader is not None and loader.collate_fn is not default_collate:
+        collate = loader.collate_fn
+        return (Collated(sets[0], collate), None), loader
+    return tuple(None if part is None else AsInputs(part) for part in sets), loader
+
+
+def stop_in_reader(data: Any, directory: Path) -> None:
+    """In a process that reads data for the run of that directory, the script ends here: raises `Reached`."""
+    if reads_for(directory, os.environ):
+        raise Reached(data)
+
+
+def is_endless(train: AsInputs) -> bool:
+    """Whether the samples are the items of an iterable, which has no number of them."""
+    return isinstance(train.source, IterableSource)
+
+
+def _is_pair(data: Any) -> bool:
+    return isinstance(data, tuple) and len(data) == 2 and all(part is None or may_be_data(part) for part in data)
+
+
+def order_of_loader(loader: DataLoader | None) -> dict[str, Any]:
+    """The order of a DataLoader. Raises `UserCodeError` for one that Shoal cannot reproduce."""
+    if loader is None or (isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None):
+        return {}
+    if not isinstance(loader.sampler, RandomSampler | SequentialSampler) or loader.batch_size is None:
+        raise UserCodeError(
+            f"the DataLoader has a sampler of its own ({type(loader.sampler).__name__}); Shoal divides the samples "
+            "among ranks itself, so that a resumed run uses each once: leave the sampler out"
+        )
+    return {"shuffle": isinstance(loader.sampler, RandomSampler)}
+
+
+def unread_arguments(loader: DataLoader | None) -> list[str]:
+    """What of a DataLoader has no meaning in a run, a sentence for each."""
+    given = {
+        "drop_last": loader is not None and loader.drop_last and isinstance(loader.dataset, IterableDataset),
+        "num_workers": loader is not None and loader.num_workers > 0,
+        "worker_init_fn": loader is not None and loader.worker_init_fn is not None,
+        "generator": loader is not None and loader.generator is not None,
+    }
+    does = {
+        "drop_last": "an iterable is begun again where it ends, and the step goes on",
+        "num_workers": "samples are read ahead by as many threads or processes as data.readers and reader_kind say",
+        "worker_init_fn": "there are no worker processes",
+        "generator": "the order of samples follows from run.seed",
+    }
+    return [f"the DataLoader's {name} has no meaning: {does[name]}" for name, is_given in given.items() if is_given]

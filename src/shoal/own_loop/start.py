@@ -1,0 +1,310 @@
+"""The start of a user's own loop: from what a script hands over to its `Training`."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.utils.data import DataLoader, IterableDataset
+
+from shoal.assembly.epoch_end import epoch_steps
+from shoal.assembly.facts import run_facts
+from shoal.assembly.hang_watch import watch_hangs
+from shoal.assembly.job import build_job, introduce, restore, run_start, sinks_of
+from shoal.assembly.objects import UserObjects, data_of
+from shoal.assembly.preempted import stop_request_of
+from shoal.assembly.run import open_run
+from shoal.assembly.run_record import write_run_file
+from shoal.assembly.start import Planner, as_launched, checked, in_rank, run
+from shoal.assembly.user_code import GIVEN
+from shoal.config.load import apply
+from shoal.data.dataset import Dataset
+from shoal.engine.config import Float16
+from shoal.errors import ConfigError, ShoalError, UsageError
+from shoal.launch.devices import gpus
+from shoal.launch.environment import ALONE, Place, place_from
+from shoal.launch.lock import RunLock
+from shoal.launch.supervision import say
+from shoal.models.embedding_table import tables_in
+from shoal.observe.facts import write_facts
+from shoal.own_loop.loop import Training
+from shoal.own_loop.objects import (
+    check_alone,
+    data_of_script,
+    is_compiled,
+    is_endless,
+    objects_of,
+    order_of_loader,
+    stop_in_reader,
+    unread_arguments,
+)
+from shoal.runfile.load import run_file_of
+from shoal.runfile.run_file import RunFile, run_directory, with_processes
+from shoal.sync.config import ServerConfig
+
+OF_MODEL = ("batch_norm", "group_samples", "counts", "roles", "parts")
+"""Keys of [model] that say how to train a model which a script hands over."""
+GIVEN_AS_OBJECT = ("kind", "build", "arguments")
+"""Keys of [data] that name data, in place of which a script hands it over."""
+STARTED = "SHOAL_STARTED"
+"""Of which run this process is a rank: its own number, and the run's name."""
+
+
+def start_own_loop(
+    tables: Mapping[str, Any],
+    overrides: Sequence[str],
+    *,
+    file: str,
+    command: Callable[[], list[str]],
+    objects: Mapping[str, Any],
+    batch_samples: int | None,
+    epochs: int | None,
+    steps: int | None,
+    planner: Planner | None,
+) -> Training:
+    """See `shoal.start`. `command` gives the command that starts the script again; `objects` what the script handed
+    over, by the names of `UserObjects`.
+    """
+    try:
+        _refuse_second(os.environ)
+        check_alone()
+        data, loader = data_of_script(objects["data"])
+        run_file = _run_file(
+            tables, overrides, file=file, loader=loader, data=data, samples=batch_samples, epochs=epochs, steps=steps
+        )
+        stop_in_reader(data, run_directory(run_file))
+        place = place_from(os.environ)
+        if place is None:
+            processes = run_file.run.processes or run_file.layout.default_processes or gpus(os.environ) or 1
+            if processes > 1:
+                run_file = with_processes(run_file, processes)
+                code = run(run_file, command(), _never, directory=run_directory(run_file), file=file, planner=planner)
+                sys.exit(int(code))
+            place = ALONE
+        run_file = checked(as_launched(run_file, place), place, file=file, planner=planner)
+        _check_layout(run_file)
+        _check_servers(run_file, objects["model"])
+        _check_optimizers(run_file, objects["optimizer"])
+        _check_compiled(run_file, objects["model"])
+        data = data_named(run_file) if data is None else data
+        given = objects_of(objects, data)
+    except ShoalError as refusal:
+        say(f"shoal: {refusal}")
+        sys.exit(refusal.exit_code)
+    stack = ExitStack()
+    advice = None if planner is None else partial(planner.memory_advice, run_file)
+    stack.enter_context(in_rank(place, os.environ, advice))
+    _leave_through(stack)
+    try:
+        stack.enter_context(_marked(run_file, place, os.environ))
+        return _training(run_file, place, given, stack, said=unread_arguments(loader))
+    except BaseException:
+        stack.__exit__(*sys.exc_info())  # leaves with the exit code and the sentence of the error
+        raise
+
+
+def _training(
+    run_file: RunFile, place: Place, objects: UserObjects, stack: ExitStack, *, said: Sequence[str] = ()
+) -> Training:
+    directory = run_directory(run_file)
+    if place.rank == 0 and place.launcher != "shoal":
+        stack.enter_context(RunLock(directory))
+    sinks = stack.enter_context(sinks_of(run_file, place))
+    store = HashStore() if place is ALONE else None
+    opened = open_run(run_file, place, objects, store=store, activity=sinks.activity)
+    resumed_step = restore(opened, directory, sinks)
+    opened.state.restore_extra()
+    if place.rank == 0:
+        write_run_file(opened, directory, sinks)
+        write_facts(directory, run_facts(opened))
+    introduce(sinks, opened, resumed_step)
+    for sentence in said:
+        sinks.note(sentence)
+    stop = stack.enter_context(stop_request_of(opened, say=sinks.warn))
+    stack.enter_context(watch_hangs(opened, directory, say=sinks.warn))
+    job = build_job(opened, directory, sinks, stack, stop_requested=lambda: stop.requested, own_loop=True)
+    stack.callback(job.saver.close)
+    opened.mesh.ledger.take()  # what the start sent belongs to no step
+    sinks.start(run_start(opened))
+    training = Training(opened, job, stack)
+    atexit.register(_close_at_exit, training, stack)
+    return training
+
+
+def _close_at_exit(training: Training, stack: ExitStack) -> None:
+    """What is due after the last step may fail where no frame of the script is left: the process has its code still."""
+    try:
+        training.close()
+    except BaseException:
+        stack.__exit__(*sys.exc_info())
+
+
+@contextmanager
+def _marked(run_file: RunFile, place: Place, environ: MutableMapping[str, str]) -> Iterator[None]:
+    """This process is a rank of the run. One that was started as a rank is that of no other run afterwards."""
+    environ[STARTED] = f"{os.getpid()} {run_file.run.name}"
+    try:
+        yield
+    finally:
+        if place is ALONE:
+            environ.pop(STARTED, None)
+
+
+def _refuse_second(environ: Mapping[str, str]) -> None:
+    """Raises `UsageError` in a process that is a rank of a run already."""
+    pid, _, name = environ.get(STARTED, "").partition(" ")
+    if pid == str(os.getpid()):
+        raise UsageError(
+            f"shoal.start was called again in a rank of run {name!r}; a script has one run: pass several models and "
+            "optimizers to one call, model=(g, d), optimizer=(first, second), or close() the first run of one process"
+        )
+
+
+def _leave_through(stack: ExitStack) -> None:
+    """What the script raises ends the run with it."""
+    before = sys.excepthook
+
+    def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        stack.__exit__(kind, error, trace)
+        before(kind, error, trace)
+
+    sys.excepthook = failed
+
+
+def _never(run_file: RunFile, place: Place) -> None:
+    raise AssertionError("this process starts ranks and is none")
+
+
+def _run_file(
+    tables: Mapping[str, Any],
+    overrides: Sequence[str],
+    *,
+    file: str,
+    loader: DataLoader | None,
+    data: Any,
+    samples: int | None,
+    epochs: int | None,
+    steps: int | None,
+) -> RunFile:
+    """The run file of a loop: what the script leaves out follows from what it handed over."""
+    model = {name: key for name, key in dict(tables.get("model") or {}).items() if name in OF_MODEL}
+    table = dict(tables.get("data") or {})
+    if data is not None and table.get("kind", "python") != "python":
+        raise ConfigError(
+            f"{file}: data.kind = {table['kind']!r}, and the script hands over data of its own: leave one of them out"
+        )
+    if data is not None:
+        table = {name: key for name, key in table.items() if name not in GIVEN_AS_OBJECT}
+    whole = apply({**tables, "model": model, "data": table}, overrides, RunFile)
+    if data is None and "kind" not in whole.get("data", {}):
+        raise ConfigError(f"{file}: there is no data: pass data to shoal.start, or set data.kind")
+    unread = next((name for name in ("optimizer", "schedule", "loss") if name in whole), None)
+    if unread is not None:
+        raise ConfigError(
+            f"{file}: [{unread}] has no meaning where the loop is the script's own; set it in the script, and leave "
+            "its keys out"
+        )
+    run_table, batch = dict(whole.get("run", {})), dict(whole.get("batch", {}))
+    run_table.setdefault("name", Path(sys.argv[0]).stem or "script")
+    if "global_samples" not in batch:
+        size = samples if samples is not None else getattr(loader, "batch_size", None)
+        if size is None:
+            raise ConfigError(f"{file}: batch.global_samples is missing; pass batch_samples, the samples of one step")
+        batch["global_samples"] = size
+    if loader is not None and not isinstance(loader.dataset, IterableDataset):
+        batch.setdefault("epoch_end", "drop" if loader.drop_last else "short")
+    by_epochs = "steps" not in run_table and steps is None
+    if "steps" not in run_table:
+        if (epochs is None) == (steps is None):
+            raise ConfigError(f"{file}: run.steps is missing; pass epochs or steps, one of them, or set it")
+        run_table["steps"] = 1 if steps is None else steps
+    given = {"kind": "python", "build": GIVEN}
+    data_table = whole["data"] if data is None else {**order_of_loader(loader), **whole.get("data", {}), **given}
+    tables = {**whole, "run": run_table, "batch": batch, "model": {**whole.get("model", {}), **given}}
+    run_file = run_file_of({**tables, "data": data_table}, file=file)
+    if by_epochs:
+        run_table["steps"] = epoch_steps(run_file.batch, _samples(run_file, data), epochs or 0)
+        run_file = run_file_of({**tables, "data": data_table}, file=file)
+    return run_file
+
+
+def _samples(run_file: RunFile, data: Any) -> int:
+    """Samples of an epoch. Raises `ConfigError` for what has no length."""
+    if data is not None and is_endless(data[0]):
+        raise ConfigError("epochs of an iterable, whose length is not known: pass steps")
+    if data is not None:
+        return len(data[0])
+    found = data_named(run_file)
+    if found.endless or found.parts:
+        raise ConfigError("epochs of a stream or a mixture, which have none: pass steps")
+    return len(found.train)
+
+
+def data_named(run_file: RunFile) -> Dataset:
+    """What `[data]` names."""
+    return data_of(run_file, UserObjects())
+
+
+def _check_optimizers(run_file: RunFile, optimizer: Any) -> None:
+    """Raises `ConfigError` for a precision that several optimizers cannot share."""
+    if isinstance(run_file.precision, Float16) and isinstance(optimizer, list | tuple) and len(optimizer) > 1:
+        raise ConfigError(
+            f'precision.kind = "float16" with {len(optimizer)} optimizers: one loss scale would follow from all of '
+            'them; use "bfloat16", or one optimizer'
+        )
+
+
+def _check_compiled(run_file: RunFile, model: Any) -> None:
+    """Raises `ConfigError` where a compiled program would come upon collectives."""
+    if is_compiled(model) and run_file.layout.shard != 1 and run_file.memory.zero == 3:
+        raise ConfigError(
+            "the model is compiled, and under memory.zero = 3 its layers fetch their weights while they compute, which "
+            "a compiled program cannot: hand over the plain module, or set memory.zero to 1 or 2"
+        )
+
+
+def _check_servers(run_file: RunFile, model: Any) -> None:
+    """Raises `ConfigError` for what would leave a rank without batches, or the script without its weights."""
+    if run_file.sync.serving_only:
+        raise ConfigError(
+            f"sync.servers = {run_file.sync.serving_only}: dedicated servers run no script; set it to 0, or let "
+            "shoal.train run the loop"
+        )
+    if isinstance(run_file.sync, ServerConfig) and isinstance(model, nn.Module) and tables_in(model):
+        raise ConfigError(
+            "the model has an EmbeddingTable, which would live on servers alone, out of reach of the script: let "
+            "shoal.train run the loop, or use nn.Embedding"
+        )
+
+
+def _check_layout(run_file: RunFile) -> None:
+    """Raises `ConfigError` for what takes the loop's own work from it."""
+    layout = run_file.layout
+    if run_file.elastic is not None:
+        raise ConfigError("[elastic] needs the loop of shoal.train: leave the table out, or call shoal.train")
+    for axis in ("tensor", "pipeline", "context", "expert"):
+        if getattr(layout, axis, 1) not in (1, None):
+            raise ConfigError(
+                f"layout.{axis} = {getattr(layout, axis)}: a script's own loop can be replicated and sharded "
+                "(layout.replicate, layout.shard); for the other axes let shoal.train run the loop"
+            )
+    if run_file.memory.loss_chunks > 1:
+        raise ConfigError(
+            f"memory.loss_chunks = {run_file.memory.loss_chunks}: a script's own loop computes its loss itself; leave "
+            "it out, or let shoal.train run the loop"
+        )
+    observe = run_file.observe
+    if run_file.gradients.schedule == "priority" or observe.noise_every_steps or observe.layer_norms_every_steps:
+        raise ConfigError(
+            'gradients.schedule = "priority", observe.noise_every_steps and observe.layer_norms_every_steps need the '
+            "loop of shoal.train; leave them out"
+        )

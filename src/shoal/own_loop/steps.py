@@ -1,0 +1,140 @@
+"""`OwnSteps`: which step and which microbatch a script's own loop is at.
+
+Each step is opened (its samples are counted, its microbatches made ready), given to the script microbatch by
+microbatch, and ended when the script asks for more: then the update has been made, and what is due after it
+(measurements, a checkpoint, a stop) happens. Leaving out a microbatch, a `backward()` or an update is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shoal.assembly.run import Run
+from shoal.data.as_inputs import AsInputs
+from shoal.data.sample import Batch, padding_like
+from shoal.engine.loop import Job, PendingStep, steps
+from shoal.engine.meeting import meet
+from shoal.errors import UserCodeError
+from shoal.own_loop.update import OpenStep, Player, joint_outcome
+
+
+class OwnSteps:
+    """The steps of `job`, whose updates the `players` make.
+
+    `open` is the step that the script is at, `pending` what the loop knows of it; None between two steps.
+    """
+
+    def __init__(self, run: Run, job: Job, players: Sequence[Player]) -> None:
+        self.open: OpenStep | None = None
+        self.pending: PendingStep | None = None
+        self._run, self._job, self._players = run, job, players
+        self._compute = run.step.compute
+        self._each = self._opened()
+        self._leaving = False
+        self._with_targets = not isinstance(run.workload.data.train, AsInputs)
+
+    @property
+    def epoch_samples(self) -> int:
+        """Samples of one epoch."""
+        return self._run.epoch_samples
+
+    @property
+    def given(self) -> int:
+        """Steps that the script has been given."""
+        return self._job.progress.step + (self.open is not None)
+
+    @property
+    def all_given(self) -> bool:
+        """Whether the script has been given the last step."""
+        return self.given >= self._job.cadence.steps
+
+    @property
+    def position(self) -> int:
+        """Samples of the steps that the script has been given."""
+        open_samples = 0 if self.pending is None else self.pending.samples
+        return self._job.progress.samples + open_samples
+
+    def next_step(self) -> OpenStep | None:
+        """Ends the open step and opens the next; None after the last."""
+        return next(self._each, None)
+
+    def until(self, position: int | None) -> Iterator[Any]:
+        """The microbatches of the steps up to that position in the order of samples; None: of all."""
+        while position is None or self.position < position:
+            step = self.next_step()
+            if step is None:
+                return
+            yield from self.microbatches(step)
+
+    def microbatches(self, step: OpenStep) -> Iterator[Any]:
+        """The inputs of each microbatch of the open step. Raises `UserCodeError` where one got no `backward()`."""
+        for index, batch in enumerate(step.batches):
+            step.enter(index, self._compute.prepared(batch))
+            for player in self._players:
+                player.enter()
+            self._compute.announce(step.microbatch, lambda: step.factor())
+            with self._compute.coupled():
+                yield self.given_of(step.microbatch.batch)
+            computed = [player.leave() for player in self._players]
+            if not any(computed):
+                raise UserCodeError(
+                    f"step {step.work.step}: no backward() was called for {step.place}; the other ranks wait for its "
+                    "gradient. Call it for every batch, with weight=0 for one that shall not count"
+                )
+
+    def finish(self) -> None:
+        """Ends the last step."""
+        if self.next_step() is not None:
+            raise AssertionError("the last step has been given")
+
+    def leave(self) -> None:
+        """The loop ends here, before the last step. Raises `UserCodeError`, on every rank, where others go on."""
+        self._leaving = True
+        if self.open is not None and self.open.is_last and any(player.outcome is not None for player in self._players):
+            self.next_step()  # ends this one; those who go on begin another
+        else:
+            self._meet_at_end()
+
+    def _meet_at_end(self) -> None:
+        meet("the end of the loop", self._run.step.lockstep, device=self._run.device)
+
+    def given_of(self, batch: Batch) -> Any:
+        """What the script gets of a batch: what its data set's samples are; of a source of Shoal's own inputs and
+        targets.
+        """
+        return (batch.inputs, batch.targets) if self._with_targets else batch.inputs
+
+    def _alike(self, batches: Sequence[Batch]) -> list[Batch]:
+        """As many microbatches as the other ranks of a sharded model have. None is padded: the loss is its mean."""
+        uniform = self._run.generation.microbatching.uniform
+        missing = 0 if uniform is None else uniform.count - len(batches)
+        return [*batches, *[padding_like(batches[-1], 1)] * missing]
+
+    def _opened(self) -> Iterator[OpenStep]:
+        """Each step; what is due after it happens when the next is asked for."""
+        for pending in steps(self._job):
+            if self._leaving:
+                self._meet_at_end()
+                return
+            work = self._run.step.begin(
+                pending.number, pending.microbatches, lr=None, samples=pending.samples, stop=pending.stop
+            )
+            batches = self._alike(pending.microbatches)
+            if len(self._players) > 1 and len(batches) > 1:
+                raise UserCodeError(
+                    f"a step has {len(batches)} microbatches, and a loop with several optimizers takes it in one: "
+                    "leave batch.micro_samples out"
+                )
+            self.pending = pending
+            self.open = OpenStep(work, batches, scale=self._run.step.scale)
+            for player in self._players:
+                player.begin(self.open)
+            yield self.open
+            if not self.open.is_last:
+                raise UserCodeError(f"step {work.step}: the loop did not go beyond {self.open.place}; take them all")
+            updated = [player.leave_step() for player in self._players]
+            if not any(updated):
+                raise UserCodeError(f"step {work.step}: no backward() was called; call it for every batch")
+            pending.lr, pending.result = self._players[0].lr, self._run.step.end(work, joint_outcome(self._players))
+            self.open = self.pending = None

@@ -1,0 +1,386 @@
+"""`Player`: one optimizer of a script's own loop, and the gradients of the parameters that it steps.
+
+When the last backward of a step is over, ranks agree on the gradient and vote. From then on `.grad` is the gradient of
+the global batch, as it is in a plain loop on one process: a script may clip it, scale it, log it or take it away before
+the optimizer's step. Before that, between two microbatches, `.grad` is a placeholder on which such code has no effect,
+so that it may stand in the loop's body, and `zero_grad` has nothing to wipe out. A parameter that no rank has used in
+the step has no gradient, and the optimizer passes it by.
+
+A script calls its optimizer's own `step()`. Two hooks make that the update of all ranks: the one behind it brings every
+rank the parameters that others have updated. Where there is nothing to update (before a step's last microbatch, or
+where something was not finite) the one before it takes the gradients away, so that the optimizer changes nothing, and
+the second puts them back.
+
+A loop with several optimizers, as for a GAN, has a player for each. A backward computes the gradients of its own
+player's parameters alone: what the discriminator's weights would get from the generator's loss is not even computed.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from shoal.assembly.run import Run
+from shoal.assembly.trained_set import FrozenParameters, TrainedSet
+from shoal.comm.collective import Alone
+from shoal.data.sample import Batch
+from shoal.engine.compute import Microbatch
+from shoal.engine.rank_context import RankContext
+from shoal.engine.updates import AgreedUpdate, AtOnce, Outcome, Work
+from shoal.errors import UserCodeError
+from shoal.gradients.gradients import VisibleGradients
+from shoal.gradients.joint import JointGradients
+from shoal.gradients.partial_gradient import PartialGradient
+from shoal.own_loop.declaration import Declaration, named, numbers_of, used_anywhere
+from shoal.own_loop.objects import scaler_in
+
+
+class Update(NamedTuple):
+    """What an update did: the loss over the global batch, the 2-norm of its gradient, and whether both were finite. One
+    that was not has changed nothing, and is false.
+    """
+
+    loss: float
+    grad_norm: float
+    committed: bool
+
+    def __bool__(self) -> bool:
+        return self.committed
+
+
+class OpenStep:
+    """One step while the loop is at it: which microbatch, and what its samples weigh."""
+
+    def __init__(self, work: Work, batches: Sequence[Batch], *, scale: float) -> None:
+        self.work, self.batches = work, batches
+        self._scale, self._index = scale, -1
+        self._microbatch: Microbatch | None = None
+
+    @property
+    def microbatch(self) -> Microbatch:
+        assert self._microbatch is not None, "a microbatch has been entered"
+        return self._microbatch
+
+    @property
+    def is_last(self) -> bool:
+        return self._index == len(self.batches) - 1
+
+    @property
+    def place(self) -> str:
+        """Which microbatch it is, in words."""
+        return f"microbatch {self._index + 1} of {len(self.batches)}"
+
+    def factor(self, *, weighed_by_loop: bool | None = None) -> float:
+        """What a loss of weight 1 is multiplied by before the backward, as far as it is known."""
+        return self._scale if weighed_by_loop else self._scale / self.work.tally.wait().denominator
+
+    def enter(self, index: int, microbatch: Microbatch) -> None:
+        self._index, self._microbatch = index, microbatch
+
+
+def players_of(run: Run, sum_over_ranks: Callable[[float], float]) -> list[Player]:
+    """A player for each optimizer that the script handed over. What `[optimizer]` says is not theirs: they clip when
+    the script asks for it.
+    """
+    gradients, optimizers = run.generation.gradients, run.workload.optimizers
+    trained = {each.holding.name: each.parameter for each in run.trained}
+    trained_set = TrainedSet(run.model, trained, [own.optimizer for own in optimizers])
+    parts = gradients.parts if isinstance(gradients, JointGradients) else [gradients]
+    players = []
+    for own, part in zip(optimizers, parts, strict=True):
+        assert isinstance(part, VisibleGradients), "a schedule by priority is refused in a script's own loop"
+        players.append(
+            Player(
+                own.optimizer,
+                part,
+                run.step.context,
+                {name: trained[name] for name in own.names},
+                trained_set=trained_set,
+                sum_over_ranks=sum_over_ranks,
+                alone=len(parts) == 1,
+            )
+        )
+    return players
+
+
+def _placeholder(name: str, parameter: Parameter) -> PartialGradient:
+    what = f"the gradient of {name} is not there before the step's last microbatch"
+    return PartialGradient(parameter.detach().new_empty(0), 0, parameter.shape, group=Alone(), what=what)
+
+
+def _now(parameter: Parameter) -> tuple[Tensor | None, int]:
+    gradient = parameter.grad
+    return gradient, 0 if gradient is None else gradient._version
+
+
+def joint_outcome(players: Sequence[Player]) -> Outcome:
+    """What the updates of a step did together: the sum of the losses, the norm over all gradients."""
+    done = [player.outcome for player in players if player.outcome is not None]
+    if len(done) == 1:
+        return done[0]
+    return Outcome(
+        sum(outcome.loss for outcome in done),
+        math.hypot(*(outcome.norm for outcome in done)),
+        all(outcome.committed for outcome in done),
+        sum(outcome.update_s for outcome in done),
+        scale=done[0].scale,
+        keeps_buffers=all(outcome.keeps_buffers for outcome in done),
+    )
+
+
+class Player:
+    """See above. `trained` are the model's parameters that the optimizer trains, by name; `alone`: there is no other
+    optimizer. `inputs` are the parameters that a backward differentiates by; None: all.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradients: VisibleGradients,
+        context: RankContext,
+        trained: Mapping[str, Parameter],
+        *,
+        trained_set: TrainedSet,
+        sum_over_ranks: Callable[[float], float],
+        alone: bool = True,
+    ) -> None:
+        self.optimizer, self.gradients, self.policy = optimizer, gradients, AtOnce(gradients, optimizer)
+        self.inputs = None if alone else list(trained.values())
+        self.outcome: Outcome | None = None
+        self.lr = 0.0
+        self._context, self._sum = context, sum_over_ranks
+        self._loss = torch.zeros((), dtype=torch.float64, device=context.device)
+        self._step: OpenStep | None = None
+        self._agreed: AgreedUpdate | None = None
+        self._withheld: list[tuple[Parameter, Tensor | None]] = []
+        self._rates: list[float] = []
+        self._backwards = self._expecting_more = self._stepped = False
+        self._weighed_by_loop: bool | None = None
+        self._own_weight, self._outcomes = 0.0, 0
+        self._deferred: Tensor | None = None
+        self._trained, self._names, self._trained_set = trained, frozenset(trained), trained_set
+        self._owned = [owned.parameter for owned in gradients.owned]
+        self._placeholders = {name: _placeholder(name, parameter) for name, parameter in trained.items()}
+        self._seen: dict[str, tuple[Tensor | None, int]] = {}
+        self._norm, self._did, self._frozen = 0.0, list[str](), FrozenParameters(trained)
+        self._hooks = (
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        )
+
+    @property
+    def update(self) -> Update | None:
+        """What the step's update did; None before it."""
+        done = self.outcome
+        return None if done is None else Update(done.loss, done.norm, done.committed)
+
+    def begin(self, step: OpenStep) -> None:
+        """Before the first microbatch of a step."""
+        self.policy.begin(step.work)
+        self._step, self._agreed, self.outcome = step, None, None
+        self._loss, self._own_weight, self._weighed_by_loop = torch.zeros_like(self._loss), 0.0, None
+        self._rates = []
+
+    def enter(self) -> None:
+        """Before every microbatch."""
+        self._backwards = self._expecting_more = self._stepped = False
+        self._deferred = None
+
+    def leave(self) -> bool:
+        """The loop asks for the next microbatch: whether this player has computed a gradient of this one."""
+        step = self._opened()
+        if self._expecting_more:
+            raise UserCodeError(
+                f"step {step.work.step}: backward(more=True) was the last for {step.place}; leave more=True out there"
+            )
+        if self._rates and self._rates != self._rates_now() and not step.is_last:
+            raise UserCodeError(
+                f"step {step.work.step}: the learning rate changed behind {step.place}, in the middle of an update; "
+                "step the scheduler after an update only: if run.update: scheduler.step()"
+            )
+        return self._backwards
+
+    def leave_step(self) -> bool:
+        """The loop asks for the next step: whether this player has made its update. Raises `UserCodeError` where it has
+        gradients and has not.
+        """
+        step, self._step = self._opened(), None
+        if self._rates and self.outcome is None:
+            raise UserCodeError(
+                f"step {step.work.step}: step() was not called for {step.place}; call it after every backward() (it "
+                "waits for the last microbatch by itself), or once behind each step of run.steps()"
+            )
+        return self.outcome is not None
+
+    def weighed(self, loss: Tensor, weight: float | None, *, more: bool) -> Tensor | None:
+        """The losses of this microbatch, each times what it counts; None where `more` follow."""
+        step = self._opened()
+        self._trained_set.check(step.work.step)
+        self._check_loss(loss)
+        self._check_unscaled()
+        if self._agreed is not None or self._stepped or (self._backwards and not self._expecting_more):
+            raise UserCodeError(
+                f"step {step.work.step}: backward() was called again for one batch, whose gradient has left already; "
+                "pass more=True to every backward() of a batch but the last, and call step() after that"
+            )
+        if self._weighed_by_loop not in (None, weight is not None):
+            raise UserCodeError("backward() has a weight for one batch and none for another; pass it always or never")
+        self._weighed_by_loop = weight is not None
+        batch = step.microbatch.batch
+        counts = batch.weights.sum().item() if weight is None else float(weight) if batch.real_samples else 0.0
+        if not self._expecting_more:
+            self._own_weight += counts
+        self._backwards, self._expecting_more = True, more
+        self._rates = self._rates or self._rates_now()
+        self._loss += loss.detach().double().reshape(()) * counts
+        factor = step.factor(weighed_by_loop=self._weighed_by_loop)
+        total = loss * (counts * factor)
+        total = total if self._deferred is None else self._deferred + total
+        self._deferred = total if more else None
+        return None if more else total
+
+    @contextmanager
+    def backward(self, *, last: bool) -> Iterator[None]:
+        """Around the backward of a microbatch, the `last` of a step or not."""
+        for name, parameter in self._trained.items():
+            if parameter.grad is self._placeholders[name]:
+                parameter.grad = None
+        with self.gradients.backward(last=last):
+            yield
+        if last:
+            self.agree()
+            return
+        for name, parameter in self._trained.items():
+            parameter.grad = self._placeholders[name]
+
+    def clip(self, max_norm: float) -> float | None:
+        """Scales the step's gradient down to the 2-norm `max_norm`, and returns the norm it had; None before the last
+        backward of the step.
+        """
+        if self.agreed() is None:
+            return None
+        self.gradients.accept()
+        known = not self.gradients.divided and not self._changed()
+        norm = self._norm if known else float(self.gradients.norm())
+        if norm > max_norm:
+            for parameter in self._owned:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(max_norm / norm)
+        self._remember(min(norm, max_norm))
+        return norm
+
+    def agree(self) -> None:
+        """After the last backward of a step: all ranks agree on the gradient, and vote."""
+        step, used = self._opened(), self.gradients.used
+        declared = Declaration(
+            self._context.lockstep,
+            self._loss,
+            without=len(self._names - used),
+            decisions=[*numbers_of(self.optimizer.param_groups), *named("is frozen", self._frozen.names), *self._did],
+        )
+        work = step.work
+        own = Work(work.step, work.batches, None, work.tally, declared, work.on_gradients)
+        self.lr = self._rates_now()[0]
+        self._agreed = self.policy.agree(self._context, own, denominator=self._denominator(step))
+        declared.check(work.step)
+        if not declared.all_used:
+            group, device = self._context.lockstep, self._context.device
+            used = used_anywhere(sorted(self._names), used, group, device)
+        self.gradients.expose(used)
+        self._remember(self._agreed.norm)
+
+    def agreed(self) -> AgreedUpdate | None:
+        """What all ranks have agreed on; None before the last backward of the step. Raises `UserCodeError` where this
+        microbatch had none.
+        """
+        step = self._opened()
+        if not self._backwards or self._expecting_more:
+            raise UserCodeError(
+                f"step {step.work.step}: step() was called before the last backward() of the batch; call backward() "
+                "first, without more=True"
+            )
+        return self._agreed
+
+    def close(self) -> None:
+        """Gives the optimizer back as it was."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._check_unscaled()
+        if len(args) > 1 or any(value is not None for value in kwargs.values()):
+            raise UserCodeError("optimizer.step() was given a closure; call it without, after the backward")
+        step = self._opened()
+        if self._stepped:
+            raise UserCodeError(f"step {step.work.step}: step() was called twice for one batch")
+        agreed = self.agreed()
+        self._stepped = True
+        if agreed is not None:
+            self._did = named("had its gradient changed by the script in the step before", self._changed())
+            self.gradients.accept()
+        if agreed is None or not agreed.committed:
+            self._withheld = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+            for parameter, _ in self._withheld:
+                parameter.grad = None
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter, gradient in self._withheld:
+            parameter.grad = gradient
+        self._withheld = []
+        if self._agreed is not None:
+            self.outcome = self.policy.conclude(self._context, self._agreed)
+            self._outcomes += 1
+
+    def _remember(self, norm: float) -> None:
+        """The gradient as it is now, and its 2-norm."""
+        self._norm = norm
+        self._seen = {name: _now(parameter) for name, parameter in self._trained.items()}
+
+    def _changed(self) -> list[str]:
+        """The parameters whose gradients the script has changed since."""
+        return [
+            name
+            for name, parameter in self._trained.items()
+            if (now := _now(parameter))[0] is not self._seen[name][0] or now[1] != self._seen[name][1]
+        ]
+
+    def _opened(self) -> OpenStep:
+        if self._step is None:
+            raise UserCodeError("there is no batch: call backward() and step() inside the loop over batches()")
+        return self._step
+
+    def _rates_now(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def _denominator(self, step: OpenStep) -> float | None:
+        """The weight of the global batch, if the loop weighs; None: losses were divided by it already."""
+        if not self._weighed_by_loop:
+            return None
+        total = self._sum(self._own_weight)
+        if total <= 0:
+            raise UserCodeError(f"step {step.work.step}: all weights of the global batch are 0; give one sample weight")
+        return total
+
+    def _check_unscaled(self) -> None:
+        """In the first step. Raises `UserCodeError` where the script, or who calls the optimizer, scales losses."""
+        if self._outcomes or scaler_in(sys._getframe()) is None:
+            return
+        raise UserCodeError(
+            "the script scales its loss by a GradScaler, which would skip updates on one rank and not on the others: "
+            'set precision.kind = "float16", which scales for all ranks, and make it GradScaler(enabled=False)'
+        )
+
+    @staticmethod
+    def _check_loss(loss: Any) -> None:
+        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+            return
+        what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"of type {type(loss).__name__}"
+        what = "without a gradient" if isinstance(loss, Tensor) and loss.numel() == 1 else what
+        raise UserCodeError(f"the loss is {what}; backward() takes a scalar tensor that depends on the model")

@@ -1,0 +1,215 @@
+"""One rank of `shoal verify`: the same steps under the layout and in one process, compared number by number.
+
+Every step starts from the reference's weights. First the layout computes its gradients; then rank 0, which alone holds
+the reference, computes them plainly and compares. The reference's optimizer then takes the gradient that the layout
+found: so what the optimizer and the agreement on parameters do is judged by itself, and not by how Adam amplifies the
+last bit of a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import msgspec
+from torch._C._distributed_c10d import Store
+
+from shoal import units
+from shoal.assembly.objects import UserObjects
+from shoal.assembly.proofs import remember
+from shoal.assembly.run import Run, open_run
+from shoal.assembly.unkeyed_draws import said_of
+from shoal.codec.config import NoCodec, ShardCodecConfig
+from shoal.data.cursor import Cursor
+from shoal.data.feed import Feed
+from shoal.engine.config import BFloat16, Float8, Float16, Float32, Float64, PrecisionConfig
+from shoal.engine.precision import LossScaler, precision_of
+from shoal.engine.proof import (
+    EXACT,
+    HALF,
+    SINGLE,
+    Finding,
+    HeldBox,
+    Tolerances,
+)
+from shoal.engine.reference import Reference
+from shoal.launch.environment import Place
+from shoal.models.config import ForeignModel
+from shoal.models.mixture_routes import ReplayRoutes
+from shoal.observe.progress_bar import ProgressBar
+from shoal.runfile.run_file import RunFile, declared_group
+from shoal.verification import coded
+from shoal.verification.layout_step import compare_step, expect_step, take_step
+from shoal.verification.moments import (
+    LEFT_OUT,
+    NOTE,
+    give_moments,
+    rounds_moments,
+    without_rounding,
+)
+from shoal.verification.pipedream import verify_pipedream
+from shoal.verification.reference import (
+    axes_of,
+    give_weights,
+    neighbour_findings,
+    rate_findings,
+    reference_of,
+    share_routes,
+)
+from shoal.verification.refusals import replicas_differ, require_provable
+from shoal.verification.strategies import ending_after, provable, steps_of, verify_strategy
+from shoal.verification.verdict import Verdict
+
+STEPS = 5
+"""Optimizer steps that are compared where nobody says how many."""
+
+HALF_STEPS = 2
+"""Steps under the run's own precision, after those in float32, where that is bfloat16 or float16."""
+
+LOSSY_STAGES = (
+    'pipeline.codec = "{}" was left out: this compares the layout with activations that are sent as they are; with the '
+    "codec, what a stage gets is off by up to 1/254 (int8) of its block's largest number, or 1/256 (bfloat16) of itself"
+)
+LOSSY_PIECES = (
+    "[shard_codec] was left out: this compares the layout with pieces that are sent as they are; with it a number is "
+    "off by up to 1/254 (int8) or 1/14 (int4) of its block's largest, or 1/256 (bfloat16) of itself"
+)
+FLOAT8 = (
+    'precision.kind = "float8" was left out: its products are rounded as their scales come, which no tolerance tells '
+    "from a mistake; the layout is proved without them"
+)
+PRECISION = (
+    'precision.kind = "{}" was left out: the strategy is proved without it; sync.kind = "allreduce" compares the '
+    "layout under it"
+)
+HALF_SCALE = 2.0**10
+"""The loss scale of float16 there: fixed, and too small to overflow."""
+
+
+def verify_rank(
+    run_file: RunFile,
+    place: Place,
+    objects: UserObjects,
+    *,
+    steps: int | None,
+    exact: bool,
+    store: Store | None = None,
+    bar: ProgressBar | None = None,
+) -> Verdict | None:
+    """The verdict at rank 0, None at the others. Stops at the first step that differs. `store`: as for `open_run`.
+
+    `steps` None: `STEPS`, or as many as show all of a strategy under which replicas differ.
+    """
+    require_provable(run_file)
+    bar = bar or ProgressBar()
+    bar.update(f"building the model and its layout over {units.plural(place.world_size, 'rank')}")
+    own_precision, tolerances = run_file.precision, EXACT if exact else SINGLE
+    run_file = msgspec.structs.replace(run_file, precision=Float64() if exact else Float32())
+    differ = replicas_differ(run_file.sync)
+    run_file, notes = provable(run_file) if differ else (run_file, [])
+    if rounds_moments(run_file):
+        plain = differ or run_file.pipeline.asynchronous
+        notes.append((LEFT_OUT if plain else NOTE).format(run_file.optimizer.variant))
+        run_file = without_rounding(run_file) if plain else run_file
+    if run_file.shard_codec != ShardCodecConfig():
+        notes.append(LOSSY_PIECES)
+        run_file = msgspec.structs.replace(run_file, shard_codec=ShardCodecConfig())
+    if (lossy := run_file.pipeline.codec) != "none":
+        notes.append(LOSSY_STAGES.format(lossy))
+    run_file = msgspec.structs.replace(run_file, pipeline=msgspec.structs.replace(run_file.pipeline, codec="none"))
+    if differ:
+        if isinstance(own_precision, BFloat16 | Float8):
+            notes.append(PRECISION.format(own_precision.variant))
+        steps = steps or steps_of(run_file, place.world_size, least=STEPS)
+        run = replace(open_run(ending_after(steps, run_file), place, objects, store=store), run_file=run_file)
+        verdict = verify_strategy(run, steps=steps, tolerances=tolerances, exact=exact, bar=bar)
+        return None if verdict is None else replace(verdict, notes=(*verdict.notes, *notes))
+    steps, run = steps or STEPS, open_run(run_file, place, objects, store=store)
+    if run_file.pipeline.asynchronous:
+        bar.update(f"comparing {units.plural(steps, 'step')} with one process")
+        verdict = verify_pipedream(run, steps=steps, tolerances=tolerances, exact=exact)
+        return None if verdict is None else replace(verdict, notes=(*verdict.notes, *notes))
+    if run_file.codec != NoCodec():
+        notes.append(coded.NOTE.format(run_file.codec.variant))
+    with closing(run.feed(Cursor())) as feed, closing(_whole_feed(run)) as whole:
+        proof = _Proof(run, reference_of(run) if place.rank == 0 else None, feed, whole, rate_findings(run), bar)
+        holds = proof.take(range(1, steps + 1), tolerances)
+        if holds and not exact and isinstance(own_precision, BFloat16 | Float16):
+            proof.switch(own_precision)
+            proof.take(range(steps + 1, steps + HALF_STEPS + 1), HALF)
+            notes.append(f"the last {HALF_STEPS} steps are in {own_precision.variant}")
+    axes = axes_of(run)
+    if proof.reference is None:
+        return None
+    if proof.replayed:
+        notes.append(f"{proof.replayed} routes of near-ties were taken from the reference")
+    if isinstance(own_precision, Float8):
+        notes.append(FLOAT8)
+    unkeyed = said_of(proof.unkeyed, compiled=run_file.run.compile)
+    verdict = Verdict(run.mesh.layout.describe(), exact, proof.findings, axes, tuple(notes), unkeyed)
+    if verdict.holds and isinstance(run_file.model, ForeignModel):
+        remember(run_file, run.generation.parts.split.shapes)
+    return verdict
+
+
+@dataclass
+class _Proof:
+    """The layout and, at rank 0, the reference, which take the same steps."""
+
+    run: Run
+    reference: Reference | None
+    feed: Feed
+    whole: Feed
+    findings: list[Finding]
+    bar: ProgressBar
+    moments: Sequence[HeldBox] = ()
+    replayed: int = 0
+    unkeyed: frozenset[str] = frozenset()
+
+    def take(self, numbers: range, tolerances: Tolerances) -> bool:
+        """The steps `numbers`, up to the first that differs. Does everything hold so far?"""
+        for number in numbers:
+            self._take_one(number, tolerances, last=numbers[-1])
+            holds = all(finding.holds for finding in self.findings)
+            if self.run.process.announce(f"verify/{number}/holds", lambda holds=holds: str(holds)) == "False":
+                return False
+        return True
+
+    def switch(self, config: PrecisionConfig) -> None:
+        """From now on both compute under the autocast of `config`; the weights stay float32."""
+        precision = precision_of(config)
+        scale = HALF_SCALE if isinstance(config, Float16) else 1.0
+        scaler = LossScaler(scale, dynamic=False, growth_steps=1)
+        self.run = replace(self.run, step=self.run.step.under(precision, scaler))
+        if self.reference is not None:
+            compute = replace(self.reference.compute, precision=precision)
+            self.reference = replace(self.reference, compute=compute, scale=scale)
+
+    def _take_one(self, number: int, tolerances: Tolerances, *, last: int) -> None:
+        run, reference = self.run, self.reference
+        self.bar.update(f"step {number} of {last}: one process computes it", done=2 * number - 2, total=2 * last)
+        batches = self.whole.next().microbatches if reference is not None else []
+        wanted, routes = expect_step(reference, batches, number)
+        if reference is not None and isinstance(run.run_file.model, ForeignModel):
+            self.unkeyed |= reference.compute.randomness.unkeyed(run.device)
+        run.process.announce(f"verify/{number}/expected", str)  # a long wait, which no collective would allow
+        self.bar.update(f"step {number} of {last}: the layout computes it", done=2 * number - 1, total=2 * last)
+        give_weights(run, reference)
+        tap = ReplayRoutes(share_routes(run, routes, key=f"verify/{number}/routes"), tolerances.loss)
+        found = take_step(run, number, self.feed.next().microbatches, tap)
+        self.replayed += found.replayed
+        if reference is not None and wanted is not None:
+            give_moments(reference, self.moments)
+            rounding = lambda: reference.rounding(batches, wanted)  # noqa: E731
+            own = list(compare_step(reference, wanted, found, number, run.rate(number), tolerances, rounding))
+            if not all(finding.holds for finding in own) and not self.unkeyed:  # whose draws differ with the batch, too
+                own += neighbour_findings(run, reference, batches, number, tolerances.loss)
+            self.findings += own
+        self.moments = found.moments
+
+
+def _whole_feed(run: Run) -> Feed:
+    """The global batches, each in one piece, or in the groups that the run file states."""
+    batch = run.run_file.batch
+    return run.feed(Cursor(), share=(0, 1), micro_samples=declared_group(run.run_file.model) or batch.global_samples)

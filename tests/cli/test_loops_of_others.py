@@ -1,0 +1,204 @@
+"""What scripts do between the backward and the optimizer's step, and to the trained set, as in a plain loop of PyTorch.
+
+Each situation is the body of a loop. It runs in plain PyTorch, with one batch a step, and in a loop of Shoal on several
+layouts, with and without accumulation; both end with the same weights.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cli.warm_scripts import run_script
+
+SAMPLES, BATCH, STEPS = 24, 6, 4
+WEIGHTS = 2e-5
+"""Relative to the largest number of a tensor: float32 sums in two orders, over four steps."""
+
+SETUP = """
+import copy
+import io
+import torch
+import torch.nn.functional as F
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(5, 7), nn.Linear(7, 7), nn.Linear(7, 3)])
+        self.side = nn.Linear(5, 3)
+        self.never = nn.Linear(4, 4)
+    def forward(self, x):
+        h = x
+        for block in self.blocks:
+            h = torch.tanh(block(h))
+        return h + self.side(x) if bool(x[0, 0] > 0) else h
+
+torch.manual_seed(1)
+inputs, targets = torch.randn(24, 5), torch.randn(24, 3)
+inputs[:, 0] = inputs[:, 0].abs() * torch.where(torch.arange(24) % 6 < 5, 1.0, -1.0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=0.1)
+scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=1.0, factor=0.5)
+def call(x):
+    return torch.cat([model(one[None]) for one in x])
+def loss_of(x, y):
+    return (call(x) - y).square().mean()
+"""
+"""`side` is used by samples 0 to 4 of each batch of 6 alone, and `never` by none: both have momentum and decay."""
+
+LOOP = """
+import shoal
+data = torch.utils.data.TensorDataset(inputs, targets)
+loader = torch.utils.data.DataLoader(data, batch_size=6)
+run = shoal.start({"run": {"name": "mine"}}, model=model, optimizer=optimizer, data=loader, epochs=1)
+BEFORE
+for number, microbatches in run.steps():
+    for x, y in microbatches:
+        EARLY
+        run.backward(loss_of(x, y))
+        LATE
+        optimizer.step()
+        AFTER
+END
+run.export("weights.safetensors")
+run.close()
+"""
+
+SITUATIONS: dict[str, dict[str, str]] = {
+    "zero_grad": {"AFTER": "optimizer.zero_grad()"},
+    "zero_grad in place": {"AFTER": "optimizer.zero_grad(set_to_none=False)"},
+    "zero_grad of the model": {"AFTER": "model.zero_grad(set_to_none=False)"},
+    "nothing": {},
+    "clip by norm": {"LATE": "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)"},
+    "clip by the largest": {"LATE": "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=float('inf'))"},
+    "clip by value": {"LATE": "torch.nn.utils.clip_grad_value_(model.parameters(), 0.01)"},
+    "clip of the group": {"LATE": "torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]['params'], 0.05)"},
+    "scaled by hand": {"LATE": "[p.grad.mul_(0.5) for p in model.parameters() if p.grad is not None]"},
+    "replaced": {"LATE": "for p in model.parameters():\n    if p.grad is not None: p.grad = p.grad * 0.5 + 0.001"},
+    "taken away": {"LATE": "model.blocks[1].weight.grad = None"},
+    "frozen": {"EARLY": "model.blocks[1].requires_grad_(number < 2)"},
+    "frozen for a while": {"EARLY": "model.blocks[0].weight.requires_grad_(number not in (1, 2))"},
+    "unfrozen one by one": {
+        "BEFORE": "model.blocks[:2].requires_grad_(False)",
+        "EARLY": "model.blocks[1].requires_grad_(number > 0); model.blocks[0].requires_grad_(number > 1)",
+    },
+    "moving average": {
+        "BEFORE": "average = torch.optim.swa_utils.AveragedModel(model)",
+        "AFTER": "if run.update:\n    with run.full_parameters(): average.update_parameters(model)",
+        "END": "with run.full_parameters(): model.load_state_dict(average.module.state_dict())",
+    },
+    "weights clipped": {
+        "AFTER": "with run.full_parameters(), torch.no_grad(): [p.clamp_(-0.2, 0.2) for p in model.parameters()]",
+    },
+    "looked into": {
+        "LATE": "with run.full_parameters(), torch.no_grad():\n"
+        "    model.eval(); model(inputs[:1]); copy.deepcopy(model)(inputs[:1]); model.train()\n"
+        "    torch.save(model.state_dict(), io.BytesIO())\n"
+        "    with run.full_parameters(): nn.utils.parameters_to_vector(model.parameters()).norm().item()\n"
+        "    torch.func.functional_call(model, dict(model.named_parameters()), (inputs[:1],))",
+    },
+    "gradient penalty": {
+        "BEFORE": "def loss_of(x, y):\n"
+        "    x = x.clone().requires_grad_(True)\n"
+        "    outputs = call(x)\n"
+        "    (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)\n"
+        "    return (outputs - y).square().mean() + slope.square().mean()",
+    },
+    "norm of all, logged": {
+        "LATE": "there = [p.grad for p in model.parameters() if p.grad is not None]\n"
+        "norm = float(torch.nn.utils.get_total_norm(there))\n"
+        "for gradient in there: gradient.div_(max(norm, 0.1))"
+    },
+}
+SHARDED = {"clip of the group"}
+"""Situations that mean the group of the rank: under ZeRO its optimizer has pieces, and their norm is another."""
+
+LAYOUTS = {
+    "one rank": (1,),
+    "one rank, accumulated": (1, "batch.micro_samples=2"),
+    "3 ranks": (3,),
+    "2 ranks, accumulated": (2, "batch.micro_samples=1"),
+    "ZeRO-1": (2, "layout.shard=2", "memory.zero=1"),
+    "ZeRO-1, accumulated": (2, "layout.shard=2", "memory.zero=1", "batch.micro_samples=1"),
+    "ZeRO-2, accumulated": (2, "layout.shard=2", "memory.zero=2", "batch.micro_samples=1"),
+    "ZeRO-3": (2, "layout.shard=2", "memory.zero=3"),
+    "ZeRO-3, accumulated": (3, "layout.shard=3", "memory.zero=3", "batch.micro_samples=1"),
+}
+OFTEN = {
+    "one rank, accumulated": ("zero_grad in place", "clip by value", "replaced", "unfrozen one by one"),
+    "3 ranks": ("clip by norm", "frozen"),
+    "ZeRO-1, accumulated": ("zero_grad in place", "clip by norm", "replaced", "frozen for a while"),
+    "ZeRO-3, accumulated": ("taken away", "looked into", "moving average", "gradient penalty", "unfrozen one by one"),
+}
+"""What runs at every test; the rest is stress."""
+
+
+PLACES = ("BEFORE", "EARLY", "LATE", "AFTER", "END")
+
+
+class PlainRun:
+    """What a situation asks a run for, in a plain loop."""
+
+    update = True
+
+    def full_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def plain(situation: dict[str, str]) -> dict[str, torch.Tensor]:
+    """The weights after the steps of a plain loop."""
+    scope: dict = {"run": PlainRun()}
+    before, early, late, after, end = (situation.get(place, "") for place in PLACES)
+    exec(SETUP, scope)
+    exec(before, scope)
+    for number in range(STEPS):
+        batch = slice(number * BATCH, (number + 1) * BATCH)
+        scope |= {"number": number, "x": scope["inputs"][batch], "y": scope["targets"][batch]}
+        exec(early, scope)
+        scope["loss_of"](scope["x"], scope["y"]).backward()
+        exec(late, scope)
+        scope["optimizer"].step()
+        exec(after, scope)
+        scope["model"].zero_grad()
+    exec(end, scope)
+    return scope["model"].state_dict()
+
+
+def script_of(situation: dict[str, str]) -> str:
+    text = SETUP + LOOP
+    for place in PLACES:
+        indent = " " * (0 if place in ("BEFORE", "END") else 8)
+        text = text.replace(place, situation.get(place, "pass").replace("\n", "\n" + indent))
+    return text
+
+
+def _marks(name: str, layout: str) -> list[pytest.MarkDecorator]:
+    return [] if name in OFTEN.get(layout, ()) else [pytest.mark.stress]
+
+
+def _cases() -> list:
+    return [
+        pytest.param(
+            name, layout, marks=() if name in OFTEN.get(layout, ()) else pytest.mark.stress, id=f"{name}-{layout}"
+        )
+        for name in SITUATIONS
+        for layout in LAYOUTS
+        if not (name in SHARDED and "ZeRO" in layout)
+    ]
+
+
+@pytest.mark.parametrize(("name", "layout"), _cases())
+def test_a_loop_trains_as_in_plain_pytorch(name: str, layout: str, tmp_path: Path) -> None:
+    """Whatever the script does to gradients and to `requires_grad`, on any layout: the weights of a plain loop."""
+    world, *keys = LAYOUTS[layout]
+    (tmp_path / "mine.py").write_text(script_of(SITUATIONS[name]))
+    codes = run_script(tmp_path / "mine.py", tmp_path, *keys, world=world)
+    assert codes == [0] * world, (tmp_path / "rank-0.txt").read_text()
+    found = load_file(tmp_path / "weights.safetensors")
+    wanted = plain(SITUATIONS[name])
+    largest = {key: float((found[key] - wanted[key]).abs().max() / wanted[key].abs().max()) for key in wanted}
+    assert max(largest.values()) < WEIGHTS, largest

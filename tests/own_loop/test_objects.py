@@ -1,0 +1,82 @@
+"""Models and loops that another library has prepared: each is used as it is meant, or refused with a sentence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from shoal.errors import UsageError, UserCodeError
+from shoal.own_loop.objects import check_alone, is_compiled, objects_of, scaler_in, unread_arguments
+
+
+def given(model: nn.Module) -> dict:
+    return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "state": {}}
+
+
+@pytest.fixture
+def connected() -> Iterator[None]:
+    """A script that has called `init_process_group`."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_ranks_that_the_script_has_connected(connected: None) -> None:
+    with pytest.raises(UsageError, match="init_process_group before"):
+        check_alone()
+
+
+def test_ranks_that_nobody_has_connected() -> None:
+    check_alone()
+
+
+def test_a_model_in_distributed_data_parallel(connected: None) -> None:
+    """Its own hooks would sum gradients a second time."""
+    with pytest.raises(UserCodeError, match="wrapped in DistributedDataParallel"):
+        objects_of(given(DistributedDataParallel(nn.Linear(2, 2))), None)
+
+
+def test_a_model_in_data_parallel() -> None:
+    with pytest.raises(UserCodeError, match="wrapped in DataParallel"):
+        objects_of(given(DataParallel(nn.Linear(2, 2))), None)
+
+
+def test_a_compiled_model_is_the_module_inside() -> None:
+    """Its parameters have the names of the plain module."""
+    plain = nn.Linear(2, 2)
+    compiled = torch.compile(plain, backend="eager")
+    assert objects_of(given(compiled), None).model is plain  # type: ignore[arg-type]
+    assert is_compiled(compiled)
+    assert is_compiled((nn.Linear(2, 2), compiled))
+    assert not is_compiled(plain)
+    plain.compile(backend="eager")
+    assert is_compiled(plain)
+
+
+def test_a_scaler_of_the_script() -> None:
+    """Found is one that has scaled a loss, here or in a function that called this one; not one that is switched off,
+    or was only made."""
+    scaler, off = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu", enabled=False)
+    off.scale(torch.ones(()))
+    assert _found_from_below() is None
+    scaler.scale(torch.ones(()))
+    assert _found_from_below() is scaler
+
+
+def _found_from_below() -> object:
+    return scaler_in(sys._getframe())
+
+
+def test_arguments_of_a_loader_that_are_not_read() -> None:
+    """Each is said, and none where there is none."""
+    loader = DataLoader([1, 2], generator=torch.Generator(), num_workers=2)  # type: ignore[arg-type]
+    said = unread_arguments(loader)
+    assert [sentence.split()[2] for sentence in said] == ["num_workers", "generator"]
+    assert unread_arguments(DataLoader([1, 2])) == unread_arguments(None) == []  # type: ignore[arg-type]
