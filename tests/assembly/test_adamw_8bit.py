@@ -16,7 +16,7 @@ from benchmarks.adamw_8bit import compare_losses
 from shoal.assembly.run import Run
 from shoal.elastic.state_copy import held_state, load_state
 from shoal.memory.tracker import storage_bytes
-from shoal.optim.config import BLOCK
+from shoal.optim.declared import BLOCK
 from shoal.optim.dynamic import Quantised
 from shoal.verification.moments import TOLERANCE
 from tests.assembly.journey import LR, Leg, travel, whole_state

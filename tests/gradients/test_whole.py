@@ -14,7 +14,7 @@ from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.gradients.build import Summing
 from shoal.gradients.flat import ALIGNMENT, flat_layout
-from shoal.optim.config import BLOCK
+from shoal.optim.declared import BLOCK
 from shoal.topology.layout import Layout
 from tests.gradients.training import Case, microbatches, synced, take_step
 from tests.ranks import TestPlace

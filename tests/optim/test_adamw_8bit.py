@@ -11,7 +11,8 @@ from shoal.memory.tracker import storage_bytes
 from shoal.optim import adamw_8bit
 from shoal.optim.adamw_8bit import MOMENTS, EightBitAdamW, step_in_c, step_in_torch
 from shoal.optim.build import build_optimizer, part_of
-from shoal.optim.config import BLOCK, AdamW, AdamW8bit
+from shoal.optim.config import AdamW, AdamW8bit
+from shoal.optim.declared import BLOCK
 from shoal.optim.dynamic import Quantised, quantised
 from shoal.optim.slots import make_slots, named_slots, pack_slots
 from tests.codec.test_kernels import built, kernels_built
@@ -96,8 +97,8 @@ def test_small_parameters_are_those_of_adamw() -> None:
 def test_a_part_of_a_large_parameter_is_in_8_bits() -> None:
     """What decides is how large the whole is, so that the layout does not."""
     piece = Parameter(torch.zeros(BLOCK))
-    for numbers, kind in (({"w": 4096}, Quantised), ({"w": 4095}, Tensor), (None, Tensor)):
-        optimizer = build_optimizer(CONFIG, [("w", piece, True)], lr=LR, numbers=numbers)
+    for shapes, kind in (({"w": (64, 64)}, Quantised), ({"w": (4095,)}, Tensor), (None, Tensor)):
+        optimizer = build_optimizer(CONFIG, [("w", piece, True)], lr=LR, shapes=shapes)
         piece.grad = torch.ones_like(piece)
         optimizer.step()
         assert isinstance(optimizer.state[piece]["exp_avg"], kind)
@@ -109,7 +110,7 @@ def test_a_run_of_blocks_steps_as_in_the_whole() -> None:
     start = model()[0][1].detach().view(-1)
     for begin, end in ((0, 3 * BLOCK), (3 * BLOCK, whole.numel())):
         piece = Parameter(start[begin:end].clone())
-        optimizer = build_optimizer(CONFIG, [("w", piece, True)], lr=LR, numbers={"w": whole.numel()})
+        optimizer = build_optimizer(CONFIG, [("w", piece, True)], lr=LR, shapes={"w": tuple(whole.shape)})
         for step in range(6):
             parameters = model()
             give_gradients(parameters, step)

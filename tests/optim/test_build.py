@@ -10,6 +10,7 @@ from torch import nn
 
 from shoal.optim.build import build_optimizer, set_rate
 from shoal.optim.config import SGD, AdamW
+from shoal.optim.declared import Group
 from shoal.optim.slots import make_slots, named_slots
 
 ROUNDING = 1e-6  # fused and unfused kernels differ in the order of operations
@@ -79,3 +80,22 @@ def test_a_rank_without_parameters_has_an_optimizer(config) -> None:
     set_rate(optimizer, 0.5)
     optimizer.step()
     assert [group["lr"] for group in optimizer.param_groups] == [0.5]
+
+
+def test_groups_by_pattern_have_rates_and_decays_of_their_own() -> None:
+    """The first pattern that fits decides; what none fits is the optimizer's. A schedule's rate is multiplied."""
+    model = net()
+    groups = {"0.*": Group(rate=0.5), "*.bias": Group(weight_decay=0.2), "2.*": Group(rate=9.0)}
+    config = SGD(lr=0.01, weight_decay=0.3, groups=groups)
+    optimizer = build_optimizer(config, [(n, p, p.ndim > 1) for n, p in model.named_parameters()], lr=0.01)
+    set_rate(optimizer, 0.1)
+    names = {id(p): n for n, p in model.named_parameters()}
+    found = {names[id(p)]: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    assert found == {
+        "0.weight": (0.05, 0.3),
+        "0.bias": (0.05, 0.0),
+        "1.weight": (0.1, 0.0),
+        "1.bias": (0.1, 0.2),
+        "2.weight": (0.9, 0.3),
+        "2.bias": (0.1, 0.2),
+    }

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.optim.config import BLOCK
+from shoal.optim.declared import BLOCK
 from shoal.optim.dynamic import TINIEST, Quantised, map_of, quantised, zeros
 
 CPU = torch.device("cpu")

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.optim.config import SGD, Schedule
+from shoal.optim.config import SGD, AdamW
 from shoal.optim.schedule import peak_rate, rate
+from shoal.optim.schedule_config import Phase, Schedule
 
 KINDS = st.sampled_from(["cosine", "linear", "constant"])
 
@@ -50,3 +51,62 @@ def test_the_linear_scaling_rule_scales_and_says_so() -> None:
     assert "0.4" in said
     assert "1024" in said
     assert peak_rate(SGD(lr=0.1), global_samples=1024) == (0.1, None)
+
+
+PLAIN = {
+    "stable": (Schedule(kind="stable", warmup_steps=10, decay_fraction=0.5, final_fraction=0.2),
+               {60: 1, 85: 0.6, 110: 0.2}),
+    "polynomial": (Schedule(kind="polynomial", power=3.0, final_fraction=0), {50: 1 / 8, 75: 1 / 64, 100: 0}),
+    "step": (Schedule(kind="step", milestones=(30, 60)), {30: 1, 31: 0.1, 60: 0.1, 61: 0.01}),
+    "inverse_sqrt": (Schedule(kind="inverse_sqrt", warmup_steps=4), {4: 1, 16: 0.5, 64: 0.25}),
+    "one_cycle": (
+        Schedule(kind="one_cycle", warmup_steps=20, initial_fraction=0.2, final_fraction=0),
+        {10: 0.6, 20: 1, 60: 0.5, 100: 0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_known_values_of_other_shapes(kind: str) -> None:
+    """By hand, of 100 steps, or 110 where there is a warm-up of ten."""
+    schedule, values = PLAIN[kind]
+    for step, wanted in values.items():
+        assert rate(schedule, 2.0, step=step, steps=max(100, max(values))) == pytest.approx(2 * wanted), step
+
+
+def test_phases_follow_each_other() -> None:
+    """Each begins where the last one ended, and the last takes what is left."""
+    phases = (
+        Phase(kind="constant", steps=10),
+        Phase(kind="linear", final_fraction=0.5, steps=10),
+        Phase(kind="constant", steps=5),
+        Phase(kind="cosine", final_fraction=0.0),
+    )
+    schedule = Schedule(kind="chained", warmup_steps=5, phases=phases)
+    found = {step: rate(schedule, 1.0, step=step, steps=50) for step in (5, 15, 20, 25, 30, 40, 50)}
+    assert found == pytest.approx({5: 1, 15: 1, 20: 0.75, 25: 0.5, 30: 0.5, 40: 0.25, 50: 0})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"kind": "cosine", "power": 3.0},
+        {"kind": "step"},
+        {"kind": "step", "milestones": (5, 2)},
+        {"kind": "chained"},
+        {"kind": "chained", "phases": (Phase(kind="constant", steps=4),)},
+        {"kind": "chained", "phases": (Phase(kind="constant"), Phase(kind="constant"))},
+    ],
+)
+def test_a_key_of_another_shape_is_refused(keys) -> None:
+    """And a shape without what it needs."""
+    with pytest.raises(ValueError, match=r"kind = |phase"):
+        Schedule(**keys)
+
+
+def test_the_square_root_rule_scales_and_says_so() -> None:
+    """Four times the batch, twice the rate."""
+    scaled, said = peak_rate(AdamW(lr=0.1, lr_for_samples=256, lr_scaling="square_root"), global_samples=1024)
+    assert scaled == pytest.approx(0.2)
+    assert said is not None
+    assert said.startswith("square root")

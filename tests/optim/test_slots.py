@@ -7,7 +7,8 @@ import torch
 from torch.nn import Parameter
 
 from shoal.errors import UsageError
-from shoal.optim.config import SGD, AdamW, Slot
+from shoal.optim.config import SGD, AdamW
+from shoal.optim.declared import Slot
 from shoal.optim.slots import make_slots, named_slots, slot_and_parameter
 
 ADAMW, MOMENTUM = AdamW().slots, SGD(momentum=0.9).slots

@@ -12,9 +12,14 @@ import torch
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import total_parameters
 from shoal.errors import ConfigError, LayoutError
-from shoal.models.config import MoEConfig
+from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.gpt import GPT
+from shoal.optim.adaptive_config import Adafactor, Lion
+from shoal.optim.average_config import EMA
 from shoal.optim.config import SGD, AdamW, AdamW8bit, OptimizerConfig
+from shoal.optim.layerwise_config import LAMB
+from shoal.optim.muon_config import Muon
+from shoal.optim.preconditioned_config import SOAP
 from shoal.planner.explain.text import help_sentence
 from shoal.planner.predict.predictor import Prediction
 from shoal.planner.predict.saving import save_of
@@ -45,6 +50,24 @@ def test_the_optimizers_slots_are_what_is_priced(optimizer: OptimizerConfig, slo
     assert one.optimizer == pytest.approx(slots * one.weights)
     clip = 2 if run.optimizer.clip_norm else 0
     assert stack_of(run, cluster).update_bytes == 4 * (4 + clip + 2 * slots)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "hidden", "rest"),
+    [(LAMB(), 2, 2), (Lion(), 1, 1), (Muon(), 1, 2), (SOAP(), 6, 2), (AdamW(average=EMA()), 3, 3), (Adafactor(), 0, 0)],
+)
+def test_what_hidden_matrices_keep_is_priced_apart(optimizer: OptimizerConfig, hidden: int, rest: int) -> None:
+    """By the share of the parameters that are neither embeddings nor the head, counted in the module."""
+    run = msgspec.structs.replace(_run(), optimizer=optimizer)
+    assert isinstance(run.model, GPTConfig)
+    with torch.device("meta"):
+        module = GPT(run.model)
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    inside = sum(numel for name, numel in sizes.items() if name.startswith("blocks."))
+    share = inside / sum(sizes.values())
+    cluster = cluster_of(run, None)
+    one = predictor_on(run, cluster).predict(written_plan(run, cluster)).peak
+    assert one.optimizer == pytest.approx((share * hidden + (1 - share) * rest) * one.weights, rel=1e-6)
 
 
 def test_moments_in_8_bits_are_priced_as_they_are_kept() -> None:

@@ -99,7 +99,7 @@ def loss_scale_left_in(rank: int) -> Iterator[None]:
     from shoal.engine import updates
 
     original = updates.AgreedGradient
-    with patch.object(updates, "AgreedGradient", lambda gradients, norm, *, factor: original(gradients, norm)):
+    with patch.object(updates, "AgreedGradient", lambda gradients, norm, **others: original(gradients, norm)):
         yield
 
 

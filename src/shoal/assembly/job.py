@@ -34,8 +34,8 @@ from shoal.engine.state import OPTIMIZER
 from shoal.launch.environment import Place
 from shoal.observe.sink import RunStart, Sinks
 from shoal.observe.sinks import open_sinks
-from shoal.optim.config import Schedule
 from shoal.optim.schedule import peak_rate
+from shoal.optim.schedule_config import Schedule
 from shoal.runfile.run_file import RunFile, run_directory
 from shoal.state.target import Held
 

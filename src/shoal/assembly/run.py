@@ -156,9 +156,12 @@ class Run:
         return topped_up(own, -(-samples // (shares * micro)), spare=lambda: next(first))
 
     def evaluate(self, bar: ProgressBar | None = None) -> dict[str, float]:
-        """The measurements on the held-out data, over all ranks; none without such data. `bar` counts batches."""
+        """The measurements on the held-out data, over all ranks; none without such data. `bar` counts batches. An
+        average of the weights is measured in their place.
+        """
         batches = track(self.held_out(), bar or ProgressBar(), "evaluating: batches of held-out samples")
-        with self.generation.agreement.looking_up():
+        shown = self.state.averages_shown(self.generation.gradients.gather)
+        with self.generation.agreement.looking_up(), shown:
             return evaluate(self.generation.forward_backward, batches, group=self.mesh.world, device=self.device)
 
 

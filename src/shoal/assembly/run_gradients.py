@@ -19,9 +19,10 @@ from shoal.gradients.joint import JointGradients
 from shoal.gradients.priority import PriorityGradients
 from shoal.memory.config import MemoryConfig
 from shoal.optim.adopt import OwnOptimizer
-from shoal.optim.config import Granularity
+from shoal.optim.declared import Granularity
+from shoal.optim.parts import Parts
 from shoal.runfile.run_file import RunFile
-from shoal.state.ownership import Trained
+from shoal.state.ownership import Owned, Trained
 from shoal.sync.strategy import Sync
 from shoal.topology.axes import Axis
 
@@ -139,3 +140,14 @@ def _check_separable(run_file: RunFile, mesh: Mesh, optimizers: Sequence[OwnOpti
             f"{stage} each rank has those of its own alone, so that the model would be another: set layout.shard to 1 "
             f"and layout.replicate to {mesh.layout.shard * mesh.layout.replicate}, where every rank has all of them"
         )
+
+
+def parts_on(run_file: RunFile, owned: Sequence[Owned], mesh: Mesh, sync: Sync) -> Parts:
+    """What this rank's optimizer steps, and with whom it makes up whole parameters, and equal updates.
+
+    Replicas do not share work where each has a state of its own, where one may go on without another, or where updates
+    are made one parameter after the other.
+    """
+    axes = _NORM_AXES[run_file.pipeline.asynchronous]
+    shared = sync.keeps_replicas_equal and run_file.elastic is None and run_file.gradients.schedule != "priority"
+    return Parts(owned, mesh.axis(*axes), mesh.axis("replicate", *axes) if shared else mesh.axis(*axes))

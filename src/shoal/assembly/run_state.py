@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 
 import torch
@@ -10,7 +9,7 @@ from torch.nn import Parameter
 
 from shoal.assembly.epoch_end import epoch_samples
 from shoal.assembly.generation import Generation
-from shoal.assembly.run_gradients import zero_of
+from shoal.assembly.run_gradients import parts_on, zero_of
 from shoal.assembly.sameness import contents_of
 from shoal.assembly.splitting import trained_in
 from shoal.assembly.trained_set import FrozenParameters
@@ -30,7 +29,8 @@ from shoal.errors import ConfigError
 from shoal.gradients.residuals import ResidualSection
 from shoal.memory.config import MemoryConfig
 from shoal.optim.build import build_optimizer
-from shoal.optim.config import Slot
+from shoal.optim.declared import Slot
+from shoal.optim.parts import SeesParts
 from shoal.optim.schedule import peak_rate
 from shoal.runfile.run_file import RunFile
 from shoal.state.ownership import Owned, boxes_in
@@ -77,13 +77,17 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     replica = None if shared else layout.index("replicate", generation.mesh.rank)
 
     def section(optimizer: torch.optim.Optimizer, slots: Sequence[Slot], only: Collection[str] | None = None):
-        return OptimizerSection(optimizer, slots, split.model, owned, names, replica=replica, only=only)
+        known = {*names, *split.shapes} if isinstance(optimizer, SeesParts) else names  # some have slots elsewhere
+        return OptimizerSection(optimizer, slots, split.model, owned, known, replica=replica, only=only)
 
     if not own:
-        optimizers = [section(_built(run_file, generation), run_file.optimizer.slots)]
+        built = _connected(_built(run_file, generation), run_file, generation)
+        optimizers = [section(built, run_file.optimizer.all_slots)]
     else:
         stepped = [(owned.name, owned.parameter) for owned in gradients.owned]
-        optimizers = [section(o.adopt(stepped), o.slots, None if len(own) == 1 else o.names) for o in own]
+        adopted = [_connected(o.adopt(stepped), run_file, generation) for o in own]
+        only = [None if len(own) == 1 else o.names for o in own]
+        optimizers = [section(a, o.slots, names) for a, o, names in zip(adopted, own, only, strict=True)]
     progress = Progress(identity, contents_of(workload.samples))
     others = [*tuned, residuals, *generation.agreement.sections, *_of_script(generation, workload)]
     return TrainState(model, optimizers[0], progress, [*optimizers[1:], FactsSection("scaler", scaler), *others])
@@ -96,8 +100,17 @@ def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
     parameters = [(owned.name, owned.parameter, roles[owned.name].decay) for owned in stepped]
     peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
     sparse = [name for name, role in roles.items() if role.kind == "table"]
-    numbers = {owned.name: math.prod(owned.holding.global_shape) for owned in stepped}
-    return build_optimizer(run_file.optimizer, parameters, lr=peak, sparse=sparse, numbers=numbers)
+    shapes = {owned.name: owned.holding.global_shape for owned in stepped}
+    kinds = {name: role.kind for name, role in roles.items()}
+    return build_optimizer(run_file.optimizer, parameters, lr=peak, sparse=sparse, shapes=shapes, kinds=kinds)
+
+
+def _connected(optimizer: torch.optim.Optimizer, run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
+    """The same; one that asks something of whole parameters is told where their parts are."""
+    if isinstance(optimizer, SeesParts) and generation.agreement.served is None:
+        parts = parts_on(run_file, generation.gradients.owned, generation.mesh, generation.sync)
+        optimizer.connect(parts.of(optimizer))
+    return optimizer
 
 
 def _of_script(generation: Generation, workload: Workload) -> list[Section]:

@@ -49,7 +49,8 @@ def build_saver(run: Run, directory: Path, exchange: MessageExchange | None) -> 
         object_bytes=run_file.checkpoint.object_bytes,
         split=mesh.layout.replica_size > 1
         or not run.generation.sync.keeps_replicas_equal
-        or run.generation.coded is not None,
+        or run.generation.coded is not None
+        or not run.state.is_whole_on_replicas,
         on_point=unheard if injector is None else lambda label: injector.reached(f"save/{label}"),
     )
 
@@ -96,9 +97,11 @@ def _require_whole_state(run: Run, directories: Directories) -> None:
     layout = run.mesh.layout
     several = f"ranks 0 and {directories.groups[1][0]} see different run directories, and a checkpoint needs"
     repair = "put run.directory on a file system that all hosts share"
-    if not run.generation.sync.keeps_replicas_equal or run.generation.coded is not None:
+    own_state = not run.generation.sync.keeps_replicas_equal or run.generation.coded is not None
+    if own_state or not run.state.is_whole_on_replicas:
         raise EnvironmentFault(
-            f"{several} what each replica has of its own (sync.kind, or the error feedback of a codec): {repair}"
+            f"{several} what each replica has of its own (sync.kind, the error feedback of a codec, or an optimizer's "
+            f"state of matrices that it owns): {repair}"
         )
     for group in directories.groups:
         if not any(set(layout.group(INSIDE_REPLICA, rank)) <= set(group) for rank in group):

@@ -7,16 +7,18 @@ from typing import cast
 import torch
 
 from shoal.assembly.generation import Generation
+from shoal.assembly.run_gradients import parts_on
 from shoal.assembly.splitting import trained_in
 from shoal.engine.forward_backward import PipelinedForwardBackward
 from shoal.engine.noise import NoiseMeter
 from shoal.engine.precision import LossScaler
 from shoal.engine.rank_context import RankContext
 from shoal.engine.step import TrainStep
-from shoal.engine.transforms import clip_by_global_norm
+from shoal.engine.transforms import by_numbers, clip_by_global_norm
 from shoal.engine.updates import AtOnce, ByBucket, ByMicrobatch, UpdatePolicy
 from shoal.errors import ConfigError, UserCodeError
 from shoal.gradients.priority import PriorityGradients
+from shoal.optim.transforms import Chain
 from shoal.parallel.pipeline.stages import Stages
 from shoal.runfile.run_file import RunFile
 from shoal.topology.axes import Axis
@@ -67,6 +69,9 @@ def _update_policy(
     if run_file.gradients.schedule == "priority":
         return ByBucket(cast(PriorityGradients, gradients), optimizer)
     transforms = [] if clip_norm is None else [clip_by_global_norm(clip_norm)]
+    if run_file.optimizer.transforms:
+        parts = parts_on(run_file, gradients.owned, generation.mesh, generation.sync)
+        transforms.append(by_numbers(Chain(run_file.optimizer.transforms, parts, run_file.run.seed)))
     return AtOnce(
         gradients,
         optimizer,

@@ -29,7 +29,8 @@ from shoal.data.config import BatchConfig, Digits
 from shoal.launch.lab.iproute import why_not
 from shoal.launch.lab.lab_file import Lab, lab_from
 from shoal.models.config import MLPConfig
-from shoal.optim.config import SGD, Schedule
+from shoal.optim.config import SGD
+from shoal.optim.schedule_config import Schedule
 from shoal.runfile.run_file import RunConfig, RunFile
 from shoal.sync.config import (
     AllReduceConfig,

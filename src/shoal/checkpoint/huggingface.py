@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.inspect import PREFIX, save_weights
-from shoal.checkpoint.load import read_all
+from shoal.checkpoint.inspect import save_weights, shown_weights
 from shoal.checkpoint.objects import temporary
 from shoal.checkpoint.verify import checkpoint_in, checkpoints, read_manifest, run_directory_of
 from shoal.errors import EnvironmentFault, UsageError
@@ -34,9 +33,9 @@ def export_folder(source: Path, folder: Path, table: TransformersConfig) -> int:
         raise UsageError(f"{folder} exists: give another name, or move it away")
     checkpoint = checkpoint_in(source)
     manifest = read_manifest(checkpoint)
-    weights = read_all(manifest, run_directory_of(checkpoint), PREFIX)
+    weights = shown_weights(manifest, run_directory_of(checkpoint))
     model = plain(table)
-    _fill(model, {name.removeprefix(PREFIX): weight for name, weight in weights.items()}, checkpoint)
+    _fill(model, weights, checkpoint)
     unfinished = temporary(folder, "export")
     try:
         with without_bars():

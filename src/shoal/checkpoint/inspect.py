@@ -194,13 +194,21 @@ def _step(folder: Path) -> int:
 
 
 PREFIX = "model/"
+AVERAGES = "optimizer/average/"
+"""Of weights that a run is evaluated under (`optimizer.average`, schedule-free optimizers)."""
 
 
 def weights_of(source: Path) -> dict[str, Tensor]:
     """The weights of the checkpoint `source`, or of a run directory's newest, by the model's own names."""
     folder = checkpoint_in(source)
-    weights = read_all(read_manifest(folder), folder.parent.parent, PREFIX)
-    return {name.removeprefix(PREFIX): weight for name, weight in weights.items()}
+    return shown_weights(read_manifest(folder), folder.parent.parent)
+
+
+def shown_weights(manifest: Manifest, directory: Path) -> dict[str, Tensor]:
+    """The weights of a checkpoint of the run directory, by the model's own names; averages where it holds some."""
+    averages = {name.removeprefix(AVERAGES): tensor for name, tensor in read_all(manifest, directory, AVERAGES).items()}
+    weights = read_all(manifest, directory, PREFIX)
+    return {name.removeprefix(PREFIX): weight for name, weight in weights.items()} | averages
 
 
 def export(source: Path, file: Path) -> int:
@@ -212,10 +220,10 @@ def export(source: Path, file: Path) -> int:
         raise UsageError(f"{file} exists: give another name, or move it away")
     folder = checkpoint_in(source)
     manifest = read_manifest(folder)
-    weights = read_all(manifest, run_directory_of(folder), PREFIX)
+    weights = shown_weights(manifest, run_directory_of(folder))
     if not weights:
         raise UsageError(f"{folder} holds no weights: no tensor in it is called {PREFIX}...")
-    write_weights({name.removeprefix(PREFIX): weight for name, weight in weights.items()}, file)
+    write_weights(weights, file)
     return manifest.step
 
 

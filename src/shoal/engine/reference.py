@@ -44,7 +44,7 @@ class Reference:
 
     One forward takes all samples that it is given and that have the same shapes; `arrange`: the batches that forwards
     take instead, where samples of one belong together. `scale`: the loss is multiplied by it in the backward, for
-    float16.
+    float16. `transform` changes every `.grad` in a step, after clipping.
     """
 
     compute: Compute
@@ -52,6 +52,8 @@ class Reference:
     clip_norm: float | None
     arrange: Arrange | None = None
     scale: float = 1.0
+    transform: Callable[[int], None] | None = None
+    _step: int = field(default=0, init=False)
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -63,6 +65,7 @@ class Reference:
 
     def gradient(self, step: int, batches: Sequence[Batch]) -> ReferenceGradient:
         """Of step `step` over `batches`, which are the global batch."""
+        self._step = step
         self.compute.train()
         self.compute.randomness.step(step)
         self.compute.buffers.start()
@@ -133,12 +136,16 @@ class Reference:
         _, losses = self.compute.losses(microbatch.batch)
         return weighted_losses(losses, microbatch.batch.weights).double().reshape(len(batch), -1).sum(1).cpu()
 
-    def update(self, gradients: dict[str, Tensor], *, lr: float) -> None:
-        """One optimizer step with these gradients, clipped by their norm."""
-        norm = norm_of(gradients)
+    def update(self, gradients: dict[str, Tensor], *, lr: float, norm: float | None = None) -> None:
+        """One optimizer step with these gradients, clipped by their norm. `norm` is that which a layout found and was
+        judged by: clipped by it they are the layout's in every bit, which an optimizer may amplify.
+        """
+        norm = norm_of(gradients) if norm is None else norm
         factor = 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
         for name, parameter in self.weights.items():
             parameter.grad = gradients[name].to(parameter) * factor
+        if self.transform is not None:
+            self.transform(self._step)
         set_rate(self.optimizer, lr)
         self.optimizer.step()
         self._statistics.finish(committed=True)

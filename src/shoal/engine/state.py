@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -26,7 +27,8 @@ from torch.nn import Parameter
 from shoal.data.cursor import Cursor, Interval
 from shoal.engine.extra_state import ExtraSection
 from shoal.errors import UsageError, UserCodeError
-from shoal.optim.config import Slot
+from shoal.optim.average import averages_shown
+from shoal.optim.declared import Slot
 from shoal.optim.slots import local, make_slots, named_slots, pack_slots, slot_and_parameter
 from shoal.state.ownership import Owned
 from shoal.state.section import Section
@@ -154,8 +156,12 @@ class OptimizerSection:
 
     def _located(self, slots: Mapping[str, Tensor], prefix: str) -> dict[str, Held]:
         """Slots under the names that they are saved by, and where in the unsplit parameter they lie."""
-        owned = {own.name: own for own in self.owned or ()}
-        return {f"{prefix}{key}": _slot(tensor, owned.get(slot_and_parameter(key)[1])) for key, tensor in slots.items()}
+        owned, whole = {own.name: own for own in self.owned or ()}, {slot.name for slot in self.slots if slot.whole}
+        found: dict[str, Held] = {}
+        for key, tensor in slots.items():
+            slot, name = slot_and_parameter(key)
+            found[f"{prefix}{key}"] = tensor if slot in whole else _slot(tensor, owned.get(name))
+        return found
 
 
 @dataclass
@@ -293,15 +299,27 @@ class TrainState:
 
     def pack(self) -> None:
         """After everything was read: brings optimizers' slots into the form that they are kept in."""
-        for section in self._sections:
-            if isinstance(section, OptimizerSection):
-                pack_slots(section.optimizer)
+        for section in self._optimizers:
+            pack_slots(section.optimizer)
 
     def restore_extra(self) -> None:
         """After everything was read: hands a script's objects what was read for them."""
         for section in self.others:
             if isinstance(section, ExtraSection):
                 section.restore()
+
+    def averages_shown(self, gather: Callable[[], None]) -> AbstractContextManager[None]:
+        """See `shoal.optim.average`."""
+        return averages_shown([section.optimizer for section in self._optimizers], gather)
+
+    @property
+    def is_whole_on_replicas(self) -> bool:
+        """Whether ranks with the same part of the model have the same state; not of matrices that have an owner."""
+        return not any(slot.whole for section in self._optimizers for slot in section.slots)
+
+    @property
+    def _optimizers(self) -> list[OptimizerSection]:
+        return [section for section in self._sections if isinstance(section, OptimizerSection)]
 
     @property
     def _sections(self) -> Sequence[Section]:

@@ -15,12 +15,13 @@ from shoal.gradients.gradients import Gradients
 @dataclass
 class AgreedGradient:
     """The gradient of the global batch. `norm` is its 2-norm; `factor` is what `gradients` have yet to be multiplied by
-    (one over the loss scale, to begin with).
+    (one over the loss scale, to begin with); `step` counts from 1.
     """
 
     gradients: Gradients
     norm: float
     factor: float = 1.0
+    step: int = 1
 
     def scale(self, factor: float) -> None:
         """Multiplies the gradient."""
@@ -51,3 +52,13 @@ class ClipByGlobalNorm:
 def clip_by_global_norm(limit: float) -> ClipByGlobalNorm:
     """Scales a gradient whose 2-norm is above `limit` down to it (Pascanu et al., arXiv:1211.5063, algorithm 1)."""
     return ClipByGlobalNorm(limit)
+
+
+def by_numbers(change: Callable[[int], None]) -> Transform:
+    """One that changes the numbers of each `.grad`, as `shoal.optim.transforms` does; it comes after all that scale."""
+
+    def transform(gradient: AgreedGradient) -> None:
+        gradient.apply()
+        change(gradient.step)
+
+    return transform

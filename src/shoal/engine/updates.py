@@ -100,7 +100,8 @@ class AtOnce:
     The vote: norm and loss are sums over all ranks in lock-step, so what is not finite anywhere shows on every rank.
 
     `votes_ahead`: the device votes, and the host launches the update before it knows the outcome (`DeviceVote`). Else
-    the device would stand still from the end of a backward until the host has read the norm. None: on GPUs.
+    the device would stand still from the end of a backward until the host has read the norm. None: on GPUs. `seen`: a
+    script reads the gradient before the optimizer does, so that nothing of it is left to the optimizer's kernel.
     """
 
     overlaps_steps = False
@@ -113,10 +114,12 @@ class AtOnce:
         transforms: Sequence[Transform] = (),
         noise: NoiseMeter | None = None,
         votes_ahead: bool | None = None,
+        seen: bool = False,
     ) -> None:
         self.gradients = gradients
         self._optimizer, self._transforms, self._noise = optimizer, transforms, noise
-        self._fused = optimizer if isinstance(optimizer, FusedOptimizer) and optimizer.takes_scale else None
+        fused = isinstance(optimizer, FusedOptimizer) and optimizer.takes_scale and not seen
+        self._fused = optimizer if fused else None
         self._votes_ahead = votes_ahead
 
     def __call__(self, context: RankContext, work: Work) -> Outcome:
@@ -165,7 +168,7 @@ class AtOnce:
         finite = math.isfinite(norm) and math.isfinite(loss)
         noise = self._measure(work.batches, tally, norm, scale) if finite else None
         if finite:
-            gradient = AgreedGradient(self.gradients, norm, factor=1.0 / scale)
+            gradient = AgreedGradient(self.gradients, norm, factor=1.0 / scale, step=work.step)
             more = () if clip_norm is None else (clip_by_global_norm(clip_norm),)
             for transform in (*self._transforms, *more):
                 transform(gradient)

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.codec.kernels import Kernels, Moment, kernels_for
-from shoal.optim.config import BLOCK, AdamW8bit
+from shoal.optim.config import AdamW8bit
+from shoal.optim.declared import BLOCK
 from shoal.optim.dynamic import Quantised, packed_form, quantised, zeros
 from shoal.optim.fused import FusedAdamW
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from shoal.errors import UserCodeError
-from shoal.optim.config import Granularity, Slot, counter
+from shoal.optim.declared import Granularity, Slot, counter
 from shoal.optim.separable import step_of, tried, twin_of
 
 ON_ELEMENTS = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"}
@@ -32,6 +32,8 @@ _PROBES = ((3, 2), (5, 4))
 def works_on(optimizer: torch.optim.Optimizer) -> Granularity:
     """What an update needs to see together: single numbers, or (of a class that is not known) whole parameters."""
     kind = type(optimizer)
+    if (declared := getattr(kind, "works_on", None)) in ("elements", "matrices"):
+        return declared
     known = kind.__module__.startswith("torch.optim") and kind.__name__ in ON_ELEMENTS
     return "elements" if known else "matrices"
 
@@ -170,8 +172,10 @@ def _start_adagrad(optimizer: torch.optim.Adagrad) -> None:
 
 def slots_of(optimizer: torch.optim.Optimizer) -> tuple[Slot, ...]:
     """The state that it keeps for each parameter. Raises `UserCodeError` for state of a shape that is neither the
-    parameter's nor one number, which a checkpoint could not divide.
+    parameter's nor one number, which a checkpoint could not divide, unless its class declares `slots`.
     """
+    if (declared := getattr(optimizer, "slots", None)) is not None:
+        return declared
     found: dict[str, Slot] = {}
     for number in _unlike(optimizer.param_groups):
         probes = [Parameter(torch.ones(shape)) for shape in _PROBES]

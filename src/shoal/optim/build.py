@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch.nn import Parameter
 
 from shoal.config.table import implementation_of
 from shoal.errors import ConfigError
+from shoal.optim.average import keep_average, look_ahead
 from shoal.optim.config import SGD, Adagrad, AdamW, OptimizerConfig
+from shoal.optim.declared import Described, Dims
 from shoal.optim.fused import FusedAdamW, FusedSGD
 
 
@@ -21,13 +24,15 @@ def build_optimizer(
     *,
     lr: float,
     sparse: Collection[str] = (),
-    numbers: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Dims] | None = None,
+    kinds: Mapping[str, str] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer over `(name, parameter, decays)`. Parameters that do not decay form a group of their own, and so do
-    those of fewer numbers than the optimizer's `least_numbers`; `numbers` are those of whole parameters by name, where
-    `parameters` are parts of them.
+    those of fewer numbers than the optimizer's `least_numbers`, and those of which `groups` or the optimizer itself
+    says something else. `shapes` are those of whole parameters by name, where `parameters` are parts of them; `kinds`
+    their roles in the model.
 
-    The gradients of those named `sparse` have the rows that a step touched alone, and form a third group. Without any
+    The gradients of those named `sparse` have the rows that a step touched alone, and form a last group. Without any
     parameter, as on a rank whose piece of a sharded model is empty, its step does nothing.
 
     Raises `ConfigError` for an optimizer that moves rows which a step has not touched.
@@ -39,26 +44,35 @@ def build_optimizer(
             f'optimizer.kind = "{kind}" has moments that move every row in every step, and the gradient of '
             f'{sorted(tables)[0]} is sparse: use "adagrad", or "sgd" without momentum'
         )
-    of_tables = [p for name, p, _ in parameters if name in tables]
-    parameters = [one for one in parameters if one[0] not in tables]
-    whole = numbers or {}
-    groups = [
-        {
-            "params": [
-                p
-                for name, p, decays in parameters
-                if decays == decaying and (whole.get(name, p.numel()) < config.least_numbers) == small
-            ],
-            "weight_decay": config.weight_decay if decaying else 0.0,
-            **({"small": True} if small else {}),
-        }
-        for small in (False, True)
-        for decaying in (True, False)
-    ]
-    if of_tables:
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for name, parameter, decays in parameters:
+        if name not in tables:
+            shape = (shapes or {}).get(name, tuple(parameter.shape))
+            options = _options(config, Described(name, shape, (kinds or {}).get(name, "replicated"), decays))
+            key = tuple(sorted(options.items()))
+            found.setdefault(key, {"params": [], **options})["params"].append(parameter)
+    groups = sorted(found.values(), key=lambda group: (group.get("small", False), -group["weight_decay"]))
+    if of_tables := [parameter for name, parameter, _ in parameters if name in tables]:
         groups.append({"params": of_tables, "weight_decay": 0.0, "fused": False})
-    groups = [group for group in groups if group["params"]] or groups[:1]
-    return implementation_of(config)(config, groups, lr)
+    groups = groups or [{"params": [], "weight_decay": config.weight_decay}]
+    optimizer = implementation_of(config)(config, groups, lr)
+    if config.lookahead is not None:
+        look_ahead(optimizer, config.lookahead)
+    if config.average is not None:
+        keep_average(optimizer, config.average)
+    return optimizer
+
+
+def _options(config: OptimizerConfig, parameter: Described) -> dict[str, Any]:
+    """What the group of a parameter says; what it does not say is the optimizer's own."""
+    group, decay = config.group_of(parameter.name), config.weight_decay if parameter.decays else 0.0
+    small = math.prod(parameter.shape) < config.least_numbers
+    return {
+        **config.options(parameter),
+        "weight_decay": decay if group.weight_decay is None else group.weight_decay,
+        **({} if group.rate == 1 else {"rate": group.rate}),
+        **({"small": True} if small else {}),
+    }
 
 
 def adamw(config: AdamW, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
@@ -77,10 +91,10 @@ def adagrad(config: Adagrad, groups: list[dict[str, Any]], lr: float) -> torch.o
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float | None) -> None:
-    """Makes `lr` the rate of every group; None: they keep their own."""
+    """Makes `lr`, times its `rate`, the rate of every group; None: they keep their own."""
     if lr is not None:
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("rate", 1.0)
 
 
 def part_of(optimizer: torch.optim.Optimizer, parameters: Collection[Parameter]) -> torch.optim.Optimizer:

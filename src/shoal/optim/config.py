@@ -1,4 +1,4 @@
-"""Tables `[optimizer]` and `[schedule]`, and what each optimizer keeps. Imports no torch.
+"""The tables `[optimizer]`, one for each kind, and what each optimizer keeps. Imports no torch.
 
 An optimizer declares its state here, once: checkpoints make slots from the declaration, ZeRO divides parameters as it
 asks, and the planner counts its bytes.
@@ -6,91 +6,20 @@ asks, and the planner counts its bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 import msgspec
 
-from shoal.config.table import Positive, PositiveFloat, Table, says
-
-Dims = tuple[int, ...]
-Granularity = Literal["elements", "matrices"]
-"""What an optimizer needs of a parameter on one rank: any elements of it, or the whole of it."""
-
-BLOCK = 256
-"""Numbers of a moment in 8 bits that share a scale (`shoal.optim.dynamic`)."""
-
-
-def _like_parameter(shape: Dims) -> Dims:
-    return shape
+from shoal.config.table import PositiveFloat, says
+from shoal.optim.adaptive_config import Adafactor, Lion, NAdam, RAdam, RMSprop
+from shoal.optim.declared import BLOCK, Common, Granularity, Slot, counter
+from shoal.optim.layerwise_config import LAMB, LARS
+from shoal.optim.muon_config import Dion, Muon
+from shoal.optim.preconditioned_config import SOAP, Shampoo
+from shoal.optim.schedule_free_config import ScheduleFreeAdamW, ScheduleFreeSGD
 
 
-def _one_number(shape: Dims) -> Dims:
-    return ()
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One tensor of an optimizer's state for each parameter: its name in PyTorch's state, and its shape from the
-    parameter's.
-
-    A slot of the parameter's shape is divided with it. `number_bytes` is what a number of it takes between two steps;
-    None: what a number of the parameter does.
-    """
-
-    name: str
-    shape: Callable[[Dims], Dims] = _like_parameter
-    number_bytes: float | None = None
-
-    @property
-    def like_parameter(self) -> bool:
-        """Whether it is as large as the parameter, and divided with it."""
-        return self.shape is _like_parameter
-
-
-def counter(name: str) -> Slot:
-    """A slot of one number, such as the number of steps."""
-    return Slot(name, _one_number)
-
-
-class _Common(Table, frozen=True):
-    """Keys that every optimizer has."""
-
-    works_on: ClassVar[Granularity] = "elements"
-    undivided: ClassVar[int] = 1
-    """So many numbers of a parameter, one after the other, are not divided between ranks."""
-    least_numbers: ClassVar[int] = 0
-    """Parameters with fewer numbers form groups of their own, which say `small`."""
-    sends_momentum: ClassVar[bool] = False
-    """Whether ranks sum momenta, coded, instead of gradients (`OneBit`)."""
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """Its state for each parameter."""
-        return ()
-
-    @property
-    def takes_sparse(self) -> bool:
-        """Whether an update of some rows of an embedding table leaves the others as they are."""
-        return False
-
-    weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
-        0.0
-    )
-    clip_norm: Annotated[
-        PositiveFloat | None, says("Largest global gradient norm; larger gradients are scaled down.")
-    ] = None
-    lr_for_samples: Annotated[
-        Positive | None,
-        says(
-            "The global batch that `lr` was tuned for: the linear scaling rule (arXiv:1706.02677) multiplies `lr` by "
-            "`batch.global_samples` / this, and the run says so. Without it, `lr` is used as it stands."
-        ),
-    ] = None
-
-
-class AdamW(_Common, frozen=True, tag_field="kind", tag="adamw"):
+class AdamW(Common, frozen=True, tag_field="kind", tag="adamw"):
     """AdamW (arXiv:1711.05101), PyTorch's fused kernel."""
 
     implemented_by: ClassVar[str] = "shoal.optim.build:adamw"
@@ -126,12 +55,12 @@ class AdamW8bit(AdamW, frozen=True, tag_field="kind", tag="adamw_8bit"):
         return (Slot("exp_avg", number_bytes=each), Slot("exp_avg_sq", number_bytes=each), counter("step"))
 
 
-def in_8_bits(optimizer: _Common) -> AdamW8bit | None:
+def in_8_bits(optimizer: Common) -> AdamW8bit | None:
     """The same optimizer with moments in 8 bits; None where there is none, or it is that."""
     return AdamW8bit(**msgspec.structs.asdict(optimizer)) if type(optimizer) is AdamW else None
 
 
-class SGD(_Common, frozen=True, tag_field="kind", tag="sgd"):
+class SGD(Common, frozen=True, tag_field="kind", tag="sgd"):
     """Stochastic gradient descent, PyTorch's fused kernel."""
 
     implemented_by: ClassVar[str] = "shoal.optim.build:sgd"
@@ -155,7 +84,7 @@ class SGD(_Common, frozen=True, tag_field="kind", tag="sgd"):
         return not self.momentum
 
 
-class Adagrad(_Common, frozen=True, tag_field="kind", tag="adagrad"):
+class Adagrad(Common, frozen=True, tag_field="kind", tag="adagrad"):
     """Adagrad (JMLR 12, 2011), whose step shrinks with the sum of squared gradients: for embedding tables."""
 
     implemented_by: ClassVar[str] = "shoal.optim.build:adagrad"
@@ -174,7 +103,7 @@ class Adagrad(_Common, frozen=True, tag_field="kind", tag="adagrad"):
         return True
 
 
-class OneBit(_Common, frozen=True):
+class OneBit(Common, frozen=True):
     """What the optimizers have in common that send their momentum in one bit a number."""
 
     sends_momentum: ClassVar[bool] = True
@@ -255,12 +184,25 @@ class ZeroOneAdam(OneBit, frozen=True, tag_field="kind", tag="zero_one_adam"):
         return (update - first - 1) % interval == interval - 1
 
 
-class Schedule(Table, frozen=True):
-    """The learning rate over the run: a linear warm-up, then a decay to `final_fraction` of the peak."""
-
-    kind: Annotated[Literal["cosine", "linear", "constant"], says("The shape after the warm-up.")] = "cosine"
-    warmup_steps: Annotated[int, says("Steps in which the rate rises from near 0 to its peak.", ge=0)] = 0
-    final_fraction: Annotated[float, says("The rate at the last step, as a fraction of the peak.", ge=0, le=1)] = 0.1
-
-
-OptimizerConfig = AdamW | AdamW8bit | SGD | Adagrad | OneBitAdam | ZeroOneAdam | OneBitLAMB
+OptimizerConfig = (
+    AdamW
+    | AdamW8bit
+    | SGD
+    | Adagrad
+    | RMSprop
+    | NAdam
+    | RAdam
+    | Lion
+    | LARS
+    | LAMB
+    | Adafactor
+    | Muon
+    | Dion
+    | SOAP
+    | Shampoo
+    | ScheduleFreeAdamW
+    | ScheduleFreeSGD
+    | OneBitAdam
+    | ZeroOneAdam
+    | OneBitLAMB
+)

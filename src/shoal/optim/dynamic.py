@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shoal.optim.config import BLOCK
+from shoal.optim.declared import BLOCK
 
 DECADES = {torch.int8: 7, torch.uint8: 8}
 """By the dtype of the codes: numbers with signs, and numbers that are at least 0."""

@@ -9,11 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+
+
+class Work(NamedTuple):
+    """Parameters of one group, device and dtype, and their gradients."""
+
+    group: dict[str, Any]
+    parameters: list[Parameter]
+    gradients: list[Tensor]
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -32,9 +40,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def takes_scale(self) -> bool:
-        """Whether the kernels do: it is too coarse for float64, and sparse gradients have no kernel."""
-        fused = all(group.get("fused", True) for group in self.param_groups)
-        return fused and all(p.dtype == torch.float32 for group in self.param_groups for p in group["params"])
+        """Whether its kernel does. One that does says so: what a kernel ignored would be lost in silence."""
+        return False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds `param_group`: a dictionary with `params`, a list of tensors, and any options of its own."""
@@ -55,9 +62,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            for parameters in _alike([p for p in group["params"] if p.grad is not None]):
-                self.update(group, parameters, [p.grad for p in parameters if p.grad is not None])
+        self.update_all(
+            [
+                Work(group, parameters, [p.grad for p in parameters if p.grad is not None])
+                for group in self.param_groups
+                for parameters in _alike([p for p in group["params"] if p.grad is not None])
+            ]
+        )
         self.grad_scale = self.found_inf = None
         return loss
 
@@ -66,9 +77,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Whether the kernels do, and leave the state as it is."""
         return self.takes_scale
 
+    def update_all(self, work: list[Work]) -> None:
+        """Updates everything that has a gradient."""
+        for one in work:
+            self.update(one.group, one.parameters, one.gradients)
+
     def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
         """Updates these parameters, which have one device and dtype, with the options of their group."""
         raise NotImplementedError
+
+
+def _kernels_scale(optimizer: FusedOptimizer) -> bool:
+    """Whether PyTorch's kernels step all: a scale is too coarse for float64, and sparse gradients have no kernel."""
+    fused = all(group.get("fused", True) for group in optimizer.param_groups)
+    return fused and all(p.dtype == torch.float32 for group in optimizer.param_groups for p in group["params"])
 
 
 class FusedAdamW(FusedOptimizer):
@@ -83,6 +105,11 @@ class FusedAdamW(FusedOptimizer):
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
+
+    @property
+    def takes_scale(self) -> bool:
+        """Its subclasses update in ways of their own."""
+        return type(self) is FusedAdamW and _kernels_scale(self)
 
     def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
         """One step of the kernel. States that are not there yet begin at zero."""
@@ -129,6 +156,11 @@ class FusedSGD(FusedOptimizer):
 
     def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, momentum: float, nesterov: bool) -> None:
         super().__init__(groups, lr=lr, momentum=momentum, nesterov=nesterov, weight_decay=0.0)
+
+    @property
+    def takes_scale(self) -> bool:
+        """Its subclasses update in ways of their own."""
+        return type(self) is FusedSGD and _kernels_scale(self)
 
     @property
     def takes_vote(self) -> bool:

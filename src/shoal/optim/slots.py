@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.errors import UsageError
-from shoal.optim.config import Slot
+from shoal.optim.declared import Dims, Slot
 from shoal.optim.dynamic import Quantised
 
 
@@ -25,6 +25,15 @@ class Packs(Protocol):
 
     def pack(self) -> None:
         """Brings them there."""
+        ...
+
+
+@runtime_checkable
+class KeepsWhole(Protocol):
+    """An optimizer that keeps slots of whole parameters, each on one rank (`Slot.whole`)."""
+
+    def whole_shape(self, parameter: Parameter) -> Dims | None:
+        """That of the whole parameter; None if its slots are on another rank."""
         ...
 
 
@@ -61,8 +70,11 @@ def make_slots(
                 f"{', '.join(declared) or 'none'}: go on with the optimizer and the keys that wrote it"
             )
         parameter = owners[name]
-        value = optimizer.state[parameter][slot] = _empty_slot(declared[slot], parameter, dtype)
-        made[key] = local(value)
+        own = tuple(parameter.shape)
+        shape = optimizer.whole_shape(parameter) if isinstance(optimizer, KeepsWhole) else own
+        if shape is not None or declared[slot].like_parameter or declared[slot].with_parts:
+            value = optimizer.state[parameter][slot] = _empty_slot(declared[slot], parameter, shape or own, dtype)
+            made[key] = local(value)
     return made
 
 
@@ -84,7 +96,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _empty_slot(slot: Slot, parameter: Parameter, dtype: torch.dtype) -> Tensor:
+def _empty_slot(slot: Slot, parameter: Parameter, shape: Dims, dtype: torch.dtype) -> Tensor:
     if slot.like_parameter:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
-    return torch.zeros(slot.shape(tuple(parameter.shape)), dtype=dtype, device=parameter.device)
+    return torch.zeros(slot.shape(shape), dtype=dtype, device=parameter.device)

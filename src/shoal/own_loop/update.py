@@ -151,7 +151,7 @@ class Player:
         sum_over_ranks: Callable[[float], float],
         alone: bool = True,
     ) -> None:
-        self.optimizer, self.gradients, self.policy = optimizer, gradients, AtOnce(gradients, optimizer)
+        self.optimizer, self.gradients, self.policy = optimizer, gradients, AtOnce(gradients, optimizer, seen=True)
         self.inputs = None if alone else list(trained.values())
         self.outcome: Outcome | None = None
         self.lr = 0.0

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import msgspec
 
 from shoal import units
 from shoal.cost.footprint import Footprint, Overheads
-from shoal.cost.transformer import Transformer
 from shoal.errors import ConfigError, LayoutError, UsageError
-from shoal.models.config import GPTConfig, ModelConfig, MoEConfig
+from shoal.models.config import GPTConfig
 from shoal.planner.explain.codecs import Codings, codec_changes, codings
 from shoal.planner.explain.explain import helps
 from shoal.planner.explain.explain import why_not as explain_why_not
@@ -29,6 +27,7 @@ from shoal.planning.measured_step import MeasuredStep, calibrated
 from shoal.planning.operators import calibration_here, cores, measured_for_traces, measured_here
 from shoal.planning.optimizers import optimizer_changes, search_with
 from shoal.planning.plan_file import allowed_by, with_codec, written_plan
+from shoal.planning.sizes import transformer_of
 from shoal.planning.stack import stack_of
 from shoal.runfile.run_file import RunFile
 from shoal.topology.calibration import CodecTime
@@ -46,41 +45,6 @@ def workload_of(run_file: RunFile, *, expert_imbalance: float = 1.0) -> Workload
         model=transformer_of(run_file.model, expert_imbalance=expert_imbalance),
         global_samples=run_file.batch.global_samples,
         sequence=run_file.batch.sequence,
-    )
-
-
-def transformer_of(model: ModelConfig, *, expert_imbalance: float = 1.0) -> Transformer:
-    """The sizes of a GPT or mixture, of which the fullest expert gets `expert_imbalance` times the mean. Raises
-    `ConfigError` for other models."""
-    if not isinstance(model, GPTConfig):
-        kind = model.variant
-        raise ConfigError(f'model.kind = "{kind}": only "gpt" and "moe", whose sizes the run file tells, are simulated')
-    sizes = Transformer(
-        layers=model.layers,
-        hidden=model.width,
-        heads=model.heads,
-        kv_heads=model.key_value_heads,
-        head_size=model.width // model.heads,
-        feed_forward=model.hidden_width,
-        vocabulary=model.vocabulary,
-        gated=model.feed_forward == "swiglu",
-        tied=model.tied,
-    )
-    return _mixture(sizes, model, expert_imbalance) if isinstance(model, MoEConfig) else sizes
-
-
-def _mixture(sizes: Transformer, model: MoEConfig, imbalance: float) -> Transformer:
-    mixed = (model.layers - model.first_dense) // model.moe_every
-    most = math.inf if model.capacity_factor is None else max(1.0, model.capacity_factor)
-    return replace(
-        sizes,
-        feed_forward=model.width_of_expert,
-        experts=model.experts,
-        experts_per_token=model.top_k,
-        shared_feed_forward=model.shared_experts * model.width_of_expert,
-        dense_layers=model.layers - mixed,
-        dense_feed_forward=model.hidden_width,
-        expert_imbalance=min(imbalance, most),
     )
 
 

@@ -11,6 +11,7 @@ from shoal.engine.config import BFloat16, Float8, Float16, Float32, Float64
 from shoal.optim.config import OneBit
 from shoal.planner.predict.codecs import Codecs
 from shoal.planner.predict.stack import Stack
+from shoal.planning.sizes import hidden_share
 from shoal.runfile.run_file import RunFile
 from shoal.topology.calibration import CodecTime
 from shoal.topology.cluster import Cluster
@@ -42,9 +43,9 @@ def stack_of(run_file: RunFile, cluster: Cluster, *, times: tuple[CodecTime, ...
     """
     on_cpu = cluster.machine.scale_up.kind == "memory"
     state, dtype = _STATES[type(run_file.precision)]
-    slots = [slot for slot in run_file.optimizer.slots if slot.like_parameter]
+    slots, hidden = run_file.optimizer.all_slots, hidden_share(run_file.model)
     kept = [slot.number_bytes for slot in slots if slot.number_bytes is not None]
-    plain = len(slots) - len(kept)
+    plain = sum(slot.planned_numbers(hidden) for slot in slots if slot.number_bytes is None)
     moved = 4 + 2 * plain + (2 if run_file.optimizer.clip_norm else 0)
     coded = len(kept) * (CODED_ON_CORES if on_cpu else CODED_BYTES)
     return Stack(

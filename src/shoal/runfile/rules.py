@@ -19,6 +19,7 @@ from shoal.runfile.elastic_rules import elastic_refusal
 from shoal.runfile.layout_rules import layout_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
 from shoal.runfile.norm_rules import norm_refusal
+from shoal.runfile.optimizer_rules import optimizer_refusal
 from shoal.runfile.run_file import RunFile, statistics_group
 from shoal.runfile.sync_rules import division_refusal, sync_refusal
 
@@ -53,6 +54,7 @@ def refusal(run_file: RunFile) -> str | None:
         sync_refusal,
         division_refusal,
         elastic_refusal,
+        optimizer_refusal,
     ):
         sentence = rule(run_file)
         if sentence is not None:

@@ -22,7 +22,8 @@ from shoal.memory.config import MemoryConfig
 from shoal.models.config import ModelConfig
 from shoal.models.foreign_keys import ForeignKeys
 from shoal.observe.config import ObserveConfig
-from shoal.optim.config import AdamW, OptimizerConfig, Schedule
+from shoal.optim.config import AdamW, OptimizerConfig
+from shoal.optim.schedule_config import Schedule
 from shoal.parallel.config import ContextConfig, PipelineConfig
 from shoal.resilience.config import ElasticConfig
 from shoal.sync.config import AllReduceConfig, SyncConfig

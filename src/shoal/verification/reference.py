@@ -21,6 +21,7 @@ from torch import Tensor
 from shoal.assembly.objects import loss_of, model_of
 from shoal.assembly.run import Run
 from shoal.assembly.splitting import draws_of
+from shoal.comm.collective import Alone
 from shoal.comm.gather import gather_named
 from shoal.data.sample import Batch, map_tree
 from shoal.engine.compute import Compute
@@ -31,9 +32,14 @@ from shoal.gradients.gradients import Gradients
 from shoal.models.mixture_routes import UNKNOWN, ReplayRoutes, RouteDifference, Routes, set_routes
 from shoal.models.roles import roles_of
 from shoal.optim.build import build_optimizer
+from shoal.optim.parts import Parts
+from shoal.optim.schedule_config import Schedule
+from shoal.optim.transforms import Chain
 from shoal.runfile.run_file import RunFile, declared_group, synchronises_norms
-from shoal.state.ownership import Trained, boxes_in
+from shoal.state.ownership import Trained, boxes_in, owned_whole
 from shoal.topology.box import Box, whole
+from shoal.topology.holding import held
+from shoal.topology.layout import Layout
 
 
 def reference_of(run: Run) -> Reference:
@@ -46,8 +52,12 @@ def reference_of(run: Run) -> Reference:
     randomness = Randomness(model, seed=run_file.run.seed, replica=0, draws=draws)
     compute = Compute(model, loss_of(run_file.loss, objects), precision, device, randomness)
     sparse = [name for name, role in roles.items() if role.kind == "table"]
-    optimizer = build_optimizer(run_file.optimizer, trained, lr=1.0, sparse=sparse)
-    return Reference(compute, optimizer, run_file.optimizer.clip_norm, _arrangement(run))
+    kinds = {name: role.kind for name, role in roles.items()}
+    optimizer = build_optimizer(run_file.optimizer, trained, lr=1.0, sparse=sparse, kinds=kinds)
+    alone = [(held(Layout(), 0, name, tuple(p.shape)), p) for name, p, _ in trained]
+    parts = Parts([owned_whole(Trained(holding, p)) for holding, p in alone], Alone(), Alone())
+    chain = Chain(run_file.optimizer.transforms, parts, run_file.run.seed)
+    return Reference(compute, optimizer, run_file.optimizer.clip_norm, _arrangement(run), transform=chain)
 
 
 def _arrangement(run: Run) -> Arrange | None:
@@ -174,14 +184,40 @@ def rate_findings(run: Run) -> list[Finding]:
 
 def _plain_rate(run_file: RunFile, step: int) -> float:
     optimizer, schedule = run_file.optimizer, run_file.schedule
-    peak = optimizer.lr * run_file.batch.global_samples / (optimizer.lr_for_samples or run_file.batch.global_samples)
-    warmup, steps = schedule.warmup_steps, run_file.run.steps
-    if step <= warmup:
+    ratio = run_file.batch.global_samples / (optimizer.lr_for_samples or run_file.batch.global_samples)
+    peak = optimizer.lr * (math.sqrt(ratio) if optimizer.lr_scaling == "square_root" else ratio)
+    warmup, steps, final = schedule.warmup_steps, run_file.run.steps, schedule.final_fraction
+    if step <= warmup and not (schedule.kind == "one_cycle" and step < warmup):
         return peak * step / warmup
-    progress = min(1.0, (step - warmup) / max(1, steps - warmup))
-    shares = {"constant": 1.0, "linear": 1 - progress, "cosine": math.cos(math.pi * progress / 2) ** 2}
-    share = shares[schedule.kind]
-    return peak * (share + (1 - share) * schedule.final_fraction)
+    if step < warmup:
+        return peak * (1 - (1 - schedule.initial_fraction) * math.cos(math.pi * step / warmup / 2) ** 2)
+    left = max(0.0, (steps - step) / max(1, steps - warmup))
+    cosine = math.sin(math.pi * left / 2) ** 2
+    shares = {
+        "constant": lambda: 1.0,
+        "linear": lambda: final + (1 - final) * left,
+        "cosine": lambda: final + (1 - final) * cosine,
+        "one_cycle": lambda: final + (1 - final) * cosine,
+        "stable": lambda: final + (1 - final) * min(1.0, left / schedule.decay_fraction),
+        "polynomial": lambda: final + (1 - final) * left**schedule.power,
+        "step": lambda: math.prod(schedule.factor for milestone in schedule.milestones if step > milestone),
+        "inverse_sqrt": lambda: (max(1, warmup) / (max(1, warmup) + step - warmup)) ** 0.5,
+        "chained": lambda: _plain_phases(schedule, steps - warmup)[step - warmup],
+    }
+    return peak * shares[schedule.kind]()
+
+
+def _plain_phases(schedule: Schedule, steps: int) -> list[float]:
+    """The shares of the peak at step 0 and each of the steps after it, one after the other."""
+    shares = [1.0]
+    for phase in schedule.phases:
+        length, first = max(1, steps + 1 - len(shares)) if phase.steps is None else phase.steps, shares[-1]
+        last = first if phase.final_fraction is None else phase.final_fraction
+        for step in range(1, length + 1):
+            left = 1 - step / length
+            share = math.sin(math.pi * left / 2) ** 2 if phase.kind == "cosine" else left
+            shares.append(last + (first - last) * share)
+    return shares
 
 
 def axes_of(run: Run) -> dict[str, str]:

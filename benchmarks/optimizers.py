@@ -1,0 +1,169 @@
+"""`python -m benchmarks.optimizers`: steps of training with each optimizer, beside AdamW by PyTorch's fused kernel.
+
+All sides train the same GPT in the same loop, in turn: under ZeRO-1, or as replicas where the name says so. Muon on
+replicas is also computed redundantly, on every rank, as it is without owners. AdamW is measured twice (A/A). A step of
+SOAP or Shampoo that decomposes is dearer than the others, so their cost is that of all steps: the mean.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.nn.functional as F
+import typer
+
+from benchmarks.command import run
+from shoal.bench.ddp_script import ByteSamples, new_gpt
+from shoal.bench.groups import join_group, join_mesh, join_store
+from shoal.bench.options import AsJson, Processes
+from shoal.bench.pairs import Turns, again_cells, columns, ratios
+from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
+from shoal.bench.report import Result, check, print_report
+from shoal.bench.training_job import SEQUENCE, corpus_file
+from shoal.bench.turns import interleaved
+from shoal.comm.mesh import Mesh
+from shoal.gradients.build import Summing, build_gradients
+from shoal.gradients.config import GradientsConfig
+from shoal.gradients.flat import ALIGNMENT
+from shoal.launch.environment import Place
+from shoal.models.roles import roles_of
+from shoal.optim.adaptive_config import Adafactor, Lion
+from shoal.optim.build import build_optimizer
+from shoal.optim.config import AdamW, OptimizerConfig
+from shoal.optim.layerwise_config import LAMB, LARS
+from shoal.optim.muon_config import Dion, Muon
+from shoal.optim.parts import Parts, SeesParts
+from shoal.optim.preconditioned_config import SOAP, Shampoo
+from shoal.state.ownership import Trained
+from shoal.topology.holding import held
+from shoal.topology.layout import Layout
+
+KINDS: dict[str, OptimizerConfig] = {
+    "adamw": AdamW(),
+    "adamw again": AdamW(),
+    "lamb": LAMB(),
+    "lars": LARS(),
+    "lion": Lion(),
+    "adafactor": Adafactor(),
+    "muon": Muon(),
+    "dion": Dion(),
+    "soap": SOAP(),
+    "shampoo": Shampoo(),
+}
+OWNED, REDUNDANT, BASE = "muon, replicas", "muon, replicas, redundant", "adamw"
+MOST = {"lamb": 1.2, "muon": 1.15, "soap": 1.3, "shampoo": 1.3}
+"""Times AdamW's step, at most."""
+LEAST_GAIN = 1.5
+"""Of owners over redundant work, of what is beyond AdamW's step on the same replicas."""
+
+
+def optimizers(
+    tokens: Annotated[int, typer.Option(help="Tokens of a rank and step; a multiple of 128.", min=128)] = 512,
+    pairs: Annotated[int, typer.Option(help="Steps of each side.", min=6)] = 20,
+    processes: Processes = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Steps of training with each optimizer beside fused AdamW, and Muon with owners beside redundant Muon.
+
+    Example: python -m benchmarks.optimizers --pairs 10
+    """
+    if is_rank():
+        run_as_rank(lambda place: measure(place, tokens=tokens, pairs=pairs))
+        return
+    command = ["benchmarks.optimizers", "--tokens", str(tokens), "--pairs", str(pairs)]
+    print_report("optimizers", on_ranks(command, processes=processes), as_json=as_json)
+
+
+def measure(place: Place, *, tokens: int, pairs: int) -> Result | None:
+    """A row for each side; None on all ranks but rank 0."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
+        store, corpus = join_store(place), corpus_file(folder)
+        clock = join_group("clock", place, store)
+        sharded = join_mesh(Layout(shard=place.world_size), place, store)
+        samples = tokens // SEQUENCE
+        sides = {name: _Side(kind, sharded, corpus, samples=samples) for name, kind in KINDS.items()}
+        replicas = join_mesh(Layout(replicate=place.world_size), place, store)
+        sides |= {
+            name: _Side(config, replicas, corpus, samples=samples, connected=name == OWNED)
+            for name, config in ((OWNED, Muon()), (REDUNDANT, Muon()), ("adamw, replicas", AdamW()))
+        }
+        names = list(sides)
+        turns = interleaved({name: side.step for name, side in sides.items()}, clock, pairs=pairs, always=names)
+    return _result(turns) if place.rank == 0 else None
+
+
+class _Side:
+    """A model, its gradients and its optimizer."""
+
+    def __init__(
+        self, config: OptimizerConfig, mesh: Mesh, corpus: Path, *, samples: int, connected: bool = True
+    ) -> None:
+        self.model, self.world_size = new_gpt(), mesh.layout.world_size
+        shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        trained = [
+            Trained(held(mesh.layout, mesh.rank, name, shapes[name]), p) for name, p in self.model.named_parameters()
+        ]
+        replica = mesh.axis(*mesh.layout.replica_axes)
+        self.gradients = build_gradients(
+            GradientsConfig(),
+            trained,
+            zero=1 if mesh.layout.shard > 1 else None,
+            groups=mesh.ranks,
+            replica=replica,
+            model=self.model,
+            blocks=list(self.model.blocks),
+            summing=Summing(undivided=None if config.works_on == "matrices" else ALIGNMENT),
+        )
+        owned = [(o.name, o.parameter, len(o.holding.global_shape) > 1) for o in self.gradients.owned]
+        kinds: dict[str, str] = {name: role.kind for name, role in roles_of(self.model).items()}
+        self.optimizer = build_optimizer(config, owned, lr=config.lr, shapes=shapes, kinds=kinds)
+        if connected and isinstance(self.optimizer, SeesParts):
+            self.optimizer.connect(Parts(self.gradients.owned, replica, mesh.world))
+        self.batches = ByteSamples(corpus, samples=samples, sequence=SEQUENCE, rank=mesh.rank)
+
+    def step(self) -> float:
+        """Makes one update and returns its loss."""
+        self.gradients.start()
+        batch = self.batches.next()
+        loss = F.cross_entropy(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
+        with self.gradients.backward(last=True):
+            (loss / self.world_size).backward()
+        norm = float(self.gradients.reduce())
+        if norm > 1.0:
+            self.gradients.scale(1.0 / norm)
+        self.optimizer.step()
+        self.gradients.gather()
+        return float(loss.detach())
+
+
+def _result(turns: Turns) -> Result:
+    mean = {name: statistics.fmean(seconds) for name, seconds in columns(turns).items()}
+    rows: list[dict[str, Any]] = [
+        {
+            "side": name,
+            "step_ms": round(1e3 * statistics.median(seconds), 1),
+            "mean_ms": round(1e3 * mean[name], 1),
+            "times_adamw": round(mean[name] / mean["adamw, replicas" if "replicas" in name else BASE], 3),
+            **(again_cells(ratios(turns, name, peer=BASE)) if name == "adamw again" else {}),
+        }
+        for name, seconds in columns(turns).items()
+    ]
+    checks = [
+        check(f"a step of {name}, times one of AdamW", mean[name] / mean[BASE], most, at_most=True)
+        for name, most in MOST.items()
+    ]
+    beyond = {name: mean[name] - mean["adamw, replicas"] for name in (OWNED, REDUNDANT)}
+    gain = beyond[REDUNDANT] / max(1e-9, beyond[OWNED])
+    checks.append(check("owners beside redundant Muon, of what AdamW does not take", gain, LEAST_GAIN))
+    return {"rows": rows, "checks": checks}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run(optimizers)

@@ -1,0 +1,161 @@
+"""What every optimizer's table declares: the state it keeps, and what it needs to see together. Imports no torch.
+
+Checkpoints make slots from the declaration, ZeRO divides parameters as it asks, and the planner counts its bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import msgspec
+
+from shoal.config.table import Positive, PositiveFloat, Table, says
+from shoal.optim.average_config import SWA, AverageConfig, Lookahead
+from shoal.optim.transforms_config import TransformConfig
+
+Dims = tuple[int, ...]
+Granularity = Literal["elements", "matrices"]
+"""What an optimizer needs of a parameter on one rank: any elements of it, or the whole of it."""
+
+BLOCK = 256
+"""Numbers of a moment in 8 bits that share a scale (`shoal.optim.dynamic`)."""
+
+
+def _like_parameter(shape: Dims) -> Dims:
+    return shape
+
+
+def _one_number(shape: Dims) -> Dims:
+    return ()
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of an optimizer's state for each parameter: its name in PyTorch's state, and its shape from the
+    parameter's.
+
+    A slot of the parameter's shape is divided with it. `number_bytes` is what a number of it takes between two steps;
+    None: what a number of the parameter does. `of`: only hidden matrices have it, or only the rest of the model.
+    `planned` are its numbers for one of the parameter, as a plan counts them; None: 1 if it is as large, else 0.
+    `whole`: it is kept on one rank, the parameter's owner, and follows from the shape of the whole parameter.
+    `with_parts`: every rank that steps a part keeps it, also where a parameter has an owner.
+    """
+
+    name: str
+    shape: Callable[[Dims], Dims] = _like_parameter
+    number_bytes: float | None = None
+    of: Literal["all", "hidden", "rest"] = "all"
+    planned: float | None = None
+    whole: bool = False
+    with_parts: bool = False
+
+    @property
+    def like_parameter(self) -> bool:
+        """Whether it is as large as the parameter, and divided with it."""
+        return self.shape is _like_parameter and not self.whole
+
+    def planned_numbers(self, hidden: float) -> float:
+        """Numbers of it for one of the model, of which the share `hidden` lies in hidden matrices."""
+        share = {"all": 1.0, "hidden": hidden, "rest": 1.0 - hidden}[self.of]
+        return share * (float(self.like_parameter) if self.planned is None else self.planned)
+
+
+def counter(name: str, *, with_parts: bool = False) -> Slot:
+    """A slot of one number, such as the number of steps."""
+    return Slot(name, _one_number, with_parts=with_parts)
+
+
+class Described(NamedTuple):
+    """A parameter as the unsplit model has it; `kind` is its role there, such as "embedding" or "norm"."""
+
+    name: str
+    shape: Dims
+    kind: str
+    decays: bool
+
+
+class Group(Table, frozen=True):
+    """What is different for some parameters."""
+
+    rate: Annotated[float, says("What the learning rate is multiplied by.", ge=0, le=1e3)] = 1.0
+    weight_decay: Annotated[
+        float | None, says("Weight decay in the place of the optimizer's, whatever their shape.")
+    ] = None
+
+
+class Common(Table, frozen=True):
+    """Keys that every optimizer has."""
+
+    works_on: ClassVar[Granularity] = "elements"
+    asks_for_whole: ClassVar[bool] = False
+    """Whether it asks something of whole parameters (`shoal.optim.parts`), whatever it works on."""
+    undivided: ClassVar[int] = 1
+    """So many numbers of a parameter, one after the other, are not divided between ranks."""
+    least_numbers: ClassVar[int] = 0
+    """Parameters with fewer numbers form groups of their own, which say `small`."""
+    sends_momentum: ClassVar[bool] = False
+    """Whether ranks sum momenta, coded, instead of gradients (`OneBit`)."""
+
+    keeps_average: ClassVar[bool] = False
+    """Whether one of its slots is an average, under which the run is evaluated (`shoal.optim.average`)."""
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Its state for each parameter, without what `average` and `lookahead` add."""
+        return ()
+
+    @property
+    def all_slots(self) -> tuple[Slot, ...]:
+        """Its state for each parameter."""
+        counted = (counter("averaged", with_parts=True),) if isinstance(self.average, SWA) else ()
+        average = () if self.average is None else (Slot("average"), *counted)
+        slow = () if self.lookahead is None else (Slot("slow_weight"), counter("looked", with_parts=True))
+        return (*self.slots, *average, *slow)
+
+    @property
+    def takes_sparse(self) -> bool:
+        """Whether an update of some rows of an embedding table leaves the others as they are."""
+        return False
+
+    def options(self, parameter: Described) -> dict[str, Any]:
+        """What the group of `parameter` says beside `weight_decay` and `rate`."""
+        return {}
+
+    weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
+        0.0
+    )
+    clip_norm: Annotated[
+        PositiveFloat | None, says("Largest global gradient norm; larger gradients are scaled down.")
+    ] = None
+    lr_for_samples: Annotated[
+        Positive | None,
+        says(
+            "The global batch that `lr` was tuned for: the linear scaling rule (arXiv:1706.02677) multiplies `lr` by "
+            "`batch.global_samples` / this, and the run says so. Without it, `lr` is used as it stands."
+        ),
+    ] = None
+    lr_scaling: Annotated[
+        Literal["linear", "square_root"],
+        says("By what `lr_for_samples` multiplies `lr`: the ratio of the batches, or its square root."),
+    ] = "linear"
+    groups: Annotated[
+        dict[str, Group],
+        says("Tables by patterns of parameter names (`blocks.*.bias`); the first that fits decides."),
+    ] = msgspec.field(default_factory=dict)
+
+    transforms: Annotated[
+        tuple[TransformConfig, ...],
+        says("What happens to the numbers of the gradient, in this order, after `clip_norm`; `kind` says which."),
+    ] = ()
+
+    average: Annotated[
+        AverageConfig | None, says("An average of the weights that is kept beside them, evaluated and exported.")
+    ] = None
+    lookahead: Annotated[Lookahead | None, says("Weights go back, now and then, towards where they were.")] = None
+
+    def group_of(self, name: str) -> Group:
+        """What `groups` says of the parameter `name`."""
+        return next((group for pattern, group in self.groups.items() if fnmatchcase(name, pattern)), Group())

@@ -1,0 +1,99 @@
+"""Whole parameters behind the parts that ranks step.
+
+What an optimizer steps on a rank may be a part of a parameter: a run of its elements (ZeRO), a box of it (tensor
+parallelism), or a run of a box. One that asks something of whole parameters is handed `Parts` when it is built, and
+makes of them what it needs: sums over all numbers of each parameter (`PartSums`), or whole tensors on one rank each
+(`shoal.optim.owners`). Without `Parts`, as in a script of one process, every parameter is whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from shoal.comm.collective import Collective
+from shoal.state.ownership import Owned, same_piece
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`owned` is what this rank's optimizer steps. The parts of the ranks of `replica` make up the model; those of
+    `equal` make the same updates, so that one of them may compute what all of them need.
+    """
+
+    owned: Sequence[Owned]
+    replica: Collective
+    equal: Collective
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parts are."""
+        return self.owned[0].parameter.device if self.owned else torch.device("cpu")
+
+    def of(self, optimizer: torch.optim.Optimizer) -> Parts:
+        """Those that `optimizer` steps, where there are several."""
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return Parts([one for one in self.owned if id(one.parameter) in own], self.replica, self.equal)
+
+
+@runtime_checkable
+class SeesParts(Protocol):
+    """An optimizer that asks something of whole parameters."""
+
+    def connect(self, parts: Parts) -> None:
+        """Before the first step, on all ranks together."""
+        ...
+
+
+def exchanged(own: Any, group: Collective, device: torch.device) -> list[Any]:
+    """What each rank of `group` passed, which JSON can hold, in rank order. All ranks call it."""
+    if group.size == 1:
+        return [own]
+    text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8).to(device)
+    longest = torch.tensor(text.numel(), dtype=torch.int64, device=device)
+    group.all_reduce(longest, "max").wait()
+    padded = torch.full((int(longest),), ord(" "), dtype=torch.uint8, device=device)
+    padded[: text.numel()] = text
+    every = torch.empty(group.size * int(longest), dtype=torch.uint8, device=device)
+    group.all_gather(every, padded).wait()
+    return [json.loads(bytes(one.cpu().numpy())) for one in every.view(group.size, -1)]
+
+
+class PartSums:
+    """Sums over all numbers of each parameter, of which every rank has added up its own: one all-reduce for all.
+
+    Numbers that several ranks hold are counted at the first of them.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._group, self._device = parts.replica, parts.device
+        names = exchanged([own.name for own in parts.owned], parts.replica, parts.device)
+        rows = {name: row for row, name in enumerate(sorted({name for each in names for name in each}))}
+        self._rows = {id(own.parameter): rows[own.name] for own in parts.owned}
+        self._counted = {id(own.parameter): is_counted(own) for own in parts.owned}
+        self._length = len(rows)
+
+    def __call__(self, parameters: Sequence[Parameter], own: Tensor) -> Tensor:
+        """`own` `[parameters, n]` has what this rank adds up over each part; the same of the whole ones, in float64.
+
+        All ranks of the replica call it together.
+        """
+        if self._group.size == 1:
+            return own.double()
+        table = torch.zeros(self._length, own.shape[1], dtype=torch.float64, device=self._device)
+        rows = torch.tensor([self._rows[id(p)] for p in parameters], dtype=torch.int64, device=self._device)
+        counted = torch.tensor([self._counted[id(p)] for p in parameters], dtype=torch.float64, device=self._device)
+        table.index_add_(0, rows, own.double() * counted[:, None])
+        self._group.all_reduce(table).wait()
+        return table[rows]
+
+
+def is_counted(own: Owned) -> bool:
+    """Whether this rank is the first of its replica that holds these numbers."""
+    return own.holding.rank == min(same_piece(own.holding, own.holding.holders))

@@ -1,0 +1,111 @@
+"""The tables of optimizers with a matrix for each side of a matrix: SOAP and Shampoo. Imports no torch."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Annotated, Any, ClassVar
+
+from shoal.config.table import Positive, PositiveFloat, says
+from shoal.optim.declared import Common, Described, Dims, Granularity, Slot, counter
+from shoal.optim.muon_config import HIDDEN
+
+
+def sides(shape: Dims) -> tuple[int, int]:
+    """Rows and columns, of which there are as many as the further dimensions make."""
+    return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
+
+
+class _Preconditioned(Common, frozen=True):
+    """Keys of both."""
+
+    works_on: ClassVar[Granularity] = "matrices"
+    asks_for_whole: ClassVar[bool] = True
+
+    lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 1e-3
+    beta1: Annotated[float, says("Decay of the first moment.", ge=0, lt=1)] = 0.95
+    beta2: Annotated[float, says("Decay of the second moment.", ge=0, lt=1)] = 0.95
+    eps: Annotated[float, says("Added to the root of the second moment.", gt=0)] = 1e-8
+    every: Annotated[Positive, says("Updates between two decompositions of the sides.")] = 10
+    adamw: Annotated[
+        tuple[str, ...], says("Patterns of parameter names that AdamW steps, beside embeddings and heads it knows.")
+    ] = ("*embed*", "*head*")
+    weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
+        0.01
+    )
+    clip_norm: Annotated[
+        PositiveFloat | None, says("Largest global gradient norm; larger gradients are scaled down.")
+    ] = 1.0
+
+    def options(self, parameter: Described) -> dict[str, Any]:
+        """`whole`: its sides are preconditioned."""
+        hidden = parameter.decays and parameter.kind in HIDDEN and len(parameter.shape) > 1
+        return {"whole": hidden and not any(fnmatchcase(parameter.name, pattern) for pattern in self.adamw)}
+
+
+class SOAP(_Preconditioned, frozen=True, tag_field="kind", tag="soap"):
+    """SOAP (arXiv:2409.11321): Adam in the eigenbasis of Shampoo's preconditioners, for hidden matrices; AdamW for
+    everything else.
+    """
+
+    implemented_by: ClassVar[str] = "shoal.optim.soap:build"
+
+    shampoo_beta: Annotated[float, says("Decay of both sides.", ge=0, lt=1)] = 0.95
+    largest_side: Annotated[Positive, says("Sides of more rows or columns stay as they are.")] = 4096
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Both moments, the number of steps, and the mean and the eigenbasis of each side, on the owner."""
+
+        def side(number: int) -> Any:
+            def shape(whole: Dims) -> Dims:
+                length = sides(whole)[number]
+                return (length, length) if length <= self.largest_side else (0, 0)
+
+            return shape
+
+        return (
+            Slot("exp_avg", of="rest"),
+            Slot("exp_avg_sq", of="rest"),
+            counter("step"),
+            Slot("soap_avg", of="hidden", planned=1.0, whole=True),
+            Slot("soap_avg_sq", of="hidden", planned=1.0, whole=True),
+            *(Slot(f"{of}_{name}", side(n), of="hidden", planned=1.0, whole=True)
+              for n, name in enumerate(("rows", "columns")) for of in ("mean", "basis")),
+        )  # fmt: skip
+
+
+class Shampoo(_Preconditioned, frozen=True, tag_field="kind", tag="shampoo"):
+    """Shampoo (arXiv:1802.09568, arXiv:2309.06497): a gradient between inverse roots of both sides' squares, block by
+    block, whose length is that of Adam's step; AdamW for everything else.
+    """
+
+    implemented_by: ClassVar[str] = "shoal.optim.shampoo:build"
+
+    block: Annotated[Positive, says("Largest rows and columns of a block; blocks have sides of their own.")] = 1024
+    root_eps: Annotated[
+        float, says("Added to each side's eigenvalues, as a share of the largest, before the root is taken.", gt=0)
+    ] = 1e-6
+    start: Annotated[int, says("First updates, of AdamW.", ge=0)] = 10
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Both moments, the number of steps, and the mean and the inverse root of each block's sides, on the owner."""
+
+        def side(number: int) -> Any:
+            def shape(whole: Dims) -> Dims:
+                lengths = sides(whole)
+                own = min(self.block, lengths[number])
+                return (*(-(-length // min(self.block, length)) for length in lengths), own, own)
+
+            return shape
+
+        return (
+            Slot("exp_avg", of="rest"),
+            Slot("exp_avg_sq", of="rest"),
+            counter("step"),
+            Slot("graft_avg", of="hidden", planned=1.0, whole=True),
+            Slot("graft_avg_sq", of="hidden", planned=1.0, whole=True),
+            *(Slot(f"{of}_{name}", side(n), of="hidden", planned=1.0, whole=True)
+              for n, name in enumerate(("rows", "columns")) for of in ("mean", "root")),
+        )  # fmt: skip

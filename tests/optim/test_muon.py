@@ -1,0 +1,108 @@
+"""Muon beside PyTorch's, and beside its equations in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.maths.orthogonal import orthogonalised
+from shoal.optim.build import build_optimizer, set_rate
+from shoal.optim.config import AdamW
+from shoal.optim.muon import OwnedMuon
+from shoal.optim.muon_config import Muon
+
+SHAPES = {"blocks.wide": (8, 24), "blocks.tall": (40, 16), "embedding": (12, 6), "blocks.bias": (24,)}
+STEPS = 20
+
+
+def drawn(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {n: torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for n, s in SHAPES.items()}
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(value) for name, value in drawn(0, dtype).items()}
+
+
+def built(config: Muon | AdamW, held: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    return build_optimizer(config, [(name, p, p.ndim > 1) for name, p in held.items()], lr=config.lr)
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_matrices_step_as_pytorchs_muon_steps_them(adjust: str, nesterov: bool) -> None:
+    """Twenty steps, in the precision that PyTorch's has: to 1e-6."""
+    ours, theirs = ({n: p for n, p in parameters().items() if n in ("blocks.wide", "blocks.tall")} for _ in range(2))
+    config = Muon(lr=0.02, weight_decay=0.1, precision="bfloat16", adjust=adjust, nesterov=nesterov)  # pyright: ignore[reportArgumentType]
+    first = built(config, ours)
+    second = torch.optim.Muon(theirs.values(), lr=0.02, weight_decay=0.1, adjust_lr_fn=adjust, nesterov=nesterov)
+    for step in range(1, STEPS + 1):
+        for name, gradient in drawn(step).items():
+            if name in ours:
+                ours[name].grad, theirs[name].grad = gradient.clone(), gradient.clone()
+        first.step()
+        second.step()
+    for name, wanted in theirs.items():
+        assert float((ours[name] - wanted).detach().abs().max()) < 1e-6, name
+
+
+def plain(x: Tensor, g: Tensor, m: Tensor, *, lr: float, decay: float) -> None:
+    """m = mu m + (1 - mu) g,  n = mu m + (1 - mu) g,  and of U S V^T = n / |n| the update U p(p(...p(S))) V^T with
+    p(s) = 3.4445 s - 4.775 s^3 + 2.0315 s^5, five times: by the singular values themselves.
+    """
+    m.mul_(0.95).add_(0.05 * g)
+    n = 0.95 * m + 0.05 * g
+    u, s, v = torch.linalg.svd(n / n.norm(), full_matrices=False)
+    for _ in range(5):
+        s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+    x.mul_(1 - lr * decay).sub_(lr * 0.2 * max(x.shape) ** 0.5 * (u * s) @ v)
+
+
+def test_updates_are_those_of_the_equations() -> None:
+    """Matrices by their singular values, and the embedding and the bias as AdamW steps them, twenty times."""
+    ours, others = parameters(torch.float64), parameters(torch.float64)
+    theirs = drawn(0, torch.float64)
+    momenta = {name: torch.zeros_like(x) for name, x in theirs.items()}
+    optimizer = built(Muon(lr=0.02, adamw_lr=0.005), ours)
+    set_rate(optimizer, 0.02)
+    adamw = built(AdamW(lr=0.005), {name: p for name, p in others.items() if name in ("embedding", "blocks.bias")})
+    for step in range(1, STEPS + 1):
+        for name, gradient in drawn(step, torch.float64).items():
+            ours[name].grad, others[name].grad = gradient.clone(), gradient.clone()
+            if name in ("blocks.wide", "blocks.tall"):
+                plain(theirs[name], gradient, momenta[name], lr=0.02, decay=0.1)
+        optimizer.step()
+        adamw.step()
+    for name, parameter in ours.items():
+        wanted = theirs[name] if name in ("blocks.wide", "blocks.tall") else others[name].detach()
+        assert float((parameter.detach() - wanted).abs().max()) < 1e-11, name
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (48, 160), (300, 20), (3, 24, 40)])
+def test_singular_values_become_equal(shape: tuple[int, ...]) -> None:
+    """Of random matrices: 0.68 to 1.14 after five iterations, and 0.7 to 1.3 with one of polish, where the smallest was
+    no less than a hundredth of the norm.
+    """
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=generator)
+    u, s, v = torch.linalg.svd(x, full_matrices=False)
+    x = (u * s.clamp(min=0.02 * float(x.norm()))[..., None, :]) @ v
+    five = torch.linalg.svdvals(orthogonalised(x))
+    assert 0.68 < float(five.min()) < float(five.max()) < 1.14
+    polished = torch.linalg.svdvals(orthogonalised(x, polish=1))
+    assert 0.9 < float(polished.min()) < float(polished.max()) < 1.01
+    ours, theirs = orthogonalised(x, polish=8), u @ v
+    assert float((ours - theirs).abs().max()) < 1e-4
+
+
+def test_a_script_builds_it_of_plain_parameters() -> None:
+    """Matrices are orthogonalised, the rest is AdamW's; the options of a group count before its own."""
+    held = parameters()
+    optimizer = OwnedMuon(held.values(), lr=0.1, weight_decay=0.3)
+    assert [(g["whole"], len(g["params"]), g["weight_decay"]) for g in optimizer.param_groups] == [
+        (True, 3, 0.3),
+        (False, 1, 0.3),
+    ]
+    grouped = OwnedMuon([{"params": [held["embedding"]], "lr": 0.5}, {"params": [held["blocks.wide"]], "whole": True}])
+    assert [(g["whole"], g["lr"]) for g in grouped.param_groups] == [(False, 0.5), (True, 3e-4)]

@@ -1,0 +1,107 @@
+"""Whole tensors on their owners: what is sent comes back, whatever the ranks hold."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from shoal.comm.config import WireConfig
+from shoal.comm.mesh import build_mesh
+from shoal.optim.declared import Dims
+from shoal.optim.owners import Owners
+from shoal.optim.parts import Parts, PartSums
+from shoal.state.ownership import Trained, owned_run, owned_whole
+from shoal.topology.box import Box
+from shoal.topology.holding import AlongTensor, held
+from shoal.topology.layout import Layout
+from tests.ranks import TestPlace
+
+SHAPES: dict[str, Dims] = {"a": (8, 6), "b": (4, 10), "c": (12, 3), "d": (4, 2), "e": (16, 2)}
+LAYOUTS = {
+    "replicate": Layout(replicate=3),
+    "shard": Layout(shard=3),
+    "tensor": Layout(tensor=2),
+    "replicate x tensor": Layout(replicate=2, tensor=2),
+}
+
+
+def whole_of(name: str) -> torch.Tensor:
+    return torch.arange(prod(SHAPES[name]), dtype=torch.float64).view(SHAPES[name]) + ord(name)
+
+
+def parts_on(place: TestPlace, layout: Layout, cut: bool) -> Parts:
+    """Each parameter on this rank: whole (under ZeRO on one rank each), of a packed one two boxes of rows, or a third
+    of its elements (`cut`).
+    """
+    mesh = build_mesh(layout, place.rank, store=place.store, device=torch.device("cpu"), wire=WireConfig(timeout_s=60))
+    owned = []
+    for number, (name, (rows, columns)) in enumerate(SHAPES.items()):
+        index, size = layout.index("tensor", place.rank), layout.tensor
+        half = rows // 2
+        step = half // size
+        boxes = tuple(Box((start + index * step, 0), (step, columns)) for start in (0, half)) if size > 1 else None
+        holding = held(layout, place.rank, name, (rows, columns), boxes=boxes, tensor=AlongTensor(split=size > 1))
+        values = torch.cat([whole_of(name)[box.slices].reshape(-1) for box in holding.boxes])
+        if cut and layout.shard > 1:
+            at = [len(values) * n // layout.shard for n in range(layout.shard + 1)]
+            start, stop = list(pairwise(at))[layout.index("shard", place.rank)]
+            owned.append(owned_run(holding, Parameter(values[start:stop]), start, stop))
+        elif number % layout.shard == layout.index("shard", place.rank):
+            owned.append(owned_whole(Trained(holding, Parameter(values))))
+    return Parts(owned, mesh.axis("shard", "tensor"), mesh.world)
+
+
+def there_and_back(place: TestPlace, layout: Layout, cut: bool) -> tuple[dict[str, int], list[str], bool, bool]:
+    """The owners, what this rank owns, and whether it got these whole, and all parts came back."""
+    parts = parts_on(place, layout, cut)
+    owners = Owners(parts, lambda shape: float(prod(shape)), wanted=lambda name, shape: name != "d")
+    own = {o.name: o.parameter.detach() for o in parts.owned if o.name != "d"}
+    gathered = owners.gather(own)
+    is_whole = all(torch.equal(tensor, whole_of(name)) for name, tensor in gathered.items())
+    back = owners.scatter({name: tensor * 2 for name, tensor in gathered.items()})
+    same = back.keys() == own.keys() and all(torch.equal(back[name].view(-1), 2 * part) for name, part in own.items())
+    return owners.owner, list(gathered), is_whole, same
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "runs"])
+def test_tensors_are_whole_on_one_rank_each_and_come_back(ranks, layout: str, cut: bool) -> None:
+    """Every rank knows the same owners, which together own everything that is wanted, about as much each where several
+    could own it.
+    """
+    chosen = LAYOUTS[layout]
+    found = ranks(chosen.world_size, there_and_back, chosen, cut)
+    owner = found[0][0]
+    assert owner.keys() == SHAPES.keys() - {"d"}
+    for rank, (same, mine, is_whole, came_back) in enumerate(found):
+        assert same == owner
+        assert sorted(mine) == sorted(name for name, at in owner.items() if at == rank)
+        assert is_whole
+        assert came_back
+    loads = [sum(prod(SHAPES[name]) for name in mine) for _, mine, _, _ in found]
+    alone = layout == "shard" and not cut
+    assert alone or max(loads) <= sum(loads) / len(loads) * 4 / 3 + 1
+
+
+def summed(place: TestPlace, layout: Layout, cut: bool) -> dict[str, list[float]]:
+    parts = parts_on(place, layout, cut)
+    parameters = [own.parameter for own in parts.owned]
+    own = torch.stack([torch.stack([p.detach().sum(), p.detach().square().sum()]) for p in parameters])
+    totals = PartSums(parts)(parameters, own)
+    return {own.name: total.tolist() for own, total in zip(parts.owned, totals, strict=True)}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "runs"])
+def test_sums_are_those_of_whole_parameters(ranks, layout: str, cut: bool) -> None:
+    """Each number once, however many ranks hold it, on every rank."""
+    chosen = LAYOUTS[layout]
+    wanted = {name: [float(whole_of(name).sum()), float(whole_of(name).square().sum())] for name in SHAPES}
+    found = ranks(chosen.world_size, summed, chosen, cut)
+    assert {name for each in found for name in each} == wanted.keys()
+    for each in found:
+        assert each == {name: wanted[name] for name in each}
