@@ -48,8 +48,9 @@ def train_clients(
     """
     order = sorted(range(len(works)), key=lambda i: works[i].data.steps(task.federated, task.batch))
     found: dict[int, tuple[Update, ClientState]] = {}
-    for first in range(0, len(order), task.devices.together):
-        some = order[first : first + task.devices.together]
+    together = task.devices.together if task.trainer.private is None else 1
+    for first in range(0, len(order), together):
+        some = order[first : first + together]
         found |= zip(some, _train(task, strategy, model, plan, [works[i] for i in some], local), strict=True)
     return [found[index] for index in range(len(works))]
 
@@ -115,10 +116,10 @@ def _batches(task: Task, works: Sequence[Work]) -> Iterator[CohortBatch]:
     steps = [work.data.steps(task.federated, task.batch) for work in works]
     none = np.empty(0, dtype=np.int64)
     for step in range(max(steps)):
+        active = [step < own for own in steps]
         rows = [
-            work.data.samples_of_step(task.federated, task.batch, turn=work.state.turn, step=step)
-            if step < own
-            else none
-            for work, own in zip(works, steps, strict=True)
+            work.data.samples_of_step(task.federated, task.batch, turn=work.state.turn, step=step) if goes_on else none
+            for work, goes_on in zip(works, active, strict=True)
         ]
-        yield cohort_batch(task.data.train, rows, batch=max(map(len, rows)), denominator=task.denominator)
+        batch = max(1, *map(len, rows))
+        yield cohort_batch(task.data.train, rows, batch=batch, denominator=task.denominator, active=active)

@@ -19,6 +19,7 @@ from shoal.data.config import Denominator
 from shoal.data.order import Order
 from shoal.data.sample import Batch, Source, Tree, map_tree
 from shoal.federated.config import FederatedConfig
+from shoal.maths.counter import key_of, uniform
 
 
 @dataclass(frozen=True)
@@ -32,23 +33,32 @@ class CohortBatch:
 
 
 class ClientData:
-    """The samples `ids` (int64) of a source, as one client's. `name` seeds its order; `begins` counts rounds."""
+    """The samples `ids` (int64) of a source, as one client's. Its order follows from `seed`.
 
-    def __init__(self, ids: np.ndarray, *, seed: int, shuffle: bool = True) -> None:
-        self.ids, self.order = ids, Order(len(ids), seed, shuffle=shuffle)
+    `each_by_chance`: a step takes each sample by itself, with chance batch / samples, as DP-SGD asks; a step may then
+    have more samples than `batch`, or none.
+    """
+
+    def __init__(self, ids: np.ndarray, *, seed: int, shuffle: bool = True, each_by_chance: bool = False) -> None:
+        self.ids, self.seed, self.each_by_chance = ids, seed, each_by_chance
+        self.order = Order(len(ids), seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def steps(self, config: FederatedConfig, batch: int) -> int:
         """Local steps of a round."""
-        return config.local_steps or -(-config.local_epochs * len(self) // batch)
+        return steps_of(config, len(self), batch)
 
     def samples_of_step(self, config: FederatedConfig, batch: int, *, turn: int, step: int) -> np.ndarray:
         """Sample ids of local step `step` of the client's round `turn`, both from 0; at most `batch` of them.
 
         Rounds of steps follow on each other through the client's epochs; a round of epochs has a short last step.
         """
+        if self.each_by_chance:
+            places = torch.arange(len(self), dtype=torch.int64)
+            drawn = uniform(key_of(self.seed, "batch", turn, step), places, dtype=torch.float64)
+            return self.ids[(drawn < batch / len(self)).numpy()]
         if config.local_steps is not None:
             first = (turn * config.local_steps + step) * batch
             last = first + batch
@@ -59,16 +69,23 @@ class ClientData:
         return self.ids[self.order.ids(np.arange(first, max(first, last), dtype=np.int64))]
 
 
-def cohort_batch(source: Source, rows: Sequence[np.ndarray], *, batch: int, denominator: Denominator) -> CohortBatch:
+def steps_of(config: FederatedConfig, samples: int, batch: int) -> int:
+    """Local steps of a round of a client with so many samples."""
+    return config.local_steps or -(-config.local_epochs * samples // batch)
+
+
+def cohort_batch(
+    source: Source, rows: Sequence[np.ndarray], *, batch: int, denominator: Denominator, active: Sequence[bool]
+) -> CohortBatch:
     """The samples `rows` of each client side by side; a row with fewer than `batch` is filled up with weight 0."""
     lengths = [len(row) for row in rows]
-    stand_in = next(int(row[0]) for row in rows if len(row))
+    stand_in = next((int(row[0]) for row in rows if len(row)), 0)
     filled = [np.concatenate([row, np.full(batch - len(row), row[0] if len(row) else stand_in)]) for row in rows]
     read = read_batch(source, np.concatenate(filled), np.arange(batch * len(rows)), denominator=denominator).batch
     inputs, targets, weights = side_by_side(read, len(rows))
     for row, length in enumerate(lengths):
         weights[row, length:] = 0
-    return CohortBatch(inputs, targets, weights, torch.tensor([length > 0 for length in lengths]))
+    return CohortBatch(inputs, targets, weights, torch.tensor(active))
 
 
 def side_by_side(batch: Batch, clients: int) -> tuple[Tree, Tree, Tensor]:

@@ -18,12 +18,16 @@ from torch import Tensor
 
 from shoal.errors import EnvironmentFault
 from shoal.federated.client_work import ClientState, Work, train_clients
+from shoal.federated.config import SecureAggregationConfig
 from shoal.federated.devices import Device, device_of, drops_out
 from shoal.federated.evaluation import fairness, figures
-from shoal.federated.local_data import ClientData
+from shoal.federated.local_data import ClientData, steps_of
 from shoal.federated.partition import classes_of, needs_classes, partition
+from shoal.federated.privacy.budget import Budget, chance_of, client_budget, sample_budget
+from shoal.federated.privacy.noise import Simulated
 from shoal.federated.rounds import Rounds, Ticket
 from shoal.federated.screening import refusal
+from shoal.federated.secure.summing import clipped_part, secure_mean
 from shoal.federated.server_model import ServerModel
 from shoal.federated.strategy import Plan, Update
 from shoal.federated.task import Task
@@ -61,8 +65,6 @@ class Simulation:
 
     def __init__(self, task: Task, *, told: Callable[[str], object] = str) -> None:
         self.task, self.told = task, told
-        self.server = ServerModel(task)
-        self.rounds = Rounds(task.federated, versions=task.rounds, seed=task.seed)
         self.now_s = 0.0
         self.names = [client_name(number) for number in range(task.federated.clients)]
         self.numbers = {name: number for number, name in enumerate(self.names)}
@@ -77,6 +79,13 @@ class Simulation:
         self._local = local_mask(task)
         self._data: dict[str, ClientData] = {}
         self._devices: dict[str, Device] = {}
+        self.budget = budget_of(task, fewest=min(map(len, self.shards.values())))
+        self.server = ServerModel(task, noise=Simulated(task.seed, "server"))
+        versions = task.rounds if self.budget is None else self.budget.rounds(task.rounds)
+        if versions < task.rounds:
+            told(f"the budget of privacy is spent after {versions} of {task.rounds} rounds")
+        poisson = chance_of(task.federated) if self.server.private is not None else None
+        self.rounds = Rounds(task.federated, versions=versions, seed=task.seed, poisson=poisson)
         for name in self.names:
             self.rounds.join(name, len(self.shards[name]))
 
@@ -193,13 +202,23 @@ class Simulation:
             )
         if ready is None:
             return False
-        self.row.values |= self.server.advance([self._trained.pop(ticket)[0] for ticket in ready])
+        updates = [self._trained.pop(ticket)[0] for ticket in ready]
+        if self.task.secure is not None and updates:
+            updates = [self._secret_mean(self.task.secure, updates)]
+        self.row.values |= self.server.advance(updates)
+        if self.budget is not None:
+            self.row.values["privacy/epsilon"] = self.budget.spent(self.server.version)
         self.row.time_s, self.row.counted, self.row.attempts = self.now_s, len(ready), self.rounds.attempt + 1
         self.rounds.advance(self.now_s, ready)
         self.rounds.decisions()  # nobody keeps them
         alive = {ticket.version for tickets in self._waiting.values() for ticket in tickets}
         self._from = {version: kept for version, kept in self._from.items() if version in alive}
         return True
+
+    def _secret_mean(self, secure: SecureAggregationConfig, updates: list[Update]) -> Update:
+        self.row.values["secure/clipped"] = max(clipped_part(update, secure) for update in updates)
+        version = self.server.version
+        return secure_mean(secure, self.task.federated, self.task.privacy, updates, version=version)
 
     def _evaluated(self) -> dict[str, float]:
         task, held_out = self.task, self.task.data.held_out
@@ -211,7 +230,7 @@ class Simulation:
     def _client(self, name: str) -> ClientData:
         if name not in self._data:
             seed = self.task.seed + self.numbers[name]
-            self._data[name] = ClientData(self.shards[name], seed=seed, shuffle=self.task.shuffle)
+            self._data[name] = data_for(self.task, self.shards[name], seed=seed)
         return self._data[name]
 
     def _device(self, name: str) -> Device:
@@ -226,6 +245,22 @@ class Simulation:
     def _push(self, time_s: float, ticket: Ticket | None) -> None:
         self._number += 1
         heapq.heappush(self._events, _Event(time_s, self._number, ticket))
+
+
+def data_for(task: Task, ids: np.ndarray, *, seed: int) -> ClientData:
+    """One client's samples, taken as the run file's privacy asks."""
+    each = task.privacy is not None and task.privacy.unit == "sample"
+    return ClientData(ids, seed=seed, shuffle=task.shuffle, each_by_chance=each)
+
+
+def budget_of(task: Task, *, fewest: int) -> Budget | None:
+    """The budget of the client that has the `fewest` samples; None without privacy."""
+    if task.privacy is None:
+        return None
+    if task.privacy.unit == "client":
+        return client_budget(task.privacy, task.federated)
+    steps = steps_of(task.federated, fewest, task.batch)
+    return sample_budget(task.privacy, batch=task.batch, samples=fewest, steps=steps)
 
 
 def client_name(number: int) -> str:

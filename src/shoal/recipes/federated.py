@@ -12,6 +12,8 @@ from shoal.engine.precision import precision_of
 from shoal.errors import ConfigError, UserCodeError
 from shoal.federated import report
 from shoal.federated.local_training import LocalTrainer
+from shoal.federated.privacy.dp_sgd import PrivateGradient
+from shoal.federated.privacy.noise import Simulated, from_entropy
 from shoal.federated.simulation import Simulation
 from shoal.federated.task import Task
 from shoal.federated.vector import layout_of, vector_of
@@ -22,8 +24,11 @@ from shoal.recipes.objects import UserObjects, data_of, loss_of, model_of
 from shoal.runfile.run_file import RunFile, run_directory
 
 
-def federated_task(run_file: RunFile, objects: UserObjects = UserObjects()) -> Task:
-    """Builds what clients train. Raises `ConfigError` for a run file without `[federated]`, and `UserCodeError`."""
+def federated_task(run_file: RunFile, objects: UserObjects = UserObjects(), *, real: bool = False) -> Task:
+    """Builds what clients train; `real` ones take their noise from the system's entropy.
+
+    Raises `ConfigError` for a run file without `[federated]`, and `UserCodeError`.
+    """
     if run_file.federated is None:
         raise ConfigError('the run file has no table [federated]: add it, with a strategy such as kind = "fedavg"')
     assert isinstance(run_file.optimizer, SGD), "a rule of the run file asks for it"
@@ -32,11 +37,16 @@ def federated_task(run_file: RunFile, objects: UserObjects = UserObjects()) -> T
     if data.endless or data.parts:
         raise UserCodeError("federated training needs data with a number of samples, of one source: give such data")
     decays = _decays(model)
+    private = None
+    if run_file.privacy is not None and run_file.privacy.unit == "sample":
+        source = from_entropy if real else Simulated(run_file.run.seed, "clients")
+        private = PrivateGradient(run_file.privacy, batch=run_file.batch.global_samples, noise=source)
     trainer = LocalTrainer(
         module=model,
         loss=loss_of(run_file.loss, objects),
         layout=layout,
         sgd=run_file.optimizer,
+        private=private,
         decays=torch.cat([torch.full((size,), decays[n]) for n, size in zip(layout.names, layout.sizes, strict=True)]),
     )
     peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
@@ -77,13 +87,15 @@ def simulate(
     began_s = time.perf_counter()
     rows = simulation.run(lambda row: told(report.line_of(row)))
     seconds = time.perf_counter() - began_s
-    facts = {
+    facts: dict[str, Any] = {
         "name": run_file.run.name,
         "strategy": simulation.task.federated.variant,
         "clients": simulation.task.federated.clients,
         "parameters": simulation.task.model.numel(),
         "updates_per_second": sum(row.counted for row in rows) / seconds,
     }
+    if simulation.budget is not None:
+        facts["privacy"] = simulation.budget.facts(simulation.server.version)
     result = report.result_of(rows, facts=facts, fairness=simulation.fairness(), refused=refused)
     directory = run_directory(run_file)
     report.write(directory, result, simulation.task.trainer.layout.views(simulation.server.model))

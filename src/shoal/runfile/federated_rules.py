@@ -76,6 +76,8 @@ def _hidden(run_file: RunFile, federated: FederatedConfig) -> Iterator[str]:
         if federated.weights != "equal":
             why = "a client that counts by its samples has no bound"
             yield f'privacy.unit = "client": {why}; set federated.weights = "equal"'
+        if privacy.adaptive and secure is not None:
+            yield "privacy.adaptive with [secure_aggregation]: nobody sees how many updates were cut; leave it out"
         if federated.sampling != "uniform" or federated.over_selection:
             why = "each client is drawn by itself"
             yield f'privacy.unit = "client": {why}; leave out federated.sampling and federated.over_selection'
