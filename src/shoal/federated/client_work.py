@@ -94,17 +94,20 @@ def _finished(
         delta = delta.masked_fill(local, 0.0)
     sgd, lr = task.trainer.sgd, task.rate(work.ticket.version + 1)
     kept, control = strategy.finish(plan, work.state.kept, Outcome(delta, max(1, steps), lr, sgd.momentum))
+    ticket = work.ticket
+    sent = task.upload.encode(delta, work.state.residual, client=ticket.client, version=ticket.version)
     update = Update(
         client=work.ticket.client,
         version=work.ticket.version,
         samples=len(work.data),
-        delta=delta,
+        delta=sent.arrives,
+        payload=sent.payload,
         steps=max(1, steps),
         momentum=sgd.momentum,
         control=control,
         metrics={"loss/train": loss},
     )
-    return update, ClientState(work.state.turn + 1, kept, own, work.state.residual)
+    return update, ClientState(work.state.turn + 1, kept, own, sent.residual)
 
 
 def _start(model: Tensor, state: ClientState, local: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from safetensors.torch import save
 from torch import Tensor
 
@@ -54,6 +55,11 @@ def result_of(
         "refused": list(refused),
         "rounds": [asdict(row) for row in rows],
     }
+
+
+def row_of(row: Mapping[str, Any]) -> RoundFigures:
+    """The figures of a round, from a line that they were written to."""
+    return msgspec.convert(row, RoundFigures)
 
 
 def write(directory: Path, result: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:

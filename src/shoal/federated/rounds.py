@@ -65,7 +65,14 @@ class Advanced(msgspec.Struct, frozen=True, tag="advanced"):
     tickets: tuple[Ticket, ...]
 
 
-Decision = Opened | Given | Counted | Abandoned | Advanced
+class Revealing(msgspec.Struct, frozen=True, tag="revealing"):
+    """Clients are about to be asked for what unmasks a secret sum: this attempt is the round's last."""
+
+    version: int
+    attempt: int
+
+
+Decision = Revealing | Opened | Given | Counted | Abandoned | Advanced
 
 
 @dataclass
@@ -75,12 +82,16 @@ class _Open:
     attempt: int
     cohort: tuple[str, ...]
     began_s: float | None
+    revealing: bool = False
     counted: dict[Ticket, str] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
 
 
 class Rounds:
-    """`versions`: how many models are made. `poisson`: the chance of each client to take part, instead of a cohort."""
+    """`versions`: how many models are made. `poisson`: the chance of each client to take part, instead of a cohort.
+
+    `turns` and `last`: how many contributions of a client went into a model, and which was the last.
+    """
 
     def __init__(
         self,
@@ -99,6 +110,8 @@ class Rounds:
         self.given: dict[str, Ticket] = {}
         self.buffer: dict[Ticket, str] = {}
         self.used: dict[Ticket, str] = {}
+        self.turns: dict[str, int] = {}
+        self.last: dict[str, Ticket] = {}
         self._numbers: dict[tuple[str, int], int] = {}
         self._made: list[Decision] = []
         for decision in history:
@@ -182,6 +195,16 @@ class Rounds:
         self.abandon(f"{len(one.counted)} of at least {self._least(one)} contributions", now_s)
         return None
 
+    def begin(self, now_s: float) -> None:
+        """Opens the next round where enough clients are there; `tick` does it, too."""
+        if not self.config.asynchronous:
+            self._open_round(now_s)
+
+    def reveal(self, now_s: float) -> None:
+        """Secret sums: from here on the round is not tried again, for two sums of it could be told apart."""
+        if self.open is not None and not self.open.revealing:
+            self._decide(Revealing(self.version, self.open.attempt), now_s)
+
     def advance(self, now_s: float, tickets: tuple[Ticket, ...]) -> None:
         """The next model is made, from `tickets`."""
         self._decide(Advanced(self.version + 1, tickets), now_s)
@@ -252,12 +275,22 @@ class Rounds:
                 self.given.pop(ticket.client, None)
                 if self.config.asynchronous:
                     self.buffer[ticket] = digest
+                    self._note(ticket)
                 elif self.open is not None:
                     self.open.counted[ticket] = digest
+            case Revealing():
+                if self.open is not None:
+                    self.open.revealing = True
             case Abandoned(attempt=attempt):
                 self.open, self.attempt = None, attempt + 1
             case Advanced(version=version, tickets=tickets):
                 counted = self.buffer if self.config.asynchronous else self.open.counted if self.open else {}
                 self.used |= {ticket: counted.get(ticket, "") for ticket in tickets}
+                for ticket in () if self.config.asynchronous else tickets:
+                    self._note(ticket)
                 self.buffer = {t: d for t, d in self.buffer.items() if t not in set(tickets)}
                 self.version, self.attempt, self.open = version, 0, None
+
+    def _note(self, ticket: Ticket) -> None:
+        self.turns[ticket.client] = self.turns.get(ticket.client, 0) + 1
+        self.last[ticket.client] = ticket

@@ -159,7 +159,7 @@ class Simulation:
         takes_s = device.round_s(
             steps=self._client(name).steps(self.task.federated, self.task.batch),
             down_bytes=self._model_bytes(control=self.server.plan().control is not None),
-            up_bytes=self._model_bytes(control=self.task.federated.sends_control),
+            up_bytes=self.task.upload.nbytes(control=self.task.federated.sends_control),
         )
         self._push(self.now_s + takes_s, ticket)
 
@@ -173,7 +173,7 @@ class Simulation:
         if ticket not in self._trained:
             self._train(ticket.version)
         update, state = self._trained[ticket]
-        self.row.up_bytes += self._model_bytes(control=self.task.federated.sends_control)
+        self.row.up_bytes += self.task.upload.nbytes(control=self.task.federated.sends_control)
         sentence = refusal(update, self.task.federated, numel=self.task.model.numel())
         if sentence is not None:
             self.told(sentence)

@@ -46,7 +46,8 @@ class Outcome:
 class Update:
     """What a client sends: `delta` and, for some strategies, `control`, both [numel]; trained from model `version`.
 
-    `contributors`: how many clients it is the mean of, where only their mean is known.
+    `contributors`: how many clients it is the mean of, where only their mean is known. `payload`: `delta` as it
+    travels.
     """
 
     client: str
@@ -57,6 +58,7 @@ class Update:
     momentum: float = 0.0
     control: Tensor | None = None
     contributors: int = 1
+    payload: tuple[Tensor, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -17,6 +17,7 @@ from shoal.federated.config import (
     SecureAggregationConfig,
 )
 from shoal.federated.local_training import LocalTrainer
+from shoal.federated.upload import Upload
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Task:
     batch: int
     rounds: int
     seed: int
+    upload: Upload
     shuffle: bool = True
     privacy: PrivacyConfig | None = None
     secure: SecureAggregationConfig | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shoal.codec.config import NoCodec
 from shoal.data.config import Mixture
 from shoal.data.record_config import Stream
 from shoal.engine.config import Float32, Float64
@@ -55,6 +56,11 @@ def _refusals(run_file: RunFile, federated: FederatedConfig) -> Iterator[str]:
     if federated.asynchronous and (run_file.secure_aggregation is not None or run_file.privacy is not None):
         what = "secure_aggregation" if run_file.secure_aggregation is not None else "privacy"
         yield f'[{what}] with federated.kind = "{kind}": it needs rounds, in which a known cohort sends; use "fedavg"'
+    codec = run_file.codec
+    if codec.codes_matrices or codec.of_all_ranks:
+        yield f'codec.kind = "{codec.variant}" with [federated]: a client sends alone; use "blockwise" or "top_k"'
+    if not isinstance(codec, NoCodec) and run_file.secure_aggregation is not None:
+        yield f'codec.kind = "{codec.variant}" with [secure_aggregation]: masks hide plain numbers alone; leave it out'
     yield from _hidden(run_file, federated)
 
 

@@ -95,12 +95,12 @@ def test_each_sample_is_in_a_batch_by_itself() -> None:
 def test_a_run_ends_when_its_budget_is_spent() -> None:
     """After the last round that stays within; a budget for no round is refused before the start."""
     federated = {"clients": 8, "cohort": 4, "weights": "equal"}
-    keys: dict[str, Any] = {"federated": federated, "privacy": {"noise": 2.0, "epsilon": 5.0}}
+    keys: dict[str, Any] = {"federated": federated, "privacy": {"noise": 2.0, "epsilon": 4.0}}
     told: list[str] = []
     simulation = Simulation(task(run={"steps": 1000}, **keys), told=told.append)
     rows = simulation.run()
     spent = [row.values["privacy/epsilon"] for row in rows]
-    assert spent[-1] <= 5.0 < epsilon(noise=2.0, chance=0.5, steps=len(rows) + 1, delta=1e-5)
+    assert spent[-1] <= 4.0 < epsilon(noise=2.0, chance=0.5, steps=len(rows) + 1, delta=1e-5)
     assert told == [f"the budget of privacy is spent after {len(rows)} of 1000 rounds"]
     assert len({row.asked for row in rows}) > 1  # each client by itself
     with pytest.raises(ConfigError, match=r"raise privacy\.noise"):

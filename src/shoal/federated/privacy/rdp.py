@@ -14,6 +14,7 @@ smallest counts.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -50,6 +51,7 @@ def most_steps(*, noise: float, chance: float, delta: float, budget: float, limi
     return low
 
 
+@functools.cache
 def divergence(order: float, *, noise: float, chance: float) -> float:
     """The Renyi divergence of one step, of an order above 1."""
     if chance == 0:

@@ -72,6 +72,7 @@ class SecureServer:
         self.total = np.zeros(numel, dtype)
         self.liars: set[str] = set()
         self._waits, self._said, self._began_s = set(clients), set[str](), now_s
+        self._gone: set[str] = set()
         self._keys: dict[str, Keys] = {}
         self._sealed: dict[str, Sealed] = {}
         self._there: frozenset[str] = frozenset()
@@ -136,7 +137,7 @@ class SecureServer:
 
     def message_for(self, client: str) -> FromServer | None:
         """What a client that asks is told; None: nothing yet, or it is not among those that go on."""
-        if client not in self._waits:
+        if not self.waits_for(client):
             return None
         if self.phase == "shares":
             return self._roster
@@ -145,6 +146,10 @@ class SecureServer:
             return Sealed({other: self._sealed[other].boxes[client] for other in neighbours})
         return self.survivors(client) if self.phase == "secrets" else None
 
+    def waits_for(self, client: str) -> bool:
+        """Whether the client has yet to speak in this phase."""
+        return client in self._waits and client not in self._said
+
     def survivors(self, client: str) -> Survivors:
         """Of a client and its neighbours those that are there, and those that were lost after phase 2."""
         around = sorted({client, *self._graph[client]} & set(self._sealed))
@@ -152,8 +157,10 @@ class SecureServer:
         return Survivors(there, tuple(name for name in around if name not in self._there))
 
     def lose(self, client: str, now_s: float) -> None:
-        """A client is gone: nobody waits for it."""
-        self._waits.discard(client)
+        """A client is gone: nobody waits for it. What it has said in this phase stands."""
+        if client not in self._said:
+            self._waits.discard(client)
+        self._gone.add(client)
         self.tick(now_s)
 
     def tick(self, now_s: float) -> None:
@@ -184,7 +191,7 @@ class SecureServer:
             self._fail(f"{len(said)} of at least {self.least} clients sent {self.phase}")
             return
         ended = self.phase
-        self._waits, self._said, self._began_s = set(said), set(), now_s
+        self._waits, self._said, self._began_s = set(said) - self._gone, set(), now_s
         if ended == "keys":
             self._begin_shares()
         elif ended == "shares":
