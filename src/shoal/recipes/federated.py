@@ -128,6 +128,7 @@ def serve(
     from shoal.federated.transport.enrol import SERVER, tls_context
     from shoal.federated.transport.host import Host
     from shoal.federated.transport.service import Service
+    from shoal.federated.transport.store import Store
 
     tls = tls_context(certificates, SERVER, server=True)
     directory, refused = run_directory(run_file), []
@@ -136,7 +137,7 @@ def serve(
         refused.append(sentence)
         told(sentence)
 
-    host = Host(federated_task(run_file), directory / "federated", clock=time.monotonic, told=say)
+    host = Host(federated_task(run_file), Store(directory / "federated"), clock=time.monotonic, told=say)
     try:
         told(report.heading())
         service = Service(host, on_round=lambda row: told(report.line_of(row)))

@@ -60,6 +60,7 @@ class Client:
         self._url, self._patience_s = url, patience_s
         self._strategy = build_strategy(task.federated, task.model.numel())
         self._local = local_mask(task)
+        self._heard = False
 
     async def run(self, tls: ssl.SSLContext) -> None:
         """Takes part until the run is over. Raises `EnvironmentFault` and `UsageError`."""
@@ -236,6 +237,7 @@ class Client:
         while True:
             try:
                 response = await self._session.request(method, self._url + where, data=content(), headers=headers)
+                self._heard = True
                 if response.status != 503:
                     break
                 response.release()
@@ -252,8 +254,9 @@ class Client:
                         "authority of that server"
                     ) from error
             if time.monotonic() - began_s > self._patience_s:
+                knows = "" if self._heard else f", and is the certificate of client {self.name} of its authority"
                 raise EnvironmentFault(
-                    f"{self._url} has not answered for {self._patience_s:g} s ({reason}): is the server running?"
+                    f"{self._url} has not answered for {self._patience_s:g} s ({reason}): is the server running{knows}?"
                 )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 2.0)

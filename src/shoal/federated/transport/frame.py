@@ -21,6 +21,8 @@ from torch import Tensor
 from shoal.errors import EnvironmentFault
 
 MOST_HEADER_BYTES = 1 << 16
+ALIGNMENT_BYTES = 64
+"""The header is filled up with spaces, so that numbers begin at a multiple of this."""
 DType = Literal[
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2",
     "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool",
@@ -85,6 +87,7 @@ def part_of(name: str, vector: Tensor) -> Part:
 def head(header: Header) -> bytes:
     """The bytes before the numbers."""
     body = msgspec.json.encode(header)
+    body += b" " * (-(8 + len(body)) % ALIGNMENT_BYTES)
     return len(body).to_bytes(8, "little") + body
 
 
@@ -137,6 +140,8 @@ def _mapped(path: Path, at: int, parts: Sequence[Part]) -> dict[str, Tensor]:
 
 def _typed(raw: np.ndarray, part: Part) -> Tensor:
     dtype = getattr(torch, part.dtype)
+    if not part.numel:
+        return torch.empty(0, dtype=dtype)
     aligned = raw if raw.ctypes.data % dtype.itemsize == 0 else raw.copy()
     return torch.from_numpy(aligned).view(dtype)
 

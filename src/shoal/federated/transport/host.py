@@ -37,14 +37,14 @@ class Host:
     def __init__(
         self,
         task: Task,
-        directory: Path,
+        store: Store,
         *,
         clock: Callable[[], float],
         told: Callable[[str], object] = str,
         silence_s: float = 15.0,
     ) -> None:
         self.task, self.clock, self.told, self.silence_s = task, clock, told, silence_s
-        self.store = Store(directory)
+        self.store = store
         self.server = ServerModel(task)
         self.strategy = strategy_of(task)
         self.budget: Budget | None = None

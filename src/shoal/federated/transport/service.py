@@ -41,10 +41,13 @@ _Handler = Callable[["Service", str, web.Request], Awaitable[web.StreamResponse]
 
 
 class Service:
-    """Serves until the last model is made, or until it is cancelled. `on_round` hears of each model."""
+    """Serves until the last model is made, or until it is cancelled. `on_round` hears of each model; when the run is
+    over, clients are told so for `farewell_s`."""
 
-    def __init__(self, host: Host, *, on_round: Callable[[RoundFigures], object] = str) -> None:
-        self.host, self.on_round = host, on_round
+    def __init__(
+        self, host: Host, *, on_round: Callable[[RoundFigures], object] = str, farewell_s: float = FAREWELL_S
+    ) -> None:
+        self.host, self.on_round, self.farewell_s = host, on_round, farewell_s
         self._uploading: set[Ticket] = set()
         self._failed: asyncio.Future[None] | None = None
 
@@ -90,7 +93,7 @@ class Service:
             finally:
                 self.host.advancing = False
             self.on_round(row)
-        await asyncio.sleep(FAREWELL_S if self.host.rounds.present else 0)
+        await asyncio.sleep(self.farewell_s if self.host.rounds.present else 0)
 
     def _known(self, handler: _Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """The handler, for a client with a name. What goes wrong with the host's files ends the server."""
