@@ -18,6 +18,7 @@ from shoal.federated.config import (
     QuantitySkew,
 )
 from shoal.federated.devices import device_of, drops_out
+from shoal.federated.local_data import ClientData
 from shoal.federated.partition import partition
 from shoal.federated.sampling import choose, choose_each
 
@@ -89,3 +90,20 @@ def test_devices_are_drawn_once_and_have_the_spread_asked_for() -> None:
     assert device_of(config, "a", seed=2) == device_of(config, "a", seed=2)
     lost = sum(drops_out(config, str(i), seed=2, version=0, number=0) for i in range(600))
     assert abs(lost / 600 - 0.25) < 0.05
+
+
+def test_rounds_of_a_client_go_through_all_its_samples_once_an_epoch() -> None:
+    """By steps, whatever their size, and by epochs; every epoch in another order, unless none is asked for."""
+    ids = np.array([3, 5, 7, 11, 13, 17, 19])
+    data, by_steps = ClientData(ids, seed=1), FedAvgConfig(clients=1, local_steps=2)
+    taken = [data.samples_of_step(by_steps, 3, turn=turn, step=step).tolist() for turn in range(7) for step in range(2)]
+    flat = [sample for step in taken for sample in step]
+    epochs = [flat[i : i + 7] for i in range(0, 42, 7)]
+    assert all(sorted(epoch) == ids.tolist() for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 6
+    assert data.samples_of_step(by_steps, 3, turn=2, step=1).tolist() == taken[5]
+    by_epochs = FedAvgConfig(clients=1)
+    assert data.steps(by_epochs, 3) == 3
+    assert [len(data.samples_of_step(by_epochs, 3, turn=4, step=step)) for step in range(3)] == [3, 3, 1]
+    plain = ClientData(ids, seed=1, shuffle=False)
+    assert plain.samples_of_step(by_epochs, 7, turn=3, step=0).tolist() == ids.tolist()

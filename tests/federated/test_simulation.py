@@ -6,13 +6,11 @@ import json
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from shoal.data.arrays import digits
-from shoal.data.order import Order
 from shoal.errors import ConfigError, EnvironmentFault, UserCodeError
 from shoal.federated.simulation import Simulation
 from shoal.recipes.federated import simulate
@@ -23,7 +21,7 @@ TOLERANCE = 1e-6
 
 
 def test_one_client_with_all_data_and_one_local_step_is_central_sgd() -> None:
-    """Against a plain loop of PyTorch over the order that `shoal train` has, with momentum 0 and weight decay."""
+    """Against a plain loop of PyTorch over the same batches, with weight decay and clipping."""
     keys: dict[str, Any] = {"optimizer": {"weight_decay": 0.01, "clip_norm": 0.5}}
     simulation = Simulation(
         task(run={"steps": 8}, federated={"clients": 1, "local_steps": 1, "evaluate_every": 8}, **keys)
@@ -33,9 +31,9 @@ def test_one_client_with_all_data_and_one_local_step_is_central_sgd() -> None:
     train, _ = digits()
     weight, bias = (part.clone().requires_grad_() for part in simulation.task.trainer.layout.views(start).values())
     optimizer = torch.optim.SGD([{"params": [weight], "weight_decay": 0.01}, {"params": [bias]}], lr=0.1)
-    order = Order(len(train), 3)
+    order = simulation.data_of("client-000000")
     for step in range(8):
-        ids = order.ids(np.arange(16 * step, 16 * step + 16))
+        ids = order.samples_of_step(simulation.task.federated, 16, turn=step, step=0)
         images, targets = (torch.from_numpy(array[ids]) for array in (train.inputs, train.targets))
         optimizer.zero_grad()
         F.cross_entropy(F.linear(images.flatten(1), weight, bias), targets).backward()

@@ -34,6 +34,8 @@ class Device:
 
 def device_of(config: DeviceConfig, client: str, *, seed: int) -> Device:
     """The device of a client, always the same."""
+    if not (config.step_spread or config.link_spread):
+        return Device(config.step_s, config.up_bytes_per_s, config.down_bytes_per_s, config.latency_s)
     z = normal(key_of(seed, "device", client), torch.arange(3), dtype=torch.float64).tolist()
     return Device(
         step_s=config.step_s * math.exp(config.step_spread * z[0]),

@@ -1,7 +1,7 @@
 """The samples of a client's local steps.
 
-A client takes its samples in an `Order` of its own and goes on where its last round ended, so that with one client, all
-data and one local step a round is a step of `shoal train`. The batches of several clients lie side by side: every
+In each epoch a client takes its samples in the order of random keys, one for each sample, and a round goes on where the
+one before it ended. The batches of several clients lie side by side: every
 tensor of a `CohortBatch` begins with the dims [clients, samples].
 """
 
@@ -16,10 +16,9 @@ from torch import Tensor
 
 from shoal.data.batches import read_batch
 from shoal.data.config import Denominator
-from shoal.data.order import Order
 from shoal.data.sample import Batch, Source, Tree, map_tree
 from shoal.federated.config import FederatedConfig
-from shoal.maths.counter import key_of, uniform
+from shoal.maths.counter import bits, key_of, uniform
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,8 @@ class ClientData:
     """
 
     def __init__(self, ids: np.ndarray, *, seed: int, shuffle: bool = True, each_by_chance: bool = False) -> None:
-        self.ids, self.seed, self.each_by_chance = ids, seed, each_by_chance
-        self.order = Order(len(ids), seed, shuffle=shuffle)
+        self.ids, self.seed, self.shuffle, self.each_by_chance = ids, seed, shuffle, each_by_chance
+        self._kept: tuple[int, int, np.ndarray] | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -59,14 +58,24 @@ class ClientData:
             places = torch.arange(len(self), dtype=torch.int64)
             drawn = uniform(key_of(self.seed, "batch", turn, step), places, dtype=torch.float64)
             return self.ids[(drawn < batch / len(self)).numpy()]
-        if config.local_steps is not None:
-            first = (turn * config.local_steps + step) * batch
-            last = first + batch
-        else:
-            whole = config.local_epochs * len(self)
-            first = turn * whole + step * batch
-            last = min(first + batch, (turn + 1) * whole)
-        return self.ids[self.order.ids(np.arange(first, max(first, last), dtype=np.int64))]
+        whole = config.local_epochs * len(self) if config.local_steps is None else config.local_steps * batch
+        return self._round(turn * whole, (turn + 1) * whole)[step * batch : (step + 1) * batch]
+
+    def _round(self, first: int, last: int) -> np.ndarray:
+        """The sample ids at the client's positions from `first` up to `last`; those of the newest round are kept."""
+        if self._kept is None or self._kept[:2] != (first, last):
+            epoch, start = divmod(first, len(self))
+            epochs = -(-last // len(self)) - epoch
+            self._kept = first, last, self._epochs(epoch, epochs)[start : start + last - first]
+        return self._kept[2]
+
+    def _epochs(self, first: int, count: int) -> np.ndarray:
+        """The samples of `count` epochs, one behind the other."""
+        if not self.shuffle:
+            return np.tile(self.ids, count)
+        counters = torch.arange(first * len(self), (first + count) * len(self), dtype=torch.int64)
+        keys = bits(key_of(self.seed, "order"), counters).view(count, len(self))
+        return self.ids[keys.argsort(1).numpy()].reshape(-1)
 
 
 def steps_of(config: FederatedConfig, samples: int, batch: int) -> int:

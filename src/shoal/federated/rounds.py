@@ -84,6 +84,7 @@ class _Open:
     began_s: float | None
     revealing: bool = False
     counted: dict[Ticket, str] = field(default_factory=dict)
+    waiting: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
 
 
@@ -105,7 +106,6 @@ class Rounds:
         self.config, self.versions, self.seed, self.poisson = config, versions, seed, poisson
         self.version = self.attempt = 0
         self.present: dict[str, int] = {}
-        self.gone: set[str] = set()
         self.open: _Open | None = None
         self.given: dict[str, Ticket] = {}
         self.buffer: dict[Ticket, str] = {}
@@ -130,13 +130,17 @@ class Rounds:
     def join(self, client: str, samples: int) -> None:
         """A client is there."""
         self.present[client] = samples
-        self.gone.discard(client)
+        one = self.open
+        if one is not None and client in one.cohort and client not in one.refused:
+            counted = Ticket(client, self.version, one.attempt) in one.counted
+            one.waiting |= set() if counted else {client}
 
     def leave(self, client: str) -> None:
         """A client is gone: what it was given is lost, and a round does not wait for it."""
         self.present.pop(client, None)
         self.given.pop(client, None)
-        self.gone.add(client)
+        if self.open is not None:
+            self.open.waiting.discard(client)
 
     def ask(self, client: str, now_s: float) -> Ticket | None:
         """Work for a client that is there and has none; None: not now."""
@@ -172,6 +176,7 @@ class Rounds:
         self.given.pop(client, None)
         if self.open is not None and client in self.open.cohort:
             self.open.refused.add(client)
+            self.open.waiting.discard(client)
 
     def tick(self, now_s: float) -> tuple[Ticket, ...] | None:
         """The contributions that make the next model, in order of their clients, when there are enough; the caller
@@ -187,8 +192,7 @@ class Rounds:
             return None
         if one.began_s is None:
             one.began_s = now_s
-        waits = set(one.cohort) - one.refused - self.gone - {ticket.client for ticket in one.counted}
-        if waits and len(one.counted) < self._full(one) and now_s - one.began_s < self.config.deadline_s:
+        if one.waiting and len(one.counted) < self._full(one) and now_s - one.began_s < self.config.deadline_s:
             return None
         if len(one.counted) >= self._least(one):
             return tuple(sorted(one.counted))
@@ -267,7 +271,7 @@ class Rounds:
         match decision:
             case Opened(version=version, attempt=attempt, cohort=cohort):
                 self.version, self.attempt = version, attempt
-                self.open = _Open(attempt, cohort, now_s)
+                self.open = _Open(attempt, cohort, now_s, waiting=set(cohort))
             case Given(ticket=ticket):
                 self.given[ticket.client] = ticket
                 self._numbers[ticket.client, ticket.version] = ticket.number + 1
@@ -278,6 +282,7 @@ class Rounds:
                     self._note(ticket)
                 elif self.open is not None:
                     self.open.counted[ticket] = digest
+                    self.open.waiting.discard(ticket.client)
             case Revealing():
                 if self.open is not None:
                     self.open.revealing = True

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from shoal.codec.kernels import kernels_for
 from shoal.federated.config import FederatedConfig
 from shoal.federated.strategy import Update
 
@@ -27,7 +30,7 @@ def refusal(update: Update, config: FederatedConfig, *, numel: int) -> str | Non
             continue
         if vector.shape != (numel,) or not vector.is_floating_point():
             return f"{who} sent an {name} of shape {list(vector.shape)}: the model has {numel} numbers"
-        if not bool(torch.isfinite(_largest(vector))):
+        if not _is_finite(vector):
             return f"the {name} of {who} is not finite: its training diverged; lower optimizer.lr there"
     if config.largest_norm is not None:
         norm = float(update.delta.double().norm())
@@ -39,5 +42,9 @@ def refusal(update: Update, config: FederatedConfig, *, numel: int) -> str | Non
     return None
 
 
-def _largest(vector: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(vector, ord=torch.inf)
+def _is_finite(vector: Tensor) -> bool:
+    """One pass over the vector, by a kernel where there is one."""
+    kernels = kernels_for(vector)
+    if kernels is not None:
+        return math.isfinite(kernels.largest(vector))
+    return bool(torch.isfinite(torch.linalg.vector_norm(vector, ord=torch.inf)))

@@ -145,7 +145,8 @@ class Simulation:
         if ticket is None:
             return
         self.row.asked += 1
-        self.row.down_bytes += self._model_bytes(control=self.server.plan().control is not None)
+        down_bytes = self._model_bytes(control=self.task.federated.sends_control)
+        self.row.down_bytes += down_bytes
         version, number, name = ticket.version, ticket.number, ticket.client
         if drops_out(self.task.devices, name, seed=self.task.seed, version=version, number=number):
             self.row.lost += 1
@@ -157,8 +158,8 @@ class Simulation:
         self._waiting.setdefault(version, []).append(ticket)
         device = self._device(name)
         takes_s = device.round_s(
-            steps=self._client(name).steps(self.task.federated, self.task.batch),
-            down_bytes=self._model_bytes(control=self.server.plan().control is not None),
+            steps=self.data_of(name).steps(self.task.federated, self.task.batch),
+            down_bytes=down_bytes,
             up_bytes=self.task.upload.nbytes(control=self.task.federated.sends_control),
         )
         self._push(self.now_s + takes_s, ticket)
@@ -189,7 +190,7 @@ class Simulation:
         """Trains all that began from `version` and have not trained yet."""
         tickets = self._waiting.pop(version)
         model, plan = self._from[version]
-        works = [Work(t, self._client(t.client), self.states.get(t.client, ClientState())) for t in tickets]
+        works = [Work(t, self.data_of(t.client), self.states.get(t.client, ClientState())) for t in tickets]
         done = train_clients(self.task, self.server.strategy, model, plan, works, local=self._local)
         self._trained |= zip(tickets, done, strict=True)
 
@@ -227,7 +228,8 @@ class Simulation:
             return {}
         return figures(task.trainer, self.server.model, held_out, denominator=task.denominator).means()
 
-    def _client(self, name: str) -> ClientData:
+    def data_of(self, name: str) -> ClientData:
+        """The samples of a client."""
         if name not in self._data:
             seed = self.task.seed + self.numbers[name]
             self._data[name] = data_for(self.task, self.shards[name], seed=seed)

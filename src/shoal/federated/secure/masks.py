@@ -21,7 +21,7 @@ try:
 except ImportError as error:
     raise MissingExtra("cryptography", extra="federated", purpose="secure aggregation") from error
 
-CHUNK_NUMBERS = 1 << 18
+CHUNK_NUMBERS = 1 << 16
 """Numbers of a mask that are made at a time: they stay in the cache until they are added."""
 _ZEROS = bytes(8 * CHUNK_NUMBERS)
 

@@ -40,11 +40,12 @@ def join_checked(
     """The secret that `fits`, and the places whose share was wrong; None where no `threshold` shares give it.
 
     It first takes the shares as they are, and then looks for one that lies: what it cannot find is left to the caller.
+    Shares that were not needed are looked at only when one that was is wrong.
     """
-    for some in _choices(shares, threshold):
+    for tried, some in enumerate(_choices(shares, threshold)):
         secret = join(some)
         if secret is not None and fits(secret):
-            return secret, frozenset(_wrong(shares, some))
+            return secret, frozenset(_wrong(shares, some) if tried else ())
     return None
 
 
