@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from shoal.errors import ConfigError
 from shoal.federated.config import FederatedConfig, PrivacyConfig
+from shoal.federated.privacy import prv
 from shoal.federated.privacy.rdp import epsilon, most_steps
 
 
@@ -45,10 +46,16 @@ class Budget:
         return steps // self.steps_a_round
 
     def facts(self, rounds: int) -> dict[str, float | str]:
-        """What a report says."""
+        """What a report says; `epsilon` is that which the budget bounds, `epsilon_prv` a tighter bound of the same."""
         return {
             "unit": self.config.unit,
             "epsilon": self.spent(rounds),
+            "epsilon_prv": prv.epsilon(
+                noise=self.config.noise,
+                chance=self.chance,
+                steps=rounds * self.steps_a_round,
+                delta=self.config.delta,
+            ),
             "budget": self.config.epsilon,
             "delta": self.config.delta,
             "noise": self.config.noise,
