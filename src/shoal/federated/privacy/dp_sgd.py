@@ -35,8 +35,8 @@ class PrivateGradient:
         """The private gradient [numel], and the mean loss, which never leaves the client."""
 
         def of_one(inputs: Tree, targets: Tree, weight: Tensor) -> tuple[Tensor, Tensor]:
-            one = (map_tree(lambda leaf: leaf[None], tree) for tree in (inputs, targets))
-            gradient, value = grad_and_value(loss)(model, *one, weight[None])
+            one, its_targets = (map_tree(lambda leaf: leaf[None], tree) for tree in (inputs, targets))
+            gradient, value = grad_and_value(loss)(model, one, its_targets, weight[None])
             scale = (self.config.clip / gradient.norm().clamp(min=1e-12)).clamp(max=1.0)
             counts = (weight.sum() > 0).to(gradient.dtype)
             return gradient * scale * counts, value * counts

@@ -23,6 +23,7 @@ from shoal.federated.secure.masks import add_mask
 from shoal.federated.secure.messages import FromServer, Keys, Revealed, Roster, Sealed, Survivors
 from shoal.federated.secure.shamir import join_checked
 
+Kind = Literal["seed", "key"]
 Phase = Literal["keys", "shares", "vectors", "secrets", "summed", "failed"]
 
 
@@ -36,10 +37,10 @@ class Secrets:
     def __init__(self, there: frozenset[str], lost: frozenset[str]) -> None:
         if there & lost:
             raise AssertionError(f"{min(there & lost)} would be both there and lost")
-        self.kind: dict[str, Literal["seed", "key"]] = dict.fromkeys(there, "seed") | dict.fromkeys(lost, "key")
+        self.kind: dict[str, str] = dict.fromkeys(there, "seed") | dict.fromkeys(lost, "key")
         self.shares: dict[str, dict[str, bytes]] = {name: {} for name in self.kind}
 
-    def add(self, giver: str, kind: Literal["seed", "key"], shares: Mapping[str, bytes]) -> None:
+    def add(self, giver: str, kind: Kind, shares: Mapping[str, bytes]) -> None:
         """Takes what `giver` reveals. Raises `Refused` for a share of the other kind; then none of them is kept."""
         for name in shares:
             if self.kind.get(name) != kind:

@@ -93,7 +93,7 @@ def head(header: Header) -> bytes:
 
 def numbers(vector: Tensor) -> memoryview:
     """The bytes of a vector [numel]."""
-    return memoryview(vector.detach().contiguous().view(torch.uint8).numpy())
+    return vector.detach().contiguous().view(torch.uint8).numpy().data
 
 
 def write(path: Path, header: Header, vectors: Sequence[Tensor]) -> None:
