@@ -14,7 +14,7 @@ from shoal.engine.noise import NoiseMeter
 from shoal.engine.precision import LossScaler
 from shoal.engine.rank_context import RankContext
 from shoal.engine.step import TrainStep
-from shoal.engine.transforms import by_numbers, clip_by_global_norm
+from shoal.engine.transforms import Transform, by_numbers, clip_by_global_norm
 from shoal.engine.updates import AtOnce, ByBucket, ByMicrobatch, UpdatePolicy
 from shoal.errors import ConfigError, UserCodeError
 from shoal.gradients.priority import PriorityGradients
@@ -68,7 +68,7 @@ def _update_policy(
         )
     if run_file.gradients.schedule == "priority":
         return ByBucket(cast(PriorityGradients, gradients), optimizer)
-    transforms = [] if clip_norm is None else [clip_by_global_norm(clip_norm)]
+    transforms: list[Transform] = [] if clip_norm is None else [clip_by_global_norm(clip_norm)]
     if run_file.optimizer.transforms:
         parts = parts_on(run_file, gradients.owned, generation.mesh, generation.sync)
         transforms.append(by_numbers(Chain(run_file.optimizer.transforms, parts, run_file.run.seed)))

@@ -47,4 +47,4 @@ class UnkeyedDraws:
         found = randomness.unkeyed(self._run.device) - self._said
         self._said |= found
         self._ask = not compiled  # its forwards are alike, and reading the generator costs more than a set
-        return said_of(found, compiled=compiled)
+        return said_of(found, compiled=bool(compiled))

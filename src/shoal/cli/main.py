@@ -17,6 +17,7 @@ from shoal.cli import (
     doctor,
     ensemble,
     evaluate,
+    federate,
     launch,
     plan,
     profile,
@@ -88,6 +89,7 @@ app.command("ensemble")(ensemble.ensemble)
 app.command("replay")(replay.replay)
 app.command("rehearse")(rehearse.rehearse)
 app.add_typer(submit.app, name="submit", cls=submit.WithDefault)
+app.add_typer(federate.app, name="federate", cls=Verbs)
 app.command("doctor")(doctor.doctor)
 app.add_typer(checkpoint.app, name="checkpoint", cls=Verbs)
 app.add_typer(coordinator.app, name="coordinator", cls=Verbs)

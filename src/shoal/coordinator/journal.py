@@ -1,8 +1,8 @@
-"""The journal: every decision of the coordinator, on the disk before anybody hears of it.
+"""The journal: every decision of a coordinator, or of another service, on the disk before anybody hears of it.
 
 A file of SQLite in WAL mode with `synchronous = FULL`: a transaction that has returned survives `kill -9` and a power
-cut (sqlite.org/wal.html). One coordinator has it open at a time. When it is opened it is shortened to what `snapshot`
-says of it.
+cut (sqlite.org/wal.html). One service has it open at a time. When a coordinator opens it, it is shortened to what
+`snapshot` says of it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -17,15 +18,21 @@ from shoal.errors import EnvironmentFault, InUse
 from shoal.resilience.events import Decision
 
 VERSION = 1
-_DECODER = msgspec.json.Decoder(Decision)
+D = TypeVar("D")
 
 
-class Journal:
-    """Raises `InUse` where another process has it open, `EnvironmentFault` where it is no journal of this version, and
-    for a disk that is full or broken."""
+class Journal(Generic[D]):
+    """Decisions of type `kind`; `version` tells the journals of one service from those of another.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Raises `InUse` where another process has it open, `EnvironmentFault` where it is no journal of this version, and for
+    a disk that is full or broken.
+    """
+
+    def __init__(
+        self, path: Path, kind: Any = Decision, *, version: int = VERSION, service: str = "coordinator"
+    ) -> None:
+        self.path, self._version, self._service = path, version, service
+        self._decoder = msgspec.json.Decoder(kind)
         try:
             self._database = sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False)
             self._database.execute("PRAGMA locking_mode = EXCLUSIVE")
@@ -35,19 +42,19 @@ class Journal:
         except sqlite3.Error as error:
             raise self._fault(error) from error
 
-    def read(self) -> list[Decision]:
+    def read(self) -> list[D]:
         """All decisions, in order. Raises `EnvironmentFault`."""
         try:
             rows = self._database.execute("SELECT body FROM decisions ORDER BY number").fetchall()
-            return [_DECODER.decode(body) for (body,) in rows]
+            return [self._decoder.decode(body) for (body,) in rows]
         except (sqlite3.Error, msgspec.DecodeError) as error:
             raise self._fault(error) from error
 
-    def append(self, decisions: Iterable[Decision]) -> None:
+    def append(self, decisions: Iterable[D]) -> None:
         """Returns when they are durable. Raises `EnvironmentFault`; then nobody may hear of them."""
         self._write("BEGIN IMMEDIATE", decisions)
 
-    def replace(self, decisions: Sequence[Decision]) -> None:
+    def replace(self, decisions: Sequence[D]) -> None:
         """Puts `decisions` in the place of all that there are. Raises as `append`."""
         self._write("BEGIN IMMEDIATE; DELETE FROM decisions", decisions)
 
@@ -55,7 +62,7 @@ class Journal:
         """Lets another process open it."""
         self._database.close()
 
-    def _write(self, begin: str, decisions: Iterable[Decision]) -> None:
+    def _write(self, begin: str, decisions: Iterable[D]) -> None:
         bodies = [(msgspec.json.encode(decision),) for decision in decisions]
         try:
             for statement in begin.split("; "):
@@ -69,20 +76,20 @@ class Journal:
         self._database.execute("BEGIN IMMEDIATE")
         (version,) = self._database.execute("PRAGMA user_version").fetchone()
         tables = self._database.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        if version != VERSION and (version or tables):
+        if version != self._version and (version or tables):
             self._database.close()
             raise EnvironmentFault(
-                f"{self.path} is a journal of version {version}, or none: this coordinator reads version {VERSION}; "
-                "give another path"
+                f"{self.path} is a journal of version {version}, or none: this {self._service} reads version "
+                f"{self._version}; give another path"
             )
         self._database.execute("CREATE TABLE IF NOT EXISTS decisions (number INTEGER PRIMARY KEY, body BLOB NOT NULL)")
-        self._database.execute(f"PRAGMA user_version = {VERSION}")
+        self._database.execute(f"PRAGMA user_version = {self._version}")
         self._database.execute("COMMIT")
 
     def _fault(self, error: Exception) -> EnvironmentFault:
         if "locked" in str(error):
             return InUse(
-                f"{self.path} is open in another process: a journal belongs to one coordinator; stop that one first"
+                f"{self.path} is open in another process: a journal belongs to one {self._service}; stop that one first"
             )
         return EnvironmentFault(
             f"the journal {self.path} cannot be used ({error}): check the disk, or give another path for a new job"

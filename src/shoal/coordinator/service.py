@@ -51,7 +51,7 @@ class Service:
     def __init__(
         self,
         rules: Rules,
-        journal: Journal,
+        journal: Journal[Decision],
         *,
         token: bytes,
         limits: Limits = Limits(),

@@ -118,8 +118,8 @@ class AtOnce:
     ) -> None:
         self.gradients = gradients
         self._optimizer, self._transforms, self._noise = optimizer, transforms, noise
-        fused = isinstance(optimizer, FusedOptimizer) and optimizer.takes_scale and not seen
-        self._fused = optimizer if fused else None
+        fused = optimizer if isinstance(optimizer, FusedOptimizer) and optimizer.takes_scale else None
+        self._fused = None if seen else fused
         self._votes_ahead = votes_ahead
 
     def __call__(self, context: RankContext, work: Work) -> Outcome:

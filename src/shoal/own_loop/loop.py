@@ -57,7 +57,7 @@ class Training:
         device = run.device
         self._players = players_of(run, lambda own: meet("sum() or mean()", lockstep, device=device, number=own))
         self._steps = OwnSteps(run, job, self._players)
-        models = self.model if isinstance(self.model, nn.ModuleList) else [self.model]
+        models = list(self.model) if isinstance(self.model, nn.ModuleList) else [self.model]
         self._closed = False
         self._draws = DrawsBySample(models, self._compute, inside=lambda: self._steps.open is not None)
 

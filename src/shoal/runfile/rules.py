@@ -16,6 +16,7 @@ from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
 from shoal.runfile.codec_rules import codec_refusal, pipeline_codec_refusal, shard_codec_refusal
 from shoal.runfile.elastic_rules import elastic_refusal
+from shoal.runfile.federated_rules import federated_refusal
 from shoal.runfile.layout_rules import layout_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
 from shoal.runfile.norm_rules import norm_refusal
@@ -55,6 +56,7 @@ def refusal(run_file: RunFile) -> str | None:
         division_refusal,
         elastic_refusal,
         optimizer_refusal,
+        federated_refusal,
     ):
         sentence = rule(run_file)
         if sentence is not None:

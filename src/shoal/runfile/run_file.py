@@ -17,6 +17,14 @@ from shoal.comm.config import WireConfig
 from shoal.config.table import Table, says
 from shoal.data.config import BatchConfig, DataConfig
 from shoal.engine.config import CrossEntropy, Float32, HooksConfig, LossConfig, PrecisionConfig
+from shoal.federated.config import (
+    DeviceConfig,
+    FederatedConfig,
+    Iid,
+    PartitionConfig,
+    PrivacyConfig,
+    SecureAggregationConfig,
+)
 from shoal.gradients.config import GradientsConfig
 from shoal.memory.config import MemoryConfig
 from shoal.models.config import ModelConfig
@@ -122,6 +130,17 @@ class RunFile(Table, frozen=True):
     elastic: Annotated[
         ElasticConfig | None, says("Replicas come and go while the run trains; without this table, none does.")
     ] = None
+    federated: Annotated[
+        FederatedConfig | None,
+        says("Clients keep their data and send updates: `shoal federate`; other verbs pass it over."),
+    ] = None
+    partition: PartitionConfig = Iid()
+    devices: DeviceConfig = DeviceConfig()
+    secure_aggregation: Annotated[
+        SecureAggregationConfig | None,
+        says("The server learns sums of updates alone; without this table, each of them."),
+    ] = None
+    privacy: Annotated[PrivacyConfig | None, says("Differential privacy; without this table, none.")] = None
     memory: MemoryConfig = MemoryConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()

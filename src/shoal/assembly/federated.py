@@ -1,0 +1,198 @@
+"""From a run file to the `Task` of a federated run: model, data and loss as any run has them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shoal.assembly.objects import UserObjects, data_of, loss_of, model_of
+from shoal.engine.precision import precision_of
+from shoal.errors import ConfigError, UsageError, UserCodeError
+from shoal.federated import report
+from shoal.federated.local_data import ClientData
+from shoal.federated.local_training import LocalTrainer
+from shoal.federated.privacy.budget import sample_budget
+from shoal.federated.privacy.dp_sgd import PrivateGradient
+from shoal.federated.privacy.noise import Simulated, from_entropy
+from shoal.federated.simulation import Simulation, data_for, shards_of
+from shoal.federated.task import Task
+from shoal.federated.upload import upload_of
+from shoal.federated.vector import layout_of, vector_of
+from shoal.models.roles import roles_of
+from shoal.optim.config import SGD
+from shoal.optim.schedule import peak_rate, rate
+from shoal.runfile.run_file import RunFile, run_directory
+
+
+def federated_task(run_file: RunFile, objects: UserObjects = UserObjects(), *, real: bool = False) -> Task:
+    """Builds what clients train; `real` ones take their noise from the system's entropy.
+
+    Raises `ConfigError` for a run file without `[federated]`, and `UserCodeError`.
+    """
+    if run_file.federated is None:
+        raise ConfigError('the run file has no table [federated]: add it, with a strategy such as kind = "fedavg"')
+    assert isinstance(run_file.optimizer, SGD), "a rule of the run file asks for it"
+    model_dtype = precision_of(run_file.precision).parameters
+    model = model_of(run_file, objects, device=torch.device("cpu"), dtype=model_dtype)
+    layout, data = layout_of(model), data_of(run_file, objects)
+    if data.endless or data.parts:
+        raise UserCodeError("federated training needs data with a number of samples, of one source: give such data")
+    decays = _decays(model)
+    private = None
+    if run_file.privacy is not None and run_file.privacy.unit == "sample":
+        source = from_entropy if real else Simulated(run_file.run.seed, "clients")
+        private = PrivateGradient(run_file.privacy, batch=run_file.batch.global_samples, noise=source)
+    trainer = LocalTrainer(
+        module=model,
+        loss=loss_of(run_file.loss, objects),
+        layout=layout,
+        sgd=run_file.optimizer,
+        private=private,
+        decays=torch.cat([torch.full((size,), decays[n]) for n, size in zip(layout.names, layout.sizes, strict=True)]),
+    )
+    peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
+    return Task(
+        trainer=trainer,
+        model=vector_of(model, layout),
+        data=data,
+        denominator=run_file.batch.denominator,
+        federated=run_file.federated,
+        partition=run_file.partition,
+        devices=run_file.devices,
+        rate=lambda step: rate(run_file.schedule, peak, step=step, steps=run_file.run.steps),
+        batch=run_file.batch.global_samples,
+        rounds=run_file.run.steps,
+        seed=run_file.run.seed,
+        upload=upload_of(run_file.codec, numel=layout.numel, dtype=model_dtype, seed=run_file.run.seed),
+        shuffle=run_file.data.shuffle,
+        privacy=run_file.privacy,
+        secure=run_file.secure_aggregation,
+    )
+
+
+def _decays(model: torch.nn.Module) -> dict[str, float]:
+    return {name: float(role.decay) for name, role in roles_of(model).items()}
+
+
+def simulate(
+    run_file: RunFile, *, told: Callable[[str], object], objects: UserObjects = UserObjects()
+) -> dict[str, Any]:
+    """Plays all rounds; leaves the report and the model in the run directory. `told` hears a line for each round.
+
+    Returns what the report says. Raises as `federated_task` and `Simulation.run`.
+    """
+    refused: list[str] = []
+    simulation = Simulation(
+        federated_task(run_file, objects), told=lambda s: (refused.append(s), told(f"refused: {s}"))
+    )
+    told(report.heading())
+    began_s = time.perf_counter()
+    rows = simulation.run(lambda row: told(report.line_of(row)))
+    seconds = time.perf_counter() - began_s
+    facts: dict[str, Any] = {
+        "name": run_file.run.name,
+        "strategy": simulation.task.federated.variant,
+        "clients": simulation.task.federated.clients,
+        "parameters": simulation.task.model.numel(),
+        "updates_per_second": sum(row.counted for row in rows) / seconds,
+    }
+    if simulation.budget is not None:
+        facts["privacy"] = simulation.budget.facts(simulation.server.version)
+    result = report.result_of(rows, facts=facts, fairness=simulation.fairness(), refused=refused)
+    directory = run_directory(run_file)
+    report.write(directory, result, simulation.task.trainer.layout.views(simulation.server.model))
+    told(f"{directory / report.REPORT} and {directory / report.WEIGHTS} are written")
+    return result
+
+
+def serve(
+    run_file: RunFile,
+    *,
+    certificates: Path,
+    address: str,
+    port: int,
+    listening: Callable[[int], object],
+    told: Callable[[str], object],
+) -> dict[str, Any]:
+    """Serves all rounds to clients; leaves the report and the model in the run directory, and returns the report.
+
+    Started again after any end, it goes on where it was. Raises `InUse` where another server has the run directory.
+    """
+    from shoal.federated.transport.enrol import SERVER, tls_context
+    from shoal.federated.transport.host import Host
+    from shoal.federated.transport.service import Service
+    from shoal.federated.transport.store import Store
+
+    tls = tls_context(certificates, SERVER, server=True)
+    directory, refused = run_directory(run_file), []
+
+    def say(sentence: str) -> None:
+        refused.append(sentence)
+        told(sentence)
+
+    host = Host(federated_task(run_file), Store(directory / "federated"), clock=time.monotonic, told=say)
+    try:
+        told(report.heading())
+        service = Service(host, on_round=lambda row: told(report.line_of(row)))
+        asyncio.run(service.run(tls, address=address, port=port, listening=listening))
+        rows = [report.row_of(row) for row in host.store.rows()]
+    finally:
+        host.close()
+    facts = {"name": run_file.run.name, "strategy": host.task.federated.variant, **host.facts()}
+    result = report.result_of(rows, facts=facts, fairness={}, refused=refused)
+    report.write(directory, result, host.task.trainer.layout.views(host.server.model))
+    told(f"{directory / report.REPORT} and {directory / report.WEIGHTS} are written")
+    return result
+
+
+def take_part(
+    run_file: RunFile,
+    *,
+    certificates: Path,
+    name: str,
+    server: str,
+    part: int | None,
+    patience_s: float,
+    told: Callable[[str], object],
+) -> None:
+    """Trains as the client `name` until the run is over. `server`: HOST:PORT. `part`: of the data of the run file, that
+    which `[partition]` gives to the client of this number; None: all of it.
+
+    Raises `EnvironmentFault` where the server is away for `patience_s`, and `UsageError` where it refuses the client.
+    """
+    from shoal.federated.transport.client import Client
+    from shoal.federated.transport.client_store import ClientStore
+    from shoal.federated.transport.enrol import tls_context
+
+    tls = tls_context(certificates, name, server=False)
+    task = federated_task(run_file, real=True)
+    data = _clients_data(task, part)
+    store = ClientStore(run_directory(run_file) / "clients" / name)
+    url = f"https://{server}"
+    client = Client(task, data, name=name, url=url, store=store, patience_s=patience_s, told=told)
+    asyncio.run(client.run(tls))
+
+
+def _clients_data(task: Task, part: int | None) -> ClientData:
+    if part is not None and not 0 <= part < task.federated.clients:
+        raise UsageError(f"--part {part}: parts are 0 to federated.clients - 1 = {task.federated.clients - 1}")
+    ids = np.arange(len(task.data.train), dtype=np.int64) if part is None else shards_of(task)[part]
+    private = task.privacy is not None and task.privacy.unit == "sample"
+    seed = secrets.randbits(62) if private else task.seed + (part or 0)  # who is in a batch is part of the secret
+    data = data_for(task, ids, seed=seed)
+    if task.privacy is not None and private:
+        steps = data.steps(task.federated, task.batch)
+        budget = sample_budget(task.privacy, batch=task.batch, samples=len(data), steps=steps)
+        if budget.rounds(task.rounds) < task.rounds:
+            raise UsageError(
+                f"{len(data)} samples in {task.rounds} rounds would spend epsilon {budget.spent(task.rounds):.3g}, and "
+                f"privacy.epsilon is {task.privacy.epsilon:g}: lower run.steps, or raise privacy.noise"
+            )
+    return data

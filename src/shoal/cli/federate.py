@@ -1,0 +1,123 @@
+"""`shoal federate`: many owners train one model, simulated here or over the network."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Trains one model with many owners of data, who keep it.")
+
+RunFileArgument = Annotated[Path, typer.Argument(metavar="RUN.toml", help="A run file with a table [federated].")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
+
+
+@app.command()
+def simulate(run_file: RunFileArgument, overrides: Overrides = None, as_json: AsJson = False) -> None:
+    """Plays all rounds with simulated clients, in simulated time; leaves a report and the model.
+
+    Example: shoal federate simulate recipes/federated-digits.toml federated.kind=scaffold
+    """
+    from shoal.runfile.load import load_run
+
+    loaded = load_run(run_file, overrides or ())  # a wrong file is refused before what follows imports torch
+    from shoal.assembly.federated import simulate
+
+    def show(line: str) -> None:
+        print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    result = simulate(loaded, told=show)
+    if as_json:
+        print(json.dumps(result))
+
+
+Certificates = Annotated[
+    Path, typer.Option("--certificates", metavar="FOLDER", help="Where `shoal federate enrol` wrote them.")
+]
+
+
+@app.command()
+def enrol(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where certificates are; made if missing.")],
+    clients: Annotated[str, typer.Option(help="Names of clients, several with commas.")],
+    hosts: Annotated[str, typer.Option(help="Names and addresses of the server.")] = "localhost,127.0.0.1",
+    days: Annotated[int, typer.Option(help="For how long certificates are good.", min=1, max=3650)] = 365,
+) -> None:
+    """Makes certificates: of an authority and the server where there are none, and of each client.
+
+    Example: shoal federate enrol certificates --clients clinic-a,clinic-b
+    """
+    from shoal.federated.transport.enrol import AUTHORITY, enrol
+
+    names = [name for name in clients.split(",") if name]
+    for path in enrol(folder, names=names, hosts=[host for host in hosts.split(",") if host], days=days):
+        print(f"{path.stem}: give it {path}, {path.with_suffix('.key')} and {folder / AUTHORITY}.pem")
+
+
+@app.command()
+def server(
+    run_file: RunFileArgument,
+    certificates: Certificates,
+    overrides: Overrides = None,
+    address: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free one.", min=0, max=65535)] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Serves all rounds to clients that have certificates, and says where it listens. Started again, it goes on.
+
+    Example: shoal federate server recipes/federated-digits.toml --certificates certificates --port 29500
+    """
+    from shoal.runfile.load import load_run
+
+    loaded = load_run(run_file, overrides or ())
+    from shoal.assembly.federated import serve
+
+    def show(line: str) -> None:
+        print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    result = serve(
+        loaded,
+        certificates=certificates,
+        address=address,
+        port=port,
+        listening=lambda number: show(f"The server listens on {address}:{number}"),
+        told=show,
+    )
+    if as_json:
+        print(json.dumps(result))
+
+
+@app.command()
+def client(
+    run_file: RunFileArgument,
+    server: Annotated[str, typer.Option("--server", metavar="HOST:PORT", help="Where the server listens.")],
+    certificates: Certificates,
+    name: Annotated[str, typer.Option(help="Whose certificate this client shows.")],
+    overrides: Overrides = None,
+    part: Annotated[
+        int | None, typer.Option(min=0, help="Train on this part of the data alone, as [partition] cuts it.")
+    ] = None,
+    patience: Annotated[float, typer.Option(help="Seconds for which the server may be away.", min=0)] = 60.0,
+) -> None:
+    """Trains on this machine's data until the run is over; the data stays here.
+
+    Example: shoal federate client recipes/federated-digits.toml --server 127.0.0.1:29500 --certificates certificates
+    --name clinic-a
+    """
+    from shoal.errors import UsageError
+    from shoal.runfile.load import load_run
+
+    loaded = load_run(run_file, overrides or ())
+    host, _, port = server.rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(f"'{server}' is no address: it is HOST:PORT, as `shoal federate server` prints it")
+    from shoal.assembly.federated import take_part
+
+    def show(line: str) -> None:
+        print(f"{name}: {line}", flush=True)
+
+    take_part(loaded, certificates=certificates, name=name, server=server, part=part, patience_s=patience, told=show)

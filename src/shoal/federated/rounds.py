@@ -1,0 +1,301 @@
+"""`Rounds`: who trains from which model, whose contribution counts, and when a round ends. Pure; the clock is given.
+
+Events (a client asks, contributes, leaves; time passes) make decisions. A caller that keeps decisions in a journal and
+gives them back as `history` has the same state again: that is how a server survives its restart.
+
+Every piece of work has a *ticket*: round, attempt and client; in asynchronous training model version, number and
+client. A ticket counts once. A contribution that comes again is told so, and one that comes too late is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from shoal.federated.config import FedBuffConfig, FederatedConfig
+from shoal.federated.sampling import choose, choose_each
+
+Verdict = Literal["counted", "again", "late", "unknown", "stale"]
+
+
+class Ticket(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True):
+    """One piece of work: of `client`, from model `version`, the `number`-th try there (an attempt at the round)."""
+
+    client: str
+    version: int
+    number: int
+
+
+class Opened(msgspec.Struct, frozen=True, tag="opened"):
+    """A round begins with these clients."""
+
+    version: int
+    attempt: int
+    cohort: tuple[str, ...]
+
+
+class Given(msgspec.Struct, frozen=True, tag="given"):
+    """Asynchronous work was given out."""
+
+    ticket: Ticket
+
+
+class Counted(msgspec.Struct, frozen=True, tag="counted"):
+    """A contribution counts; `digest` says which bytes it was."""
+
+    ticket: Ticket
+    digest: str = ""
+
+
+class Abandoned(msgspec.Struct, frozen=True, tag="abandoned"):
+    """An attempt ended with too few contributions; none of them counts."""
+
+    version: int
+    attempt: int
+    reason: str = ""
+
+
+class Advanced(msgspec.Struct, frozen=True, tag="advanced"):
+    """The model of the next version is made from these contributions."""
+
+    version: int
+    tickets: tuple[Ticket, ...]
+
+
+class Revealing(msgspec.Struct, frozen=True, tag="revealing"):
+    """Clients are about to be asked for what unmasks a secret sum: this attempt is the round's last."""
+
+    version: int
+    attempt: int
+
+
+Decision = Revealing | Opened | Given | Counted | Abandoned | Advanced
+
+
+@dataclass
+class _Open:
+    """The round that is open. `began_s` is None after a restart: the deadline is counted from the first event on."""
+
+    attempt: int
+    cohort: tuple[str, ...]
+    began_s: float | None
+    revealing: bool = False
+    counted: dict[Ticket, str] = field(default_factory=dict)
+    waiting: set[str] = field(default_factory=set)
+    refused: set[str] = field(default_factory=set)
+
+
+class Rounds:
+    """`versions`: how many models are made. `poisson`: the chance of each client to take part, instead of a cohort.
+
+    `turns` and `last`: how many contributions of a client went into a model, and which was the last.
+    """
+
+    def __init__(
+        self,
+        config: FederatedConfig,
+        *,
+        versions: int,
+        seed: int,
+        poisson: float | None = None,
+        history: Iterable[Decision] = (),
+    ) -> None:
+        self.config, self.versions, self.seed, self.poisson = config, versions, seed, poisson
+        self.version = self.attempt = 0
+        self.present: dict[str, int] = {}
+        self.open: _Open | None = None
+        self.given: dict[str, Ticket] = {}
+        self.buffer: dict[Ticket, str] = {}
+        self.used: dict[Ticket, str] = {}
+        self.turns: dict[str, int] = {}
+        self.last: dict[str, Ticket] = {}
+        self._numbers: dict[tuple[str, int], int] = {}
+        self._made: list[Decision] = []
+        for decision in history:
+            self._apply(decision, None)
+
+    @property
+    def over(self) -> bool:
+        """Whether the last model is made."""
+        return self.version >= self.versions
+
+    def decisions(self) -> tuple[Decision, ...]:
+        """What was decided since the last call, to be made durable before anybody hears of it."""
+        made, self._made = tuple(self._made), []
+        return made
+
+    def join(self, client: str, samples: int) -> None:
+        """A client is there."""
+        self.present[client] = samples
+        one = self.open
+        if one is not None and client in one.cohort and client not in one.refused:
+            counted = Ticket(client, self.version, one.attempt) in one.counted
+            one.waiting |= set() if counted else {client}
+
+    def leave(self, client: str) -> None:
+        """A client is gone: what it was given is lost, and a round does not wait for it."""
+        self.present.pop(client, None)
+        self.given.pop(client, None)
+        if self.open is not None:
+            self.open.waiting.discard(client)
+
+    def ask(self, client: str, now_s: float) -> Ticket | None:
+        """Work for a client that is there and has none; None: not now."""
+        if client not in self.present or self.over:
+            return None
+        if self.config.asynchronous:
+            return self._ask_any_time(client, now_s)
+        self._open_round(now_s)
+        one = self.open
+        if one is None or client not in one.cohort or client in one.refused:
+            return None
+        ticket = Ticket(client, self.version, one.attempt)
+        return None if ticket in one.counted else ticket
+
+    def contribute(self, ticket: Ticket, digest: str, now_s: float) -> Verdict:
+        """A contribution has come, whole and of good form."""
+        if ticket in self.used or ticket in self.buffer or (self.open is not None and ticket in self.open.counted):
+            return "again"
+        if self.config.asynchronous:
+            return self._contribute_any_time(ticket, digest)
+        one = self.open
+        if one is None or (ticket.version, ticket.number) != (self.version, one.attempt):
+            return "late" if (ticket.version, ticket.number) < (self.version, self.attempt) else "unknown"
+        if ticket.client not in one.cohort:
+            return "unknown"
+        if len(one.counted) >= self._full(one):
+            return "late"
+        self._decide(Counted(ticket, digest), now_s)
+        return "counted"
+
+    def refuse(self, client: str) -> None:
+        """What a client of the open round sent cannot be used; the round does not wait for it any more."""
+        self.given.pop(client, None)
+        if self.open is not None and client in self.open.cohort:
+            self.open.refused.add(client)
+            self.open.waiting.discard(client)
+
+    def tick(self, now_s: float) -> tuple[Ticket, ...] | None:
+        """The contributions that make the next model, in order of their clients, when there are enough; the caller
+        makes it and calls `advance`. None: not yet. A round without enough is abandoned."""
+        if self.over:
+            return None
+        if self.config.asynchronous:
+            assert isinstance(self.config, FedBuffConfig)
+            return tuple(sorted(self.buffer)) if len(self.buffer) >= self.config.buffer else None
+        self._open_round(now_s)
+        one = self.open
+        if one is None:
+            return None
+        if one.began_s is None:
+            one.began_s = now_s
+        if one.waiting and len(one.counted) < self._full(one) and now_s - one.began_s < self.config.deadline_s:
+            return None
+        if len(one.counted) >= self._least(one):
+            return tuple(sorted(one.counted))
+        self.abandon(f"{len(one.counted)} of at least {self._least(one)} contributions", now_s)
+        return None
+
+    def begin(self, now_s: float) -> None:
+        """Opens the next round where enough clients are there; `tick` does it, too."""
+        if not self.config.asynchronous:
+            self._open_round(now_s)
+
+    def reveal(self, now_s: float) -> None:
+        """Secret sums: from here on the round is not tried again, for two sums of it could be told apart."""
+        if self.open is not None and not self.open.revealing:
+            self._decide(Revealing(self.version, self.open.attempt), now_s)
+
+    def advance(self, now_s: float, tickets: tuple[Ticket, ...]) -> None:
+        """The next model is made, from `tickets`."""
+        self._decide(Advanced(self.version + 1, tickets), now_s)
+
+    def abandon(self, reason: str, now_s: float) -> None:
+        """The open attempt ends without a model, and the round is tried again with other clients."""
+        if self.open is not None:
+            self._decide(Abandoned(self.version, self.open.attempt, reason), now_s)
+
+    def deadline_s(self) -> float | None:
+        """When the open round ends at the latest, on the caller's clock."""
+        one = self.open
+        return None if one is None or one.began_s is None else one.began_s + self.config.deadline_s
+
+    def _full(self, one: _Open) -> int:
+        return len(one.cohort) if self.poisson is not None else min(self.config.cohort_size, len(one.cohort))
+
+    def _least(self, one: _Open) -> int:
+        return 0 if self.poisson is not None else self.config.least_contributions
+
+    def _open_round(self, now_s: float) -> None:
+        if self.open is not None or self.over:
+            return
+        if self.poisson is not None:
+            if len(self.present) < self.config.clients:
+                return  # the chance of each client is that of `clients` of them
+            cohort = choose_each(
+                self.poisson, tuple(self.present), seed=self.seed, round=self.version, attempt=self.attempt
+            )
+        else:
+            if len(self.present) < min(self.config.cohort_size, self.config.clients):
+                return
+            cohort = choose(self.config, self.present, seed=self.seed, round=self.version, attempt=self.attempt)
+        self._decide(Opened(self.version, self.attempt, tuple(cohort)), now_s)
+
+    def _ask_any_time(self, client: str, now_s: float) -> Ticket | None:
+        if client in self.given:
+            return self.given[client]
+        if len(self.given) >= self.config.cohort_size:
+            return None
+        number = self._numbers.get((client, self.version), 0)
+        self._decide(Given(Ticket(client, self.version, number)), now_s)
+        return self.given[client]
+
+    def _contribute_any_time(self, ticket: Ticket, digest: str) -> Verdict:
+        assert isinstance(self.config, FedBuffConfig)
+        if self.given.get(ticket.client) != ticket:
+            return "unknown"
+        if self.version - ticket.version > self.config.stalest:
+            del self.given[ticket.client]
+            return "stale"
+        self._decide(Counted(ticket, digest), None)
+        return "counted"
+
+    def _decide(self, decision: Decision, now_s: float | None) -> None:
+        self._made.append(decision)
+        self._apply(decision, now_s)
+
+    def _apply(self, decision: Decision, now_s: float | None) -> None:
+        match decision:
+            case Opened(version=version, attempt=attempt, cohort=cohort):
+                self.version, self.attempt = version, attempt
+                self.open = _Open(attempt, cohort, now_s, waiting=set(cohort))
+            case Given(ticket=ticket):
+                self.given[ticket.client] = ticket
+                self._numbers[ticket.client, ticket.version] = ticket.number + 1
+            case Counted(ticket=ticket, digest=digest):
+                self.given.pop(ticket.client, None)
+                if self.config.asynchronous:
+                    self.buffer[ticket] = digest
+                    self._note(ticket)
+                elif self.open is not None:
+                    self.open.counted[ticket] = digest
+                    self.open.waiting.discard(ticket.client)
+            case Revealing():
+                if self.open is not None:
+                    self.open.revealing = True
+            case Abandoned(attempt=attempt):
+                self.open, self.attempt = None, attempt + 1
+            case Advanced(version=version, tickets=tickets):
+                counted = self.buffer if self.config.asynchronous else self.open.counted if self.open else {}
+                self.used |= {ticket: counted.get(ticket, "") for ticket in tickets}
+                for ticket in () if self.config.asynchronous else tickets:
+                    self._note(ticket)
+                self.buffer = {t: d for t, d in self.buffer.items() if t not in set(tickets)}
+                self.version, self.attempt, self.open = version, 0, None
+
+    def _note(self, ticket: Ticket) -> None:
+        self.turns[ticket.client] = self.turns.get(ticket.client, 0) + 1
+        self.last[ticket.client] = ticket

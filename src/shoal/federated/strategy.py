@@ -1,0 +1,124 @@
+"""A strategy says how clients train and how a server makes one model of what they send.
+
+The server's half has three parts: `configure` what clients need beside the model, `aggregate` their updates, `evaluate`
+what they measured. The client's half is two pure functions. A local step of any strategy here is
+
+    y <- y - lr (grad f_i(y) + pull (y - x) + shift_i)
+
+x is the model of the round; `shift` makes a constant vector from the plan and from what client i keeps between rounds
+(SCAFFOLD's and FedDyn's), `finish` the new state. So one trainer serves all, and can train many clients at once.
+
+Models are flat vectors; `vector.py` says which parameter lies where.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shoal.config.table import implementation_of
+from shoal.federated.config import FederatedConfig
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What clients get beside the model. `control` is as long as the model."""
+
+    pull: float = 0.0
+    control: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What local training did: `delta` = y - x [numel], in `steps` steps of rate `lr` and momentum `momentum`."""
+
+    delta: Tensor
+    steps: int
+    lr: float
+    momentum: float = 0.0
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a client sends: `delta` and, for some strategies, `control`, both [numel]; trained from model `version`.
+
+    `contributors`: how many clients it is the mean of, where only their mean is known. `payload`: `delta` as it
+    travels.
+    """
+
+    client: str
+    version: int
+    samples: int
+    delta: Tensor
+    steps: int = 1
+    momentum: float = 0.0
+    control: Tensor | None = None
+    contributors: int = 1
+    payload: tuple[Tensor, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Strategy(ABC):
+    """`numel`: numbers in the model. What it keeps between rounds is in `kept`, by names, as vectors or numbers."""
+
+    def __init__(self, config: FederatedConfig, numel: int) -> None:
+        self.config, self.numel = config, numel
+        self.kept: dict[str, Tensor] = {}
+
+    def configure(self) -> Plan:
+        """What the clients of the next round get."""
+        return Plan()
+
+    @abstractmethod
+    def aggregate(self, model: Tensor, updates: Sequence[Update], *, version: int) -> Tensor:
+        """The next model [numel]; `model` stays as it is. There is at least one update, in an order that does not
+        depend on when they came. `version` counts the models before this one."""
+
+    def evaluate(self, updates: Sequence[Update]) -> dict[str, float]:
+        """Mean of each figure that clients measured, weighted by their samples."""
+        names = sorted({name for update in updates for name in update.metrics})
+        found = {}
+        for name in names:
+            having = [update for update in updates if name in update.metrics]
+            total = sum(update.samples for update in having)
+            found[name] = sum(update.samples * update.metrics[name] for update in having) / max(1, total)
+        return found
+
+    def shift(self, plan: Plan, state: Tensor | None) -> Tensor | None:
+        """The constant vector of a client's local steps; None: zero. `state`: what the client keeps; None: nothing."""
+        return None
+
+    def finish(self, plan: Plan, state: Tensor | None, outcome: Outcome) -> tuple[Tensor | None, Tensor | None]:
+        """What the client keeps from now on, and the control that it sends."""
+        return None, None
+
+    def weights(self, updates: Sequence[Update]) -> Tensor:
+        """The weights of the updates, float64 [updates], which sum to 1."""
+        counts = [update.samples if self.config.by_samples else 1 for update in updates]
+        return torch.tensor(counts, dtype=torch.float64) / max(1, sum(counts))
+
+    def mean(self, updates: Sequence[Update]) -> Tensor:
+        """The weighted mean of what clients changed."""
+        return weighted_sum([update.delta for update in updates], self.weights(updates))
+
+
+def contributors(updates: Sequence[Update]) -> int:
+    """How many clients the updates are of."""
+    return sum(update.contributors for update in updates)
+
+
+def weighted_sum(vectors: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """sum of w_i v_i, added one after the other into one vector: no copy of all, and one order of summation."""
+    total = torch.zeros_like(vectors[0])
+    for vector, weight in zip(vectors, weights.tolist(), strict=True):
+        total.add_(vector, alpha=weight)
+    return total
+
+
+def build_strategy(config: FederatedConfig, numel: int) -> Strategy:
+    """The strategy that a table `[federated]` names."""
+    return implementation_of(config)(config, numel)

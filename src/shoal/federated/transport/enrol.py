@@ -1,0 +1,155 @@
+"""Enrolment: an authority of the run's own, a certificate for the server, and one for each client.
+
+    DIRECTORY/authority.pem, authority.key      who vouches for all of them; the key stays with whoever enrols
+    DIRECTORY/server.pem, server.key
+    DIRECTORY/NAME.pem, NAME.key                 for the client NAME, who also needs authority.pem
+
+A client is who its certificate says. Certificates of clients cannot serve, and that of the server is no client's.
+"""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import os
+import re
+import ssl
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from shoal.errors import EnvironmentFault, MissingExtra, UsageError
+
+try:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        NoEncryption,
+        PrivateFormat,
+        load_pem_private_key,
+    )
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+except ImportError as error:
+    raise MissingExtra("cryptography", extra="federated", purpose="enrolment") from error
+
+AUTHORITY, SERVER = "authority", "server"
+DAYS = 365
+CLIENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def enrol(directory: Path, *, names: Sequence[str], hosts: Sequence[str], days: int = DAYS) -> list[Path]:
+    """Makes what is missing of the authority and the server's certificate, and a certificate for each of `names`.
+
+    `hosts`: the names and addresses by which clients reach the server. Returns the files of the clients. Raises
+    `UsageError` for a name that none may have, or that has a certificate already.
+    """
+    for name in names:
+        if not CLIENT_NAME.fullmatch(name) or name in (AUTHORITY, SERVER):
+            raise UsageError(f"{name!r} cannot be a client's name: letters, digits, '.', '_' and '-', but not 'server'")
+        if (directory / f"{name}.pem").exists():
+            raise UsageError(f"client {name} is enrolled already: {directory / name}.pem is there; choose another name")
+    directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+    authority = _authority(directory, days)
+    if not (directory / f"{SERVER}.pem").exists():
+        _issue(directory, SERVER, authority, days, hosts=hosts)
+    for name in names:
+        _issue(directory, name, authority, days)
+    return [directory / f"{name}.pem" for name in names]
+
+
+def tls_context(directory: Path, name: str, *, server: bool) -> ssl.SSLContext:
+    """TLS 1.3 with the certificate of `name`; the other end must show one of the same authority.
+
+    Raises `EnvironmentFault` for files that are missing or are no certificates.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    try:
+        context.load_cert_chain(directory / f"{name}.pem", directory / f"{name}.key")
+        context.load_verify_locations(directory / f"{AUTHORITY}.pem")
+    except (OSError, ssl.SSLError) as error:
+        raise EnvironmentFault(
+            f"the certificates of {name} in {directory} cannot be used ({error}): `shoal federate enrol` makes "
+            f"{name}.pem, {name}.key and {AUTHORITY}.pem"
+        ) from error
+    return context
+
+
+def name_on(certificate: object) -> str | None:
+    """The client's name on a certificate as `ssl` gives it; None where there is none."""
+    subject = certificate.get("subject", ()) if isinstance(certificate, dict) else ()
+    return next((value for entry in subject for key, value in entry if key == "commonName"), None)
+
+
+def _authority(directory: Path, days: int) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    pem, key_file = directory / f"{AUTHORITY}.pem", directory / f"{AUTHORITY}.key"
+    if pem.exists():
+        try:
+            key = load_pem_private_key(key_file.read_bytes(), None)
+            certificate = x509.load_pem_x509_certificate(pem.read_bytes())
+        except (OSError, ValueError) as error:
+            raise EnvironmentFault(
+                f"the authority in {directory} cannot be used ({error}): give another folder"
+            ) from error
+        assert isinstance(key, ec.EllipticCurvePrivateKey)
+        return certificate, key
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "shoal federated authority")])
+    usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)
+    identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
+    builder = _dated(x509.CertificateBuilder(), days).subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    builder = builder.add_extension(usage, critical=True).add_extension(identifier, critical=False)
+    certificate = builder.sign(key, hashes.SHA256())
+    _write(directory, AUTHORITY, certificate, key)
+    return certificate, key
+
+
+def _issue(
+    directory: Path,
+    name: str,
+    authority: tuple[x509.Certificate, ec.EllipticCurvePrivateKey],
+    days: int,
+    *,
+    hosts: Iterable[str] = (),
+) -> None:
+    issuer, issuer_key = authority
+    key = ec.generate_private_key(ec.SECP256R1())
+    purpose = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
+    builder = (
+        _dated(x509.CertificateBuilder(), days)
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .issuer_name(issuer.subject)
+        .public_key(key.public_key())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.ExtendedKeyUsage([purpose]), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
+    )
+    if hosts:
+        builder = builder.add_extension(x509.SubjectAlternativeName([_named(host) for host in hosts]), critical=False)
+    _write(directory, name, builder.sign(issuer_key, hashes.SHA256()), key)
+
+
+def _dated(builder: x509.CertificateBuilder, days: int) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    begins = now - datetime.timedelta(minutes=5)  # clocks differ
+    serial = x509.random_serial_number()
+    return builder.serial_number(serial).not_valid_before(begins).not_valid_after(now + datetime.timedelta(days=days))
+
+
+def _named(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _write(directory: Path, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+    secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    descriptor = os.open(directory / f"{name}.key", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secret)
+    (directory / f"{name}.pem").write_bytes(certificate.public_bytes(Encoding.PEM))

@@ -1,0 +1,141 @@
+"""The server's files. A decision in the journal stands for files that are on the disk already.
+
+    rounds.journal                 the decisions of `Rounds`
+    state-00000012.safetensors     the model of version 12 and what the strategy keeps
+    model-00000012.frame           the same model as clients download it
+    rounds.jsonl                   a line for each model: what it cost and what was measured
+    uploads/                       contributions of the present round; `.part` while they arrive
+
+So a server that is killed between any two writes goes on with the contributions that count, each of them once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from shoal.coordinator.journal import Journal
+from shoal.errors import CorruptCheckpoint
+from shoal.federated.report import replace
+from shoal.federated.rounds import Decision, Rounds, Ticket
+from shoal.federated.strategy import Plan
+from shoal.federated.transport import frame
+
+JOURNAL_VERSION = 201
+CHUNK_BYTES = 1 << 20
+
+
+class Store:
+    """One run's folder. Raises `InUse` where another server has it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.uploads = directory, directory / "uploads"
+        self.uploads.mkdir(parents=True, exist_ok=True)
+        path = directory / "rounds.journal"
+        self.journal: Journal[Decision] = Journal(path, Decision, version=JOURNAL_VERSION, service="federated server")
+
+    def model_path(self, version: int) -> Path:
+        """What clients download."""
+        return self.directory / f"model-{version:08d}.frame"
+
+    def upload_path(self, ticket: Ticket) -> Path:
+        """Where a whole contribution lies."""
+        return self.uploads / f"{ticket.version:08d}-{ticket.number:04d}-{ticket.client}.frame"
+
+    def part_path(self, ticket: Ticket) -> Path:
+        """Where it lies while it arrives."""
+        return self.upload_path(ticket).with_suffix(".part")
+
+    def write_model(self, version: int, state: dict[str, Tensor], plan: Plan) -> None:
+        """Both files of a version, each whole or not at all, and durable."""
+        contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
+        replace(self._state_path(version), save(contiguous))
+        vectors = {"model": state["model"]} | ({} if plan.control is None else {"control": plan.control})
+        parts = tuple(frame.part_of(name, vector) for name, vector in vectors.items())
+        header = frame.ModelHeader(version=version, pull=plan.pull, parts=parts)
+        beside = self.model_path(version).with_suffix(".part")
+        frame.write(beside, header, list(vectors.values()))
+        make_durable(beside)
+        beside.replace(self.model_path(version))
+        make_durable(self.directory)
+
+    def read_state(self, version: int) -> dict[str, Tensor]:
+        """Raises `CorruptCheckpoint`."""
+        path = self._state_path(version)
+        try:
+            return load(path.read_bytes())
+        except (OSError, SafetensorError) as error:
+            raise CorruptCheckpoint(
+                f"{path}, the model that the journal speaks of, cannot be read ({error}): restore it, or begin again "
+                "in another folder"
+            ) from error
+
+    def accept(self, ticket: Ticket) -> None:
+        """Makes a contribution that is whole durable, under its last name."""
+        make_durable(self.part_path(ticket))
+        self.part_path(ticket).replace(self.upload_path(ticket))
+        make_durable(self.uploads)
+
+    def drop(self, ticket: Ticket) -> None:
+        """Removes what there is of a contribution."""
+        self.part_path(ticket).unlink(missing_ok=True)
+        self.upload_path(ticket).unlink(missing_ok=True)
+
+    def clean(self, rounds: Rounds) -> None:
+        """Removes contributions that do not count, and models that nobody trains from."""
+        counted = {*rounds.buffer, *(rounds.open.counted if rounds.open else ())}
+        kept = {self.upload_path(ticket) for ticket in counted}
+        for path in self.uploads.iterdir():
+            if path not in kept and path.suffix == ".frame":
+                path.unlink()
+        oldest = min([rounds.version - 1, *(ticket.version for ticket in rounds.given.values())])
+        for version in range(max(0, oldest - 2), max(0, oldest)):
+            self.model_path(version).unlink(missing_ok=True)
+            self._state_path(version).unlink(missing_ok=True)
+
+    def note(self, row: dict[str, Any]) -> None:
+        """Adds a line for a model."""
+        with (self.directory / "rounds.jsonl").open("ab") as file:
+            file.write(msgspec.json.encode(row) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The last line for each model, in order; a line that a kill cut off is none."""
+        path = self.directory / "rounds.jsonl"
+        found: dict[int, dict[str, Any]] = {}
+        for line in path.read_bytes().splitlines() if path.exists() else ():
+            try:
+                row = msgspec.json.decode(line, type=dict[str, Any])
+            except msgspec.DecodeError:
+                continue
+            found[int(row["round"])] = row
+        return [found[number] for number in sorted(found)]
+
+    def _state_path(self, version: int) -> Path:
+        return self.directory / f"state-{version:08d}.safetensors"
+
+
+def digest_of(path: Path) -> str:
+    """The hash of a file's bytes."""
+    found = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            found.update(chunk)
+    return found.hexdigest()
+
+
+def make_durable(path: Path) -> None:
+    """Returns when the file or the folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

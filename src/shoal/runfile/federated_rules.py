@@ -1,0 +1,93 @@
+"""The rules between `[federated]` and the other tables. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.codec.config import NoCodec
+from shoal.data.config import Mixture
+from shoal.data.record_config import Stream
+from shoal.engine.config import Float32, Float64
+from shoal.federated.config import DeviceConfig, FederatedConfig, Iid
+from shoal.optim.config import SGD
+from shoal.runfile.run_file import RunFile
+
+
+def federated_refusal(run_file: RunFile) -> str | None:
+    """One sentence if clients cannot train this run; None where they can, or without `[federated]`."""
+    if run_file.federated is None:
+        return _without_it(run_file)
+    return next(_refusals(run_file, run_file.federated), None)
+
+
+def _without_it(run_file: RunFile) -> str | None:
+    tables = {
+        "partition": run_file.partition != Iid(),
+        "devices": run_file.devices != DeviceConfig(),
+        "secure_aggregation": run_file.secure_aggregation is not None,
+        "privacy": run_file.privacy is not None,
+    }
+    found = next((name for name, given in tables.items() if given), None)
+    return (
+        None
+        if found is None
+        else f"[{found}] without [federated]: only clients have use for it; add that, or leave it out"
+    )
+
+
+def _refusals(run_file: RunFile, federated: FederatedConfig) -> Iterator[str]:
+    kind = federated.variant
+    if not isinstance(run_file.optimizer, SGD):
+        yield (
+            f'optimizer.kind = "{run_file.optimizer.variant}" with [federated]: clients keep no moments between '
+            'rounds; use "sgd" for their steps, and federated.kind = "fedopt" for Adam at the server'
+        )
+    if not isinstance(run_file.precision, Float32 | Float64):
+        precision = run_file.precision.variant
+        yield f'precision.kind = "{precision}" with [federated]: updates are float32 or float64; use one'
+    if getattr(run_file.model, "dropout", 0.0):
+        yield "model.dropout with [federated]: its masks belong to positions of one run; set it to 0"
+    data = run_file.data
+    if isinstance(data, Mixture | Stream):
+        yield f'data.kind = "{data.variant}" with [federated]: clients divide the samples of one source; name one'
+    elif data.augment or data.stratify is not None or data.shuffle_window is not None:
+        name = "augment" if data.augment else "stratify" if data.stratify is not None else "shuffle_window"
+        yield f"data.{name} with [federated]: clients read their samples as they are, in their own order; leave it out"
+    if federated.asynchronous and (run_file.secure_aggregation is not None or run_file.privacy is not None):
+        what = "secure_aggregation" if run_file.secure_aggregation is not None else "privacy"
+        yield f'[{what}] with federated.kind = "{kind}": it needs rounds, in which a known cohort sends; use "fedavg"'
+    codec = run_file.codec
+    if codec.codes_matrices or codec.of_all_ranks:
+        yield f'codec.kind = "{codec.variant}" with [federated]: a client sends alone; use "blockwise" or "top_k"'
+    if not isinstance(codec, NoCodec) and run_file.secure_aggregation is not None:
+        yield f'codec.kind = "{codec.variant}" with [secure_aggregation]: masks hide plain numbers alone; leave it out'
+    yield from _hidden(run_file, federated)
+
+
+def _hidden(run_file: RunFile, federated: FederatedConfig) -> Iterator[str]:
+    """Rules of secure aggregation and of privacy."""
+    kind, secure, privacy = federated.variant, run_file.secure_aggregation, run_file.privacy
+    if secure is not None:
+        if not federated.sums:
+            why = "it needs each update, and the server would see their sum alone"
+            yield f'[secure_aggregation] with federated.kind = "{kind}": {why}; use "fedavg"'
+        if federated.largest_norm is not None:
+            yield "federated.largest_norm with [secure_aggregation]: nobody sees the norm of an update; leave it out"
+    if privacy is None:
+        return
+    if privacy.unit == "client":
+        if not federated.sums:
+            why = "noise belongs to a sum of clipped updates"
+            yield f'privacy.unit = "client" with federated.kind = "{kind}": {why}; use "fedavg"'
+        if federated.weights != "equal":
+            why = "a client that counts by its samples has no bound"
+            yield f'privacy.unit = "client": {why}; set federated.weights = "equal"'
+        if privacy.adaptive and secure is not None:
+            yield "privacy.adaptive with [secure_aggregation]: nobody sees how many updates were cut; leave it out"
+        if federated.sampling != "uniform" or federated.over_selection:
+            why = "each client is drawn by itself"
+            yield f'privacy.unit = "client": {why}; leave out federated.sampling and federated.over_selection'
+    elif federated.sends_control:
+        yield f'privacy.unit = "sample" with federated.kind = "{kind}": the control would tell gradients; use "fedavg"'
+    elif run_file.optimizer.clip_norm is not None:
+        yield "optimizer.clip_norm with privacy: privacy.clip bounds each sample's gradient; leave it out"

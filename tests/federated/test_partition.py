@@ -1,0 +1,109 @@
+"""Partitions, sampling and devices: pure functions, checked over many seeds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.errors import ConfigError
+from shoal.federated.config import (
+    DeviceConfig,
+    Dirichlet,
+    FedAvgConfig,
+    Iid,
+    PartitionConfig,
+    Pathological,
+    QuantitySkew,
+)
+from shoal.federated.devices import device_of, drops_out
+from shoal.federated.local_data import ClientData
+from shoal.federated.partition import partition
+from shoal.federated.sampling import choose, choose_each
+
+KINDS: list[PartitionConfig] = [Iid(), Dirichlet(concentration=0.1), Pathological(), QuantitySkew(concentration=0.2)]
+CLASSES = np.arange(1000) % 10
+
+
+@pytest.mark.parametrize("config", KINDS, ids=lambda config: config.variant)
+@settings(max_examples=15)
+@given(clients=st.integers(1, 60), seed=st.integers(0, 2**40))
+def test_every_sample_has_one_client_and_every_client_a_sample(
+    config: PartitionConfig, clients: int, seed: int
+) -> None:
+    parts = partition(config, clients=clients, samples=1000, classes=CLASSES, seed=seed)
+    assert len(parts) == clients
+    assert all(len(part) for part in parts)
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(1000))
+    again = partition(config, clients=clients, samples=1000, classes=CLASSES, seed=seed)
+    assert all(map(np.array_equal, parts, again))
+
+
+def spread(config: PartitionConfig) -> tuple[float, float]:
+    """The mean number of classes of a client, and the largest size over the mean size."""
+    parts = partition(config, clients=20, samples=1000, classes=CLASSES, seed=1)
+    return float(np.mean([len(np.unique(CLASSES[part])) for part in parts])), max(map(len, parts)) / 50
+
+
+def test_partitions_are_skewed_as_they_say() -> None:
+    assert spread(Iid())[0] > 9
+    assert spread(Iid())[1] == 1
+    assert spread(Pathological(shards=2))[0] <= 2.5
+    assert spread(Dirichlet(concentration=0.1))[0] < 5 < spread(Dirichlet(concentration=100.0))[0]
+    assert spread(QuantitySkew(concentration=0.2))[1] > 3
+
+
+def test_more_clients_than_samples_are_refused() -> None:
+    with pytest.raises(ConfigError, match="lower clients"):
+        partition(Iid(), clients=11, samples=10, classes=None, seed=0)
+
+
+def test_cohorts_are_uniform_or_by_size() -> None:
+    """Over 500 rounds of 5 of 20 clients, each is chosen 125 times within 5 deviations; by size, the large more."""
+    present = {f"c{i:02d}": 1 + 9 * (i >= 10) for i in range(20)}
+    uniform, by_size = (FedAvgConfig(clients=20, cohort=5, sampling=kind) for kind in ("uniform", "by_size"))
+    counts = dict.fromkeys(present, 0)
+    large = 0
+    for round in range(500):
+        for name in choose(uniform, present, seed=7, round=round):
+            counts[name] += 1
+        large += sum(present[name] > 1 for name in choose(by_size, present, seed=7, round=round))
+    assert max(abs(count - 125) for count in counts.values()) < 5 * (500 * 0.25 * 0.75) ** 0.5
+    assert large > 500 * 5 * 0.8
+    assert choose(uniform, present, seed=7, round=3) == choose(uniform, present, seed=7, round=3)
+
+
+def test_poisson_sampling_takes_each_by_itself() -> None:
+    """The number of clients has the mean and the variance of a binomial distribution."""
+    names = [str(i) for i in range(100)]
+    sizes = [len(choose_each(0.3, names, seed=1, round=round)) for round in range(500)]
+    assert abs(float(np.mean(sizes)) - 30) < 1
+    assert 14 < float(np.var(sizes)) < 28
+
+
+def test_devices_are_drawn_once_and_have_the_spread_asked_for() -> None:
+    config = DeviceConfig(step_s=0.1, step_spread=1.0, dropout=0.25)
+    logs = np.log([device_of(config, str(i), seed=2).step_s / 0.1 for i in range(600)])
+    assert abs(logs.mean()) < 0.1
+    assert abs(logs.std() - 1) < 0.1
+    assert device_of(config, "a", seed=2) == device_of(config, "a", seed=2)
+    lost = sum(drops_out(config, str(i), seed=2, version=0, number=0) for i in range(600))
+    assert abs(lost / 600 - 0.25) < 0.05
+
+
+def test_rounds_of_a_client_go_through_all_its_samples_once_an_epoch() -> None:
+    """By steps, whatever their size, and by epochs; every epoch in another order, unless none is asked for."""
+    ids = np.array([3, 5, 7, 11, 13, 17, 19])
+    data, by_steps = ClientData(ids, seed=1), FedAvgConfig(clients=1, local_steps=2)
+    taken = [data.samples_of_step(by_steps, 3, turn=turn, step=step).tolist() for turn in range(7) for step in range(2)]
+    flat = [sample for step in taken for sample in step]
+    epochs = [flat[i : i + 7] for i in range(0, 42, 7)]
+    assert all(sorted(epoch) == ids.tolist() for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 6
+    assert data.samples_of_step(by_steps, 3, turn=2, step=1).tolist() == taken[5]
+    by_epochs = FedAvgConfig(clients=1)
+    assert data.steps(by_epochs, 3) == 3
+    assert [len(data.samples_of_step(by_epochs, 3, turn=4, step=step)) for step in range(3)] == [3, 3, 1]
+    plain = ClientData(ids, seed=1, shuffle=False)
+    assert plain.samples_of_step(by_epochs, 7, turn=3, step=0).tolist() == ids.tolist()

@@ -1,0 +1,181 @@
+"""The simulation: the same mathematics as training in one place, deterministic, and every algorithm in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shoal.assembly.federated import simulate
+from shoal.data.arrays import digits
+from shoal.errors import ConfigError, EnvironmentFault, UserCodeError
+from shoal.federated.simulation import Simulation
+from tests.federated.tasks import run_file, task
+
+TOLERANCE = 1e-6
+"""The weights after some steps of SGD in float32, relative: the tolerance between layouts."""
+
+
+def test_one_client_with_all_data_and_one_local_step_is_central_sgd() -> None:
+    """Against a plain loop of PyTorch over the same batches, with weight decay and clipping."""
+    keys: dict[str, Any] = {"optimizer": {"weight_decay": 0.01, "clip_norm": 0.5}}
+    simulation = Simulation(
+        task(run={"steps": 8}, federated={"clients": 1, "local_steps": 1, "evaluate_every": 8}, **keys)
+    )
+    start = simulation.task.model.clone()
+    simulation.run()
+    train, _ = digits()
+    weight, bias = (part.clone().requires_grad_() for part in simulation.task.trainer.layout.views(start).values())
+    optimizer = torch.optim.SGD([{"params": [weight], "weight_decay": 0.01}, {"params": [bias]}], lr=0.1)
+    order = simulation.data_of("client-000000")
+    for step in range(8):
+        ids = order.samples_of_step(simulation.task.federated, 16, turn=step, step=0)
+        images, targets = (torch.from_numpy(array[ids]) for array in (train.inputs, train.targets))
+        optimizer.zero_grad()
+        F.cross_entropy(F.linear(images.flatten(1), weight, bias), targets).backward()
+        torch.nn.utils.clip_grad_norm_([weight, bias], 0.5)
+        optimizer.step()
+    expected = torch.cat([weight.detach().reshape(-1), bias.detach()])
+    moved = float((expected - start).norm())
+    assert float((simulation.server.model - expected).norm()) < TOLERANCE * float(expected.norm()) < moved
+
+
+def test_a_simulation_repeats_itself_to_the_bit() -> None:
+    """Also the times, the drop-outs and who took part; another seed gives another run."""
+    keys: dict[str, Any] = {
+        "federated": {"cohort": 4, "over_selection": 0.5, "least": 2},
+        "devices": {"step_spread": 1.0, "link_spread": 1.0, "dropout": 0.2},
+    }
+    first, second = Simulation(task(**keys)), Simulation(task(**keys))
+    assert first.run() == second.run()
+    assert torch.equal(first.server.model, second.server.model)
+    other = Simulation(task(run={"seed": 4}, **keys))
+    other.run()
+    assert not torch.equal(first.server.model, other.server.model)
+
+
+def test_clients_that_train_together_train_as_alone() -> None:
+    """One vmap over clients with different numbers of steps, or one client after the other."""
+    keys: dict[str, Any] = {"partition": {"kind": "quantity"}, "federated": {"local_steps": None, "evaluate_every": 5}}
+    together, alone = (Simulation(task(run={"steps": 2}, devices={"together": n}, **keys)) for n in (64, 1))
+    together.run()
+    alone.run()
+    difference = float((together.server.model - alone.server.model).norm())
+    assert difference < TOLERANCE * 10 * float(alone.server.model.norm())
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        {"kind": "fedavg"},
+        {"kind": "fedavgm", "momentum": 0.5},
+        {"kind": "fedprox", "mu": 0.1},
+        {"kind": "fednova"},
+        {"kind": "scaffold"},
+        {"kind": "feddyn", "alpha": 0.1},
+        {"kind": "fedopt", "rule": "adam", "server_lr": 0.1},
+        {"kind": "fedopt", "rule": "yogi", "server_lr": 0.1},
+        {"kind": "fedopt", "rule": "adagrad", "server_lr": 0.1},
+        {"kind": "trimmed_mean"},
+        {"kind": "median"},
+        {"kind": "krum", "least": 8, "kept": 3},
+        {"kind": "geometric_median"},
+        {"kind": "fedbuff", "buffer": 4},
+    ],
+    ids=lambda keys: "-".join(map(str, list(keys.values())[:2])),
+)
+def test_every_algorithm_learns_digits(strategy: dict[str, Any]) -> None:
+    """Eight clients, the classes mixed: a linear model is right on most held-out digits after few rounds."""
+    keys = {"local_steps": 5, "evaluate_every": 8, **strategy}
+    rows = Simulation(task(run={"steps": 8}, optimizer={"lr": 0.5}, federated=keys)).run()
+    assert rows[-1].values["accuracy/eval"] > 0.65  # of ten classes
+    assert len(rows) == 8
+
+
+def test_without_rounds_slow_clients_do_not_hold_up_fast_ones() -> None:
+    """FedBuff makes its models in less simulated time than FedAvg, where speeds differ."""
+    devices = {"step_spread": 1.5}
+    by_round = Simulation(task(run={"steps": 10}, devices=devices)).run()
+    any_time = Simulation(task(run={"steps": 10}, devices=devices, federated={"kind": "fedbuff", "buffer": 8})).run()
+    assert any_time[-1].time_s < by_round[-1].time_s / 2
+    assert sum(row.counted for row in any_time) == 80
+
+
+def test_over_selection_ends_a_round_with_the_first() -> None:
+    """With half more clients asked, the round has its cohort before the slowest are there, who count not at all."""
+    keys: dict[str, Any] = {"devices": {"step_spread": 1.0}, "federated": {"cohort": 4, "weights": "equal"}}
+    plain = Simulation(task(**keys)).run()
+    keys["federated"] |= {"over_selection": 1.0}
+    over = Simulation(task(**keys)).run()
+    assert {row.counted for row in over} == {4}
+    assert {row.asked for row in over} == {8}
+    assert over[-1].time_s < plain[-1].time_s
+
+
+def test_a_round_waits_for_lost_clients_no_longer_than_its_deadline() -> None:
+    rows = Simulation(task(devices={"dropout": 0.3}, federated={"deadline_s": 50.0, "least": 1})).run()
+    assert any(row.lost for row in rows)
+    assert rows[-1].time_s <= 5 * 50.0
+    assert all(row.counted + row.lost == row.asked for row in rows)
+
+
+def test_too_many_lost_clients_are_an_error() -> None:
+    with pytest.raises(EnvironmentFault, match=r"lower federated\.least"):
+        Simulation(task(devices={"dropout": 0.95}, federated={"least": 8})).run()
+
+
+def test_an_update_beyond_the_largest_norm_is_refused_and_named() -> None:
+    told: list[str] = []
+    with pytest.raises(EnvironmentFault):
+        Simulation(task(federated={"largest_norm": 1e-6}), told=told.append).run()
+    assert "client client-000000 has norm" in told[0]
+
+
+def test_parameters_that_stay_local_never_leave() -> None:
+    """The server's bias stays as it was; each client has its own. A pattern that fits nothing is refused."""
+    simulation = Simulation(task(federated={"keep_local": ["*.bias"]}))
+    simulation.run()
+    start, end = (simulation.task.trainer.layout.views(v) for v in (simulation.task.model, simulation.server.model))
+    assert torch.equal(start["layers.0.bias"], end["layers.0.bias"])
+    assert not torch.equal(start["layers.0.weight"], end["layers.0.weight"])
+    own = [state.own for state in simulation.states.values()]
+    assert len(own) == 8
+    assert all(one is not None and bool(one.count_nonzero() == 10) for one in own)
+    with pytest.raises(ConfigError, match="no parameter is called 'head"):
+        Simulation(task(federated={"keep_local": ["head.*"]}))
+
+
+def test_a_model_that_vmap_cannot_take_is_refused_with_the_repair() -> None:
+    """And trains with clients one after another."""
+    one = task()
+
+    class Branches(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = one.trainer.module.layers
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.flatten(1)
+            return self.layers[0](x if float(x.sum()) > 0 else -x)  # type: ignore[index]
+
+    branching = replace(one, trainer=replace(one.trainer, module=Branches()))
+    with pytest.raises(UserCodeError, match=r"devices\.together = 1"):
+        Simulation(branching).run()
+    single = replace(branching, devices=type(one.devices)(together=1))
+    assert len(Simulation(single).run()) == 5
+
+
+def test_the_report_and_the_model_lie_in_the_run_directory(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines: list[str] = []
+    result = simulate(run_file(), told=lines.append)
+    kept = json.loads((tmp_path / "runs/example/federated.json").read_text())
+    assert kept == json.loads(json.dumps(result))
+    assert kept["totals"]["counted"] == 40
+    assert kept["fairness"]["accuracy/worst"] <= kept["fairness"]["accuracy/median"]
+    assert (tmp_path / "runs/example/model.safetensors").stat().st_size > 650 * 4
+    assert len(lines) == 7

@@ -1,0 +1,167 @@
+"""Clients of a `Host` without a network, and a disk on which the server dies between any two writes."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shoal.federated.client_work import Work, train_clients
+from shoal.federated.secure.client import SecureClient
+from shoal.federated.secure.messages import Roster, Sealed, Survivors
+from shoal.federated.secure.summing import encoded, largest_norm_of
+from shoal.federated.simulation import client_name, data_for, shards_of
+from shoal.federated.strategy import Plan, build_strategy
+from shoal.federated.task import Task
+from shoal.federated.transport import frame, messages
+from shoal.federated.transport.client_store import ClientStore
+from shoal.federated.transport.host import Host, strategy_of
+from shoal.federated.transport.secret_round import masked_tensor, session_of
+from shoal.federated.transport.store import Store
+
+
+class Killed(BaseException):
+    """The server's process is gone."""
+
+
+class DyingStore(Store):
+    """Raises `Killed` at write `dies_at`, before it or after it. `writes` counts."""
+
+    def __init__(self, directory: Path, dies_at: int = 10**9, *, after: bool = False) -> None:
+        super().__init__(directory)
+        self.writes, self.dies_at, self.after = 0, dies_at, after
+        append = self.journal.append
+        self.journal.append = lambda decisions: self._write(append, decisions)  # type: ignore[method-assign]
+
+    def _write(self, function: Any, *arguments: Any) -> None:
+        self.writes += 1
+        if self.writes == self.dies_at and not self.after:
+            raise Killed
+        function(*arguments)
+        if self.writes == self.dies_at:
+            raise Killed
+
+    def write_model(self, *arguments: Any) -> None:
+        self._write(super().write_model, *arguments)
+
+    def accept(self, *arguments: Any) -> None:
+        self._write(super().accept, *arguments)
+
+    def clean(self, *arguments: Any) -> None:
+        self._write(super().clean, *arguments)
+
+    def note(self, *arguments: Any) -> None:
+        self._write(super().note, *arguments)
+
+
+class LocalClient:
+    """A client that calls the host's methods."""
+
+    def __init__(self, task: Task, number: int, directory: Path) -> None:
+        self.task, self.name = task, client_name(number)
+        self.data = data_for(task, shards_of(task)[number], seed=task.seed + number)
+        self.store = ClientStore(directory / self.name)
+        self.strategy = build_strategy(task.federated, task.model.numel())
+        self.secure: tuple[messages.Train, SecureClient, np.ndarray] | None = None
+
+    def join(self, host: Host) -> messages.Answer:
+        said = messages.Join(len(self.data), self.task.trainer.layout.fingerprint, strategy_of(self.task))
+        return host.join(self.name, said)
+
+    def act(self, host: Host) -> None:
+        """One exchange with the host."""
+        if self.secure is not None:
+            self._say(host)
+            return
+        answer = host.work(self.name)
+        if isinstance(answer, messages.Refusal):
+            self.join(host)
+        if not isinstance(answer, messages.Train):
+            return
+        state = self.store.state(turn=answer.turn, last=answer.last)
+        model = frame.read(host.store.model_path(answer.ticket.version), frame.ModelHeader)
+        plan = Plan(model.header.pull, model.vectors.get("control"))
+        work = Work(answer.ticket, self.data, state)
+        update, after = train_clients(self.task, self.strategy, model.vectors["model"].clone(), plan, [work])[0]
+        self.store.keep(answer.ticket, after)
+        if answer.secret is not None and host.secret is not None:
+            norm = largest_norm_of(self.task.privacy)
+            vector = encoded(update, host.secret.quantiser, self.task.federated, largest_norm=norm)
+            session = session_of(self.task.seed, answer.ticket.version, answer.ticket.number)
+            secure = SecureClient(self.name, session, least=2)
+            self.secure = answer, secure, vector
+            host.secret.say(self.name, secure.keys(), host.clock())
+            return
+        named = {f"update.{i}": vector for i, vector in enumerate(update.payload)}
+        named |= {} if update.control is None else {"control": update.control}
+        header = frame.UpdateHeader(
+            parts=tuple(frame.part_of(name, vector) for name, vector in named.items()),
+            samples=update.samples,
+            steps=update.steps,
+            metrics=dict(update.metrics),
+        )
+        path = host.store.part_path(answer.ticket)
+        frame.write(path, header, list(named.values()))
+        digest = hashlib.blake2b(path.read_bytes(), digest_size=32).hexdigest()
+        sentence = host.check(answer.ticket, path, digest)
+        assert sentence is None, sentence
+        host.count(answer.ticket, digest)
+
+    def _say(self, host: Host) -> None:
+        assert self.secure is not None
+        train, secure, vector = self.secure
+        secret, now_s = host.secret, host.clock()
+        if secret is None or (secret.version, secret.attempt) != (train.ticket.version, train.ticket.number):
+            self.secure = None
+            return
+        match secret.next_for(self.name):
+            case Roster() as roster:
+                secret.say(self.name, secure.shares(roster), now_s)
+            case Sealed() as sealed:
+                secret.take(self.name, masked_tensor(secure.masked(sealed, vector)), now_s)
+            case Survivors() as survivors:
+                secret.say(self.name, secure.revealed(survivors), now_s)
+        host.note_revealing()
+
+
+class Run:
+    """A server that is started again when it dies, and its clients."""
+
+    def __init__(self, task: Task, directory: Path) -> None:
+        self.task, self.directory, self.now_s, self.starts = task, directory, 0.0, 0
+        self.told: list[str] = []
+        count = task.federated.clients
+        self.clients = [LocalClient(task, number, directory / "clients") for number in range(count)]
+
+    def play(self, dies_at: list[int], *, after: bool = False, most: int = 2000) -> Host:
+        """Until the run is over; each start of the server dies at the next of these writes, while there are some."""
+        left, host = list(dies_at), None
+        for _ in range(most):
+            try:
+                host = host or self._start(left.pop(0) if left else 10**9, after=after)
+                if host.rounds.over:
+                    host.close()
+                    return host
+                for client in self.clients:
+                    client.act(host)
+                if (ready := host.tick()) is not None:
+                    host.compute(ready)
+                    host.finish(ready)
+                self.now_s += 0.1
+            except Killed:
+                if host is not None:
+                    host.close()
+                else:
+                    self.store.journal.close()
+                host = None
+        raise AssertionError("the run did not end")
+
+    def _start(self, dies_at: int, *, after: bool) -> Host:
+        self.starts += 1
+        self.store = DyingStore(self.directory / "server", dies_at, after=after)
+        host = Host(self.task, self.store, clock=lambda: self.now_s, told=self.told.append, silence_s=1e9)
+        for client in self.clients:
+            client.join(host)
+        return host

@@ -1,0 +1,90 @@
+"""Frames hold what was written, and anything else is refused before it takes memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shoal.errors import UsageError
+from shoal.federated.transport import frame
+from shoal.federated.transport.enrol import enrol, name_on, tls_context
+
+VECTORS = {
+    "a": torch.arange(5, dtype=torch.int8),
+    "b": torch.tensor([1.5, -2.5]),
+    "c": torch.tensor([], dtype=torch.float64),
+    "d": torch.tensor([7, 8], dtype=torch.uint32),
+}
+PARTS = [frame.part_of(name, vector) for name, vector in VECTORS.items()]
+
+
+def written(path: Path) -> Path:
+    header = frame.UpdateHeader(parts=tuple(PARTS), samples=3, steps=2, metrics={"loss/train": 0.5})
+    frame.write(path, header, list(VECTORS.values()))
+    return path
+
+
+def test_a_frame_is_read_as_it_was_written(tmp_path: Path) -> None:
+    """Whatever lies before a vector and however it is aligned."""
+    read = frame.read(written(tmp_path / "f"), frame.UpdateHeader, PARTS)
+    assert read.header.samples == 3
+    for name, vector in VECTORS.items():
+        assert read.vectors[name].dtype == vector.dtype
+        assert read.vectors[name].tolist() == vector.tolist()
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_a_damaged_frame_is_refused_or_says_the_same_shape(data: st.DataObject, tmp_path_factory) -> None:
+    """Bytes changed, cut off or added: `BadFrame`, or vectors of the lengths that are expected; never another error."""
+    path = written(tmp_path_factory.mktemp("frames") / "f")
+    content = bytearray(path.read_bytes())
+    match data.draw(st.sampled_from(["change", "cut", "add", "replace"])):
+        case "change":
+            content[data.draw(st.integers(0, len(content) - 1))] ^= data.draw(st.integers(1, 255))
+        case "cut":
+            del content[data.draw(st.integers(0, len(content) - 1)) :]
+        case "add":
+            content += data.draw(st.binary(min_size=1, max_size=9))
+        case _:
+            content = bytearray(data.draw(st.binary(max_size=200)))
+    path.write_bytes(content)
+    try:
+        read = frame.read(path, frame.UpdateHeader, PARTS)
+    except frame.BadFrame:
+        return
+    assert [len(vector) for vector in read.vectors.values()] == [len(vector) for vector in VECTORS.values()]
+
+
+def test_a_header_that_promises_too_much_is_refused(tmp_path: Path) -> None:
+    """A length of terabytes, a header of megabytes, parts that nobody expects."""
+    path = tmp_path / "f"
+    path.write_bytes((1 << 60).to_bytes(8, "little") + b"x")
+    with pytest.raises(frame.BadFrame, match="says that its header has"):
+        frame.read(path, frame.UpdateHeader)
+    huge = frame.UpdateHeader(parts=(frame.Part("a", "float32", 1 << 40),), samples=1, steps=1)
+    path.write_bytes(frame.head(huge))
+    with pytest.raises(frame.BadFrame, match="is expected"):
+        frame.read(path, frame.UpdateHeader, PARTS)
+    with pytest.raises(frame.BadFrame, match="does not have the length"):
+        frame.read(path, frame.UpdateHeader)
+
+
+def test_enrolment_makes_certificates_once(tmp_path: Path) -> None:
+    """Keys are the owner's alone; a name is given once; a second call keeps the authority."""
+    paths = enrol(tmp_path / "c", names=["a", "b"], hosts=["localhost", "127.0.0.1"])
+    authority = (tmp_path / "c/authority.pem").read_bytes()
+    assert [path.name for path in paths] == ["a.pem", "b.pem"]
+    assert ((tmp_path / "c/a.key").stat().st_mode & 0o777) == 0o600
+    enrol(tmp_path / "c", names=["c"], hosts=["localhost"])
+    assert (tmp_path / "c/authority.pem").read_bytes() == authority
+    for name in ("a", "server", "../x", ""):
+        with pytest.raises(UsageError):
+            enrol(tmp_path / "c", names=[name], hosts=[])
+    assert tls_context(tmp_path / "c", "a", server=False).minimum_version.name == "TLSv1_3"
+    assert name_on({"subject": ((("commonName", "a"),),)}) == "a"
+    assert name_on({}) is None

@@ -1,0 +1,143 @@
+"""The server's state machine with its files: every contribution counts once, wherever the server dies."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.errors import EnvironmentFault
+from shoal.federated.simulation import Simulation
+from shoal.federated.transport import messages
+from shoal.federated.transport.host import Host, strategy_of
+from tests.federated.tasks import task
+from tests.federated.transport.clients import DyingStore, LocalClient, Run
+
+CLOSE = {"rtol": 0.0, "atol": 1e-6}
+"""Clients train alone here and together in the simulation."""
+KINDS: dict[str, dict[str, Any]] = {
+    "fedavg": {},
+    "scaffold": {"federated": {"kind": "scaffold"}},
+    "coded": {"codec": {"kind": "blockwise", "bits": 8}},
+    "secret": {"secure_aggregation": {}},
+}
+
+
+def task_of(kind: str, steps: int = 2) -> Any:
+    keys = KINDS[kind]
+    federated = {"clients": 3, "local_steps": 2, "deadline_s": 20.0, "evaluate_every": 9, **keys.get("federated", {})}
+    return task(run={"steps": steps}, devices={"together": 1}, **{**keys, "federated": federated})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_server_makes_the_models_of_the_simulation(kind: str, tmp_path: Path) -> None:
+    """The same contributions, in the same order, by the same strategies and codecs."""
+    simulation = Simulation(task_of(kind))
+    simulation.run()
+    host = Run(task_of(kind), tmp_path).play([])
+    assert torch.allclose(host.server.model, simulation.server.model, **CLOSE)
+    assert sum(host.rounds.turns.values()) == 6
+    assert [row["counted"] for row in host.store.rows()] == [3, 3]
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    ("kind", "every"),
+    [
+        ("scaffold", 4),
+        pytest.param("scaffold", 1, marks=pytest.mark.stress),
+        pytest.param("fedavg", 1, marks=pytest.mark.stress),
+    ],
+)
+def test_a_server_killed_at_any_write_loses_nothing_and_counts_nothing_twice(
+    kind: str, every: int, after: bool, tmp_path: Path
+) -> None:
+    """One death at every write of the run, or every fourth: the model is that of the undisturbed run, to the bit."""
+    one = task_of(kind)
+    undisturbed = Run(one, tmp_path / "undisturbed")
+    expected = undisturbed.play([]).server.model
+    writes = undisturbed.store.writes
+    assert writes > 15
+    for write in range(1 + after, writes + 1, every):
+        run = Run(one, tmp_path / str(write))
+        host = run.play([write], after=after)
+        assert run.starts == 2, write
+        assert torch.equal(host.server.model, expected), write
+        assert sum(host.rounds.turns.values()) == 6
+
+
+def schedule(seed: int, kind: str, directory: Path) -> None:
+    """Several deaths at random writes, before and after them."""
+    draw = random.Random(seed)
+    one = task_of(kind, steps=3)
+    run = Run(one, directory / f"{kind}-{seed}")
+    deaths = [draw.randint(1, 12) for _ in range(draw.randint(1, 6))]
+    host = run.play(deaths, after=draw.random() < 0.5)
+    passed = sum("passes without an update" in sentence for sentence in run.told)
+    assert sum(host.rounds.turns.values()) == 3 * (3 - passed), (seed, deaths)
+    assert host.rounds.version == 3
+    if not passed:
+        expected = Run(one, directory / f"{kind}-{seed}-plain").play([]).server.model
+        assert torch.equal(host.server.model, expected), (seed, deaths)
+
+
+@pytest.mark.parametrize("kind", ["fedavg", "secret"])
+def test_random_deaths_of_the_server(kind: str, tmp_path: Path) -> None:
+    """Secret sums, too: a round that dies while secrets are revealed passes, and no other is wrong."""
+    for seed in range(2):
+        schedule(seed, kind, tmp_path)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("kind", ["fedavg", "scaffold", "coded", "secret"])
+def test_fifty_random_schedules_of_deaths(kind: str, tmp_path: Path) -> None:
+    for seed in range(100, 150):
+        schedule(seed, kind, tmp_path)
+
+
+def test_a_client_with_another_run_file_is_refused(tmp_path: Path) -> None:
+    one = task_of("fedavg")
+    host = Host(one, DyingStore(tmp_path), clock=lambda: 0.0)
+    layout, strategy = one.trainer.layout.fingerprint, strategy_of(one)
+    for said, what in (
+        (messages.Join(5, "other", strategy), "another model"),
+        (messages.Join(5, layout, "other"), "another [federated]"),
+    ):
+        answer = host.join("x", said)
+        assert isinstance(answer, messages.Refusal)
+        assert what in answer.sentence
+    for name in "abc":
+        host.join(name, messages.Join(5, layout, strategy))
+    answer = host.join("d", messages.Join(5, layout, strategy))
+    assert isinstance(answer, messages.Refusal)
+    assert "one more than federated.clients = 3" in answer.sentence
+
+
+def test_a_silent_client_is_not_waited_for(tmp_path: Path) -> None:
+    """Two of three contribute; the round ends when the third has been silent for long enough."""
+    one, now = task_of("fedavg"), [0.0]
+    told: list[str] = []
+    host = Host(one, DyingStore(tmp_path / "s"), clock=lambda: now[0], told=told.append, silence_s=5.0)
+    clients = [LocalClient(one, number, tmp_path / "c") for number in range(3)]
+    for client in clients:
+        client.join(host)
+    for client in clients[:2]:
+        client.act(host)
+    assert host.tick() is None
+    now[0] = 6.0
+    for client in clients[:2]:
+        host.alive(client.name)
+    ready = host.tick()
+    assert ready is not None
+    assert [ticket.client for ticket in ready] == [client.name for client in clients[:2]]
+    assert told == ["client client-000002 has been silent for 5 s: nobody waits for it"]
+
+
+def test_two_servers_of_one_folder_are_refused(tmp_path: Path) -> None:
+    first = DyingStore(tmp_path)
+    with pytest.raises(EnvironmentFault, match="belongs to one federated server"):
+        DyingStore(tmp_path)
+    first.journal.close()

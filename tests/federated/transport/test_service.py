@@ -1,0 +1,192 @@
+"""Over TLS on loopback: whole runs, and everything that a client may do wrong is refused and named."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from shoal.errors import EnvironmentFault
+from shoal.federated.simulation import Simulation, client_name
+from shoal.federated.transport import frame, messages
+from shoal.federated.transport.enrol import enrol, tls_context
+from shoal.federated.transport.host import strategy_of
+from tests.federated.tasks import task
+from tests.federated.transport.serving import Server, packed, serving
+
+CLOSE = {"rtol": 0.0, "atol": 2e-5}
+"""Clients train alone here and together in the simulation; secret sums are rounded to 20 bits."""
+
+
+def task_of(steps: int = 2, **tables: Any) -> Any:
+    federated = {"clients": 3, "local_steps": 2, "evaluate_every": 9, **tables.pop("federated", {})}
+    return task(run={"steps": steps}, devices={"together": 1}, federated=federated, **tables)
+
+
+@pytest.mark.parametrize("tables", [{}, {"secure_aggregation": {}}, {"federated": {"kind": "fedbuff", "buffer": 3}}])
+def test_a_run_over_the_network_makes_the_model_of_the_simulation(tables: dict[str, Any], tmp_path: Path) -> None:
+    """By rounds in the clear and in secret; without rounds there is no one order, and it ends all the same."""
+    one = task_of(**tables)
+    with serving(one, tmp_path) as server:
+        asyncio.run(server.run_clients(0, 1, 2))
+        assert server.host is not None
+        found, told = server.host.server.model, server.told
+    assert told == []
+    if not one.federated.asynchronous:
+        simulation = Simulation(one)
+        simulation.run()
+        assert torch.allclose(found, simulation.server.model, **CLOSE)
+    assert server.host.server.version == 2
+
+
+def upload(model: torch.Tensor, *, samples: int, scale: float = 1.0, value: float | None = None) -> bytes:
+    """The bytes of an update."""
+    delta = torch.full_like(model, scale if value is None else value)
+    header = frame.UpdateHeader(parts=(frame.part_of("update.0", delta),), samples=samples, steps=1)
+    return frame.head(header) + bytes(frame.numbers(delta))
+
+
+async def joined(server: Server, name: str, samples: int) -> messages.Train:
+    said = messages.Join(samples, server.task.trainer.layout.fingerprint, strategy_of(server.task))
+    status, _ = await server.ask(name, "POST", "/join", packed(said))
+    assert status == 200
+    while True:
+        _, answer = await server.ask(name, "POST", "/work")
+        if isinstance(answer, messages.Train):
+            return answer
+        await asyncio.sleep(0.05)
+
+
+def where_of(train: messages.Train, content: bytes, *, offset: int = 0, total: int | None = None) -> str:
+    digest = hashlib.blake2b(content, digest_size=32).hexdigest()
+    size = len(content) if total is None else total
+    return f"/upload/{train.ticket.version}/{train.ticket.number}?offset={offset}&total={size}&digest={digest}"
+
+
+def test_bad_updates_are_refused_and_their_clients_named(tmp_path: Path) -> None:
+    """Not finite, too large a norm, other samples than it joined with, another length, changed on the way, too long."""
+    one = task_of(federated={"largest_norm": 1.0, "cohort": 1, "clients": 1, "least": 1, "deadline_s": 3.0})
+    model = one.model
+    good = upload(model, samples=5, value=1e-3)
+    cases = {
+        "is not finite": upload(model, samples=5, value=float("nan")),
+        "has norm": upload(model, samples=5, value=0.1),
+        "joined with 5 samples, and now says 6": upload(model, samples=6, value=1e-3),
+        "is expected": upload(model[:-1], samples=5, value=1e-3),
+        "header": b"\0" * 8,
+        "changed on the way": good,
+        "at most": good,
+    }
+    for says, content in cases.items():
+        with serving(one, tmp_path / says.replace(" ", "-")) as server:
+
+            async def play(server: Server = server, says: str = says, content: bytes = content) -> None:
+                train = await joined(server, client_name(0), 5)
+                total = 1 << 40 if says == "at most" else None
+                where = where_of(train, content + (b"x" if says == "changed on the way" else b""), total=total)
+                if says == "changed on the way":
+                    where = where.replace(f"total={len(content) + 1}", f"total={len(content)}")
+                _, answer = await server.ask(client_name(0), "PUT", where, content)
+                assert isinstance(answer, messages.Ended)
+                assert not answer.counted
+                assert says in answer.reason
+
+            asyncio.run(play())
+            assert len(server.told) >= 1
+            assert client_name(0) in server.told[0]
+            assert says in server.told[0]
+
+
+def test_an_upload_goes_on_where_it_broke_and_counts_once(tmp_path: Path) -> None:
+    """The first half, then what the server has, then the rest; the same again is counted already."""
+    one = task_of(federated={"cohort": 2, "clients": 2})
+    with serving(one, tmp_path) as server:
+
+        async def play() -> None:
+            name = client_name(0)
+            other = asyncio.create_task(joined(server, client_name(1), 5))
+            train = await joined(server, name, 5)
+            await other
+            content = upload(one.model, samples=5, value=1e-3)
+            half = len(content) // 2
+            _, answer = await server.ask(name, "PUT", where_of(train, content), content[:half])
+            assert answer == messages.Received(half)
+            status, answer = await server.ask(name, "PUT", where_of(train, content), content)
+            assert (status, answer) == (409, messages.Received(half))
+            where = where_of(train, content, offset=half)
+            _, answer = await server.ask(name, "PUT", where, content[half:] + b"more")
+            assert isinstance(answer, messages.Refusal)
+            _, known = await server.ask(name, "GET", where.partition("?")[0])
+            assert isinstance(known, messages.Received)
+            rest = where_of(train, content, offset=known.size)
+            _, answer = await server.ask(name, "PUT", rest, content[known.size :])
+            assert answer == messages.Ended(True)
+            _, answer = await server.ask(name, "PUT", where_of(train, content), content)
+            assert answer == messages.Ended(True)
+            assert server.host is not None
+            assert server.host.rounds.open is not None
+            assert len(server.host.rounds.open.counted) == 1
+
+        asyncio.run(play())
+
+
+def test_messages_that_are_none_are_refused_and_named(tmp_path: Path) -> None:
+    """Garbage, another message, a round that is not; none of them ends the server."""
+    one = task_of()
+    with serving(one, tmp_path) as server:
+
+        async def play() -> None:
+            name = client_name(0)
+            for where, body in (
+                ("/join", b"garbage"),
+                ("/join", packed(messages.Look())),
+                ("/secret/0/0", b"\xc1" * 100),
+                ("/upload/0/0?offset=x&total=1&digest=1", b""),
+            ):
+                method = "PUT" if where.startswith("/upload") else "POST"
+                status, answer = await server.ask(name, method, where, body)
+                assert status == 400, where
+                assert isinstance(answer, messages.Refusal)
+            status, answer = await server.ask(name, "POST", "/work")
+            assert isinstance(answer, messages.Refusal)
+            assert answer.join_first
+            status, _ = await server.ask(name, "GET", "/model/99")
+            assert status == 404
+            status, _ = await server.ask(name, "GET", "/model/..%2f..%2fserver.key")
+            assert status == 404
+
+        asyncio.run(play())
+        assert all(f"client {client_name(0)}" in sentence for sentence in server.told)
+
+
+def test_a_client_without_the_right_certificate_gets_nothing(tmp_path: Path) -> None:
+    """Of another authority, the server's own, or none at all; and a client does not talk to another server."""
+    one = task_of()
+    enrol(tmp_path / "others", names=[client_name(0)], hosts=["127.0.0.1"])
+    with serving(one, tmp_path) as server:
+        (tmp_path / "mixed").mkdir()
+        for file in ("authority.pem",):
+            (tmp_path / "mixed" / file).write_bytes((server.certificates / file).read_bytes())
+        for end in ("pem", "key"):
+            content = (tmp_path / "others" / f"{client_name(0)}.{end}").read_bytes()
+            (tmp_path / "mixed" / f"{client_name(0)}.{end}").write_bytes(content)
+
+        async def refused(name: str, folder: Path) -> None:
+            with pytest.raises((aiohttp.ClientError, OSError)):
+                await server.ask(name, "POST", "/alive", certificates=folder)
+
+        async def play() -> None:
+            await refused(client_name(0), tmp_path / "mixed")
+            await refused("server", server.certificates)
+            client = server.client(0, patience_s=0.0)
+            with pytest.raises(EnvironmentFault, match="certificate of client client-000000"):
+                await client.run(tls_context(tmp_path / "mixed", client_name(0), server=False))
+            with pytest.raises(EnvironmentFault, match="is not a server of this run"):
+                await client.run(tls_context(tmp_path / "others", client_name(0), server=False))
+
+        asyncio.run(play())
