@@ -67,7 +67,8 @@ class _Place(NamedTuple):
 
     def _show(self) -> PartialGradient:
         parameter, own = self.trained.parameter, None if self.piece is None else self.piece.grad
-        local = parameter.new_empty(0) if own is None else own.view(-1)
+        nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        local = nothing if own is None else own.view(-1)
         what = f"the gradient of {self.trained.holding.name} is divided over {self.group.size} ranks by ZeRO"
         shown = PartialGradient(local, self.start, parameter.shape, group=self.group, what=what)
         parameter.grad = shown

@@ -112,7 +112,9 @@ def players_of(run: Run, sum_over_ranks: Callable[[float], float]) -> list[Playe
 
 def _placeholder(name: str, parameter: Parameter) -> PartialGradient:
     what = f"the gradient of {name} is not there before the step's last microbatch"
-    return PartialGradient(parameter.detach().new_empty(0), 0, parameter.shape, group=Alone(), what=what)
+    return PartialGradient(
+        torch.empty(0, dtype=parameter.dtype, device=parameter.device), 0, parameter.shape, group=Alone(), what=what
+    )
 
 
 def _now(parameter: Parameter) -> tuple[Tensor | None, int]:
