@@ -59,7 +59,7 @@ def reader_opener(run_file: RunFile, data: Dataset, *, pinned: bool = False) -> 
     """
     if pinned:
         opener = reader_opener(run_file, data)
-        return lambda: PinnedReader(opener())
+        return lambda: PinnedReader(opener())  # pyright: ignore[reportReturnType]  # `where` is a property of it
     if run_file.data.reader_kind == "processes":
         handed_over = isinstance(run_file.data, PythonData) and run_file.data.build == GIVEN
         script = own_command() if handed_over else []
