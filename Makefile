@@ -48,6 +48,10 @@ test-oldest: $(OLDEST)/.shoal-installed
 FAST := tests/engine tests/gradients tests/maths tests/memory tests/models tests/observe tests/optim \
 	tests/assembly/test_profiling.py tests/verification/test_recipes.py tests/assembly/test_run_gradients.py
 
+# It installs nothing, so any Python with PyTorch and CUDA will do: make gpu PYTHON=python3.12
+gpu:
+	@sh benchmarks/gpu.sh $(PYTHON)
+
 check: $(ALL)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check

@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,17 @@ def test_the_folder_has_the_benchmarks_of_the_makefile() -> None:
     assert not {"comm", "step", "link", "products"} & set(COMMANDS)
 
 
+def app_of(command: Callable[..., None]) -> typer.Typer:
+    """The program of a benchmark."""
+    app = typer.Typer(add_completion=False, rich_markup_mode=None)
+    app.command()(command)
+    return app
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_benchmark_shows_an_example(name: str) -> None:
     """Its command is the function of the module's name."""
-    app = typer.Typer(add_completion=False, rich_markup_mode=None)
-    app.command()(getattr(importlib.import_module(f"benchmarks.{name}"), name))
+    app = app_of(getattr(importlib.import_module(f"benchmarks.{name}"), name))
     shown = CliRunner().invoke(app, ["--help"], catch_exceptions=False)
     assert f"Example: python -m benchmarks.{name}" in shown.stdout
 

@@ -53,6 +53,7 @@ def loss_of(x, y):
 
 LOOP = """
 import shoal
+FIRST
 data = torch.utils.data.TensorDataset(inputs, targets)
 loader = torch.utils.data.DataLoader(data, batch_size=6)
 run = shoal.start({"run": {"name": "mine"}}, model=model, optimizer=optimizer, data=loader, epochs=1)
@@ -88,7 +89,7 @@ SITUATIONS: dict[str, dict[str, str]] = {
         "EARLY": "model.blocks[1].requires_grad_(number > 0); model.blocks[0].requires_grad_(number > 1)",
     },
     "moving average": {
-        "BEFORE": "average = torch.optim.swa_utils.AveragedModel(model)",
+        "FIRST": "average = torch.optim.swa_utils.AveragedModel(model)",
         "AFTER": "if run.update:\n    with run.full_parameters(): average.update_parameters(model)",
         "END": "with run.full_parameters(): model.load_state_dict(average.module.state_dict())",
     },
@@ -138,7 +139,7 @@ OFTEN = {
 """What runs at every test; the rest is stress."""
 
 
-PLACES = ("BEFORE", "EARLY", "LATE", "AFTER", "END")
+PLACES = ("FIRST", "BEFORE", "EARLY", "LATE", "AFTER", "END")
 
 
 class PlainRun:
@@ -153,8 +154,9 @@ class PlainRun:
 def plain(situation: dict[str, str]) -> dict[str, torch.Tensor]:
     """The weights after the steps of a plain loop."""
     scope: dict = {"run": PlainRun()}
-    before, early, late, after, end = (situation.get(place, "") for place in PLACES)
+    first, before, early, late, after, end = (situation.get(place, "") for place in PLACES)
     exec(SETUP, scope)
+    exec(first, scope)
     exec(before, scope)
     for number in range(STEPS):
         batch = slice(number * BATCH, (number + 1) * BATCH)
@@ -172,7 +174,7 @@ def plain(situation: dict[str, str]) -> dict[str, torch.Tensor]:
 def script_of(situation: dict[str, str]) -> str:
     text = SETUP + LOOP
     for place in PLACES:
-        indent = " " * (0 if place in ("BEFORE", "END") else 8)
+        indent = " " * (0 if place in ("FIRST", "BEFORE", "END") else 8)
         text = text.replace(place, situation.get(place, "pass").replace("\n", "\n" + indent))
     return text
 

@@ -13,7 +13,7 @@ from shoal.assembly.user_code import GIVEN
 from shoal.comm.config import WireConfig
 from shoal.config.load import dumps, parse
 from shoal.data.augment import Augmentation, augmentation_of
-from shoal.data.batches import BatchReader, SourceReader
+from shoal.data.batches import BatchReader, PinnedReader, SourceReader
 from shoal.data.config import PythonData
 from shoal.data.dataset import Dataset
 from shoal.data.feed import SlowReads
@@ -53,11 +53,14 @@ def slow_reads(wire: WireConfig, *, rank: int, ranks: int) -> SlowReads:
     return SlowReads(lambda text: say(f"rank {rank}: {text}"), give_up_s=give_up_s)
 
 
-def reader_opener(run_file: RunFile, data: Dataset) -> Callable[[], BatchReader]:
-    """What each reading thread of a feed calls for its reader.
+def reader_opener(run_file: RunFile, data: Dataset, *, pinned: bool = False) -> Callable[[], BatchReader]:
+    """What each reading thread of a feed calls for its reader. `pinned`: its batches lie in pinned memory.
 
     Raises `UsageError` where processes would have to run a script that is not there.
     """
+    if pinned:
+        opener = reader_opener(run_file, data)
+        return lambda: PinnedReader(opener())  # pyright: ignore[reportReturnType]  # `where` is a property of it
     if run_file.data.reader_kind == "processes":
         handed_over = isinstance(run_file.data, PythonData) and run_file.data.build == GIVEN
         script = own_command() if handed_over else []

@@ -116,8 +116,7 @@ class Run:
             prefetch_steps=run_file.data.prefetch_steps,
             readers=run_file.data.readers,
             slow=slow_reads(run_file.wire, rank=self.mesh.rank, ranks=self.mesh.layout.world_size),
-            open_reader=reader_opener(run_file, self.workload.data),
-            pinned=self.device.type == "cuda",
+            open_reader=reader_opener(run_file, self.workload.data, pinned=self.device.type == "cuda"),
         )
 
     @property

@@ -26,11 +26,10 @@ from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
 from shoal.memory.recompute import check_recompute, recompute
 from shoal.models.config import ForeignModel
-from shoal.models.embedding_table import tables_in
+from shoal.models.draw_watch import repeats_alike
 from shoal.models.initialise import PartOf, initialise_parts
 from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
 from shoal.models.roles import DeclaresParts
-from shoal.models.step_batch_norm import StepStatistics
 from shoal.parallel.context.shard import positions
 from shoal.parallel.pipeline.cut import balanced_cut, cut_at, estimated_costs
 from shoal.parallel.pipeline.stages import Stages, staged
@@ -174,12 +173,12 @@ def draws_of(run_file: RunFile, model: nn.Module, *, one_at_a_time: bool = True)
 
 
 def _repeatable(run_file: RunFile, parts: Divided, mesh: Mesh) -> bool:
-    """Can this rank repeat a forward by itself? Its own parts of the run exchange nothing in one and add nothing up."""
-    layout, model = mesh.layout, parts.split.model
+    """Can this rank repeat a forward by itself? Ranks exchange nothing in one, and it adds nothing up."""
+    layout = mesh.layout
     whole = parts.table is None and layout.tensor == layout.context == layout.expert == 1
     gathers = layout.shard > 1 and run_file.memory.zero not in (1, 2)
-    exchanges = gathers or synchronises_norms(run_file.model) or bool(tables_in(model))
-    return whole and not exchanges and not any(isinstance(module, StepStatistics) for module in model.modules())
+    exchanges = gathers or synchronises_norms(run_file.model)
+    return whole and not exchanges and repeats_alike(parts.split.model)
 
 
 def _slices(parts: Divided, mesh: Mesh, *, sequence_parallel: bool) -> Slices:

@@ -96,17 +96,43 @@ class SourceReader:
         """Nothing is held."""
 
     def _ids_of(self, part: Interval) -> np.ndarray:
-        """The samples that stand at `part`. An order costs a call, however few positions it is asked for."""
-        if len(part) > ASKED_AT_ONCE // 2:
-            return self._order.ids(part.positions())
+        """The samples that stand at `part`. An order costs a call, however few of its positions are asked for."""
         if not self._known.start <= part.start <= part.stop <= self._known.stop:
-            self._known = Interval(part.start, part.start + ASKED_AT_ONCE)
+            epoch_end = (part.start // self._order.samples + 1) * self._order.samples
+            stop = min(part.start + ASKED_AT_ONCE, epoch_end)
+            if part.stop > stop:
+                return self._order.ids(part.positions())
+            self._known = Interval(part.start, stop)
             self._known_ids = self._order.ids(self._known.positions())
         first = part.start - self._known.start
         return self._known_ids[first : first + len(part)]
 
     def _began(self, where: str) -> None:
         self.where = where
+
+
+class PinnedReader:
+    """What `reader` reads, in pinned memory: for ranks that compute on a GPU. See `BatchReader`."""
+
+    def __init__(self, reader: BatchReader) -> None:
+        self._reader = reader
+
+    @property
+    def where(self) -> str:
+        return self._reader.where
+
+    @where.setter
+    def where(self, where: str) -> None:
+        self._reader.where = where
+
+    def read(self, part: Interval) -> BatchRead:
+        """See `BatchReader.read`."""
+        read = self._reader.read(part)
+        return replace(read, batch=read.batch.pinned())
+
+    def close(self) -> None:
+        """Ends the reading."""
+        self._reader.close()
 
 
 def read_batch(

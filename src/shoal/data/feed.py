@@ -152,7 +152,6 @@ class Feed:
         start: a position, or the run's cursor, whose committed and leased positions are left out.
         slow: what becomes of a step that has to wait for long.
         open_reader: what each of the `readers` threads reads with; default: from `source`, as it is.
-        pinned: batches lie in pinned memory, for ranks that compute on a GPU.
 
     Raises:
         DataError: `order` is of another number of samples.
@@ -170,12 +169,11 @@ class Feed:
         readers: int = 1,
         slow: SlowReads = SlowReads(),
         open_reader: Callable[[], BatchReader] | None = None,
-        pinned: bool = False,
     ) -> None:
         if len(source) != order.samples:
             raise DataError(f"The source has {len(source)} samples, its order {order.samples}: they must be equal.")
         self._open_reader = open_reader or (lambda: SourceReader(source, order, denominator=denominator))
-        self._own, self._order, self._slow, self._pinned = own, order, slow, pinned
+        self._own, self._order, self._slow = own, order, slow
         self._cursor = Cursor.at(start) if isinstance(start, int) else start
         self._slots: deque[_Slot] = deque()
         self._work: SimpleQueue[_Slot | None] = SimpleQueue()
@@ -267,7 +265,7 @@ class Feed:
             try:
                 slot.reader = reader = reader or self._open_reader()
                 for read in self._batches(reader, slot):
-                    slot.batches.append(read.batch.pinned() if self._pinned else read.batch)
+                    slot.batches.append(read.batch)
                     slot.skipped += read.skipped
             except BaseException as error:  # whatever ends a reader must reach the caller, or it would wait for ever
                 slot.error = error

@@ -163,6 +163,8 @@ def enter_training(model: nn.Module, frozen: Sequence[nn.Module]) -> None:
 def on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
     """The batch on `device`, its floating inputs and targets in `dtype` at least; wider ones and weights stay."""
     if device.type != "cpu":
+        if batch.weighs_ones:  # written there instead of being sent
+            batch = replace(batch, weights=torch.ones_like(batch.weights, device=device))
         batch = batch.to(device, non_blocking=True)
     cast = lambda leaf: leaf.to(_at_least(leaf.dtype, dtype)) if leaf.is_floating_point() else leaf  # noqa: E731
     inputs, targets = map_tree(cast, batch.inputs), map_tree(cast, batch.targets)

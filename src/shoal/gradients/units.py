@@ -120,10 +120,11 @@ class ShardedParameters:
 
     def release(self) -> None:
         """The parameters are gone, but for this rank's piece."""
-        if self._handle is not None:
+        if self._handle is not None:  # begun for a use that did not come
             self._handle.wait()
             self._handle = None
-        elif not self.here:
+            self._whole.untyped_storage().resize_(0)
+        if not self.here:
             return
         self.here = False
         for parameter, kind, nothing, read in zip(

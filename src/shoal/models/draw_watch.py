@@ -12,8 +12,11 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch
+from torch import nn
 
+from shoal.models.embedding_table import tables_in
 from shoal.models.keyed_draws import KeyedDraws
+from shoal.models.step_batch_norm import StepStatistics
 
 T = TypeVar("T")
 
@@ -36,6 +39,11 @@ class DrawWatch:
         """They will give the same numbers once more."""
         for generator, state in zip(self._generators, self._before, strict=True):
             generator.set_state(state)
+
+
+def repeats_alike(model: nn.Module) -> bool:
+    """Can a forward of `model` be taken back? Not one that asks servers for rows, or adds up statistics of a step."""
+    return not tables_in(model) and not any(isinstance(module, StepStatistics) for module in model.modules())
 
 
 class SleepingDraws:

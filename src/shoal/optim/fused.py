@@ -33,9 +33,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     it launches the step; set it where the optimizer `takes_vote`. Both are float32.
     """
 
+    grad_scale: Tensor | None = None  # of the class: a copy of an optimizer has none of its attributes
+    found_inf: Tensor | None = None
+
     def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
-        self.grad_scale: Tensor | None = None
-        self.found_inf: Tensor | None = None
         super().__init__(groups, options)  # pyright: ignore[reportArgumentType]
 
     @property

@@ -1,0 +1,251 @@
+"""`python -m benchmarks.gpu`: a step of Shoal on one GPU beside a plain PyTorch loop; `make gpu` calls it.
+
+A user's own GPT, bfloat16 autocast, fused AdamW, clipping. All sides take blocks of steps in turn in one process:
+
+    plain, plain compiled      a loop as a careful person writes it, batches in pinned memory
+    shoal, shoal compiled      `shoal train`'s step; compiled with the loss
+    shoal blocks               each block compiled by itself, as under ZeRO-3
+    float8                     the blocks' linear layers in float8, compiled
+
+ZeRO-3 itself divides a model over ranks of a GPU each: one GPU cannot show it, and the table says so. Model FLOPs count
+attention once below the diagonal (half of 12 L D T a token). Figures are kept by card, and compared with those of the
+same card alone.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+import typer
+from shoal.recipes.objects import UserObjects
+from shoal.recipes.run import open_run
+from shoal.recipes.user_code import GIVEN
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+from torch.utils.data import TensorDataset
+
+from benchmarks.command import run
+from benchmarks.host_overhead import CLIP_NORM, adamw, loss_of
+from benchmarks.own_gpt import build
+from shoal.bench.report import machine_facts
+from shoal.bench.training_job import ENDLESS, LR, Training, training_job
+from shoal.bench.turns import repeat
+from shoal.engine.loop import take_step
+from shoal.errors import EnvironmentFault, ShoalError
+from shoal.launch.environment import Place
+from shoal.runfile.run_file import RunFile
+
+PLAIN, SHOAL = "plain", "shoal"
+COMPILED = {PLAIN: "plain compiled", SHOAL: "shoal compiled"}
+SIDES: Mapping[str, tuple[bool | str, str]] = {
+    SHOAL: (False, "bfloat16"),
+    COMPILED[SHOAL]: (True, "bfloat16"),
+    "shoal blocks": ("blocks", "bfloat16"),
+    "float8": (True, "float8"),
+}
+"""Shoal's sides: `run.compile` and `precision.kind`."""
+PEAK_FLOPS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12}
+"""Dense bfloat16 products a second, from NVIDIA's data sheets, by a part of the card's name."""
+NOT_HERE = {"ZeRO-3 compiled": "it divides a model over ranks of a GPU each, and one GPU is measured"}
+ROWS = 512
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and a batch of it."""
+
+    layers: int
+    width: int
+    vocabulary: int
+    samples: int
+    tokens: int
+
+    @property
+    def flops(self) -> float:
+        """Of a step: forward and backward."""
+        weights = self.layers * 12 * self.width**2 + self.vocabulary * self.width
+        return (6 * weights + 6 * self.layers * self.width * self.tokens) * self.samples * self.tokens
+
+
+SMALL, DRY = Size(12, 768, 50304, 16, 1024), Size(2, 32, 64, 2, 16)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where it is measured, and of what size."""
+
+    device: torch.device
+    size: Size
+    folder: Path
+    stack: ExitStack
+
+    def model(self) -> nn.Module:
+        """The same weights on every side."""
+        torch.manual_seed(0)
+        size = self.size
+        heads = max(1, size.width // 64)
+        model = build(
+            vocabulary=size.vocabulary, sequence=size.tokens, width=size.width, heads=heads, layers=size.layers
+        )
+        return model.to(self.device)
+
+    def data(self) -> Tensor:
+        """Rows of tokens, one more than a sequence has."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(self.size.vocabulary, (ROWS, self.size.tokens + 1), generator=generator)
+
+    def synchronize(self) -> None:
+        """Returns when the device has done all that was launched."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def gpu(
+    out: Annotated[Path | None, typer.Option(help="The file of figures, by card; default: standard output.")] = None,
+    turns: Annotated[int, typer.Option(help="Turns of all sides.", min=2)] = 8,
+    block: Annotated[int, typer.Option(help="Steps in a row of one side.", min=1)] = 5,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tiny, on the CPU, nothing compiled.")] = False,
+) -> None:
+    """A step of Shoal on one GPU beside a plain PyTorch loop, eager, compiled and in float8.
+
+    Example: python -m benchmarks.gpu --out docs/benchmarks/gpu.json
+    """
+    if not dry_run:
+        require_gpu()
+    device = torch.device("cpu" if dry_run else "cuda")
+    card = "dry run" if dry_run else torch.cuda.get_device_name()
+    with ExitStack() as stack:
+        if dry_run:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
+        rows = measure(Setting(device, DRY if dry_run else SMALL, folder, stack), card, turns=turns, block=block)
+    found = {"machine": machine_facts(), "rows": rows, "not_measured": NOT_HERE}
+    earlier = json.loads(out.read_text()) if out is not None and out.exists() else {}
+    for line in compared(earlier, card, found):
+        typer.echo(line, err=True)
+    text = json.dumps({**earlier, card: found}, indent=2) + "\n"
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        out.write_text(text)
+
+
+def require_gpu() -> None:
+    """Raises `EnvironmentFault` where PyTorch has no GPU."""
+    if not torch.cuda.is_available():
+        raise EnvironmentFault(
+            f"this needs an NVIDIA GPU and a PyTorch with CUDA, and torch {torch.__version__} sees none here: run it "
+            "on a machine with one, or with --dry-run to see what it does"
+        )
+
+
+def measure(setting: Setting, card: str, *, turns: int, block: int) -> list[dict[str, Any]]:
+    """A row for each side: the median of its steps. A side that cannot run says why."""
+    made: dict[str, Callable[[], Any]] = {PLAIN: plain(setting, compiled=False)}
+    made[COMPILED[PLAIN]] = plain(setting, compiled=True)
+    refused: dict[str, str] = {}
+    for name, (compiles, precision) in SIDES.items():
+        try:
+            made[name] = trained(setting, name.replace(" ", "-"), compiles, precision)
+        except ShoalError as error:
+            refused[name] = str(error)
+    start_s = {name: _seconds(setting, partial(repeat, step, 3)) for name, step in made.items()}
+    took_s: dict[str, list[float]] = {name: [] for name in made}
+    for _ in range(turns):
+        for name, step in made.items():
+            took_s[name].append(_seconds(setting, partial(repeat, step, block)) / block)
+    rows = [_row(setting.size, card, name, statistics.median(took_s[name]), start_s[name]) for name in made]
+    return rows + [{"side": name, "refused": why} for name, why in refused.items()]
+
+
+def plain(setting: Setting, *, compiled: bool) -> Callable[[], Any]:
+    """The peer, without Shoal."""
+    model, rows = setting.model(), setting.data()
+    rows = rows.pin_memory() if setting.device.type == "cuda" else rows
+    optimizer, parameters = adamw(model), list(model.parameters())
+    called: Any = torch.compile(model) if compiled else model
+    samples, number = setting.size.samples, 0
+
+    def step() -> Tensor:
+        nonlocal number
+        first = number * samples % (ROWS - samples)
+        batch = rows[first : first + samples].to(setting.device, non_blocking=True)
+        number += 1
+        with torch.autocast(setting.device.type, dtype=torch.bfloat16):
+            loss = loss_of(called, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return step
+
+
+def trained(setting: Setting, name: str, compiles: bool | str, precision: str) -> Callable[[], Any]:
+    """The body of the loop of `shoal train`. Raises what opening the run does."""
+    (folder := setting.folder / name).mkdir()
+    given, device = {"kind": "python", "build": GIVEN}, setting.device.type
+    own = {"name": "gpu", "steps": ENDLESS, "directory": str(folder), "processes": 1, "device": device}
+    run_file = msgspec.convert(
+        {
+            "run": own | {"compile": compiles},
+            "model": given,
+            "data": given,
+            "batch": {"global_samples": setting.size.samples},
+            "precision": {"kind": precision},
+            "optimizer": {"kind": "adamw", "lr": LR, "beta2": 0.95, "weight_decay": 0.1, "clip_norm": CLIP_NORM},
+            "checkpoint": {"every_steps": 0},
+        },
+        RunFile,
+    )
+    rows = setting.data()
+    data = TensorDataset(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+    place = Place(rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, launcher="shoal")
+    opened = open_run(run_file, place, UserObjects(model=setting.model(), data=data), store=HashStore())
+    setting.stack.callback(opened.generation.gradients.close)
+    training = Training(opened, setting.stack.enter_context(opened.feed()))
+    return partial(take_step, training_job(training, folder, setting.stack))
+
+
+def compared(earlier: Mapping[str, Any], card: str, found: Mapping[str, Any]) -> list[str]:
+    """Sentences about each side beside the last figures of the same card. Those of other cards are not compared."""
+    if card not in earlier:
+        others = ", ".join(earlier)
+        return [f"the figures of {others} are not compared with those of {card}: cards differ"] if others else []
+    before = {row["side"]: row.get("ms") for row in earlier[card]["rows"]}
+    return [
+        f"{row['side']}: {row['ms']} ms, {before[row['side']]} ms before"
+        for row in found["rows"]
+        if "ms" in row and before.get(row["side"]) is not None
+    ]
+
+
+def _row(size: Size, card: str, side: str, step_s: float, start_s: float) -> dict[str, Any]:
+    peak = next((flops for name, flops in PEAK_FLOPS.items() if name in card), None)
+    row = {"side": side, "ms": round(1e3 * step_s, 3), "tokens_s": round(size.samples * size.tokens / step_s)}
+    row |= {"first_steps_s": round(start_s, 2)}
+    return row if peak is None else row | {"mfu": round(size.flops / step_s / peak, 4)}
+
+
+def _seconds(setting: Setting, work: Callable[[], Any]) -> float:
+    setting.synchronize()
+    begin_s = time.perf_counter()
+    work()
+    setting.synchronize()
+    return time.perf_counter() - begin_s
+
+
+if __name__ == "__main__":
+    run(gpu)

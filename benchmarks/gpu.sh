@@ -1,0 +1,26 @@
+#!/bin/sh
+# `make gpu`: on a machine with one GPU, in about four minutes, and without a network. Installs nothing: the Python that
+# is named needs PyTorch with CUDA, numpy and Shoal's few pure dependencies, or wheels of those in the folder wheels/.
+# Builds the C core, runs the tests that need a GPU, and writes the table docs/benchmarks/gpu.json.
+set -eu
+python=${1:-python3}
+site=out/gpu/site
+mkdir -p "$site"
+for wheel in wheels/*.whl; do
+    [ -e "$wheel" ] && "$python" -m pip install -q --no-index --no-deps --upgrade --target "$site" "$wheel"
+done
+if ! "$python" -c 'import importlib.metadata as m; m.version("shoal")' 2>/dev/null; then
+    version=$(sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+    mkdir -p "$site/shoal-$version.dist-info"
+    printf 'Metadata-Version: 2.1\nName: shoal\nVersion: %s\n' "$version" > "$site/shoal-$version.dist-info/METADATA"
+fi
+PYTHONPATH="$site:src:.${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH
+"$python" -c 'from benchmarks.gpu import require_gpu
+from shoal.errors import ShoalError
+import sys
+try: require_gpu()
+except ShoalError as error: sys.exit(f"make gpu: {error}")'
+"$python" setup.py -q build_ext --inplace
+"$python" -m pytest -m gpu -q --durations=0
+"$python" -m benchmarks.gpu --out docs/benchmarks/gpu.json

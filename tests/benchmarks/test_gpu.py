@@ -1,0 +1,46 @@
+"""`make gpu` where there is no GPU: it says what it needs, and its table can be tried."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks.gpu import COMPILED, PLAIN, SHOAL, SIDES, compared, gpu, require_gpu
+from shoal.errors import EnvironmentFault
+from tests.benchmarks.test_commands import app_of
+
+
+def test_a_dry_run_measures_every_side_or_says_why_not(tmp_path: Path) -> None:
+    """It writes under its own name, beside the figures of a card."""
+    out = tmp_path / "gpu.json"
+    out.write_text(json.dumps({"NVIDIA H100": {"rows": []}}))
+    done = CliRunner().invoke(
+        app_of(gpu), ["--dry-run", "--turns", "2", "--block", "1", "--out", str(out)], catch_exceptions=False
+    )
+    assert "cards differ" in done.output
+    found = json.loads(out.read_text())
+    assert found.keys() == {"NVIDIA H100", "dry run"}
+    rows = {row["side"]: row for row in found["dry run"]["rows"]}
+    assert rows.keys() == {PLAIN, COMPILED[PLAIN], *SIDES}
+    assert "compute capability" in rows["float8"]["refused"]
+    assert all(row["ms"] > 0 for side, row in rows.items() if side != "float8")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_what_it_needs() -> None:
+    with pytest.raises(EnvironmentFault, match="needs an NVIDIA GPU and a PyTorch with CUDA"):
+        require_gpu()
+
+
+def test_figures_are_compared_with_those_of_the_same_card_alone() -> None:
+    now = {"rows": [{"side": SHOAL, "ms": 40.0}, {"side": "float8", "refused": "no"}]}
+    before = {"rows": [{"side": SHOAL, "ms": 50.0}]}
+    assert compared({"H100": before}, "H100", now) == ["shoal: 40.0 ms, 50.0 ms before"]
+    assert compared({"H200": before}, "H100", now) == [
+        "the figures of H200 are not compared with those of H100: cards differ"
+    ]
+    assert compared({}, "H100", now) == []
