@@ -32,7 +32,6 @@ VERBS = {
     "checkpoint ls": "checkpoint ls runs/own",
     "checkpoint verify": "checkpoint verify runs/own",
     "checkpoint diff": "checkpoint diff runs/own runs/own",
-    "plan": "plan run.toml run.processes=2 batch.global_samples=4",
     "diff": "diff runs/own runs/own",
 }
 
