@@ -24,11 +24,6 @@ class Chatter(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Chatter())
 '''
-CLUSTER = """
-[[nodes]]
-count = 1
-device = "cpu"
-"""
 VERBS = {
     "evaluate": "evaluate runs/own",
     "checkpoint export": "checkpoint export runs/own out.safetensors",
@@ -37,16 +32,7 @@ VERBS = {
     "checkpoint ls": "checkpoint ls runs/own",
     "checkpoint verify": "checkpoint verify runs/own",
     "checkpoint diff": "checkpoint diff runs/own runs/own",
-    "plan": "plan run.toml run.processes=2",
-    "simulate": "simulate run.toml run.processes=2",
-    "split": "split run.toml",
-    "profile": "profile run.toml run.processes=2",
     "diff": "diff runs/own runs/own",
-    "reproduce": "reproduce runs/own",
-    "submit": "submit run.toml --to slurm --print",
-    "rehearse": "rehearse run.toml --only kill",
-    "sweep": "sweep sweep.toml",
-    "bench comm": "bench comm --ranks 2 --quick",
 }
 
 
@@ -57,7 +43,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Project:
     done = made.shoal("train", "run.toml", "run.steps=2", "run.processes=1")
     assert done.returncode == 0, done.stderr
     (made.folder / "own.py").write_text("print('a script that prints')\n" + (made.folder / "own.py").read_text())
-    (made.folder / "sweep.toml").write_text('run = "run.toml"\nsteps = 1\n[grid]\n"optimizer.lr" = [0.1]\n')
     (made.folder / "noise").mkdir()
     (made.folder / "noise/sitecustomize.py").write_text(CHATTER)
     return made

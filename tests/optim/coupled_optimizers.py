@@ -22,7 +22,7 @@ class ByAllNorms(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         norm = sum(float(g.square().sum()) for g in _gradients(self)) ** 0.5 + 1e-12
         for group in self.param_groups:
             for p in group["params"]:
@@ -40,7 +40,7 @@ class Distance(Optimizer):
         self.gathered = 0.0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         first, lengths, along = self.param_groups[0], 0.0, 0.0
         for group in self.param_groups:
             for p in group["params"]:
@@ -65,7 +65,7 @@ class ClipsInside(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         norm = float(torch.stack([g.norm() for g in _gradients(self)]).norm())
         for group in self.param_groups:
             for p in group["params"]:
@@ -83,7 +83,7 @@ class DecaysByMean(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         mean = sum(float(g.abs().mean()) for g in _gradients(self)) / max(1, len(_gradients(self)))
         for group in self.param_groups:
             for p in group["params"]:
@@ -100,7 +100,7 @@ class AlongAll(Optimizer):
         self.param_groups = self.base.param_groups
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         gradients = _gradients(self)
         norm = float(torch.stack([g.norm() for g in gradients]).norm())
         for g in gradients:
@@ -115,7 +115,7 @@ class OwnNorm(Optimizer):
         super().__init__(params, {"lr": lr, "steps": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["steps"] += 1
             for p in group["params"]:
@@ -131,7 +131,7 @@ class Inside(Optimizer):
         self.base = torch.optim.Adam(self.param_groups, lr=0.1)
         self.param_groups = self.base.param_groups
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.base.step()
 
 
@@ -142,7 +142,7 @@ class Stacks(Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             gradients = [p.grad for p in group["params"]]
             norms = torch.stack([torch.zeros(()) if g is None else g.norm() for g in gradients]).clamp_min(1e-12)

@@ -17,7 +17,7 @@ from tests.optim import coupled_optimizers as planted
 KNOWN = ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]
 
 
-def model() -> nn.Module:
+def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
 
