@@ -105,7 +105,7 @@ class Sweep:
                     overrides = overrides_of(trial, self.directory)
                     require_trained_with(self.run_file, overrides, self.directory / trial.name)
             free = list(range(self.file.parallel))
-            if len(waiting) > 1 or self._has_more():
+            if not self.via and (len(waiting) > 1 or self._has_more()):
                 environ = warm.preload(IMPORTED_ONCE, environ)
             try:
                 while waiting or self._running or self._promoted(all_trials) is not None or self._has_more():
