@@ -28,9 +28,6 @@ from typing import Annotated, Any
 import msgspec
 import torch
 import typer
-from shoal.recipes.objects import UserObjects
-from shoal.recipes.run import open_run
-from shoal.recipes.user_code import GIVEN
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.utils.data import TensorDataset
@@ -38,6 +35,9 @@ from torch.utils.data import TensorDataset
 from benchmarks.command import run
 from benchmarks.host_overhead import CLIP_NORM, adamw, loss_of
 from benchmarks.own_gpt import build
+from shoal.assembly.objects import UserObjects
+from shoal.assembly.run import open_run
+from shoal.assembly.user_code import GIVEN
 from shoal.bench.report import machine_facts
 from shoal.bench.training_job import ENDLESS, LR, Training, training_job
 from shoal.bench.turns import repeat

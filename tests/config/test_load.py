@@ -53,10 +53,13 @@ def test_a_mistake_is_named_with_its_repair(tmp_path: Path, text: str, overrides
 
 
 def test_a_missing_file_names_those_that_are_there(tmp_path: Path) -> None:
-    """A mistyped file name is answered with the run files beside it."""
-    (tmp_path / "real.toml").write_text("")
-    with pytest.raises(ConfigError, match=r"is missing: give a TOML file; there are .*real\.toml"):
-        load(Root, tmp_path / "unreal.toml")
+    """A mistyped file name is answered with the nearest run file beside it, another name with those that are there."""
+    for name in ("real.toml", "digits.toml"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(ConfigError, match=r"is missing: give a TOML file: did you mean .*digits\.toml\?"):
+        load(Root, tmp_path / "digit.toml")
+    with pytest.raises(ConfigError, match=r"is missing: give a TOML file; there are .*digits\.toml, .*real\.toml"):
+        load(Root, tmp_path / "somewhere-else.toml")
 
 
 def test_overrides_are_toml_and_the_last_wins(tmp_path: Path) -> None:

@@ -82,6 +82,15 @@ def test_evaluations_and_saves_come_when_they_are_due(job: Job) -> None:
     assert asked == [4, 6]
 
 
+def test_nothing_is_called_an_evaluation_without_data_for_one(job: Job) -> None:
+    """The live line says "evaluating" where there is something to evaluate."""
+    said: list[str] = []
+    job.sinks.activity = said.append
+    train(replace(job, evaluate=None))
+    assert "evaluating" not in said
+    assert any("checkpoint" in text for text in said)
+
+
 def test_a_script_s_own_save_is_made_after_its_step(job: Job) -> None:
     """Whoever takes the steps may ask for a checkpoint after any of them."""
     asked = saved_steps(job)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -99,7 +99,7 @@ def build_job(
             compare_every=run_file.observe.compare_every_steps,
         ),
         rate=_none if own_loop else run.rate,
-        evaluate=dict if own_loop else run.evaluate,
+        evaluate=None if own_loop or run.workload.data.held_out is None else run.evaluate,
         stop_requested=stop_requested,
         figures=lambda: _figures(run, sinks, unkeyed),
         compare=_comparison(run),
@@ -195,11 +195,12 @@ def _is_count(name: str, held: Held) -> bool:
 
 def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     """Says what is about to run."""
-    count = sum(prod(shape) for shape in run.generation.parts.split.shapes.values())
     data = run.workload.data
     endless = "a stream" if data.iterable is None else "the items of an iterable"
     samples = endless if data.endless else units.plural(len(data.train), "training sample")
-    sinks.note(f"{run.mesh.layout.describe()} on {run.device.type}, {count:,} parameters, {samples}")
+    split = run.generation.parts.split
+    parameters = said_of_parameters(split.shapes, split.frozen)
+    sinks.note(f"{run.mesh.layout.describe()} on {run.device.type}, {parameters}, {samples}")
     if data.said_of_targets:
         sinks.note(data.said_of_targets)
     if run.mesh.layout.world_size > 1:
@@ -227,6 +228,13 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
             f"run.steps = {run.run_file.run.steps} are done already: nothing to train; raise it to go on, or give "
             "--fresh to train a new run"
         )
+
+
+def said_of_parameters(shapes: Mapping[str, Sequence[int]], frozen: Collection[str]) -> str:
+    """How many there are, and how many of them train, if not all."""
+    count = sum(prod(shape) for shape in shapes.values())
+    trained = sum(prod(shape) for name, shape in shapes.items() if name not in frozen)
+    return f"{count:,} parameters" if trained == count else f"{trained:,} of {count:,} parameters train"
 
 
 def used_twice_in_a_step(config: BatchConfig, samples: int) -> str | None:

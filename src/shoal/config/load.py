@@ -6,6 +6,7 @@ is bounded: bytes, depth and the length of dotted keys, for which the time of Py
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -21,6 +22,8 @@ from shoal.errors import ConfigError
 from shoal.files import printable, read_file
 
 FILE_LIMIT_BYTES = 1 << 20
+MOST_FILES = 4
+"""Files of a folder that a message names."""
 MAX_DEPTH = 32
 """Tables and lists inside each other; run files need four."""
 
@@ -102,12 +105,15 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _beside(path: Path) -> str:
-    """The TOML files that a misspelt name may have meant, to be appended to a repair."""
+    """The TOML files that a misspelt name may have meant, to be appended to a repair: the nearest, else some."""
     try:
-        near = [] if path.exists() else sorted(path.parent.glob("*.toml"))[:4]
+        there = [] if path.exists() else sorted(path.parent.glob("*.toml"))
     except (OSError, ValueError):
         return ""
-    return f"; there are {', '.join(map(printable, near))}" if near else ""
+    near = difflib.get_close_matches(path.name, [one.name for one in there], n=1)
+    if near:
+        return f": did you mean {printable(path.parent / near[0])}?"
+    return f"; there are {', '.join(map(printable, there[:MOST_FILES]))}" if there else ""
 
 
 def _split(text: str) -> tuple[list[str], str]:

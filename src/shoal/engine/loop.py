@@ -57,7 +57,8 @@ class Cadence:
 class Job:
     """The parts of one run on one rank. Everything is an argument: the loop fetches nothing.
 
-    `rate` gives the learning rate of a step (None: the optimizer has its own); `origin` is what a checkpoint records
+    `rate` gives the learning rate of a step (None: the optimizer has its own); `evaluate` is None where there is no
+    held-out data, or the script evaluates; `origin` is what a checkpoint records
     about its writer (layout, generation). `saves` says after which steps a checkpoint is due, beside the last, and
     `last_save` measures how far apart they are. `figures`: more measurements of the step just taken. `compare`: raises
     where copies of the state differ. `speeds`: those of the replicas; None: there is one alone. `leaves` is asked
@@ -74,7 +75,7 @@ class Job:
     sinks: Sinks
     cadence: Cadence
     rate: Callable[[int], float | None]
-    evaluate: Callable[[], Mapping[str, float]]
+    evaluate: Callable[[], Mapping[str, float]] | None
     stop_requested: Callable[[], bool]
     origin: Mapping[str, Any]
     figures: Callable[[], Mapping[str, float]] | None = None
@@ -259,9 +260,12 @@ def _compare(job: Job) -> None:
 
 def _evaluate(job: Job) -> None:
     job.step.settle()
-    job.sinks.activity("evaluating")
-    values = job.hooks.evaluated(job.progress.step, job.evaluate())
-    job.sinks.activity("")
+    measured: Mapping[str, float] = {}
+    if job.evaluate is not None:
+        job.sinks.activity("evaluating")
+        measured = job.evaluate()
+        job.sinks.activity("")
+    values = job.hooks.evaluated(job.progress.step, measured)
     if values:
         job.sinks.record(job.progress.step, values, time_s=time.time())
 

@@ -36,6 +36,7 @@ from shoal.experiments.search import Trial, goes_on, rungs, trials
 from shoal.experiments.trained_keys import require_trained_with
 from shoal.experiments.trial_command import command_of, devices_of, overrides_of
 from shoal.files import read_json
+from shoal.launch import warm
 from shoal.launch.children import stop
 from shoal.launch.lock import RunLock, is_locked
 from shoal.observe.ending import ending_in
@@ -44,6 +45,8 @@ from shoal.observe.facts import read_facts, replace_file
 from shoal.runfile.load import load_run
 
 LOOK_S = 0.2
+IMPORTED_ONCE = ("torch", "numpy", "shoal.cli.main", "shoal.planning.prediction", "shoal.training")
+"""What each trial and each of its ranks needs, and only this process imports."""
 DECISIONS, PROPOSALS = "sweep.json", "proposals.json"
 MOST_BYTES = 16 << 20
 """A trial takes some hundred bytes."""
@@ -102,6 +105,8 @@ class Sweep:
                     overrides = overrides_of(trial, self.directory)
                     require_trained_with(self.run_file, overrides, self.directory / trial.name)
             free = list(range(self.file.parallel))
+            if not self.via and (len(waiting) > 1 or self._has_more()):
+                environ = warm.preload(IMPORTED_ONCE, environ)
             try:
                 while waiting or self._running or self._promoted(all_trials) is not None or self._has_more():
                     if free and not waiting and self._has_more():
@@ -201,8 +206,8 @@ class Sweep:
         folder.mkdir(parents=True, exist_ok=True)
         command = command_of(trial, self.run_file, self.directory, via=self.via)
         with (folder / "output.txt").open("ab") as output:
-            process = subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
+            process = warm.start(
+                command, stdout=output, stderr=subprocess.STDOUT,
                 env={**environ, **({} if self.via else devices_of(slot, self.file.parallel, environ))},
             )  # fmt: skip
         self._running.append(_Running(trial, slot, process))

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from shoal.errors import EnvironmentFault
-from shoal.launch import allocator
+from shoal.launch import allocator, warm
 from shoal.launch.devices import memory_limit
 from shoal.launch.environment import LOOPBACK, Environ
 from shoal.standard_output import kept_descriptor
@@ -135,15 +135,19 @@ def start(
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(_opened(log)) if log else None
             log_start = output.tell() if output else 0
-            process = subprocess.Popen(
+            process = warm.start(
                 command,
                 env=environ,
+<<<<<<< HEAD
                 stdin=subprocess.DEVNULL,
                 stdout=output or kept_descriptor(),
+=======
+                stdout=output,
+>>>>>>> inner
                 stderr=output,
                 pass_fds=pass_fds,
                 start_new_session=True,
-                preexec_fn=_armed(),
+                first=_armed(),
             )
     except OSError as error:
         raise EnvironmentFault(
