@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.assembly import provenance
 from shoal.assembly.finished_run import chosen_run, deciding_keys, intent_of, numbered
 from shoal.config.load import dumps
 from shoal.errors import UsageError
+from shoal.observe import provenance
 from shoal.observe.events import read_events
 from shoal.observe.facts import read_facts, write_facts
 from shoal.runfile.load import run_file_of

@@ -138,12 +138,7 @@ def start(
             process = warm.start(
                 command,
                 env=environ,
-<<<<<<< HEAD
-                stdin=subprocess.DEVNULL,
                 stdout=output or kept_descriptor(),
-=======
-                stdout=output,
->>>>>>> inner
                 stderr=output,
                 pass_fds=pass_fds,
                 start_new_session=True,

@@ -48,7 +48,7 @@ def start(
     command: Sequence[str],
     *,
     env: Mapping[str, str],
-    stdout: IO[bytes] | None,
+    stdout: IO[bytes] | int | None,
     stderr: IO[bytes] | int | None,
     pass_fds: Sequence[int] = (),
     start_new_session: bool = False,
