@@ -89,12 +89,18 @@ def cohort_batch(
     """The samples `rows` of each client side by side; a row with fewer than `batch` is filled up with weight 0."""
     lengths = [len(row) for row in rows]
     stand_in = next((int(row[0]) for row in rows if len(row)), 0)
-    filled = [np.concatenate([row, np.full(batch - len(row), row[0] if len(row) else stand_in)]) for row in rows]
+    filled = [row if len(row) == batch else _filled(row, batch, stand_in) for row in rows]
     read = read_batch(source, np.concatenate(filled), np.arange(batch * len(rows)), denominator=denominator).batch
     inputs, targets, weights = side_by_side(read, len(rows))
     for row, length in enumerate(lengths):
-        weights[row, length:] = 0
+        if length < batch:
+            weights[row, length:] = 0
     return CohortBatch(inputs, targets, weights, torch.tensor(active))
+
+
+def _filled(row: np.ndarray, batch: int, stand_in: int) -> np.ndarray:
+    """A row of `batch` sample ids; those that are made up weigh nothing."""
+    return np.concatenate([row, np.full(batch - len(row), row[0] if len(row) else stand_in)])
 
 
 def side_by_side(batch: Batch, clients: int) -> tuple[Tree, Tree, Tensor]:

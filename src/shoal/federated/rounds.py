@@ -43,6 +43,12 @@ class Given(msgspec.Struct, frozen=True, tag="given"):
     ticket: Ticket
 
 
+class Dropped(msgspec.Struct, frozen=True, tag="dropped"):
+    """Asynchronous work will not count: its client is gone, or what it sent cannot be used."""
+
+    ticket: Ticket
+
+
 class Counted(msgspec.Struct, frozen=True, tag="counted"):
     """A contribution counts; `digest` says which bytes it was."""
 
@@ -72,7 +78,7 @@ class Revealing(msgspec.Struct, frozen=True, tag="revealing"):
     attempt: int
 
 
-Decision = Revealing | Opened | Given | Counted | Abandoned | Advanced
+Decision = Revealing | Dropped | Opened | Given | Counted | Abandoned | Advanced
 
 
 @dataclass
@@ -82,6 +88,7 @@ class _Open:
     attempt: int
     cohort: tuple[str, ...]
     began_s: float | None
+    members: frozenset[str]
     revealing: bool = False
     counted: dict[Ticket, str] = field(default_factory=dict)
     waiting: set[str] = field(default_factory=set)
@@ -131,14 +138,14 @@ class Rounds:
         """A client is there."""
         self.present[client] = samples
         one = self.open
-        if one is not None and client in one.cohort and client not in one.refused:
+        if one is not None and client in one.members and client not in one.refused:
             counted = Ticket(client, self.version, one.attempt) in one.counted
             one.waiting |= set() if counted else {client}
 
     def leave(self, client: str) -> None:
         """A client is gone: what it was given is lost, and a round does not wait for it."""
         self.present.pop(client, None)
-        self.given.pop(client, None)
+        self._drop(client)
         if self.open is not None:
             self.open.waiting.discard(client)
 
@@ -150,7 +157,7 @@ class Rounds:
             return self._ask_any_time(client, now_s)
         self._open_round(now_s)
         one = self.open
-        if one is None or client not in one.cohort or client in one.refused:
+        if one is None or client not in one.members or client in one.refused:
             return None
         ticket = Ticket(client, self.version, one.attempt)
         return None if ticket in one.counted else ticket
@@ -164,7 +171,7 @@ class Rounds:
         one = self.open
         if one is None or (ticket.version, ticket.number) != (self.version, one.attempt):
             return "late" if (ticket.version, ticket.number) < (self.version, self.attempt) else "unknown"
-        if ticket.client not in one.cohort:
+        if ticket.client not in one.members:
             return "unknown"
         if len(one.counted) >= self._full(one):
             return "late"
@@ -173,8 +180,8 @@ class Rounds:
 
     def refuse(self, client: str) -> None:
         """What a client of the open round sent cannot be used; the round does not wait for it any more."""
-        self.given.pop(client, None)
-        if self.open is not None and client in self.open.cohort:
+        self._drop(client)
+        if self.open is not None and client in self.open.members:
             self.open.refused.add(client)
             self.open.waiting.discard(client)
 
@@ -258,10 +265,14 @@ class Rounds:
         if self.given.get(ticket.client) != ticket:
             return "unknown"
         if self.version - ticket.version > self.config.stalest:
-            del self.given[ticket.client]
+            self._drop(ticket.client)
             return "stale"
         self._decide(Counted(ticket, digest), None)
         return "counted"
+
+    def _drop(self, client: str) -> None:
+        if client in self.given:
+            self._decide(Dropped(self.given[client]), None)
 
     def _decide(self, decision: Decision, now_s: float | None) -> None:
         self._made.append(decision)
@@ -271,10 +282,12 @@ class Rounds:
         match decision:
             case Opened(version=version, attempt=attempt, cohort=cohort):
                 self.version, self.attempt = version, attempt
-                self.open = _Open(attempt, cohort, now_s, waiting=set(cohort))
+                self.open = _Open(attempt, cohort, now_s, frozenset(cohort), waiting=set(cohort))
             case Given(ticket=ticket):
                 self.given[ticket.client] = ticket
                 self._numbers[ticket.client, ticket.version] = ticket.number + 1
+            case Dropped(ticket=ticket):
+                self.given.pop(ticket.client, None)
             case Counted(ticket=ticket, digest=digest):
                 self.given.pop(ticket.client, None)
                 if self.config.asynchronous:

@@ -45,8 +45,8 @@ class PrivateGradient:
         rows = max(1, TOGETHER_BYTES // (model.numel() * model.element_size()))
         for first in range(0, len(weights), rows):
             part = slice(first, first + rows)
-            cut = [map_tree(lambda leaf, p=part: leaf[p], tree) for tree in (inputs, targets)]
-            gradients, values = vmap(of_one, randomness="different")(*cut, weights[part])
+            x, y = (map_tree(lambda leaf, p=part: leaf[p], tree) for tree in (inputs, targets))
+            gradients, values = vmap(of_one, randomness="different")(x, y, weights[part])
             total += gradients.double().sum(0)
             losses = losses + values.sum()
         total += self.config.noise * self.config.clip * self.noise(model.numel())

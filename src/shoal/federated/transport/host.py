@@ -155,6 +155,7 @@ class Host:
         """An upload cannot count, and its client is named."""
         self.store.drop(ticket)
         self.rounds.refuse(ticket.client)
+        self._commit()
         self.told(f"refused: {sentence}")
         return messages.Ended(False, sentence[:1000])
 
