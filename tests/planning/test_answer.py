@@ -17,7 +17,7 @@ from shoal.models.gpt import GPT
 from shoal.optim.config import SGD, AdamW, AdamW8bit, OptimizerConfig
 from shoal.planner.explain.text import help_sentence
 from shoal.planner.predict.predictor import Prediction
-from shoal.planner.predict.saving import save_of
+from shoal.planner.predict.run_cost import save_of
 from shoal.planning.answer import cluster_of, planned, predictor_on, transformer_of
 from shoal.planning.plan_file import written_plan
 from shoal.planning.stack import CODED_BYTES, CODED_ON_CORES, stack_of

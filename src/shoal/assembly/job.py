@@ -14,9 +14,8 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal import units
-from shoal.assembly.metering import layer_norms, scaling
+from shoal.assembly.metering import layer_norms, replica_speeds, scaling
 from shoal.assembly.proofs import missing_proof
-from shoal.assembly.replica_speeds import replica_speeds
 from shoal.assembly.run import Run
 from shoal.assembly.run_gradients import gathering_of
 from shoal.assembly.run_hooks import run_hooks

@@ -24,8 +24,8 @@ from shoal.engine.microbatches import cut_sequences
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
 from shoal.memory.recompute import check_recompute, recompute
+from shoal.models.build import PartOf, initialise_parts
 from shoal.models.config import ForeignModel
-from shoal.models.initialise import PartOf, initialise_parts
 from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
 from shoal.models.roles import DeclaresParts
 from shoal.parallel.context.shard import positions

@@ -23,9 +23,16 @@ from torch import Tensor
 from shoal.checkpoint.agreement import LocalExchange
 from shoal.checkpoint.load import empty, read_all, read_into
 from shoal.checkpoint.manifest import Manifest, TensorEntry
-from shoal.checkpoint.objects import MANIFEST, Places, temporary
+from shoal.checkpoint.objects import (
+    MANIFEST,
+    WEIGHTS,
+    Places,
+    require_checkpoints,
+    require_folder,
+    require_weights,
+    temporary,
+)
 from shoal.checkpoint.save import Saver
-from shoal.checkpoint.sources import WEIGHTS, require_checkpoints, require_folder, require_weights
 from shoal.checkpoint.verify import (
     Finding,
     checkpoint_in,

@@ -13,10 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from shoal.assembly.facts import run_facts
 from shoal.assembly.job import run_start, sinks_of
 from shoal.assembly.run import Run
-from shoal.assembly.run_record import write_run_file
+from shoal.assembly.run_record import run_facts, write_run_file
 from shoal.observe.ending import ending_of
 from shoal.observe.facts import read_facts, write_facts
 from shoal.observe.provenance import provenance

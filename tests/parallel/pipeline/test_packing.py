@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.codec.blockwise import Blockwise
 from shoal.codec.cast import Cast
 from shoal.codec.config import BlockwiseConfig, CastConfig
+from shoal.codec.quantise import Blockwise
 from shoal.parallel.pipeline.cut import balanced_cut, estimated_costs
 from shoal.parallel.pipeline.joints import Form
 from shoal.parallel.pipeline.packing import AS_IT_IS, Packing, StageCodec
