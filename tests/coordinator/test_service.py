@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from shoal.coordinator.client import Address, Client, Connection, NoGeneration
-from shoal.coordinator.journal import Journal
+from shoal.coordinator.service import Journal
 from shoal.coordinator.watch import watching
 from shoal.launch import frames
 from shoal.launch.handshake import Refusal, TokenRefused, hello

@@ -29,8 +29,7 @@ from shoal.models.config import ForeignModel
 from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
 from shoal.models.roles import DeclaresParts
 from shoal.parallel.context.shard import positions
-from shoal.parallel.pipeline.cut import balanced_cut, cut_at, estimated_costs
-from shoal.parallel.pipeline.stages import Stages, staged
+from shoal.parallel.pipeline.stages import Stages, balanced_cut, cut_at, estimated_costs, staged
 from shoal.parallel.split import Split, split_model
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.build import build

@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shoal.coordinator.client import Address
-from shoal.coordinator.journal import Journal
-from shoal.coordinator.service import Limits, Service
+from shoal.coordinator.service import Journal, Limits, Service
 from shoal.errors import EnvironmentFault, InUse, UsageError
 from shoal.launch.environment import LOOPBACK
 from shoal.launch.handshake import make_token

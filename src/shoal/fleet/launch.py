@@ -17,8 +17,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.coordinator.journal import Journal
 from shoal.coordinator.serve import coordinator_in
+from shoal.coordinator.service import Journal
 from shoal.coordinator.watch import view_of, watching
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.fleet.assignment import TOKEN, coordinator_from, coordinator_variables, replicas_here

@@ -27,8 +27,7 @@ from shoal.config.reference import markdown
 from shoal.config.table import Table, says
 from shoal.errors import ConfigError
 from shoal.topology.cluster import Architecture, Cluster, Device, FatTree, Link, Machine, Network, Price, Reliability
-from shoal.topology.devices import DEVICES, MACHINES
-from shoal.topology.failures import PUBLISHED, published_rate
+from shoal.topology.devices import DEVICES, MACHINES, PUBLISHED, published_rate
 
 
 class ClusterTable(Table, frozen=True):

@@ -25,8 +25,7 @@ from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.models.keyed_draws import Extent, Inside
 from shoal.models.roles import DeclaresCounts, DeclaresRoles, role_of, roles_of
-from shoal.parallel.tensor.blocks import block_layers
-from shoal.parallel.tensor.crossings import Crossings
+from shoal.parallel.tensor.crossings import Crossings, block_layers
 from shoal.parallel.tensor.layers import (
     ColumnLinear,
     Cut,
