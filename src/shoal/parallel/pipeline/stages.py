@@ -21,7 +21,7 @@ from shoal.errors import LayoutError, UserCodeError
 from shoal.models.roles import DeclaresParts, Part, role_of
 from shoal.schedules.cut import Cut, balanced_cut, check_enough
 
-__all__ = ["Cut", "balanced_cut", "cut_at", "estimated_costs", "measured_costs", "stage_costs"]
+__all__ = ["Cut", "Stages", "balanced_cut", "cut_at", "estimated_costs", "measured_costs", "stage_costs", "staged"]
 
 LEAST_SHARE = 1e-3
 """A part without matrix products is not free: this share of the dearest part's cost."""
