@@ -27,14 +27,12 @@ from shoal.codec.config import AutoConfig, CodecConfig, NoCodec
 from shoal.codec.stated import Matrices, stated
 from shoal.comm.exchanges.choice import PROBE_BYTES
 from shoal.cost.compression import MeasuredLink, Way, choose, exposed_s
-from shoal.cost.matrices import matrix_shapes
 from shoal.cost.plan import Plan
-from shoal.cost.transformer import Transformer, total_parameters
+from shoal.cost.transformer import Transformer, matrix_shapes, total_parameters
 from shoal.errors import ConfigError
-from shoal.planner.predict.codecs import Codecs
 from shoal.planner.predict.coding import gradient_sum, measured_time
 from shoal.planner.predict.machine import Machine
-from shoal.planner.predict.stack import MODERN
+from shoal.planner.predict.stack import MODERN, Codecs
 from shoal.topology.calibration import CodecTime
 from shoal.topology.cluster_file import cluster_from
 from shoal.topology.layout import Layout

@@ -54,9 +54,8 @@ from shoal.observe.displays import LiveDisplay
 from shoal.observe.ending import Ending
 from shoal.observe.sink import RunStart, Sinks
 from shoal.observe.sinks import open_sinks
-from shoal.page.beside import BESIDE_POLL_S
 from shoal.page.live_run import LiveRun
-from shoal.page.server import Follower
+from shoal.page.server import BESIDE_POLL_S, Follower
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 

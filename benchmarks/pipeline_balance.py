@@ -18,12 +18,12 @@ from torch import Tensor
 
 from shoal.bench.ddp_script import new_gpt
 from shoal.bench.report import Result, check
+from shoal.models.build import initialise
 from shoal.models.config import GPTConfig
 from shoal.models.gpt import GPT
-from shoal.models.initialise import initialise
 from shoal.models.layers import GELU
 from shoal.models.roles import DeclaresParts, Part
-from shoal.parallel.pipeline.cut import Cut, balanced_cut, estimated_costs, measured_costs
+from shoal.parallel.pipeline.stages import Cut, balanced_cut, estimated_costs, measured_costs
 
 MODEL = GPTConfig(vocabulary=4096, layers=24, width=128, heads=4, feed_forward="gelu")
 NARROWEST, WIDEST = 128, 2048

@@ -18,7 +18,7 @@ import pytest
 from shoal.assembly.data_record import recorded_data
 from shoal.assembly.proofs import _passed
 from shoal.checkpoint import manifest, tensorfile
-from shoal.checkpoint.sources import require_weights
+from shoal.checkpoint.objects import require_weights
 from shoal.config.load import read as read_tables
 from shoal.errors import ShoalError
 from shoal.experiments.sweep import Decision, read_state
@@ -28,7 +28,7 @@ from shoal.observe.events import scan_events
 from shoal.observe.facts import read_facts
 from shoal.planning.history import remembered
 from shoal.resilience.faults import read_faults
-from shoal.resilience.hang_file import read_verdict
+from shoal.resilience.hang_verdict import read_verdict
 
 SOON_S = 3.0
 """A second on an idle machine."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import RunFailed, RunStopped, ShoalError
 
 if TYPE_CHECKING:
-    from shoal.api import open_data, start, train
+    from shoal.api import load_checkpoint, open_data, plan, start, train, verify
     from shoal.engine.global_batch import gather_samples
     from shoal.models.embedding_table import EmbeddingTable
 
@@ -29,14 +29,17 @@ __all__ = [
     "ShoalError",
     "__version__",
     "gather_samples",
+    "load_checkpoint",
     "open_data",
+    "plan",
     "start",
     "train",
+    "verify",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("open_data", "start", "train"):
+    if name in ("load_checkpoint", "open_data", "plan", "start", "train", "verify"):
         from shoal import api
 
         return getattr(api, name)

@@ -1,4 +1,5 @@
-"""Runs from a script, with the script's own objects: `shoal.train` takes the loop over, `shoal.start` leaves it there.
+"""Runs from a script, with the script's own objects: `shoal.train` takes the loop over, `shoal.start` leaves it there,
+`shoal.verify` compares the run with one process. `shoal.plan` and `shoal.load_checkpoint` need no ranks.
 
 A process that no launcher started starts the ranks, each with the script's own command line, and waits for them; in
 each of them the same call trains, and other calls of the script are passed over. So one script serves a laptop,
@@ -7,17 +8,24 @@ torchrun and srun alike.
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
 
 from shoal.assembly.finished_run import chosen_run, intent_of, with_flag
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.start import run
 from shoal.assembly.user_code import GIVEN, table_of_object
-from shoal.config.load import apply, read
+from shoal.config.load import apply, dumps, read
 from shoal.errors import RunEnded, RunFailed, RunStopped, ShoalError, UsageError
 from shoal.launch.environment import Place, place_from
 from shoal.launch.own_script import Reached, own_command, reads_for
@@ -26,13 +34,21 @@ from shoal.observe.facts import facts_path
 from shoal.planning.arrange import PLANNER
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory
+from shoal.temporary_folder import temporary_folder
+from shoal.verification.refusals import require_provable
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
+
     from shoal.data.dataset import Dataset
     from shoal.own_loop.loop import Training
 
 ONLY_RUN = "SHOAL_ONLY_RUN"
-"""Which run the ranks of a script were started for: they pass over its other calls of `train`."""
+"""Which run the ranks of a script were started for: they pass over its other calls of `train` and `verify`."""
+VERDICT = "SHOAL_VERDICT"
+"""The file in which rank 0 of a `verify` leaves what was found, for the process that started the ranks; with the hash
+of a call behind it, what an earlier call has found, for ranks that pass over it.
+"""
 
 
 Configuration = str | Path | Mapping[str, Any] | RunFile
@@ -62,13 +78,72 @@ def train(
     wrong is on standard error already; a script that does not catch them ends with the exit code and no traceback.
     A rank itself ends with its own code, and does not return.
     """
-    try:
+    with _refusals_said():
         return _trained(config, with_flag(overrides, resume), model=model, data=data, loss=loss)
-    except RunEnded:
-        raise
-    except ShoalError as refusal:
-        say(f"shoal: {refusal}")
-        raise RunFailed(refusal.exit_code, rank=None, sentence=str(refusal)) from refusal
+
+
+def verify(
+    config: Configuration,
+    overrides: Sequence[str] = (),
+    *,
+    model: Any = None,
+    data: Any = None,
+    loss: Any = None,
+    steps: int | None = None,
+    exact: bool = False,
+) -> dict[str, Any] | None:
+    """Compare some steps of a run with one process, and return what `shoal verify --json` prints.
+
+    The arguments are those of `train`; `steps` are the optimizer steps to compare, `exact` does it in float64. Nothing
+    is written to the run directory but which splits of a user's model have passed. Under a launcher rank 0 alone gets
+    the verdict, other ranks None.
+
+    Raises `RunFailed` where the two differ (exit code 6, with a sentence that names what differs first), where the run
+    is refused, or where a rank fails; `RunStopped` after a signal.
+
+    A script may call it several times, and `train` behind it: ranks that are started for one call pass over the others,
+    and get from those before it what they have found.
+    """
+    with _refusals_said():
+        return _verified(config, overrides, {"model": model, "data": data, "loss": loss}, steps=steps, exact=exact)
+
+
+def plan(
+    config: Configuration, overrides: Sequence[str] = (), *, cluster: str | Path | None = None, keep: int = 10
+) -> list[dict[str, Any]]:
+    """The `keep` fastest plans of a run that fit, the best first: the entries of `plans` in `shoal plan --json`.
+
+    An entry has the predicted seconds of a step (`step_s`), bytes of the fullest rank (`memory_bytes`), what they are
+    made of (`bill_s`, `memory`), and the choices (`layout`, `microbatch`, `zero`, `recompute`, ...). `cluster` is the
+    file of the machine; without it, that of `layout.cluster`, else the cores of this one.
+
+    Raises `ConfigError`, `LayoutError` where nothing fits, `UsageError`.
+    """
+    from shoal.planner.explain.residuals import prediction_record
+    from shoal.planning.answer import cluster_file, planned
+    from shoal.planning.measured_step import step_of_earlier_run
+
+    run_file, _ = _resolved(config, overrides)
+    where = cluster_file(run_file.layout.cluster, None if cluster is None else Path(cluster))
+    step = step_of_earlier_run(run_file, host=socket.gethostname()) if where is None else None
+    return [prediction_record(one) for one in planned(run_file, where, keep=keep, measured_step=step).found.best]
+
+
+def load_checkpoint(source: str | Path, model: nn.Module | None = None) -> dict[str, Tensor]:
+    """The weights and buffers of a checkpoint, or of a run directory's newest whole one, under the names of the unsplit
+    model, on the CPU; every byte is verified. They are also copied into `model`, if it is given.
+
+    A parameter that a model has under several names is there under the first.
+
+    Raises `UsageError` where there is no checkpoint, or where it is not of such a model; `CorruptCheckpoint`.
+    """
+    from shoal.checkpoint.inspect import copy_weights, require_weights_of, weights_of
+
+    weights = weights_of(Path(source))
+    if model is not None:
+        require_weights_of(model, weights, source=source)
+        copy_weights(weights, model)
+    return weights
 
 
 def _trained(config: Configuration, overrides: Sequence[str], *, model: Any, data: Any, loss: Any) -> Path:
@@ -83,21 +158,10 @@ def _trained(config: Configuration, overrides: Sequence[str], *, model: Any, dat
 
         train_rank(run_file, place, UserObjects(model=model, data=data, loss=loss), forecast=FORECAST)
 
-    reads = reads_for(directory, os.environ)
-    if reads is not None:
-        if reads:
-            raise Reached(data)
-        return directory  # this process reads for another call of the script
-    place, wanted = place_from(os.environ), str(directory.resolve())
-    if place is not None and os.environ.get(ONLY_RUN, wanted) != wanted:
-        return directory  # this rank was started for another call of the script
-    environ = os.environ if place is not None else {**os.environ, ONLY_RUN: wanted}
-    code = run(run_file, own_command(), be_rank, directory=directory, file=file, environ=environ, planner=PLANNER)
-    if place is not None and place.launcher == "shoal":
-        sys.exit(code)  # this process was made for the call above; what follows in the script runs once, in its parent
-    if code != 0:
-        kind = RunStopped if code.rank is None else RunFailed
-        raise kind(int(code), rank=code.rank, sentence=code.sentence)
+    if _is_for_another_call(directory, str(directory.resolve()), data):
+        return directory
+    _run_ranks(run_file, be_rank, directory=directory, file=file, wanted=str(directory.resolve()))
+    place = place_from(os.environ)
     if place is None and not facts_path(directory).exists():
         raise UsageError(
             f"the ranks ended without training into {directory}: the script, run again, did not come to the same "
@@ -106,6 +170,113 @@ def _trained(config: Configuration, overrides: Sequence[str], *, model: Any, dat
     if place is None:
         _give_back(model, directory)
     return directory
+
+
+def _verified(
+    config: Configuration, overrides: Sequence[str], objects: dict[str, Any], *, steps: int | None, exact: bool
+) -> dict[str, Any] | None:
+    run_file, file = _resolved(config, overrides, **objects)
+    require_provable(run_file)
+    directory = run_directory(run_file)
+    call = blake3(f"{dumps(run_file)} {steps} {exact}".encode()).hexdigest()[:16]
+    wanted, earlier, found = f"verify {call}", f"{VERDICT}_{call}", []
+
+    def be_rank(run_file: RunFile, place: Place) -> None:
+        from torch import nn
+
+        from shoal.errors import VerificationFailed
+        from shoal.verification.verify import verify_rank
+
+        model = objects["model"]
+        if isinstance(model, nn.Module):  # the layout and the one process each train one of their own
+            model = partial(deepcopy, model)
+        given = UserObjects(model=model, data=objects["data"], loss=objects["loss"])
+        verdict = verify_rank(run_file, place, given, steps=steps, exact=exact)
+        if verdict is None:
+            return
+        found.append(verdict.to_json())
+        if VERDICT in os.environ:
+            Path(os.environ[VERDICT]).write_text(json.dumps(found[0]), encoding="utf-8")
+        if not verdict.holds:
+            raise VerificationFailed(verdict.sentence())
+
+    if _is_for_another_call(directory, wanted, objects["data"]):
+        return json.loads(os.environ[earlier]) if earlier in os.environ else None
+    with temporary_folder() as folder:
+        verdict = folder / "verdict.json"
+        _run_ranks(
+            run_file,
+            be_rank,
+            directory=directory,
+            file=file,
+            wanted=wanted,
+            beside={VERDICT: str(verdict)},
+            writes=False,
+        )
+        if place_from(os.environ) is not None:
+            return found[0] if found else None
+        if not verdict.exists():
+            raise UsageError(
+                "the ranks ended without a verdict: the script, run again, did not come to the same call of "
+                "shoal.verify; what leads to it must not depend on time or chance"
+            )
+        os.environ[earlier] = verdict.read_text(encoding="utf-8")
+        return json.loads(os.environ[earlier])
+
+
+def _is_for_another_call(directory: Path, wanted: str, data: Any) -> bool:
+    """Whether this process was started for another call of the script, which goes on behind this one. A process that
+    reads data for this call ends here.
+    """
+    reads = reads_for(directory, os.environ)
+    if reads:
+        raise Reached(data)
+    return reads is not None or (place_from(os.environ) is not None and os.environ.get(ONLY_RUN, wanted) != wanted)
+
+
+def _run_ranks(
+    run_file: RunFile,
+    be_rank: Callable[[RunFile, Place], None],
+    *,
+    directory: Path,
+    file: str,
+    wanted: str,
+    beside: Mapping[str, str] | None = None,
+    writes: bool = True,
+) -> None:
+    """Starts the ranks with this script for the call `wanted`, or is one. `beside`: more variables that they get.
+
+    Raises `RunFailed` and `RunStopped`; a rank that Shoal has started does not return.
+    """
+    place = place_from(os.environ)
+    environ = os.environ if place is not None else {**os.environ, ONLY_RUN: wanted, **(beside or {})}
+    code = run(
+        run_file,
+        own_command(),
+        be_rank,
+        directory=directory,
+        file=file,
+        writes=writes,
+        environ=environ,
+        planner=PLANNER,
+    )
+    if place is not None and place.launcher == "shoal":
+        sys.exit(code)  # this process was made for the call above; what follows in the script runs once, in its parent
+    if code != 0:
+        kind = RunStopped if code.rank is None else RunFailed
+        raise kind(int(code), rank=code.rank, sentence=code.sentence)
+
+
+@contextmanager
+def _refusals_said() -> Iterator[None]:
+    """A refusal is one sentence on standard error, and `RunFailed` to the script."""
+    try:
+        yield
+    except RunEnded:
+        raise
+    except ShoalError as refusal:
+        say(f"shoal: {refusal}")
+        raise RunFailed(refusal.exit_code, rank=None, sentence=str(refusal)) from refusal
 
 
 def start(
@@ -180,15 +351,10 @@ def open_data(table: Mapping[str, Any], *, sequence: int = 256) -> Dataset:
 def _give_back(model: Any, directory: Path) -> None:
     """The trained weights and buffers to the script's own module: the ranks have trained copies of it."""
     torch = sys.modules.get("torch")
-    if torch is None or not isinstance(model, torch.nn.Module):
-        return
-    from shoal.checkpoint.inspect import weights_of
+    if torch is not None and isinstance(model, torch.nn.Module):
+        from shoal.checkpoint.inspect import copy_weights, weights_of
 
-    weights, own = weights_of(directory), model.state_dict(keep_vars=True)
-    with torch.no_grad():
-        for name, tensor in own.items():
-            if name in weights:  # a tied parameter is saved under its first name alone
-                tensor.copy_(weights[name])
+        copy_weights(weights_of(directory), model)
 
 
 def _resolved(config: Configuration, overrides: Sequence[str], **objects: Any) -> tuple[RunFile, str]:

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from shoal.assembly.conclusion import conclude
-from shoal.assembly.facts import run_facts
 from shoal.assembly.hang_watch import watch_hangs
 from shoal.assembly.job import build_job, introduce, restore, run_start, sinks_of
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.preempted import stopping_when_preempted
 from shoal.assembly.replay import check_replay, rounds_of
 from shoal.assembly.run import Run, open_run
-from shoal.assembly.run_record import write_run_file
+from shoal.assembly.run_record import run_facts, write_run_file
 from shoal.engine.loop import train
 from shoal.errors import ConfigError
 from shoal.launch.environment import Place

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.parallel.tensor.cut import Cut
-from shoal.parallel.tensor.layers import part_of
+from shoal.parallel.tensor.layers import Cut, part_of
 from shoal.parallel.tensor.plan import TensorPart
 from shoal.state.ownership import owned_run
 from shoal.topology.axes import placed

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from shoal.checkpoint.agreement import LocalExchange
 from shoal.checkpoint.grid import Parcel, TensorSpec
-from shoal.checkpoint.inventory import Item
 from shoal.checkpoint.objects import TEMPORARY, Places
-from shoal.checkpoint.plan import plan_for
+from shoal.checkpoint.plan import Item, plan_for
 from shoal.checkpoint.save import Saver, SaveReport
 from shoal.checkpoint.verify import checkpoints, read_manifest
 from shoal.topology.box import whole

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from _pytest.monkeypatch import MonkeyPatch
 
-from shoal.checkpoint import adopt, manifest
+from shoal.checkpoint import commit, manifest
 from shoal.checkpoint.load import read_all
 from shoal.checkpoint.objects import MANIFEST, Disk, Places
 from shoal.checkpoint.remote import RemoteCheckpoints, fetch_newest
@@ -173,7 +173,7 @@ def test_a_kill_at_every_call_of_a_fetch_leaves_the_disk_whole(tmp_path: Path, m
                         die()
 
             with MonkeyPatch.context() as patch:
-                patch.setattr(adopt, "Disk", lambda: Disk(at_point))
+                patch.setattr(commit, "Disk", lambda: Disk(at_point))
                 fetch_newest(store, into, newest_here=100)
 
         if survives(fetch):

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.checkpoint.progress import contradiction, plain
+from shoal.checkpoint.manifest import contradiction, plain
 from shoal.data.cursor import Cursor, Interval
 from shoal.engine.state import Progress
 from shoal.errors import UsageError

@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.checkpoint import signs
-from shoal.checkpoint.agreement import LocalExchange
+from shoal.checkpoint import agreement
+from shoal.checkpoint.agreement import Chain, LocalExchange, NotTold, hear
 from shoal.checkpoint.save import SaveReport
-from shoal.checkpoint.signs import Chain, NotTold, hear
 from tests.checkpoint.states import LAYOUT, on_ranks, saver_for, state_of
 from tests.waiting import HANG_S, NEVER_S
 
@@ -78,7 +77,7 @@ def test_a_save_whose_every_action_gives_a_sign_counts_and_clears_the_board(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three ranks save twice. After the second, the board holds nothing of the first."""
-    monkeypatch.setattr(signs, "SIGN_EVERY", 0.0)
+    monkeypatch.setattr(agreement, "SIGN_EVERY", 0.0)
     board, reports = LocalExchange(), dict[int, list[SaveReport]]()
 
     def work(rank: int) -> None:

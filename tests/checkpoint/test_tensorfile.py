@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from shoal.checkpoint.grid import TensorSpec
-from shoal.checkpoint.staging import Staging
-from shoal.checkpoint.tensorfile import DTYPES, read
+from shoal.checkpoint.tensorfile import DTYPES, Staging, read
 from shoal.errors import CorruptCheckpoint
 from shoal.state.target import parts_of
 from shoal.topology.box import whole

@@ -7,10 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.codec.blockwise import Blockwise
 from shoal.codec.config import BlockwiseConfig, SignConfig, TopKConfig
-from shoal.codec.digits import pack_digits, packed_bytes, per_byte, unpack_digits
-from shoal.codec.sign import Sign
+from shoal.codec.quantise import Blockwise, Sign, pack_digits, packed_bytes, per_byte, unpack_digits
 from shoal.codec.top_k import SAMPLE, TopK, largest
 from tests.codec.every import codec_of
 

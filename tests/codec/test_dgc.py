@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.codec.config import DGCConfig
-from shoal.codec.dgc import DGC, fraction_at
+from shoal.codec.top_k import DGC, fraction_at
 
 
 def test_the_warm_up_is_that_of_the_paper() -> None:

@@ -13,8 +13,8 @@ from shoal.codec.acp_sgd import ACPSGD
 from shoal.codec.codec import Codec, TensorPlace
 from shoal.codec.config import ACPSGDConfig, PowerSGDConfig, RandomKConfig, ScaleComConfig
 from shoal.codec.power_sgd import PowerSGD
-from shoal.codec.random_k import RandomK
 from shoal.codec.scale_com import ScaleCom
+from shoal.codec.top_k import RandomK
 
 PLACES = [TensorPlace("a", 0, (24, 20)), TensorPlace("bias", 480, (24,)), TensorPlace("b", 512, (16, 30))]
 NUMEL, RANKS = 1000, 3

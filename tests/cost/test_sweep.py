@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cost.alpha_beta import Sweep, sweep_of
-from shoal.cost.host import Host, host_of
+from shoal.cost.operators import Host, host_of
 from shoal.errors import ConfigError
 from shoal.topology.calibration import OperatorTime
 

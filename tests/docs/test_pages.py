@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -115,15 +116,34 @@ def test_the_script_of_your_model_trains(tmp_path: Path) -> None:
 
 
 def test_the_script_of_the_python_api_ends_where_it_began(tmp_path: Path) -> None:
-    """Two ranks train, and what follows the call runs once, in the process that started them, with their weights."""
+    """Two ranks train, and what follows the call runs once, in the process that started them, with their weights. The
+    page's other script loads them.
+    """
     own = project(tmp_path)
-    (script,) = blocks("python-api", "python")
+    script, loading = blocks("python-api", "python")
     (tmp_path / "mine.py").write_text(script)
     done = own.python("mine.py")
     assert done.returncode == 0, done.stderr
     assert [line for line in done.stdout.splitlines() if "first weight" in line] == [done.stdout.splitlines()[-1]]
     whole = weights_of(tmp_path / "runs/api")["0.weight"]
     assert done.stdout.endswith(f"now {float(whole[0, 0]):.4f}\n")
+    shutil.copytree(DOCS.parent / "recipes", tmp_path / "recipes")
+    (tmp_path / "loading.py").write_text(loading)
+    done = own.python("loading.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{20 * 64 + 64 + 64 * 2 + 2} parameters")
+    assert "s a step" in done.stdout
+
+
+def test_every_decision_is_in_the_index() -> None:
+    """Once, under the question that it answers; what is superseded says so in both places."""
+    folder = DOCS / "decisions"
+    index = (folder / "README.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| .*\? \| (?:~~)?\[\d+\]\(([^)]+)\)(.*) \|$", index, flags=re.MULTILINE))
+    pages = sorted(folder.glob("0*.md"))
+    assert sorted(rows) == [page.name for page in pages]
+    gone = {page.name for page in pages if "Superseded by" in page.read_text(encoding="utf-8")}
+    assert gone == {name for name, rest in rows.items() if "superseded by" in rest}
 
 
 def commands(path: Path) -> list[list[str]]:

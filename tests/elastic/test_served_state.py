@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from shoal.assembly.run import Run, open_run
-from shoal.elastic.committed_state import CommittedState
+from shoal.elastic.committed_state import CommittedState, gather_served, own_parts, served_parts
 from shoal.elastic.generation import skip_steps, take_state
-from shoal.elastic.served_state import gather_served, own_parts, served_parts
 from shoal.elastic.state_copy import HeldState, held_state
 from shoal.launch.environment import Place
 from shoal.resilience.events import View

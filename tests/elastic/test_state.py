@@ -29,8 +29,7 @@ from shoal.comm.ledger import Ledger
 from shoal.comm.local import local_group
 from shoal.coordinator.client import Address, Begin, NoGeneration
 from shoal.elastic import state_copy
-from shoal.elastic.connections import hosts_lost, shut_down_connections, unreachable
-from shoal.elastic.rendezvous import ReplicaRendezvous, place_of
+from shoal.elastic.rendezvous import ReplicaRendezvous, hosts_lost, place_of, shut_down_connections, unreachable
 from shoal.elastic.replica_ranks import ReplicaRanks
 from shoal.elastic.sinks import membership_sentence
 from shoal.elastic.state_copy import HeldState, share_state

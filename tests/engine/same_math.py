@@ -26,9 +26,8 @@ from shoal.engine.transforms import clip_by_global_norm
 from shoal.engine.updates import AtOnce
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.replicated import ReplicatedGradients
-from shoal.models.build import build
+from shoal.models.build import build, initialise
 from shoal.models.config import ConvNetConfig, GPTConfig
-from shoal.models.initialise import initialise
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
 from shoal.sync.allreduce import AlwaysEqual

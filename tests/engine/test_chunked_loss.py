@@ -14,9 +14,8 @@ from shoal.engine.chunked_loss import in_chunks
 from shoal.engine.loss import cross_entropy
 from shoal.errors import ConfigError, UserCodeError
 from shoal.memory.tracker import LivingStorages
-from shoal.models.build import build
+from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
-from shoal.models.initialise import initialise
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile
 from tests.models.huggingface import architectures

@@ -16,7 +16,7 @@ from shoal.comm.mesh import build_mesh
 from shoal.data.cursor import Interval
 from shoal.data.order import share
 from shoal.engine.replica_speeds import Noted, ReplicaSpeeds, SpeedBoard
-from shoal.resilience.stragglers import Lasting, Stragglers
+from shoal.resilience.detection import Lasting, Stragglers
 from shoal.topology.layout import Layout
 from tests.ranks import TestPlace
 from tests.waiting import HANG_S

@@ -6,8 +6,8 @@ import math
 
 import pytest
 
+from shoal.cost.interval import steps_between_saves
 from shoal.engine.save_interval import ByFailures, EverySteps, LastSave
-from shoal.resilience.goodput import steps_between_saves
 
 
 class Clock:

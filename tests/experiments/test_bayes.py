@@ -14,10 +14,9 @@ import msgspec
 import pytest
 
 from shoal.errors import MissingExtra, UsageError
-from shoal.experiments.bayes import Known, propose
 from shoal.experiments.config import Bayes, Range, SweepFile
 from shoal.experiments.config import Random as RandomSearch
-from shoal.experiments.search import trials
+from shoal.experiments.search import Known, propose, trials
 from shoal.experiments.sweep import Sweep
 from shoal.installation import install_command
 

@@ -17,7 +17,7 @@ from shoal.experiments.rehearsal.rehearse import rehearse, row_of, state_of
 from shoal.experiments.rehearsal.scenarios import AT, FAMILIES, Scenario, scenarios
 from shoal.experiments.rehearsal.small_disk import end_fill, fill, small_disk, why_no_small_disk
 from shoal.experiments.rehearsal.trial import FaultTrial, Line, damage
-from shoal.fleet.rehearsed_journal import journal_of
+from shoal.fleet.launch import journal_of
 from shoal.observe.events import EventWriter
 from shoal.resilience.events import Scaled
 from shoal.resilience.faults import JOURNAL, REHEARSAL, Fault, Strike, write_faults

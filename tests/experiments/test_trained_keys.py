@@ -8,7 +8,7 @@ import pytest
 
 from shoal.config.load import dumps
 from shoal.errors import UsageError
-from shoal.experiments.trained_keys import require_trained_with
+from shoal.experiments.trial_command import require_trained_with
 from shoal.runfile.load import load_run
 from tests.cli.project import project
 

@@ -14,9 +14,8 @@ from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.gradients.build import build_gradients
 from shoal.gradients.config import GradientsConfig
-from shoal.models.build import build
+from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
-from shoal.models.initialise import initialise
 from shoal.state.ownership import Trained
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout

@@ -14,11 +14,10 @@ from shoal.errors import UserCodeError
 from shoal.memory.blocks import blocks_of
 from shoal.memory.kept_operators import ATTENTION, PRODUCTS
 from shoal.memory.recompute import check_recompute, recompute
-from shoal.models.build import build
+from shoal.models.batch_norm import GroupedBatchNorm
+from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.dropout import set_sample_keys
-from shoal.models.grouped_norm import GroupedBatchNorm
-from shoal.models.initialise import initialise
 
 VOCABULARY, BATCH, SEQ = 30, 2, 24
 

@@ -11,10 +11,9 @@ from torch import nn
 from shoal.memory.closed_form import Activations, block_saved_bytes
 from shoal.memory.recompute import RecomputeKind, recompute
 from shoal.memory.tracker import SavedActivations, measured_activation_bytes, model_state, storage_bytes
-from shoal.models.build import build
+from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
 from shoal.models.dropout import set_sample_keys
-from shoal.models.initialise import initialise
 
 BATCH, SEQ = 2, 96
 # The closed form leaves nothing out that this version of torch keeps; the promise is 15 %.

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shoal.models.build import build
+from shoal.models.build import build, initialise
 from shoal.models.config import ConvNetConfig
-from shoal.models.initialise import initialise
 from shoal.models.step_batch_norm import StepStatistics
 
 

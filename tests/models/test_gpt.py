@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shoal.models.build import build, parameter_count
+from shoal.models.build import build, initialise, parameter_count
 from shoal.models.config import GPTConfig
 from shoal.models.dropout import KeyedDropout, set_sample_keys
-from shoal.models.initialise import initialise
 from shoal.models.layers import rotated, rotations
 
 VOCABULARY = 40

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.errors import UserCodeError
-from shoal.models.grouped_norm import GroupedBatchNorm, with_grouped_norm
+from shoal.models.batch_norm import GroupedBatchNorm, with_grouped_norm
 from shoal.models.step_batch_norm import StepStatistics
 
 GROUP = 4

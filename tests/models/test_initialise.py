@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.errors import UserCodeError
-from shoal.models.build import build, parameter_count
+from shoal.models.build import BLOCK_NUMEL, build, draw, initialise, parameter_count
 from shoal.models.config import BuiltInModel, ConvNetConfig, GPTConfig, MLPConfig
-from shoal.models.initialise import BLOCK_NUMEL, draw, initialise
 from shoal.models.roles import ONES, Normal, Role, roles_of
 
 SMALL: list[BuiltInModel] = [

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from shoal.models.mixture import Mixture, MixtureOptions
-from shoal.models.mixture_auxiliary import set_auxiliary, use_auxiliary
 from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, Routes, set_routes
+from shoal.models.router import set_auxiliary, use_auxiliary
 
 WIDTH, EXPERTS, SEQ = 6, 5, 8
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.models.build import build
+from shoal.models.build import build, initialise
 from shoal.models.config import MLPConfig
-from shoal.models.initialise import initialise
 from shoal.models.roles import roles_of
 
 

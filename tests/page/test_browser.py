@@ -11,8 +11,7 @@ import pytest
 from shoal.launch.lock import RunLock
 from shoal.observe.events import EventWriter
 from shoal.observe.facts import write_facts
-from shoal.resilience.hang_file import write_verdict
-from shoal.resilience.hang_verdict import HangVerdict
+from shoal.resilience.hang_verdict import HangVerdict, write_verdict
 from tests.page.runs import START_S, STEP_S, loss, values, write_run
 from tests.page.watching import watching
 from tests.waiting import HANG_S

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.observe.events import Event, read_events
 from shoal.observe.tail import Tail
-from shoal.page.history import History
-from shoal.page.lead import Lead
+from shoal.page.lead import History, Lead
 from shoal.page.rank_times import PARTS, RankTimes
 from tests.page.runs import STEP_S, write_run
 

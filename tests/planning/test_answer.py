@@ -22,7 +22,7 @@ from shoal.optim.muon_config import Muon
 from shoal.optim.preconditioned_config import SOAP
 from shoal.planner.explain.text import help_sentence
 from shoal.planner.predict.predictor import Prediction
-from shoal.planner.predict.saving import save_of
+from shoal.planner.predict.run_cost import save_of
 from shoal.planning.answer import cluster_of, planned, predictor_on, transformer_of
 from shoal.planning.plan_file import written_plan
 from shoal.planning.stack import CODED_BYTES, CODED_ON_CORES, stack_of

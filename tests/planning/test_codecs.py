@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from shoal.cli.plan import plan
 from shoal.cli.simulate import simulate
 from shoal.codec.config import CastConfig, NoCodec, SignConfig
-from shoal.cost.matrices import matrix_shapes
+from shoal.cost.transformer import matrix_shapes
 from shoal.models.gpt import GPT
 from shoal.planner.explain.codecs import PROPOSED, codec_changes
 from shoal.planner.explain.text import help_sentence

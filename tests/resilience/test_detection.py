@@ -6,9 +6,7 @@ import random
 
 import pytest
 
-from shoal.resilience.fingerprints import compare
-from shoal.resilience.stalls import Stalls
-from shoal.resilience.stragglers import Stragglers
+from shoal.resilience.detection import Stalls, Stragglers, compare
 
 NOISE = 0.1
 """Sigma of the lognormal noise of a step: more than any that was seen on an idle host."""

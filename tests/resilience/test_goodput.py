@@ -6,9 +6,9 @@ import math
 
 import pytest
 
+from shoal.cost.interval import mean_between_failures_s, steps_between_saves
+from shoal.fleet.scaling import wanted_replicas
 from shoal.resilience.config import ElasticConfig
-from shoal.resilience.goodput import mean_between_failures_s, steps_between_saves
-from shoal.resilience.scaling import wanted_replicas
 
 
 def test_the_failure_rate_moves_to_what_is_seen() -> None:

@@ -7,11 +7,10 @@ from collections.abc import Callable
 import pytest
 
 from shoal.resilience import events as ev
+from shoal.resilience.detection import LASTING_S, Doing, Slow
 from shoal.resilience.ledger import audit
 from shoal.resilience.membership import FRUITLESS, Membership, Rules
 from shoal.resilience.participant import FencedOut, Participant
-from shoal.resilience.stalls import Doing
-from shoal.resilience.stragglers import LASTING_S, Slow
 from tests.resilience.simulator import World, play
 
 SEEDS_PER_TEST = 150

@@ -14,13 +14,21 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import EnvironmentFault, UsageError
-from shoal.submit.client import said
-from shoal.submit.follow import follow
 from shoal.submit.job import SubmittedJob
 from shoal.submit.kubernetes import Kind, Kubernetes
 from shoal.submit.pods import KubernetesOptions
 from shoal.submit.ray_driver import exit_code
-from shoal.submit.scheduler import Scheduler, State, Status, Submission, read_record, write_files, write_record
+from shoal.submit.scheduler import (
+    Scheduler,
+    State,
+    Status,
+    Submission,
+    follow,
+    read_record,
+    said,
+    write_files,
+    write_record,
+)
 from shoal.submit.slurm import Slurm
 from shoal.submit.slurm_script import SlurmOptions
 from tests.submit.cluster import Cluster, install

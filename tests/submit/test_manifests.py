@@ -21,9 +21,8 @@ from shoal.errors import UsageError
 from shoal.runfile.load import load_run
 from shoal.submit import yaml
 from shoal.submit.job import Resources, SubmittedJob, job_of
-from shoal.submit.jobset import QUEUE_LABEL, jobset
+from shoal.submit.kubernetes_job import QUEUE_LABEL, jobset, trainjob
 from shoal.submit.pods import RUN_FILE, RUN_FOLDER, RUNS, KubernetesOptions, node_selector_of
-from shoal.submit.trainjob import trainjob
 from tests.cli.project import Project, project
 from tests.ports import free_port
 from tests.submit.jobs import RECIPES, job

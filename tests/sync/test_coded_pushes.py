@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.codec.blockwise import Blockwise
 from shoal.codec.config import BlockwiseConfig, TopKConfig
+from shoal.codec.quantise import Blockwise
 from shoal.codec.top_k import TopK
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.coded_push import CodedPushes

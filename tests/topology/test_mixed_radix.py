@@ -7,7 +7,7 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.topology.mixed_radix import strides, to_digits, to_number
+from shoal.topology.layout import strides, to_digits, to_number
 
 bases_of = st.lists(st.integers(1, 7), max_size=6)
 

@@ -106,7 +106,7 @@ def loss_scale_left_in(rank: int) -> Iterator[None]:
 @contextmanager
 def statistics_not_committed(rank: int) -> Iterator[None]:
     """Rank 1 leaves the running statistics where they were."""
-    from shoal.models.grouped_norm import GroupedBatchNorm
+    from shoal.models.batch_norm import GroupedBatchNorm
 
     original = GroupedBatchNorm.commit_sums
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.models.batch_norm import SynchronisedBatchNorm
 from shoal.models.config import PythonModel
-from shoal.models.synchronised_norm import SynchronisedBatchNorm
 from shoal.runfile.rules import refusal
 from tests.verification.foreign_models import PICTURES, foreign
 from tests.verification.layouts import corpus, run_file_of, verified

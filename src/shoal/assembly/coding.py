@@ -10,8 +10,7 @@ from shoal.codec.codec import Codec
 from shoal.codec.config import AutoConfig, CodecConfig, DGCConfig, ShardCodecConfig, SignConfig
 from shoal.comm.exchanges.choice import Choice
 from shoal.comm.exchanges.coded import Coded, CodedExchanges, NewChoice
-from shoal.comm.exchanges.momentum_corrected import MomentumCorrected
-from shoal.comm.exchanges.momentum_sum import MomentumSum
+from shoal.comm.exchanges.momentum import MomentumCorrected, MomentumSum
 from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.comm.mesh import Mesh
 from shoal.config.table import Table, implementation_of

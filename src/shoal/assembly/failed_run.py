@@ -17,7 +17,7 @@ from shoal.observe.config import ObserveConfig
 from shoal.observe.ending import Ending, write_ending
 from shoal.observe.events import read_events
 from shoal.observe.facts import facts_path, read_facts
-from shoal.resilience.hang_file import read_verdict
+from shoal.resilience.hang_verdict import read_verdict
 from shoal.runfile.run_file import RunFile
 
 

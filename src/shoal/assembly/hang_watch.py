@@ -27,9 +27,8 @@ from shoal.comm.mesh import Mesh
 from shoal.comm.seam import Seam
 from shoal.comm.seam_work import SeamWork
 from shoal.errors import CollectiveError
-from shoal.resilience.hang_file import write_verdict
-from shoal.resilience.hang_verdict import CodePlace, HangVerdict, LastCall, RankReport, hang_verdict
-from shoal.resilience.stalls import Activity
+from shoal.resilience.detection import Activity
+from shoal.resilience.hang_verdict import CodePlace, HangVerdict, LastCall, RankReport, hang_verdict, write_verdict
 
 LOOK_S = 1.0
 ANSWER_S = 3.0

@@ -1,4 +1,7 @@
-"""What `shoal train` and a user's own loop have in common: where a run goes on, what it says first, its `Job`."""
+"""What `shoal train` and a user's own loop have in common: where a run goes on, what it says first, its `Job`.
+
+`run_hooks` finds the functions that the run file names under `[hooks]`.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,19 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal import units
-from shoal.assembly.metering import layer_norms, scaling
+from shoal.assembly.metering import layer_norms, replica_speeds, scaling
 from shoal.assembly.proofs import missing_proof
-from shoal.assembly.replica_speeds import replica_speeds
 from shoal.assembly.run import Run
 from shoal.assembly.run_gradients import gathering_of
-from shoal.assembly.run_hooks import run_hooks
 from shoal.assembly.saving import CopySender, build_saver, fetch_newer, save_interval, share_between_hosts
 from shoal.assembly.unkeyed_draws import UnkeyedDraws
+from shoal.assembly.user_code import find_named, users_traceback
 from shoal.checkpoint.agreement import MessageExchange
 from shoal.comm.board import Board
 from shoal.comm.gather import gather_texts
 from shoal.data.config import BatchConfig
 from shoal.engine.copies import Copies
+from shoal.engine.hooks import Hook, Hooks
 from shoal.engine.loop import Cadence, Job
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.resume import Loaded, load_weights, resume
@@ -38,6 +41,23 @@ from shoal.optim.schedule import peak_rate
 from shoal.optim.schedule_config import Schedule
 from shoal.runfile.run_file import RunFile, run_directory
 from shoal.state.target import Held
+
+
+def run_hooks(run: Run) -> Hooks:
+    """Those that the run file names. Raises `UserCodeError` for one that is not there."""
+    config = run.run_file.hooks
+
+    def found(key: str, names: list[str]) -> list[tuple[str, Hook]]:
+        return [(name, find_named(name, key=f"hooks.{key}")) for name in names]
+
+    return Hooks(
+        run.mesh.rank,
+        run.model,
+        found("after_step", config.after_step),
+        found("after_evaluation", config.after_evaluation),
+        found("after_save", config.after_save),
+        users_traceback,
+    )
 
 
 def sinks_of(run_file: RunFile, place: Place, *, stream: TextIO | None = None) -> Sinks:

@@ -29,13 +29,12 @@ from shoal.engine.extra_state import HasStateDict
 from shoal.engine.loss import Loss, cross_entropy, squared_error
 from shoal.errors import ConfigError, UserCodeError
 from shoal.maths.counter import key_of
+from shoal.models.batch_norm import with_grouped_norm, with_synchronised_norm
 from shoal.models.build import build as build_model
+from shoal.models.build import initialise
 from shoal.models.config import ForeignModel, ModelConfig, PythonModel
 from shoal.models.foreign_keys import ForeignKeys
-from shoal.models.grouped_norm import with_grouped_norm
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
-from shoal.models.initialise import initialise
-from shoal.models.synchronised_norm import with_synchronised_norm
 from shoal.parallel.traced.declare import declare
 from shoal.runfile.run_file import RunFile
 

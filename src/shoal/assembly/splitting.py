@@ -25,14 +25,13 @@ from shoal.engine.microbatches import cut_sequences
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
 from shoal.memory.recompute import check_recompute, recompute
+from shoal.models.build import PartOf, initialise_parts
 from shoal.models.config import ForeignModel
 from shoal.models.draw_watch import repeats_alike
-from shoal.models.initialise import PartOf, initialise_parts
 from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
 from shoal.models.roles import DeclaresParts
 from shoal.parallel.context.shard import positions
-from shoal.parallel.pipeline.cut import balanced_cut, cut_at, estimated_costs
-from shoal.parallel.pipeline.stages import Stages, staged
+from shoal.parallel.pipeline.stages import Stages, balanced_cut, cut_at, estimated_costs, staged
 from shoal.parallel.split import Split, split_model
 from shoal.runfile.run_file import RunFile, synchronises_norms
 from shoal.schedules.build import build

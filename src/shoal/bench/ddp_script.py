@@ -14,10 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.bench.training_job import MODEL
-from shoal.models.build import build
+from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
 from shoal.models.gpt import GPT
-from shoal.models.initialise import initialise
 
 
 class Script:

@@ -2,7 +2,7 @@
 
 Python, hooks and the loop, by step, by microbatch and by layer: measured on GPTs so small that their operators, at the
 smallest sizes that `operator_times` measures, are easily subtracted. They have few and many layers, few and many
-microbatches; `cost.host` separates the three parts.
+microbatches; `cost.operators` separates the three parts.
 
 Contention: ranks that compute at the same time lose more than their share of the cores, because every change of ranks
 fills the caches anew and the memory's rate is shared. Windows of single operators are as short as a time slice and miss

@@ -170,7 +170,7 @@ def run_file_of(name: str, folder: Path, *, processes: int, steps: int) -> RunFi
 
 def trained(run_file: RunFile, place: Place, store: Store, *, sample_s: float, loss: float) -> list[list[float]]:
     """[seconds, samples, held-out loss] at every agreement until the loss is reached; the seconds are rank 0's."""
-    from shoal.assembly.replica_speeds import replica_speeds
+    from shoal.assembly.metering import replica_speeds
     from shoal.bench.paced import pace
     from shoal.bench.training_job import start_training, training_job
     from shoal.engine.loop import take_step

@@ -18,14 +18,21 @@ import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.checkpoint.agreement import LocalExchange
 from shoal.checkpoint.load import empty, read_all, read_into
 from shoal.checkpoint.manifest import Manifest, TensorEntry
-from shoal.checkpoint.objects import MANIFEST, Places, temporary
+from shoal.checkpoint.objects import (
+    MANIFEST,
+    WEIGHTS,
+    Places,
+    require_checkpoints,
+    require_folder,
+    require_weights,
+    temporary,
+)
 from shoal.checkpoint.save import Saver
-from shoal.checkpoint.sources import WEIGHTS, require_checkpoints, require_folder, require_weights
 from shoal.checkpoint.verify import (
     Finding,
     checkpoint_in,
@@ -209,6 +216,26 @@ def shown_weights(manifest: Manifest, directory: Path) -> dict[str, Tensor]:
     averages = {name.removeprefix(AVERAGES): tensor for name, tensor in read_all(manifest, directory, AVERAGES).items()}
     weights = read_all(manifest, directory, PREFIX)
     return {name.removeprefix(PREFIX): weight for name, weight in weights.items()} | averages
+
+
+def require_weights_of(model: nn.Module, weights: Mapping[str, Tensor], *, source: str | Path) -> None:
+    """Raises `UsageError` where `weights`, read from `source`, are not those of a module like `model`."""
+    own = model.state_dict(keep_vars=True)
+    found = {id(tensor) for name, tensor in own.items() if name in weights}
+    missing = [name for name, tensor in own.items() if id(tensor) not in found]
+    unlike = [name for name, tensor in own.items() if name in weights and weights[name].shape != tensor.shape]
+    unknown = sorted(weights.keys() - own.keys())
+    for names, what in ((missing, "has no"), (unlike, "has another shape of"), (unknown, "has, and the model lacks,")):
+        if names:
+            raise UsageError(f"{source} {what} '{names[0]}': give a module like the one that was trained, unsplit")
+
+
+@torch.no_grad()
+def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Into the parameters and buffers of the same names. A tied parameter is saved under its first name alone."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in weights:
+            tensor.copy_(weights[name])
 
 
 def export(source: Path, file: Path) -> int:

@@ -12,6 +12,8 @@ labelled points, at which tests kill the process.
 Objects are named by the blake3 hash of their bytes (O'Connor, Aumasson, Neves, Wilcox-O'Hearn, "BLAKE3", 2020), written
 once, and read back before they count. Content that is there already costs one read and no write, and a file whose bytes
 do not hash to its name is damaged.
+
+What a command was told to read, looked at before anything else: a wrong name is refused before torch is imported.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from blake3 import blake3
+from safetensors import SafetensorError, safe_open
 
-from shoal.errors import CorruptCheckpoint
-from shoal.files import open_file
+from shoal.errors import CorruptCheckpoint, UsageError
+from shoal.files import open_file, printable
 
 MANIFEST = "manifest.json"
 SUFFIX = ".safetensors"
@@ -262,3 +265,33 @@ def _file_digest(path: Path) -> str:
         while count := file.readinto(buffer):
             hasher.update(buffer[:count])
     return hasher.hexdigest()
+
+
+WEIGHTS = "give a safetensors file"
+
+
+def require_folder(directory: Path) -> None:
+    """Raises `UsageError` where there is no such folder."""
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is no folder: give the folder of a run, such as runs/NAME")
+
+
+def require_checkpoints(directory: Path) -> None:
+    """Raises `UsageError` where the run directory has no checkpoint."""
+    if not Places(directory).steps():
+        raise UsageError(f"{directory} holds no checkpoint: give the folder of a run, such as runs/NAME")
+
+
+def require_checkpoint(source: Path) -> None:
+    """Raises `UsageError` where `source` is neither a checkpoint nor a run directory with one."""
+    if not (source / MANIFEST).exists() and not Places(source).steps():
+        raise UsageError(f"{source} holds no checkpoint; give a run directory or one of its checkpoints")
+
+
+def require_weights(file: Path) -> None:
+    """Raises `UsageError` where `file` is missing, or does not begin as a safetensors file does."""
+    try:
+        with open_file(file, error=UsageError, repair=WEIGHTS), safe_open(file, framework="numpy"):
+            pass
+    except (SafetensorError, ValueError) as error:
+        raise UsageError(f"{printable(file)} cannot be read as a safetensors file ({error}): {WEIGHTS}") from error

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.adopt import adopt
+from shoal.checkpoint.commit import adopt
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.objects import MANIFEST, SUFFIX, TEMPORARY, Places, step_name, step_of
 from shoal.errors import CorruptCheckpoint, EnvironmentFault, Stopped, VerificationFailed

@@ -1,7 +1,7 @@
 """One save after the copy, as one rank does it: write and verify its share, publish it, learn whether the save counts.
 
     rank 0       says that the round has begun
-    every rank   objects -> disk, read back -> Share   (and signs of life meanwhile: signs.py)
+    every rank   objects -> disk, read back -> Share   (and signs of life meanwhile: agreement.py)
     rank 0       all Shares -> manifest -> commit -> retention -> SaveOutcome
     the others   wait for the SaveOutcome
 
@@ -27,14 +27,23 @@ from typing import Any
 import msgspec
 import torch
 
-from shoal.checkpoint.agreement import MessageExchange, SaveOutcome, Share, decode_message, encode_message
+from shoal.checkpoint.agreement import (
+    FIRST_HEARD,
+    Chain,
+    MessageExchange,
+    NotTold,
+    SaveOutcome,
+    Share,
+    decode_message,
+    encode_message,
+    hear,
+)
 from shoal.checkpoint.commit import Pointer, commit, point_latest, retain, sweep
 from shoal.checkpoint.grid import Parcel
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
 from shoal.checkpoint.objects import Disk, OnPoint, Places, Stored, make_folders, settle, store
 from shoal.checkpoint.plan import SavePlan
-from shoal.checkpoint.signs import FIRST_HEARD, Chain, NotTold, hear
-from shoal.checkpoint.staging import Staging
+from shoal.checkpoint.tensorfile import Staging
 from shoal.errors import ShoalError, UsageError
 
 

@@ -1,12 +1,12 @@
 """Saving without stopping: training waits for a copy in memory, and a thread brings it to the disk.
 
-    save.py      `Saver.save`: agree on who writes what (once), copy, hand over to the thread
-    plan.py      which rank writes which part of which tensor, on the cells of grid.py
-    staging.py   the copy, laid out as the files will be
-    round.py     the thread: write, read back, publish what was written, learn whether it counts
-    signs.py     what a rank says meanwhile, so that nobody waits for a dead one
-    objects.py   files that survive a crash; commit.py: the rename that makes a checkpoint of them
-    manifest.py  what the checkpoint says it contains
+    save.py        `Saver.save`: agree on who writes what (once), copy, hand over to the thread
+    plan.py        which rank writes which part of which tensor, on the cells of grid.py
+    tensorfile.py  the copy, laid out as the files will be
+    round.py       the thread: write, read back, publish what was written, learn whether it counts
+    agreement.py   what a rank says meanwhile, so that nobody waits for a dead one
+    objects.py     files that survive a crash; commit.py: the rename that makes a checkpoint of them
+    manifest.py    what the checkpoint says it contains
 
 The thread hands large buffers to calls that release the interpreter's lock (hashing, writing, fsync), so that the
 thread that trains keeps it. One save is under way at a time; the next one waits for it, as part of its own stall.
@@ -28,12 +28,11 @@ from typing import Any
 
 from shoal.checkpoint.agreement import InventoryAgreement, MessageExchange, Ranks
 from shoal.checkpoint.commit import sweep
-from shoal.checkpoint.inventory import Inventory, inventory_of
+from shoal.checkpoint.manifest import plain
 from shoal.checkpoint.objects import Disk, OnPoint, Places, make_folders, unheard
-from shoal.checkpoint.plan import SavePlan, plan_for
-from shoal.checkpoint.progress import plain
+from shoal.checkpoint.plan import Inventory, SavePlan, inventory_of, plan_for
 from shoal.checkpoint.round import Round, Seat, sentence
-from shoal.checkpoint.staging import Staging
+from shoal.checkpoint.tensorfile import Staging
 from shoal.errors import EnvironmentFault
 from shoal.state.target import Held, Target, parts_of
 from shoal.topology.box import Box

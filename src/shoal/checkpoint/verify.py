@@ -16,8 +16,7 @@ import msgspec
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.commit import read_latest
 from shoal.checkpoint.manifest import Manifest
-from shoal.checkpoint.objects import MANIFEST, Places, damage, step_name
-from shoal.checkpoint.sources import require_checkpoint
+from shoal.checkpoint.objects import MANIFEST, Places, damage, require_checkpoint, step_name
 from shoal.errors import CorruptCheckpoint, UsageError, VerificationFailed
 
 _NAMED = 3

@@ -29,7 +29,7 @@ def ls(directory: RunDirectory, as_json: AsJson = False) -> None:
 
     Example: shoal checkpoint ls runs/stdlib-gpt
     """
-    from shoal.checkpoint.sources import require_folder
+    from shoal.checkpoint.objects import require_folder
 
     require_folder(directory)  # before what follows imports torch, here and below
     from shoal.checkpoint.inspect import listing
@@ -70,7 +70,7 @@ def verify(
 
     Example: shoal checkpoint verify runs/stdlib-gpt
     """
-    from shoal.checkpoint.sources import require_checkpoints
+    from shoal.checkpoint.objects import require_checkpoints
 
     require_checkpoints(directory)
     from shoal.checkpoint.inspect import unprotected_notes
@@ -93,7 +93,7 @@ def diff(first: Source, second: Source, as_json: AsJson = False) -> None:
 
     Example: shoal checkpoint diff runs/a runs/b/checkpoints/step-00000100
     """
-    from shoal.checkpoint.sources import require_checkpoint
+    from shoal.checkpoint.objects import require_checkpoint
 
     for source in (first, second):
         require_checkpoint(source)
@@ -135,7 +135,7 @@ def export(
 
     Example: shoal checkpoint export runs/stdlib-gpt weights.safetensors
     """
-    from shoal.checkpoint.sources import require_checkpoint
+    from shoal.checkpoint.objects import require_checkpoint
 
     require_checkpoint(source)
     from shoal.checkpoint.inspect import export as write
@@ -177,7 +177,7 @@ def import_(
     if file.is_dir():
         from shoal.checkpoint.huggingface import import_folder as read
     else:
-        from shoal.checkpoint.sources import require_weights
+        from shoal.checkpoint.objects import require_weights
 
         require_weights(file)
         from shoal.checkpoint.inspect import import_weights as read

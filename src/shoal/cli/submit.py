@@ -276,7 +276,7 @@ def cancel(directory: RUN_DIRECTORY) -> None:
 
 
 def _follow(submission: Submission, scheduler: Scheduler, directory: Path) -> None:
-    from shoal.submit.follow import follow
+    from shoal.submit.scheduler import follow
 
     try:
         found = follow(scheduler, submission, directory, say=lambda text: print(text, file=sys.stderr, flush=True))

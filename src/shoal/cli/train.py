@@ -140,7 +140,7 @@ def _page(observe: ObserveConfig, directory: Path) -> AbstractContextManager[obj
     if place is not None:
         say(f"observe.page is for ranks that shoal train starts itself: shoal watch {directory} serves the page")
         return nullcontext()
-    from shoal.page.beside import page_beside
+    from shoal.page.server import page_beside
 
     return page_beside(directory, port=observe.page_port, say=say)
 

@@ -53,7 +53,7 @@ class CastConfig(_Codec, frozen=True, tag_field="kind", tag="cast"):
 class BlockwiseConfig(_Codec, frozen=True, tag_field="kind", tag="blockwise"):
     """Integers of 8 or 4 bits, with a scale for each block."""
 
-    implemented_by: ClassVar[str] = "shoal.codec.blockwise:Blockwise"
+    implemented_by: ClassVar[str] = "shoal.codec.quantise:Blockwise"
 
     bits: Annotated[Literal[8, 4], says("Bits of a number.")] = 8
     rounding: Annotated[
@@ -80,7 +80,7 @@ class BlockwiseConfig(_Codec, frozen=True, tag_field="kind", tag="blockwise"):
 class SignConfig(_Codec, frozen=True, tag_field="kind", tag="sign"):
     """One bit for each number: its sign, with a scale for each block."""
 
-    implemented_by: ClassVar[str] = "shoal.codec.sign:Sign"
+    implemented_by: ClassVar[str] = "shoal.codec.quantise:Sign"
 
     block: Annotated[int, says(_BLOCK, ge=8, le=1 << 20)] = 1024
     feedback: Annotated[bool, says(_FEEDBACK)] = True
@@ -108,7 +108,7 @@ class DGCConfig(_Codec, frozen=True, tag_field="kind", tag="dgc"):
     With momentum correction, factor masking, local clipping and a warm-up.
     """
 
-    implemented_by: ClassVar[str] = "shoal.codec.dgc:DGC"
+    implemented_by: ClassVar[str] = "shoal.codec.top_k:DGC"
     of_all_ranks: ClassVar[bool] = True
     feedback: ClassVar[bool] = True
 
@@ -127,7 +127,7 @@ class DGCConfig(_Codec, frozen=True, tag_field="kind", tag="dgc"):
 class BlockTopKConfig(_Codec, frozen=True, tag_field="kind", tag="block_top_k"):
     """The blocks of largest norm, whole: 4 bytes a number, and 4 a block."""
 
-    implemented_by: ClassVar[str] = "shoal.codec.block_top_k:BlockTopK"
+    implemented_by: ClassVar[str] = "shoal.codec.top_k:BlockTopK"
 
     fraction: Annotated[float, says("The part of each bucket's blocks that is sent.", gt=0, le=1)] = 0.01
     block: Annotated[int, says("Numbers in a block.", ge=2, le=1 << 16)] = 64
@@ -167,7 +167,7 @@ class DCTTopKConfig(_Codec, frozen=True, tag_field="kind", tag="dct_top_k"):
 class RandomKConfig(_Codec, frozen=True, tag_field="kind", tag="random_k"):
     """Numbers at random places, the same on all ranks, which are summed on the way."""
 
-    implemented_by: ClassVar[str] = "shoal.codec.random_k:RandomK"
+    implemented_by: ClassVar[str] = "shoal.codec.top_k:RandomK"
 
     fraction: Annotated[
         float, says("The part of each bucket's numbers that is sent; 1 / fraction is rounded.", gt=0, le=1)
@@ -178,7 +178,7 @@ class RandomKConfig(_Codec, frozen=True, tag_field="kind", tag="random_k"):
 class QSGDConfig(_Codec, frozen=True, tag_field="kind", tag="qsgd"):
     """Random levels between zero and a block's 2-norm (QSGD); unbiased, and so without error feedback."""
 
-    implemented_by: ClassVar[str] = "shoal.codec.qsgd:QSGD"
+    implemented_by: ClassVar[str] = "shoal.codec.quantise:QSGD"
     feedback: ClassVar[bool] = False
 
     bits: Annotated[Literal[8, 4], says("Bits of a level and its sign.")] = 8
@@ -191,7 +191,7 @@ class TernGradConfig(_Codec, frozen=True, tag_field="kind", tag="terngrad"):
     Unbiased, and so without error feedback.
     """
 
-    implemented_by: ClassVar[str] = "shoal.codec.terngrad:TernGrad"
+    implemented_by: ClassVar[str] = "shoal.codec.quantise:TernGrad"
     feedback: ClassVar[bool] = False
 
     block: Annotated[int, says(_BLOCK, ge=8, le=1 << 20)] = 256

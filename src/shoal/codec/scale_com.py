@@ -8,8 +8,8 @@ arXiv:2104.11125, algorithm 1, with beta = 1.) Residuals of different ranks come
 of one serve all. Biased: it needs error feedback. In the paper ranks lead in turn; here the key of the sum draws the
 leader, so that no turn has to be saved.
 
-The places travel by the first sum, of bytes to which all but the leader add zeros: 2 bytes a place (`indices`), and 4 a
-number by the second sum. A rank that is not finite sends NaN.
+The places travel by the first sum, of bytes to which all but the leader add zeros: 2 bytes a place (`pack_indices`),
+and 4 a number by the second sum. A rank that is not finite sends NaN.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from torch import Tensor
 
 from shoal.codec.codec import Codec, Field, Payload, TensorPlace, all_or_nothing
 from shoal.codec.config import ScaleComConfig
-from shoal.codec.indices import index_fields, pack_indices, unpack_indices
 from shoal.codec.stated import kept
-from shoal.codec.top_k import largest
+from shoal.codec.top_k import index_fields, largest, pack_indices, unpack_indices
 from shoal.maths.counter import key_of
 
 

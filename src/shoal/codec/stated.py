@@ -35,7 +35,7 @@ from shoal.codec.config import (
 ALIGNMENT_BYTES = 8
 """Packed payloads are multiples of it, so that every tensor in a row of payloads begins where its dtype may."""
 RUN = 1 << 16
-"""Numbers whose places share the high bits (`indices`)."""
+"""Numbers whose places share the high bits (`top_k.pack_indices`)."""
 FLOAT, PLACE = 4, 2
 
 

@@ -5,8 +5,7 @@ In step k every rank that is an odd multiple of 2^k hands what it has to the ran
 
 from __future__ import annotations
 
-from shoal.collectives.phases import Phase, added, backwards
-from shoal.collectives.table import CollectiveTable, table_of
+from shoal.collectives.table import CollectiveTable, Phase, added, backwards, table_of
 
 
 def reduce(ranks: int) -> CollectiveTable:

@@ -7,8 +7,7 @@ multiport message-passing systems", 1997).
 
 from __future__ import annotations
 
-from shoal.collectives.phases import Phase
-from shoal.collectives.table import CollectiveTable, Transfer, table_of
+from shoal.collectives.table import CollectiveTable, Phase, Transfer, table_of
 
 
 def all_to_all(ranks: int) -> CollectiveTable:

@@ -7,8 +7,7 @@ rank r + d, to which they are the first s - d. ceil(log2 n) steps and (n-1)/n of
 
 from __future__ import annotations
 
-from shoal.collectives.phases import Phase, added, backwards
-from shoal.collectives.table import CollectiveTable, table_of
+from shoal.collectives.table import CollectiveTable, Phase, added, backwards, table_of
 
 
 def reduce_scatter(ranks: int) -> CollectiveTable:

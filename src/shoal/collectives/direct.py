@@ -7,8 +7,7 @@ all-to-all              (n-1) a + (n-1)/n S/w      one partner a step, so that n
 
 from __future__ import annotations
 
-from shoal.collectives.phases import Phase, added, backwards
-from shoal.collectives.table import CollectiveTable, Transfer, table_of
+from shoal.collectives.table import CollectiveTable, Phase, Transfer, added, backwards, table_of
 
 
 def one_shot(ranks: int) -> CollectiveTable:

@@ -15,8 +15,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shoal.collectives.phases import Phase, added, backwards
-from shoal.collectives.table import CollectiveTable, table_of
+from shoal.collectives.table import CollectiveTable, Phase, added, backwards, table_of
 
 
 class _Edge(NamedTuple):

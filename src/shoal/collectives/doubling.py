@@ -10,8 +10,7 @@ which works for both, and get the result back.
 
 from __future__ import annotations
 
-from shoal.collectives.phases import Phase, added, backwards, copied, halving
-from shoal.collectives.table import CollectiveTable, table_of
+from shoal.collectives.table import CollectiveTable, Phase, added, backwards, copied, halving, table_of
 
 
 def recursive_doubling(ranks: int) -> CollectiveTable:

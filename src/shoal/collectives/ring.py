@@ -6,8 +6,7 @@ Yuan, "Bandwidth optimal all-reduce algorithms", 2009).
 
 from __future__ import annotations
 
-from shoal.collectives.phases import ring_all_gather, ring_reduce_scatter
-from shoal.collectives.table import CollectiveTable, table_of
+from shoal.collectives.table import CollectiveTable, ring_all_gather, ring_reduce_scatter, table_of
 
 
 def reduce_scatter(ranks: int) -> CollectiveTable:

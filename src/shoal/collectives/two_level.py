@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.collectives.phases import Phase, ring_all_gather, ring_reduce_scatter, side_by_side
-from shoal.collectives.table import CollectiveTable, table_of
+from shoal.collectives.table import CollectiveTable, Phase, ring_all_gather, ring_reduce_scatter, side_by_side, table_of
 from shoal.errors import LayoutError
 
 

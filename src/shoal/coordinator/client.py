@@ -19,9 +19,9 @@ import msgspec
 
 from shoal.errors import EnvironmentFault, Stopped
 from shoal.launch import frames, handshake
+from shoal.resilience.detection import Activity
 from shoal.resilience.events import Answer, Event, Heartbeat, Leave, Look, View
 from shoal.resilience.participant import FencedOut, Participant, StateFrom
-from shoal.resilience.stalls import Activity
 
 HEARTBEAT_S = 0.5
 FIRST_LOOK_S = 0.02

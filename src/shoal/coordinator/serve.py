@@ -1,4 +1,8 @@
-"""What `shoal coordinator serve` does: checks where it may listen, and runs the service."""
+"""The coordinator as a program, and as a thread of the launcher.
+
+`shoal coordinator serve` checks where it may listen, and runs the service. A launcher runs it in a thread, on loopback,
+for its one run.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +13,18 @@ import ipaddress
 import signal
 import socket
 import ssl
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from shoal.coordinator.client import Address
 from shoal.coordinator.journal import Journal
 from shoal.coordinator.service import Limits, Service
 from shoal.errors import EnvironmentFault, InUse, UsageError
+from shoal.launch.environment import LOOPBACK
 from shoal.launch.handshake import make_token
+from shoal.resilience.detection import Divergence, Slow
+from shoal.resilience.events import Decision
 from shoal.resilience.membership import Rules
 
 BACKLOG = 4096
@@ -97,3 +106,41 @@ def _resolved(address: str) -> str:
         return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
         raise EnvironmentFault(f"{address} has no address ({error}): give one of this host") from error
+
+
+@contextlib.contextmanager
+def coordinator_in(
+    folder: Path,
+    rules: Rules,
+    *,
+    told: Callable[[Decision | Divergence | Slow | Exception], None],
+    journal: Callable[[Path], Journal] = Journal,
+) -> Iterator[Address]:
+    """Serves until the end of the block, with its token in `folder`, and what `journal` opens there.
+
+    `told` hears, in the coordinator's thread, of decisions, of verdicts on fingerprints, of slow members, and of the
+    fault that ended the service, such as a full disk. Raises `EnvironmentFault` where it cannot start.
+    """
+    token, records = make_token(folder / "token"), journal(folder / "journal")
+    with contextlib.closing(records), contextlib.closing(listen(LOOPBACK, 0)) as listener:
+        service = Service(rules, records, token=token, told=told)
+        loop = asyncio.new_event_loop()
+        serving = loop.create_task(service.run(listener))
+
+        def serve() -> None:
+            with contextlib.closing(loop):
+                try:
+                    loop.run_until_complete(serving)
+                except asyncio.CancelledError:
+                    pass
+                except Exception as error:
+                    told(error)
+
+        thread = threading.Thread(target=serve, name="shoal-coordinator", daemon=True)
+        thread.start()
+        try:
+            yield Address(LOOPBACK, listener.getsockname()[1], token)
+        finally:
+            with contextlib.suppress(RuntimeError):  # it has ended by itself
+                loop.call_soon_threadsafe(serving.cancel)
+            thread.join()

@@ -20,10 +20,9 @@ import msgspec
 from shoal.coordinator.journal import Journal
 from shoal.errors import EnvironmentFault
 from shoal.launch import frames, handshake
+from shoal.resilience.detection import Divergence, Slow
 from shoal.resilience.events import Answer, Decision, Event
-from shoal.resilience.fingerprints import Divergence
 from shoal.resilience.membership import Membership, Response, Rules
-from shoal.resilience.stragglers import Slow
 
 LOG = logging.getLogger("shoal.coordinator")
 MOST_REQUEST_BYTES = 16 << 10

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from shoal.coordinator.client import Address, Connection
 from shoal.errors import EnvironmentFault
+from shoal.resilience.detection import Divergence, Slow
 from shoal.resilience.events import Committed, Decision, Fenced, Formed, Look, View
-from shoal.resilience.fingerprints import Divergence
-from shoal.resilience.stragglers import Slow
 
 POLL_S = 0.3
 

@@ -10,6 +10,9 @@ With tau seconds of training between saves, a cycle of tau + d seconds loses on 
 failure. `effective_share` is the share of all time that becomes new steps; with failures at rate 1/M:
 
     tau / (tau + d) x M / (M + R + (tau + d)/2)
+
+`steps_between_saves` is Daly's interval for a run that measures its steps and its saves. `mean_between_failures_s`
+starts from what was expected and moves to what is seen, as the mean of a gamma distribution does.
 """
 
 from __future__ import annotations
@@ -40,3 +43,19 @@ def effective_share(interval_s: float, save_s: float, between_failures_s: float,
         return 0.0
     working = (interval_s - save_s) / interval_s
     return working * between_failures_s / (between_failures_s + recovery_s + interval_s / 2)
+
+
+def mean_between_failures_s(failures: int, running_s: float, *, expected_s: float) -> float:
+    """The estimate after `failures` in `running_s` seconds, which begins as if one had been seen in `expected_s`."""
+    return (expected_s + running_s) / (1 + failures)
+
+
+def steps_between_saves(step_s: float, save_s: float, between_failures_s: float) -> int:
+    """Daly's interval in whole steps, at least one; Young's where a save takes no time to speak of.
+
+    Raises `ValueError` where a step takes no time.
+    """
+    if step_s <= 0:
+        raise ValueError(f"a step of {step_s} s: measure one first")
+    interval_s = daly_s(save_s, between_failures_s) if save_s > 0 else young_s(step_s / 100, between_failures_s)
+    return max(1, round(interval_s / step_s))

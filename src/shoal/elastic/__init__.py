@@ -5,9 +5,7 @@ replica_ranks.py    what the ranks of a replica tell each other between generati
 rendezvous.py       where ranks meet: those of a replica, those of a generation
 generation.py       the beginning of a generation: groups, parts, and the state for those who lack it
 committed_state.py  the state that counts, and is carried over to the next generation
-served_state.py     the parts of it that servers have
 state_copy.py       the copy of a state, by chunks with hashes
 reports.py          what a rank reports of its steps
-connections.py      hosts that are out of reach: finding them, and ending what a process waits for there
 sinks.py            the sinks of a rank whose number changes, and who trains since when
 """

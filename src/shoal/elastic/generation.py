@@ -29,8 +29,7 @@ from shoal.assembly.saving import CopySender, build_saver
 from shoal.assembly.workload import Workload, load_workload, with_new_model
 from shoal.checkpoint.verify import newest_verified
 from shoal.data.feed import StepShare
-from shoal.elastic.committed_state import CommittedState
-from shoal.elastic.served_state import gather_served
+from shoal.elastic.committed_state import CommittedState, gather_served
 from shoal.elastic.state_copy import HeldState, load_state, share_state
 from shoal.errors import CollectiveError, ShoalError
 from shoal.launch.rendezvous import STARTED

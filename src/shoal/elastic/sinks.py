@@ -13,17 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from shoal.assembly.facts import run_facts
 from shoal.assembly.job import run_start, sinks_of
 from shoal.assembly.run import Run
-from shoal.assembly.run_record import write_run_file
+from shoal.assembly.run_record import run_facts, write_run_file
 from shoal.observe.ending import ending_of
 from shoal.observe.facts import read_facts, write_facts
 from shoal.observe.goodput import DETECTING, RESTARTING
 from shoal.observe.provenance import provenance
 from shoal.observe.sink import Sinks
+from shoal.resilience.detection import ranks_of
 from shoal.resilience.events import View
-from shoal.resilience.stragglers import ranks_of
 from shoal.runfile.run_file import RunFile
 
 MOST_LISTED = 200

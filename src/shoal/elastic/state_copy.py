@@ -20,7 +20,7 @@ import torch
 from blake3 import blake3
 from torch import Tensor
 
-from shoal.checkpoint.progress import plain
+from shoal.checkpoint.manifest import plain
 from shoal.comm.collective import Collective
 from shoal.engine.state import TrainState
 from shoal.errors import CollectiveError

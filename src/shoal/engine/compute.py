@@ -20,8 +20,8 @@ from shoal.engine.loss import Loss, call_model, weighted_sum
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
 from shoal.engine.statistics_exchange import synchronised_norms
-from shoal.models.mixture_auxiliary import TakesAuxiliary, counted_tokens, set_auxiliary
-from shoal.models.synchronised_norm import SynchronisedBatchNorm
+from shoal.models.batch_norm import SynchronisedBatchNorm
+from shoal.models.router import TakesAuxiliary, counted_tokens, set_auxiliary
 
 Cut = Callable[[Batch], Batch]
 

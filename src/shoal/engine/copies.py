@@ -22,7 +22,7 @@ import torch
 
 from shoal import units
 from shoal.checkpoint.agreement import InventoryAgreement
-from shoal.checkpoint.inventory import Inventory, inventory_of, said
+from shoal.checkpoint.plan import Inventory, inventory_of, said
 from shoal.comm.board import Board
 from shoal.comm.collective import Collective
 from shoal.comm.gather import gather_texts

@@ -10,8 +10,7 @@ import torch
 from shoal.comm.ledger import Entry
 from shoal.engine.state import Progress
 from shoal.engine.step_result import StepResult
-from shoal.models.mixture import Mixture
-from shoal.models.mixture_loads import expert_loads, load_figures
+from shoal.models.mixture import Mixture, expert_loads, load_figures
 
 
 def measurements(

@@ -22,7 +22,7 @@ from shoal.engine.noise import NoiseReading
 from shoal.engine.precision import LossScaler
 from shoal.engine.step_result import StepResult, StepTimes
 from shoal.engine.tally import PendingTally, Tally
-from shoal.models.mixture_loads import mixtures_of
+from shoal.models.mixture import mixtures_of
 from shoal.sync.strategy import Agreed
 
 

@@ -1,7 +1,7 @@
 """How fast each replica computes: measured in every step, judged, and what follows from it.
 
 A rank notes the seconds that forward and backward of its samples took, waits for the wire left out. Replicas tell each
-other what they have noted, and `resilience.stragglers` finds those that are slow. Who stays slow is named once:
+other what they have noted, and `resilience.detection` finds those that are slow. Who stays slow is named once:
 
     in lock-step            by an all-gather, every few steps
     with steps of their own by a board, every few steps of each, since the next agreement may be far away; rank 0 names
@@ -29,7 +29,7 @@ import torch
 
 from shoal.comm.board import Board
 from shoal.comm.collective import Collective
-from shoal.resilience.stragglers import Lasting, Slow, Stragglers, ranks_of
+from shoal.resilience.detection import Lasting, Slow, Stragglers, ranks_of
 
 EVERY_STEPS = 4
 """Steps between two exchanges, where replicas take every step together, and between two of a rank's notes to others."""

@@ -3,7 +3,7 @@
     tau = sqrt(2 d M) - d        d: seconds that a save holds training up, M: mean seconds between failures
 
 (Young, CACM 17, 1974; Daly, FGCS 22, 2006.) M begins as it was expected and moves to what the run has seen
-(`resilience.goodput`). The interval is found anew after every save, by the first rank, and told to the others, since
+(`cost.interval`). The interval is found anew after every save, by the first rank, and told to the others, since
 all must save in the same step. It is never shorter than a save takes behind training: the next one would wait for it.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal.resilience.goodput import mean_between_failures_s, steps_between_saves
+from shoal.cost.interval import mean_between_failures_s, steps_between_saves
 
 Announce = Callable[[str, Callable[[], str]], str]
 """`announce(key, find)`: the first rank calls `find`; every rank gets its answer."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.collective import Collective
-from shoal.models.synchronised_norm import SynchronisedBatchNorm
+from shoal.models.batch_norm import SynchronisedBatchNorm
 
 
 def synchronised_norms(model: nn.Module) -> list[SynchronisedBatchNorm]:

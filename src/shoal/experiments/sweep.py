@@ -30,11 +30,9 @@ from typing import Any
 import msgspec
 
 from shoal.errors import Stopped, UsageError
-from shoal.experiments.bayes import Known, propose
 from shoal.experiments.config import ASHA, Bayes, Range, SweepFile
-from shoal.experiments.search import Trial, goes_on, rungs, trials
-from shoal.experiments.trained_keys import require_trained_with
-from shoal.experiments.trial_command import command_of, devices_of, overrides_of
+from shoal.experiments.search import Known, Trial, goes_on, propose, rungs, trials
+from shoal.experiments.trial_command import command_of, devices_of, overrides_of, require_trained_with
 from shoal.files import read_json
 from shoal.launch import warm
 from shoal.launch.children import stop

@@ -5,5 +5,4 @@ fleet.py             the replicas of a host: replacements, and what follows from
 processes.py         the processes of a replica
 assignment.py        what the launcher assigns to a rank
 scaling.py           how many replicas the run wants
-rehearsed_journal.py the journal of a rehearsed run's coordinator
 """

@@ -36,11 +36,10 @@ from shoal.launch.root_cause import Exit, ExitCode, exit_code, failure_report, h
 from shoal.launch.signals import Debounce
 from shoal.launch.supervision import say
 from shoal.resilience.config import ElasticConfig
+from shoal.resilience.detection import Divergence, Slow, ranks_of
 from shoal.resilience.events import Committed, Decision, Ended, Fenced, Formed
-from shoal.resilience.fingerprints import Divergence
-from shoal.resilience.hang_file import read_verdict
+from shoal.resilience.hang_verdict import read_verdict
 from shoal.resilience.preemption import Preemption
-from shoal.resilience.stragglers import Slow, ranks_of
 
 FOR_GOOD = (UsageError.exit_code, Diverged.exit_code, VerificationFailed.exit_code)
 """Exit codes of failures that a replacement would repeat."""

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from shoal.comm.exchanges.coded import Coded
-from shoal.comm.exchanges.coded_momentum import CodedMomentum
 from shoal.comm.exchanges.coded_push import CodedPushes
 from shoal.comm.exchanges.exchange import Segment
+from shoal.comm.exchanges.momentum import CodedMomentum
 from shoal.errors import UsageError
 from shoal.state.ownership import Owned
 from shoal.state.target import Held, Target, views

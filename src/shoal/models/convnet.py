@@ -14,8 +14,8 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.models.batch_norm import GroupedBatchNorm
 from shoal.models.config import ConvNetConfig
-from shoal.models.grouped_norm import GroupedBatchNorm
 from shoal.models.roles import ONES, ZEROS, Normal, Role
 
 FEATURE_GROUPS = 8

@@ -8,10 +8,13 @@ A mixture of experts in place of a feed-forward (Shazeer et al., arXiv:1701.0653
 
 The shared experts (DeepSeekMoE, arXiv:2401.06066) see every token. What a token's way depends on, the choice and the
 capacity, and the losses of the router are functions of its own sequence: no batch and no layout can change them.
+
+How evenly the tokens of a step went over the experts: what is measured of every mixture.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -21,10 +24,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.models.layers import GELU, SwiGLU
-from shoal.models.mixture_auxiliary import TakesAuxiliary, balance_terms, injected, z_terms
 from shoal.models.mixture_exchange import LocalExchange, TokenExchange, through_experts
 from shoal.models.mixture_routes import TakesRoutes
-from shoal.models.router import NEVER, Gate, Router, capacity_of, top_k, within_capacity
+from shoal.models.router import (
+    NEVER,
+    Gate,
+    Router,
+    TakesAuxiliary,
+    balance_terms,
+    capacity_of,
+    injected,
+    top_k,
+    within_capacity,
+    z_terms,
+)
 
 ALIGNED_FEATURES = 8
 """Rows of bfloat16 begin at 16 bytes in the fused product."""
@@ -243,3 +256,39 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     """What the experts compute in: rows are rounded before they travel, not after."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def mixtures_of(model: nn.Module) -> list[Mixture]:
+    """Those of `model`, in its order."""
+    return [module for module in model.modules() if isinstance(module, Mixture)]
+
+
+def loads(mixtures: Iterable[Mixture]) -> dict[str, Tensor]:
+    """Tokens for each expert in the last committed step over all ranks, int64 `[experts]`, by the mixture's name."""
+    return {mixture.name: mixture.router.last_loads for mixture in mixtures}
+
+
+def load_figures(mixtures: Sequence[Mixture]) -> dict[str, float]:
+    """Measurements of the last step, over these mixtures: the worst and the mean of largest over mean load,
+    and the share of choices that found no room, where there is a capacity.
+
+    Empty where there is no mixture, or no step was committed yet.
+    """
+    ratios = [float(load.max() / load.double().mean()) for load in loads(mixtures).values() if bool(load.any())]
+    if not ratios:
+        return {}
+    figures = {"moe/load_max_over_mean": max(ratios), "moe/load_max_over_mean_average": sum(ratios) / len(ratios)}
+    bounded = [mixture.router for mixture in mixtures if mixture.options.capacity_factor is not None]
+    if bounded:
+        chosen = sum(int(router.last_loads.sum()) for router in bounded)
+        figures["moe/dropped_share"] = sum(int(router.last_dropped) for router in bounded) / chosen
+    return figures
+
+
+def expert_loads(mixtures: Iterable[Mixture]) -> dict[str, float]:
+    """The loads of the last step as measurements: `moe/load/<mixture>/<expert>`, experts counted from 0."""
+    return {
+        f"moe/load/{name}/{expert}": tokens
+        for name, load in loads(mixtures).items()
+        for expert, tokens in enumerate(load.tolist())
+    }

@@ -10,7 +10,7 @@ t counts updates, k those of v. A number whose v is 0, because no gradient has r
     0/1 Adam      v moves again and again, at intervals of 1, 2, 4, ... updates,   arXiv:2202.06009, section 4.1
                   `variance_updates` times each; so no warm-up has to be chosen
 
-The sum of momenta is `comm.exchanges.momentum_sum`'s. 0/1 Adam's local steps, in which ranks do not talk at all, are
+The sum of momenta is `comm.exchanges.momentum`'s. 0/1 Adam's local steps, in which ranks do not talk at all, are
 left out.
 """
 

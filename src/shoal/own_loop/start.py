@@ -17,14 +17,13 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.assembly.epoch_end import epoch_steps
-from shoal.assembly.facts import run_facts
 from shoal.assembly.finished_run import chosen_run, intent_of
 from shoal.assembly.hang_watch import watch_hangs
 from shoal.assembly.job import build_job, introduce, restore, run_start, sinks_of
 from shoal.assembly.objects import UserObjects, data_of
 from shoal.assembly.preempted import stop_request_of
 from shoal.assembly.run import open_run
-from shoal.assembly.run_record import write_run_file
+from shoal.assembly.run_record import run_facts, write_run_file
 from shoal.assembly.start import Planner, as_launched, checked, in_rank, leave_with, processes_of, run
 from shoal.assembly.user_code import GIVEN, table_of_object
 from shoal.config.load import apply

@@ -35,8 +35,8 @@ from shoal.page.notices import (
     slow_notices,
 )
 from shoal.page.rank_times import HeatMap, RankTimes, RankValues, SlowRank
-from shoal.resilience.hang_file import FILE as HANG_FILE
-from shoal.resilience.hang_file import read_verdict
+from shoal.resilience.hang_verdict import FILE as HANG_FILE
+from shoal.resilience.hang_verdict import read_verdict
 
 CURVES = (
     "loss/train", "loss/eval", "accuracy/eval", "throughput/tokens_per_second", "throughput/samples_per_second",

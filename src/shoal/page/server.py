@@ -5,15 +5,19 @@ other site can send. Without `token`, everybody who reaches the port may look. N
 
     GET /            the page                         GET /snapshot   what it shows, JSON
     GET /events      server-sent events: the number of the newest snapshot, when it changes
+
+The page beside a run: served by the process that starts the ranks, in a thread, for as long as they run.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+
 
 ASSETS = Path(__file__).with_name("assets")
 POLL_S = 1.0
@@ -185,3 +190,36 @@ async def _versions(follower: Follower, request: Request) -> AsyncIterator[str]:
             yield ": still here\n\n"
         await asyncio.sleep(LOOK_S)
         quiet_s += LOOK_S
+
+
+HOST = "127.0.0.1"
+BESIDE_POLL_S = 2.0
+"""The ranks need the cores more than the page does."""
+
+
+@contextmanager
+def page_beside(directory: Path, *, port: int, say: Callable[[str], None]) -> Iterator[str]:
+    """Serves the page of the run in `directory`, which may only be about to begin, on loopback; port 0: any that is
+    free. Gives the address, token included, after `say` has heard of it.
+
+    Raises `InUse` for a port that is taken, `MissingExtra` without starlette and uvicorn.
+    """
+    try:
+        import uvicorn
+    except ImportError as error:
+        raise MissingExtra("uvicorn", extra="page", purpose="observe.page") from error
+    token = secrets.token_urlsafe(24)
+    with Follower([LiveRun(directory, begun=False)], poll_s=BESIDE_POLL_S) as follower:
+        application = open_page(follower, token=token)
+        with listen(HOST, port) as listener:
+            config = uvicorn.Config(application, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+            server = uvicorn.Server(config)
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name="shoal-page", daemon=True)
+            thread.start()
+            address = f"http://{HOST}:{listener.getsockname()[1]}/?token={token}"
+            say(f"live page: {address}")
+            try:
+                yield address
+            finally:
+                server.should_exit = True
+                thread.join()

@@ -21,8 +21,7 @@ from shoal.errors import UserCodeError
 from shoal.models.keyed_draws import Inside
 from shoal.models.roles import Role, roles_of
 from shoal.parallel.context.put import ContextKind, check_context, put_context
-from shoal.parallel.expert.exchange import ExpertGroups
-from shoal.parallel.expert.plan import ExpertPart, split_experts
+from shoal.parallel.expert.exchange import ExpertGroups, ExpertPart, split_experts
 from shoal.parallel.pipeline.stages import Stages
 from shoal.parallel.tables import split_tables
 from shoal.parallel.tensor.plan import TensorPart, split_tensor

@@ -12,18 +12,18 @@ from shoal.cost.plan import Plan
 from shoal.errors import LayoutError
 from shoal.planner.explain.codecs import CodecPrice, codec_price
 from shoal.planner.predict.predictor import Prediction, Predictor
-from shoal.planner.predict.saving import save_of
-from shoal.planner.simulate.fold import Fold
+from shoal.planner.predict.run_cost import save_of
 from shoal.planner.simulate.goodput import WEEK_S, Faults, Goodput, goodput
 from shoal.planner.simulate.memory import rank_bytes
 from shoal.planner.simulate.outcome import StepFigures, does_not_fit, outcome
+from shoal.planner.simulate.step import Fold
 from shoal.planner.simulate.work import Stragglers, work_of
 from shoal.planning.answer import predictor_of, transformer_of
 from shoal.planning.plan_file import written_plan
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.build import build
 from shoal.schedules.table import ScheduleTable
-from shoal.topology.failures import failures_per_s
+from shoal.topology.devices import failures_per_s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Saving:
     """How often the job saves, and what a save holds it up.
 
     `every_s` None: the availability-optimal interval, but no less than storage takes for the save before. `save_s`
-    None: what follows from the bytes of the state (`planner.predict.saving`).
+    None: what follows from the bytes of the state (`planner.predict.run_cost`).
     """
 
     every_s: float | None = None

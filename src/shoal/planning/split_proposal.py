@@ -24,7 +24,7 @@ from shoal.files import read_file
 from shoal.models.foreign_keys import ForeignKeys
 from shoal.models.roles import DeclaresParts, DeclaresRoles
 from shoal.observe.facts import replace_file
-from shoal.parallel.pipeline.cut import balanced_cut, estimated_costs
+from shoal.parallel.pipeline.stages import balanced_cut, estimated_costs
 from shoal.parallel.traced.chain import traced_chain
 from shoal.parallel.traced.declare import integer_attributes
 from shoal.parallel.traced.relay import Relay, chain_of_calls

@@ -9,8 +9,7 @@ from shoal.codec.config import SignConfig
 from shoal.cost.footprint import AUTOCAST, FLOAT32, FLOAT64, StateBytes
 from shoal.engine.config import BFloat16, Float8, Float16, Float32, Float64
 from shoal.optim.config import OneBit
-from shoal.planner.predict.codecs import Codecs
-from shoal.planner.predict.stack import Stack
+from shoal.planner.predict.stack import Codecs, Stack
 from shoal.planning.sizes import hidden_share
 from shoal.runfile.run_file import RunFile
 from shoal.topology.calibration import CodecTime

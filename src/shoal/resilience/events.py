@@ -13,7 +13,7 @@ from typing import Annotated
 
 import msgspec
 
-from shoal.resilience.stalls import Doing
+from shoal.resilience.detection import Doing
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Text = Annotated[str, msgspec.Meta(max_length=500)]

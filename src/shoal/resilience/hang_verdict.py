@@ -5,14 +5,20 @@ members of the group that have made fewer calls there. Followed from rank to ran
 no collective (it is to blame, and its stack says where), at one that has not reported (dead, stopped, or cut off), or
 in a circle (two groups used in different orders). Ranks that have made the same call with different arguments are found
 first: they wait for nobody and never end.
+
+`hang.json` in a run directory: the newest verdict on a hang, from the rank that found it to the launcher.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
+
+from shoal.errors import UsageError
+from shoal.files import read_json
 
 
 class CodePlace(msgspec.Struct, frozen=True):
@@ -246,3 +252,26 @@ def _all_inside(groups: Mapping[str, Sequence[int]], reports: Mapping[int, RankR
     return HangVerdict(
         ranks, None, f"all members wait, {waiting[0]}, and nobody is missing: the network between them carries nothing"
     )
+
+
+FILE = "hang.json"
+MOST_BYTES = 16 << 20
+"""Of stacks of all ranks."""
+
+
+def write_verdict(directory: Path, verdict: HangVerdict) -> None:
+    """Replaces the file, so that a reader finds the whole of it. Raises `OSError`."""
+    draft = directory / f".{FILE}"
+    draft.write_bytes(msgspec.json.encode(verdict))
+    draft.replace(directory / FILE)
+
+
+def read_verdict(directory: Path, *, since_s: float) -> HangVerdict | None:
+    """The verdict that was found after `since_s` (Unix time); None where there is none."""
+    path = directory / FILE
+    try:
+        if path.stat().st_mtime < since_s:
+            return None
+        return read_json(path, HangVerdict, limit_bytes=MOST_BYTES, error=UsageError, repair="")
+    except (OSError, UsageError):
+        return None

@@ -27,10 +27,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from shoal.resilience import events as ev
-from shoal.resilience.fingerprints import Divergence, compare
+from shoal.resilience.detection import Divergence, Lasting, Slow, Stalls, Stragglers, compare
 from shoal.resilience.ledger import SampleLedger
-from shoal.resilience.stalls import Stalls
-from shoal.resilience.stragglers import Lasting, Slow, Stragglers
 
 FRUITLESS = 3
 """Generations in a row, of the same members and without a step, after which a replica that peers cannot reach goes."""

@@ -1,6 +1,6 @@
 """What a scheduler is asked for: hosts, ranks on each, what they compute on, how long, and the command of each host.
 
-A `SubmittedJob` knows no scheduler. `slurm_script`, `jobset`, `trainjob` and `ray_job` write it down for theirs; all of
+A `SubmittedJob` knows no scheduler. `slurm_script`, `kubernetes_job` and `ray_job` write it down for theirs; all of
 them start `shoal launch` once on each host, which starts that host's ranks and keeps their exit code (`launch.host`).
 """
 

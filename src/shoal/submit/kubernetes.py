@@ -9,12 +9,10 @@ from typing import Any, Literal
 
 from shoal.errors import EnvironmentFault, ShoalError, UsageError
 from shoal.submit import yaml
-from shoal.submit.client import call, said
 from shoal.submit.job import SubmittedJob
-from shoal.submit.jobset import jobset
+from shoal.submit.kubernetes_job import jobset, trainjob
 from shoal.submit.pods import OWNER, OWNER_LABEL, KubernetesOptions, config_map_name, object_name
-from shoal.submit.scheduler import State, Status, Submission
-from shoal.submit.trainjob import trainjob
+from shoal.submit.scheduler import State, Status, Submission, call, said
 from shoal.units import plural
 
 Kind = Literal["jobset", "trainjob"]

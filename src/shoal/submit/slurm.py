@@ -10,9 +10,8 @@ from pathlib import Path
 
 from shoal.config.load import dumps
 from shoal.errors import EnvironmentFault, UsageError
-from shoal.submit.client import call, said
 from shoal.submit.job import SubmittedJob
-from shoal.submit.scheduler import State, Status, Submission
+from shoal.submit.scheduler import State, Status, Submission, call, said
 from shoal.submit.slurm_script import RUN_FILE, SCRIPT, SlurmOptions, batch_script
 from shoal.units import plural
 

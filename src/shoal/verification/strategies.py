@@ -44,7 +44,6 @@ from shoal.models.mixture_routes import ReplayRoutes
 from shoal.observe.progress_bar import ProgressBar
 from shoal.runfile.run_file import RunFile, declared_group
 from shoal.sync.config import StreamingConfig
-from shoal.verification.copies import Copies
 from shoal.verification.plain_rules import (
     Rule,
     Setting,
@@ -62,7 +61,7 @@ from shoal.verification.reference import (
     rate_findings,
     share_routes,
 )
-from shoal.verification.replicas_step import ReplicasStep, TakenStep
+from shoal.verification.replicas import Copies, ReplicasStep, TakenStep
 from shoal.verification.verdict import Verdict
 
 CODEC_LEFT_OUT = (

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.codec.blockwise import Blockwise
 from shoal.codec.codec import Payload
 from shoal.codec.config import BlockwiseConfig, TopKConfig
+from shoal.codec.quantise import Blockwise
 from shoal.codec.top_k import TopK
 from shoal.comm.collective import Collective, Handle, Reduction
 from shoal.comm.exchanges.choice import ASIDE, Choice

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from shoal.codec.config import DGCConfig
-from shoal.codec.dgc import DGC
+from shoal.codec.top_k import DGC
 from shoal.comm.collective import Collective
-from shoal.comm.exchanges.momentum_corrected import MomentumCorrected
+from shoal.comm.exchanges.momentum import MomentumCorrected
 from tests.comm.exchanges.test_coded import NUMEL, SEGMENTS, STEPS, on_ranks, residual_of, summed, term
 
 MOMENTUM = 0.9

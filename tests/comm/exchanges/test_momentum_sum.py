@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from shoal.codec.config import SignConfig
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import Segment
-from shoal.comm.exchanges.momentum_sum import MomentumSum
+from shoal.comm.exchanges.momentum import MomentumSum
 from shoal.comm.local import local_group
 from shoal.config.table import implementation_of
 from shoal.optim.build import build_optimizer

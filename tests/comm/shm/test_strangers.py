@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.comm.shm.core import Settings
-from shoal.comm.shm.handshake import Handshake
+from shoal.comm.shm.segment import Handshake
 from shoal.comm.shm.transport import core_settings
 from tests.waiting import HANG_S
 

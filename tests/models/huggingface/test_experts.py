@@ -23,8 +23,7 @@ from shoal.models.huggingface.experts import planned_experts
 from shoal.models.huggingface.model import check_plans
 from shoal.models.mixture_exchange import LocalExchange
 from shoal.models.roles import roles_of
-from shoal.parallel.expert.exchange import ExpertGroups
-from shoal.parallel.expert.plan import split_experts
+from shoal.parallel.expert.exchange import ExpertGroups, split_experts
 from shoal.topology.layout import Layout
 from tests import programs
 from tests.assembly.journey import Leg, travel

@@ -14,10 +14,9 @@ from shoal.comm.config import WireConfig
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.memory.recompute import recompute
 from shoal.memory.tracker import measured_activation_bytes
-from shoal.models.build import build
+from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
 from shoal.models.dropout import set_sample_keys
-from shoal.models.initialise import initialise
 from shoal.parallel.context.put import KINDS, AttentionSizes, attention_bytes_sent, put_context
 from shoal.parallel.context.shard import positions, slice_sequence
 from shoal.topology.layout import Layout

@@ -12,8 +12,7 @@ from torch import nn
 
 from shoal.errors import LayoutError, UserCodeError
 from shoal.models.roles import Part
-from shoal.parallel.pipeline.cut import balanced_cut, cut_at, estimated_costs, measured_costs, stage_costs
-from shoal.parallel.pipeline.stages import staged
+from shoal.parallel.pipeline.stages import balanced_cut, cut_at, estimated_costs, measured_costs, stage_costs, staged
 from tests.parallel.pipeline import chains
 
 ROUNDING = 1e-9  # a few sums of floats

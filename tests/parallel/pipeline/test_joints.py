@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from shoal.parallel.pipeline.execute import Pass
 from shoal.parallel.pipeline.joints import find_branches
-from shoal.parallel.pipeline.passes import Pass
 
 EXACT = 1e-13  # float64: the same operations in another order
 WIDTH = 6

@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.codec.blockwise import Blockwise
 from shoal.codec.cast import Cast
 from shoal.codec.config import BlockwiseConfig, CastConfig
-from shoal.parallel.pipeline.cut import balanced_cut, estimated_costs
-from shoal.parallel.pipeline.joints import Form
-from shoal.parallel.pipeline.packing import AS_IT_IS, Packing, StageCodec
-from shoal.parallel.pipeline.stages import staged
+from shoal.codec.quantise import Blockwise
+from shoal.parallel.pipeline.joints import AS_IT_IS, Form, Packing, StageCodec
+from shoal.parallel.pipeline.stages import balanced_cut, estimated_costs, staged
 from shoal.schedules.build import build
 from tests.parallel.pipeline import chains
 from tests.parallel.pipeline.test_execute import SYNCHRONOUS, Case, close, pipeline_of, run_case, takes

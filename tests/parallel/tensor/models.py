@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.models.build import build
+from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
 from shoal.models.dropout import set_sample_keys
-from shoal.models.initialise import initialise
 from shoal.models.roles import Role
 
 VOCABULARY, SEQUENCE = 40, 8

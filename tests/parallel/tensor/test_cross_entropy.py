@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UserCodeError
-from shoal.parallel.tensor.cut import uneven_cut
+from shoal.parallel.tensor.layers import uneven_cut
 from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits, vocabulary_cross_entropy
 from tests.parallel.tensor.split import entropy, tensor_group, weighted
 from tests.ranks import TestPlace

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import LayoutError
-from shoal.parallel.tensor.cut import even_cut, grouped_cut, uneven_cut
+from shoal.parallel.tensor.layers import even_cut, grouped_cut, uneven_cut
 
 SIZES = st.integers(1, 9)
 

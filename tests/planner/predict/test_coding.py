@@ -20,10 +20,9 @@ from shoal.codec.stated import Matrices, label, stated
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Transformer
 from shoal.planner.predict.bill import Constants
-from shoal.planner.predict.codecs import Codecs
 from shoal.planner.predict.coding import gradient_sum
 from shoal.planner.predict.predictor import Predictor, Workload
-from shoal.planner.predict.stack import MODERN, Stack
+from shoal.planner.predict.stack import MODERN, Codecs, Stack
 from shoal.planner.simulate.step import simulate_step
 from shoal.planner.simulate.work import work_of
 from shoal.planning.simulating import table_of

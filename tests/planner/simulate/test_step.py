@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from shoal.cost.activations import bubble_s
 from shoal.cost.plan import Plan
-from shoal.planner.simulate.fold import Fold
 from shoal.planner.simulate.outcome import outcome
-from shoal.planner.simulate.step import SimulatedStep, simulate_step
+from shoal.planner.simulate.step import Fold, SimulatedStep, simulate_step
 from shoal.planner.simulate.work import Message, Stage, Stragglers, Work, uniform, work_of
 from shoal.planning.simulating import table_of
 from shoal.schedules.build import build

@@ -1,7 +1,7 @@
 """Do the ranks of a group share a host? They find out by sharing memory.
 
 A boot id and a user are not proof enough (containers share the first, and may be kept apart), so the ranks pass each
-other segments over Unix sockets (`shoal.comm.shm.handshake`).
+other segments over Unix sockets (`shoal.comm.shm.segment`).
 
 SHOAL_HOST is part of a host's identity: a lab gives each of its hosts a name, and ranks of two such hosts must not
 share memory although the machine would let them.
@@ -29,8 +29,7 @@ import msgspec
 
 from shoal.comm.board import Board
 from shoal.comm.shm.core import CoreMissing, Settings, core_identity
-from shoal.comm.shm.handshake import Handshake
-from shoal.comm.shm.segment import MappedSegment
+from shoal.comm.shm.segment import Handshake, MappedSegment
 
 HOST_NAME = "SHOAL_HOST"
 """The variable that names the host of a process where one machine plays several."""

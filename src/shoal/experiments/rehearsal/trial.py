@@ -25,11 +25,10 @@ from typing import IO
 from shoal.checkpoint.objects import Places
 from shoal.checkpoint.verify import checkpoints, newest_verified, read_manifest
 from shoal.errors import ConfigError, Diverged, UsageError
-from shoal.experiments.rehearsal.coordinator_process import CoordinatorProcess
 from shoal.experiments.rehearsal.relay import Relay, relay
 from shoal.experiments.rehearsal.scenarios import FULL_BYTES, GOING_S, STOPPED_S, Scenario
 from shoal.experiments.rehearsal.small_disk import end_fill, fill, small_disk
-from shoal.experiments.rehearsal.two_hosts import Started, on_two_hosts
+from shoal.experiments.rehearsal.two_hosts import CoordinatorProcess, Started, on_two_hosts
 from shoal.launch.children import THROWN_AWAY_S, stop
 from shoal.observe.attempts import attempts
 from shoal.observe.events import Event, read_events

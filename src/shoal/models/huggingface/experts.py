@@ -3,7 +3,7 @@
 transformers stacks the experts of a layer in one module (`gate_up_proj` and `down_proj`, `[experts, ...]`), calls it
 with tokens that its own router has placed, and looks up the function that computes in its `ExpertsInterface`. The one
 registered here sends tokens by the `exchange` that stands in the module, which a rank with some of the experts replaces
-(`shoal.parallel.expert.plan`). The expert plan of a config (`base_model_ep_plan`) says what is stacked:
+(`shoal.parallel.expert.exchange`). The expert plan of a config (`base_model_ep_plan`) says what is stacked:
 
     grouped_gemm                    expert              a parameter of all experts: split over them
     ep_dispatch_experts             the module that is called with tokens, choices and their weights

@@ -17,8 +17,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shoal.comm.clock import ClockOffset
-from shoal.comm.journal import Journal
-from shoal.comm.ledger import Ledger
+from shoal.comm.ledger import Journal, Ledger
 from shoal.observe.profile.recording import Called, Recording, Slice, Step, Waited
 
 MARK = "shoal: the thread that trains"

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.comm.collective import Collective
-from shoal.parallel.context.exchange import gathered
-from shoal.parallel.context.shard import ContextCore, by_rank, in_sequence
+from shoal.parallel.context.shard import ContextCore, by_rank, gathered, in_sequence
 from shoal.parallel.context.tiles import Documents, Rows, RowsBackward, tiles_of_sequence, wide_dtype
 
 SEQUENCE = -2

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.comm.collective import Collective
-from shoal.parallel.context.exchange import gathered, shift
-from shoal.parallel.context.shard import ContextCore
+from shoal.parallel.context.shard import ContextCore, gathered, shift
 from shoal.parallel.context.tiles import Documents, Rows, RowsBackward, tiles_of_source, wide_dtype
 
 BLOCKS, GRADIENTS = 0, 1

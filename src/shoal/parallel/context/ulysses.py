@@ -18,8 +18,7 @@ from torch.autograd.function import once_differentiable
 from shoal.comm.collective import Collective
 from shoal.errors import LayoutError
 from shoal.models.layers import CausalAttention
-from shoal.parallel.context.exchange import gathered
-from shoal.parallel.context.shard import ContextCore, by_rank, in_sequence
+from shoal.parallel.context.shard import ContextCore, by_rank, gathered, in_sequence
 from shoal.topology.refusal import nearest_divisors
 
 SEQUENCE = -2

@@ -4,25 +4,145 @@ Each rank goes through its row in order. What an action takes is received, or ha
 the same rank; what it gives is sent without waiting. Gradients add up in the parameters, over microbatches, in the
 order of the row. They are complete when the row is, or for one stage after the action that `schedules.order.completing`
 names: parameters' hooks do not tell, for a split backward writes past them.
+
+One stage's forward and backward on one microbatch, whole or split.
+
+    B   dx and dw in one go
+    I   dx only, noting what arrives where weights join the path (see `joints`)
+    W   dw only, from what was noted
+
+A stage whose input needs no gradient, such as the first, has no path: its I is the whole backward and its W nothing.
+
+Seconds that a rank's device computes, to be set against the seconds of the whole schedule.
+
+A GPU is given work and asked for nothing: its seconds lie between events on its stream, read once at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
 from shoal.errors import LayoutError
-from shoal.parallel.pipeline.packing import AS_IT_IS, Packing
-from shoal.parallel.pipeline.passes import Pass, Weights
-from shoal.parallel.pipeline.stopwatch import Stopwatch, stopwatch
+from shoal.parallel.pipeline.joints import AS_IT_IS, Branches, Noted, Packing, find_branches, noting
 from shoal.parallel.pipeline.transfers import Wire
 from shoal.schedules.table import Action, ScheduleTable
+
+Weights = Callable[[int], Sequence[Tensor]]
+"""The parameters of a stage."""
+
+
+@dataclass
+class Pass:
+    """What is kept between a forward and its backward: the input (a leaf), and the output or the loss."""
+
+    x: Tensor | None
+    root: Tensor
+    branches: list[Branches] = field(default_factory=list)
+    noted: Noted = field(default_factory=dict)
+
+    def backward(self, gradient: Tensor | None) -> Tensor | None:
+        """Adds to the parameters' gradients; gives that of the input, None where it needs none."""
+        if self.root.requires_grad:
+            torch.autograd.backward(self.root, gradient)
+        self.root = self.root.detach()
+        if self.x is None or not self.x.requires_grad:
+            return None
+        arrived, self.x.grad = self.x.grad, None
+        return torch.zeros_like(self.x) if arrived is None else arrived
+
+    def backward_input(self, gradient: Tensor | None, weights: Sequence[Tensor]) -> Tensor | None:
+        """The gradient of the input. Those of `weights`, the stage's, are added by `backward_weight`."""
+        if self.x is None or not self.x.requires_grad or not self.root.requires_grad:
+            return self.backward(gradient)
+        branches = find_branches(self.root, self.x, weights)
+        if branches is None:
+            return self.backward(gradient)
+        self.branches = branches
+        hooks = noting(branches, self.noted)
+        try:
+            (result,) = torch.autograd.grad(self.root, self.x, gradient, retain_graph=True, allow_unused=True)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.root = self.root.detach()
+        return torch.zeros_like(self.x) if result is None else result
+
+    def backward_weight(self) -> None:
+        """Adds what `backward_input` left to the parameters' gradients."""
+        for branch in self.branches:
+            for weight, gradient in branch.gradients(self.noted):
+                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+        self.branches, self.noted = [], {}
+
+
+class Stopwatch(Protocol):
+    """Runs from its making."""
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Around a piece of computation, whose time is added up."""
+        ...
+
+    def read(self) -> tuple[float, float]:
+        """(seconds of computation, seconds in all), up to now."""
+        ...
+
+
+class HostStopwatch:
+    """For devices that are done when the call returns."""
+
+    def __init__(self) -> None:
+        self._start_s, self._busy_s = time.perf_counter(), 0.0
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        start_s = time.perf_counter()
+        yield
+        self._busy_s += time.perf_counter() - start_s
+
+    def read(self) -> tuple[float, float]:
+        return self._busy_s, time.perf_counter() - self._start_s
+
+
+class StreamStopwatch:
+    """For devices with streams. `read` waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start, self._pieces = self._event(), []
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        start = self._event()
+        yield
+        self._pieces.append((start, self._event()))
+
+    def read(self) -> tuple[float, float]:
+        end = self._event()
+        end.synchronize()
+        return sum(_seconds(*piece) for piece in self._pieces), _seconds(self._start, end)
+
+    def _event(self) -> Any:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+
+def stopwatch(device: torch.device) -> Stopwatch:
+    """The one that tells the truth on `device`."""
+    return HostStopwatch() if device.type == "cpu" else StreamStopwatch(device)
+
+
+def _seconds(start: Any, end: Any) -> float:
+    return start.elapsed_time(end) / 1000
+
 
 LOOKAHEAD = 2
 """Actions whose receives are posted while one computes: one hides a transfer as long as a computation, two ride out a

@@ -15,18 +15,35 @@ branch to weights beside it, such as a matrix product, is a *joint*:
 The gradient of the input runs along the path and is noted where it passes a joint. The gradients of the weights follow
 later, from each joint into its branch and no further. Joints that share a weight are taken together, each with the
 gradient that was noted at it, which already holds what came to it through the others.
+
+What a tensor becomes between two stages: as it is, or coded in fewer bits.
+
+    x' = decode(encode(x))              what the next stage computes with
+    dL/dx = decode(encode(dL/dx'))      straight-through: coding counts as the identity in the backward
+
+Numbers are rounded to nearest, those of a block by the scale of the block:
+
+    int8         |x - x'| <= max |x| of the block / 254
+    bfloat16     |x - x'| <= |x| / 256
+
+The errors are no noise that averages out: for activations that hardly change from epoch to epoch it is better to send
+the changes (Wang et al., "Fine-tuning Language Models over Slow Networks using Activation Quantization with
+Guarantees", arXiv:2206.01299), at the price of memory for each sample. What is not finite stays so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from shoal.codec.codec import Codec, pack, unpack
+from shoal.codec.config import BlockwiseConfig, CastConfig
+from shoal.config.table import implementation_of
 from shoal.errors import UserCodeError
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -170,3 +187,63 @@ def _note(noted: Noted, joint: Node) -> Callable[..., None]:
 
 def _replaced(gradients: tuple[Tensor | None, ...]) -> Callable[..., Any]:
     return lambda _: gradients
+
+
+class Packing(Protocol):
+    """From tensors to what is sent, and back; both ends know the form."""
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        """What is sent of `tensor`, contiguous."""
+        ...
+
+    def buffer(self, form: Form, device: torch.device) -> Tensor:
+        """A tensor to receive it into."""
+        ...
+
+    def unpacked(self, buffer: Tensor, form: Form) -> Tensor:
+        """The tensor of `form` that was received; no gradient is tracked."""
+        ...
+
+
+class AsItIs:
+    """All bits are sent."""
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().contiguous()
+
+    def buffer(self, form: Form, device: torch.device) -> Tensor:
+        return form.empty(device)
+
+    def unpacked(self, buffer: Tensor, form: Form) -> Tensor:
+        return buffer
+
+
+@dataclass(frozen=True)
+class StageCodec:
+    """What `codec`, which is not linear and has no random numbers, makes of the tensor."""
+
+    codec: Codec
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        return pack(self.codec, self.codec.encode(tensor))
+
+    def buffer(self, form: Form, device: torch.device) -> Tensor:
+        return torch.empty(self.codec.wire_bytes(_numel(form)), dtype=torch.uint8, device=device)
+
+    def unpacked(self, buffer: Tensor, form: Form) -> Tensor:
+        wide = torch.promote_types(form.dtype, torch.float32)
+        numel = _numel(form)
+        flat = self.codec.decode(unpack(self.codec, buffer, numel), numel, dtype=wide)
+        return flat.to(form.dtype).view(form.shape)
+
+
+def _numel(form: Form) -> int:
+    return torch.Size(form.shape).numel()
+
+
+AS_IT_IS = AsItIs()
+
+
+def packing_of(config: CastConfig | BlockwiseConfig | None) -> Packing:
+    """By the codec of this table; None: as it is."""
+    return AS_IT_IS if config is None else StageCodec(implementation_of(config)(config))

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from shoal.comm.collective import Collective, Handle
 from shoal.errors import UserCodeError
-from shoal.parallel.pipeline.joints import HEADER_NUMEL, Form
-from shoal.parallel.pipeline.packing import AS_IT_IS, Packing
+from shoal.parallel.pipeline.joints import AS_IT_IS, HEADER_NUMEL, Form, Packing
 from shoal.schedules.check import needs
 from shoal.schedules.table import Action, ScheduleTable
 

@@ -25,19 +25,21 @@ from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.models.keyed_draws import Extent, Inside
 from shoal.models.roles import DeclaresCounts, DeclaresRoles, role_of, roles_of
-from shoal.parallel.tensor.blocks import block_layers
-from shoal.parallel.tensor.crossings import Crossings
-from shoal.parallel.tensor.cut import Cut, even_cut, grouped_cut, uneven_cut
+from shoal.parallel.tensor.crossings import Crossings, block_layers
 from shoal.parallel.tensor.layers import (
     ColumnLinear,
+    Cut,
     Cuts,
     PackedLinear,
     RowLinear,
     SplitLayer,
     VocabularyEmbedding,
     check_ties,
+    even_cut,
+    grouped_cut,
     replace,
     slice_positions,
+    uneven_cut,
 )
 from shoal.parallel.tensor.region import Region, linear, regions_of
 from shoal.parallel.tensor.summa import Grid

@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal.comm.collective import Collective, Handle
 from shoal.errors import LayoutError
-from shoal.parallel.tensor.cut import Cut
+from shoal.parallel.tensor.layers import Cut
 from shoal.topology.refusal import nearest_divisors, nearest_multiples
 
 

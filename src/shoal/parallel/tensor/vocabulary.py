@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
-from shoal.parallel.tensor.cut import uneven_cut
+from shoal.parallel.tensor.layers import uneven_cut
 
 
 @dataclass(frozen=True)

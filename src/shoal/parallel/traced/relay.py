@@ -30,8 +30,7 @@ from shoal.errors import UserCodeError
 from shoal.models.keyed_draws import draws_of_a_forward
 from shoal.models.roles import Part
 from shoal.parallel.traced.chain import trunk_of
-from shoal.parallel.traced.recording import tensors_in
-from shoal.parallel.traced.tracer import reason_of
+from shoal.parallel.traced.recording import reason_of, tensors_in
 
 Inputs = tuple[tuple[Any, ...], Mapping[str, Any]]
 

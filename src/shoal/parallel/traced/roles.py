@@ -20,8 +20,7 @@ from typing import Any
 from torch import fx, nn
 
 from shoal.parallel.traced.following import Count, Following, Unfollowed, is_linear
-from shoal.parallel.traced.recording import record
-from shoal.parallel.traced.tracer import reason_of
+from shoal.parallel.traced.recording import reason_of, record
 
 _OWN_CODE = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.MultiheadAttention)
 """PyTorch's layers whose forward reads the weights of its parts itself."""

@@ -14,9 +14,9 @@ from shoal.codec.config import BlockwiseConfig, CastConfig, CodecConfig, NoCodec
 from shoal.codec.stated import is_stated, label
 from shoal.cost.plan import Plan
 from shoal.planner.explain.text import Change, signed, table
-from shoal.planner.predict.codecs import UNCODED
 from shoal.planner.predict.coding import measured_time
 from shoal.planner.predict.predictor import Prediction, Predictor
+from shoal.planner.predict.stack import UNCODED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,7 @@ from shoal.codec.config import AutoConfig, BlockwiseConfig, CastConfig, CodecCon
 from shoal.codec.stated import Matrices, Stated, is_stated, label, stated
 from shoal.cost.plan import Plan
 from shoal.cost.wire import Group, Links
-from shoal.planner.predict.axes import replica_group, shard_group
-from shoal.planner.predict.machine import Machine
+from shoal.planner.predict.machine import Machine, replica_group, shard_group
 from shoal.topology.calibration import CodecTime
 
 FLOAT_BYTES = 4.0

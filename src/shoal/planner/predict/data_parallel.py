@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from shoal.cost.plan import Plan
-from shoal.planner.predict.axes import Exposed, ends_group, exposed, shard_group, world_group
 from shoal.planner.predict.coding import (
     GradientSum,
     boundary_coding_s,
@@ -12,7 +11,7 @@ from shoal.planner.predict.coding import (
     number_bytes,
     pieces_coding_s,
 )
-from shoal.planner.predict.machine import Machine
+from shoal.planner.predict.machine import Exposed, Machine, ends_group, exposed, shard_group, world_group
 from shoal.planner.predict.workload import Stage
 
 FLOAT8_BYTES = 1.0

@@ -9,8 +9,7 @@ from shoal.cost.plan import Plan
 from shoal.cost.prices import Prices
 from shoal.cost.transformer import Recompute, Transformer
 from shoal.cost.wire import Links
-from shoal.planner.predict.axes import Exposed, context_group, expert_group, exposed, tensor_group
-from shoal.planner.predict.machine import Machine
+from shoal.planner.predict.machine import Exposed, Machine, context_group, expert_group, exposed, tensor_group
 from shoal.planner.predict.stack import Stack
 from shoal.planner.predict.waiting import ContextKind, exchange
 

@@ -18,8 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from shoal.cost.alpha_beta import FittedGroup, Sweep, sweep_of
-from shoal.cost.host import Host, host_of
-from shoal.cost.operators import Share
+from shoal.cost.operators import Host, Share, host_of
 from shoal.cost.plan import Plan
 from shoal.cost.prices import MeasuredPrices
 from shoal.cost.transformer import Transformer

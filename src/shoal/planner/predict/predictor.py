@@ -20,9 +20,8 @@ from shoal.codec.stated import Matrices
 from shoal.cost.activations import boundary_bytes, layer_activation_bytes
 from shoal.cost.eager_memory import eager_block_bytes, eager_footprint
 from shoal.cost.footprint import Footprint, Overheads, footprint, stage_parameters
-from shoal.cost.matrices import matrix_shapes
 from shoal.cost.plan import V_SHAPED, Plan
-from shoal.cost.transformer import embedding_parameters, head_parameters, model_flops, total_parameters
+from shoal.cost.transformer import embedding_parameters, head_parameters, matrix_shapes, model_flops, total_parameters
 from shoal.planner.predict.bill import Bill, Constants
 from shoal.planner.predict.coding import GradientSum, residual_bytes
 from shoal.planner.predict.data_parallel import stage_sum

@@ -1,19 +1,40 @@
 """What a training stack does and does not do: facts of its source or its paper, not fits.
 
 A prediction for a published table must know which of these the measured program had; a run of Shoal knows its own.
+
+What a program codes on the wire, as data: the tables of a run file that say so, and what was measured of them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.codec.config import BlockwiseConfig, CastConfig, CodecConfig, NoCodec, ShardCodecConfig
 from shoal.cost.activations import Kept
 from shoal.cost.attention import Kernel
 from shoal.cost.footprint import MEGATRON_BF16, MEGATRON_FP16, StateBytes
 from shoal.cost.matmul import Float8Casts
 from shoal.cost.operators import Float8
-from shoal.planner.predict.codecs import NOTHING_CODED, Codecs
 from shoal.planner.predict.waiting import ContextKind
+from shoal.topology.calibration import CodecTime
+
+UNCODED, WHOLE_PIECES = NoCodec(), ShardCodecConfig()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codecs:
+    """`gradients` codes sums over replicas, in buckets of `bucket_bytes`; `pieces` what ZeRO's ranks send each other;
+    `stages` activations and their gradients between pipeline stages. `times` were measured on such a device.
+    """
+
+    gradients: CodecConfig = UNCODED
+    pieces: ShardCodecConfig = WHOLE_PIECES
+    stages: CastConfig | BlockwiseConfig | None = None
+    bucket_bytes: float = 25 * 2**20
+    times: tuple[CodecTime, ...] = ()
+
+
+NOTHING_CODED = Codecs()
 
 
 @dataclass(frozen=True, kw_only=True)

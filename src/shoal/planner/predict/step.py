@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from shoal.cost.activations import bubble_s
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Transformer
-from shoal.planner.predict.axes import Exposed, exposed, stage_group
 from shoal.planner.predict.bill import COMPUTED, Bill
 from shoal.planner.predict.coding import number_bytes
 from shoal.planner.predict.data_parallel import coding_s, gathers, gradients, optimizer_s
 from shoal.planner.predict.layer import LayerBill
-from shoal.planner.predict.machine import Machine
+from shoal.planner.predict.machine import Exposed, Machine, exposed, stage_group
 from shoal.planner.predict.workload import Stage
 
 

@@ -22,9 +22,8 @@ from typing import Any
 
 from shoal import units
 from shoal.planner.explain.text import table
-from shoal.planner.simulate.fold import Fold, paces_of, perfect_step_s
 from shoal.planner.simulate.goodput import WEEK_S, Goodput
-from shoal.planner.simulate.step import SimulatedStep, simulate_step
+from shoal.planner.simulate.step import Fold, SimulatedStep, paces_of, perfect_step_s, simulate_step
 from shoal.planner.simulate.work import Stragglers, Work
 from shoal.schedules.table import Action, ScheduleTable
 from shoal.schedules.timeline import Timeline

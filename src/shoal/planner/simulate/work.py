@@ -23,18 +23,18 @@ import numpy as np
 from shoal.codec.config import CodecConfig
 from shoal.codec.stated import Matrices
 from shoal.cost.footprint import stage_parameters
-from shoal.cost.matrices import matrix_shapes
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import (
     dense_layer_parameters,
     embedding_parameters,
     expert_layer_parameters,
     head_parameters,
+    matrix_shapes,
 )
-from shoal.planner.predict.axes import ends_group, shard_group, stage_group
 from shoal.planner.predict.bill import COMPUTED
 from shoal.planner.predict.coding import gradient_sum
 from shoal.planner.predict.data_parallel import coding_s, gathers, optimizer_s, sums_overlap
+from shoal.planner.predict.machine import ends_group, shard_group, stage_group
 from shoal.planner.predict.predictor import Predictor
 from shoal.planner.predict.step import boundary_wire_bytes
 from shoal.planner.predict.workload import balanced_layers

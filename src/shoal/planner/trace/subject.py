@@ -28,7 +28,7 @@ from shoal.errors import LayoutError, UserCodeError
 from shoal.memory.blocks import blocks_of
 from shoal.memory.recompute import RecomputeKind, recompute
 from shoal.models.roles import DeclaresParts, DeclaresRoles, roles_of
-from shoal.parallel.pipeline.cut import balanced_cut, estimated_costs
+from shoal.parallel.pipeline.stages import balanced_cut, estimated_costs
 from shoal.parallel.tensor.plan import split_tensor
 from shoal.parallel.tensor.vocabulary import VocabularySplit
 from shoal.planner.trace.group import TracedGroup

@@ -1,4 +1,12 @@
-"""Slow replicas, by robust statistics over what each step cost each replica, waiting for others left out.
+"""What is wrong with a rank that does not fail: it hangs, it is slow, or it computes wrongly.
+
+Hung ranks: alive by their heartbeat, without progress, and others wait for them.
+
+When one rank of a lock-step group hangs, the others soon stand still, too, in the collective that they wait in. So a
+rank hangs that has stood still for `limit_s` *outside* of a collective, while another has stood still for as long
+*inside* of one. Long steps are no hang: there nobody waits, or not for so long.
+
+Slow replicas, by robust statistics over what each step cost each replica, waiting for others left out.
 
 Work on logarithms, since noise of run times is multiplicative. Over the last n `steps` a replica's level is the median
 m_r, and its noise s_r is 1.4826 times the median absolute deviation. Against the median M of the others' levels
@@ -11,15 +19,68 @@ noise from being an alarm, the second what is too little to matter.
 
 Other programs on a host slow a replica for seconds, which nobody has to act on: a warning is for who stays slow for
 minutes (`Lasting`).
+
+Silent corruption: replicas that are equal by construction vote on a fingerprint of their parameters.
+
+Memory and arithmetic units fail without an error now and then (Dixit et al., "Silent data corruptions at scale",
+arXiv:2102.11245). Replicas that apply the same updates hold the same bits; each puts a fingerprint of them into its
+report, and the majority is right. With two replicas a difference is seen, but not whose it is.
+
+The other replicas' gradients contained those that the culprit computed since its parameters changed; they are equal to
+each other, and so is the run that goes on. How old the difference can be is the number of steps between fingerprints.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Literal, NamedTuple
+
+Doing = Literal["", "computes", "waits"]
+"""What a rank does: it takes no steps of a generation; it does, outside of a collective; it waits in one."""
+
+
+class Activity(NamedTuple):
+    """A rank within a generation. `calls` counts its collectives, `doing` is what it does now."""
+
+    calls: int
+    doing: Doing
+
+
+Rank = tuple[str, int]
+"""A replica, and the number of one of its ranks."""
+
+
+@dataclass
+class Stalls:
+    """`limit_s`: how long a rank may keep others waiting; 0: for ever."""
+
+    limit_s: float
+    last: dict[Rank, tuple[int, Doing]] = field(default_factory=dict)
+    since_s: dict[Rank, float] = field(default_factory=dict)
+
+    def heard(self, rank: Rank, progress: int, doing: Doing, now_s: float) -> None:
+        """A heartbeat of `rank`, with the count of what it has done."""
+        if self.last.get(rank) != (progress, doing):
+            self.last[rank], self.since_s[rank] = (progress, doing), now_s
+
+    def forget(self, rank: Rank) -> None:
+        """A rank that has gone."""
+        self.last.pop(rank, None)
+        self.since_s.pop(rank, None)
+
+    def hung(self, now_s: float, *, others_wait: bool = False) -> list[Rank]:
+        """Those that hang; `others_wait`: it is known otherwise that some have waited for `limit_s`."""
+        if not self.limit_s:
+            return []
+        still = [rank for rank, since_s in self.since_s.items() if now_s - since_s > self.limit_s]
+        if not others_wait and not any(self.last[rank][1] == "waits" for rank in still):
+            return []
+        return [rank for rank in still if self.last[rank][1] == "computes"]
+
 
 STEPS = 16
 FACTOR = 1.2
@@ -121,3 +182,36 @@ def _slow(rows: Mapping[str, Sequence[float]], *, factor: float, steps: int) -> 
         if above > SIGMAS * error and above > math.log(factor):
             found.append(Slow(name, math.exp(above)))
     return sorted(found, key=lambda slow: -slow.ratio)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """After `step` replicas differ. `culprits` differ from a majority; none are named where there is no majority."""
+
+    step: int
+    culprits: tuple[str, ...]
+    sentence: str
+
+
+def compare(step: int, fingerprints: Mapping[str, int]) -> Divergence | None:
+    """Who differs after `step`; None where all are equal, or nobody took a fingerprint (0)."""
+    taken = {name: value for name, value in fingerprints.items() if value}
+    counts = Counter(taken.values()).most_common(1)
+    if not counts or counts[0][1] == len(taken):
+        return None
+    value, votes = counts[0]
+    if 2 * votes <= len(taken):
+        names = ", ".join(sorted(taken))
+        return Divergence(
+            step,
+            (),
+            f"after step {step} the parameters of {names} differ, and no majority says whose are right: "
+            "resume from the newest checkpoint, and run 3 replicas or more",
+        )
+    culprits = tuple(sorted(name for name, found in taken.items() if found != value))
+    return Divergence(
+        step,
+        culprits,
+        f"after step {step} the parameters of {', '.join(culprits)} differ from those of the {votes} others: "
+        "check the memory and the devices of the host",
+    )

@@ -1,0 +1,121 @@
+"""What `import shoal` gives does from Python what the verbs do in a shell."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shoal
+from shoal.checkpoint.inspect import save_weights
+from tests import programs
+
+ROOT = Path(__file__).parents[1]
+RUN = {
+    "run": {"name": "api", "steps": 1, "processes": 2},
+    "model": {"kind": "gpt", "layers": 2, "width": 32, "heads": 4, "vocabulary": 256},
+    "data": {"kind": "stdlib"},
+    "batch": {"global_samples": 8, "sequence": 16},
+}
+VERIFIED = """
+import sys
+import shoal, torch
+from torch import nn
+
+class Shifted(nn.Linear):
+    def forward(self, x):
+        import os
+        return super().forward(x) + float(os.environ.get("RANK", "0")) * float(sys.argv[1])
+
+x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+torch.manual_seed(1)
+model = nn.Sequential(Shifted(4, 8), nn.ReLU(), nn.Linear(8, 2))
+config = {"run": {"name": "own", "steps": 2}, "batch": {"global_samples": 8}, "optimizer": {"kind": "sgd"}}
+try:
+    for layout in ("replicate", "shard"):
+        verdict = shoal.verify(config, [f"layout.{layout}=2"], model=model, data=(data, data), steps=1)
+        print("holds", verdict["holds"], verdict["layout"])
+except shoal.RunFailed as failure:
+    print("failed", failure.exit_code, failure.sentence)
+"""
+
+
+def tied() -> nn.Module:
+    """A module with a buffer and a parameter that has two names."""
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.BatchNorm1d(3), nn.Linear(3, 3, bias=False))
+    model[2].weight = model[0].weight
+    return model
+
+
+def saved(model: nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of `model`, each under its first name, as the checkpoint of a run directory."""
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items() if name != "2.weight"}
+    save_weights(weights, folder, folder)
+    return weights
+
+
+def test_the_page_of_the_api_lists_what_can_be_imported() -> None:
+    """`shoal.__all__` and the table of docs/python-api.md are the same names."""
+    page = (ROOT / "docs/python-api.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `shoal\.(\w+)", page, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(shoal.__all__)
+    assert all(hasattr(shoal, name) for name in shoal.__all__)
+
+
+def test_a_checkpoint_is_loaded_by_the_names_of_the_model(tmp_path: Path) -> None:
+    """Bit by bit, and into a module that ties parameters."""
+    weights = saved(tied(), tmp_path)
+    model = tied()
+    loaded = shoal.load_checkpoint(tmp_path, model)
+    assert loaded.keys() == weights.keys()
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items() if name in weights)
+    assert model[2].weight is model[0].weight
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        (nn.Sequential(nn.Linear(3, 3)), "has no '0.bias'"),
+        (nn.Sequential(nn.Linear(3, 4, bias=False), nn.BatchNorm1d(3)), "has another shape of '0.weight'"),
+        (nn.Sequential(nn.Linear(3, 3, bias=False)), "has, and the model lacks, '1.bias'"),
+    ],
+)
+def test_weights_of_another_model_are_refused(tmp_path: Path, other: nn.Module, sentence: str) -> None:
+    """By the first name that differs; the module stays as it was."""
+    saved(tied(), tmp_path)
+    before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    with pytest.raises(shoal.ShoalError, match=re.escape(sentence)):
+        shoal.load_checkpoint(tmp_path, other)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+
+
+def test_plans_are_those_of_the_shell(tmp_path: Path) -> None:
+    """The entries of `plans` in `shoal plan --json`."""
+    plans = shoal.plan(RUN, keep=3)
+    assert [one["step_s"] for one in plans] == sorted(one["step_s"] for one in plans)
+    assert all(one["fits"] for one in plans)
+    text = "".join(
+        f"[{table}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
+        for table, keys in RUN.items()
+    )
+    (tmp_path / "run.toml").write_text(text)
+    done = programs.run(["-m", "shoal", "plan", "run.toml", "--top", "3", "--json"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["plans"] == json.loads(json.dumps(plans))
+
+
+@pytest.mark.parametrize(("shift", "said"), [("0.0", "holds True 2 replicas\nholds True"), ("0.1", "failed 6 ")])
+def test_a_script_proves_its_own_objects(tmp_path: Path, shift: str, said: str) -> None:
+    """Layouts that compute what one process computes hold, one call after the other; a model that computes otherwise on
+    rank 1 does not.
+    """
+    (tmp_path / "script.py").write_text(VERIFIED)
+    done = programs.run(["script.py", shift], cwd=tmp_path)
+    assert said in done.stdout.replace(" = 2 ranks", ""), done.stdout + done.stderr
+    assert not (tmp_path / "runs/own/checkpoints").exists()
