@@ -107,6 +107,18 @@ def test_it_is_proved_in_every_layout(ranks, folder: Path, kind: str, layout: st
     assert verdict["holds"], verdict["sentence"]
 
 
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.stress) for k in ("lamb", "adafactor", "soap")] + ["muon"]
+)
+def test_servers_step_whole_parameters(ranks, folder: Path, kind: str) -> None:
+    """A server has no other parts to ask, and needs none; and groups have their own rates there."""
+    sync = {"sync": {"kind": "server", "admission": "sync"}, "layout": {"replicate": 2}}
+    batch = {"batch": {"global_samples": 8, "denominator": "samples"}}
+    optimizer = {"kind": kind, "clip_norm": None, **OPTIMIZERS[kind]}
+    verdict, *_ = ranks(2, verified, {"optimizer": optimizer} | sync | batch, str(folder), True, 3)
+    assert verdict["holds"], verdict["sentence"]
+
+
 def verified_with_norms_of_parts(place: TestPlace, tables: dict[str, Any], folder: str) -> dict[str, Any] | None:
     """The verdict on LAMB that takes the norm of a part for that of the whole."""
     whole = LayerwiseAdam.connect

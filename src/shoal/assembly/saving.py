@@ -98,7 +98,7 @@ def _require_whole_state(run: Run, directories: Directories) -> None:
     several = f"ranks 0 and {directories.groups[1][0]} see different run directories, and a checkpoint needs"
     repair = "put run.directory on a file system that all hosts share"
     own_state = not run.generation.sync.keeps_replicas_equal or run.generation.coded is not None
-    if own_state or not run.state.is_whole_on_replicas:
+    if own_state or not (run.state.is_whole_on_replicas or run.run_file.elastic is not None):
         raise EnvironmentFault(
             f"{several} what each replica has of its own (sync.kind, the error feedback of a codec, or an optimizer's "
             f"state of matrices that it owns): {repair}"

@@ -97,5 +97,5 @@ class ShareOfStep(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step in shared memory."""
         for group in self._optimizer.param_groups:
-            group["lr"] = self.param_groups[0]["lr"] / self._replicas
+            group["lr"] = self.param_groups[0]["lr"] * group.get("rate", 1.0) / self._replicas
         self._optimizer.step()

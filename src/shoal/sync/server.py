@@ -151,7 +151,7 @@ class ServerAgreement:
             for piece, part in zip(pieces, gradient.split([piece.numel() for piece in pieces]), strict=True):
                 piece.grad = part.view(piece.shape)
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group.get("rate", 1.0)
             optimizer.step()
 
         self._part.step = step
