@@ -205,3 +205,75 @@ def test_a_loop_trains_as_in_plain_pytorch(name: str, layout: str, tmp_path: Pat
     wanted = plain(SITUATIONS[name])
     largest = {key: float((found[key] - wanted[key]).abs().max() / wanted[key].abs().max()) for key in wanted}
     assert max(largest.values()) < WEIGHTS, largest
+
+
+REFUSED: dict[str, tuple[dict[str, str], tuple, str]] = {
+    "unfrozen that was frozen at the start": (
+        {"FIRST": "model.side.requires_grad_(False)", "EARLY": "model.side.requires_grad_(number > 1)"},
+        (1,),
+        "step 3: side.weight requires a gradient now, and did not when shoal.start was called",
+    ),
+    "a group more": (
+        {
+            "FIRST": "model.side.requires_grad_(False)\n"
+            "optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2)",
+            "AFTER": "if number == 1: optimizer.add_param_group({'params': [model.side.weight], 'lr': 0.1})",
+        },
+        (2, "layout.shard=2", "memory.zero=1"),
+        "step 3: the parameters of the optimizer's groups are not those of the start (added: side.weight)",
+    ),
+    "a rate of each rank": (
+        {"AFTER": "if number == 1: optimizer.param_groups[0]['lr'] = 0.1 + run.rank"},
+        (3,),
+        "step 3: on rank 0 lr of the optimizer's group 0 is 0.1 and on rank 1 lr of the optimizer's group 0 is 1.1",
+    ),
+    "a rate of each rank under ZeRO": (
+        {"AFTER": "if run.update: scheduler.step(float(run.rank * number))"},
+        (2, "layout.shard=2", "memory.zero=3"),
+        "lr of the optimizer's group 0 is 0.1 and on rank 1",
+    ),
+    "frozen on one rank": (
+        {"EARLY": "model.side.requires_grad_(run.rank == 0 or number < 2)"},
+        (2,),
+        "step 3: on rank 1 side.weight is frozen, and not on rank 0",
+    ),
+    "a gradient changed on one rank": (
+        {"LATE": "if run.rank == 0 and number == 1: model.blocks[0].weight.grad.mul_(0.5)"},
+        (2,),
+        "had its gradient changed by the script in the step before",
+    ),
+    "read under ZeRO-3": (
+        {"AFTER": "nn.utils.parameters_to_vector(model.parameters())"},
+        (2, "layout.shard=2", "memory.zero=3"),
+        "the parameter blocks.0.weight was read outside of blocks.0 (a Linear), the block it is in",
+    ),
+    "a backward of its own": (
+        {"EARLY": "loss_of(x, y).backward()"},
+        (2, "batch.micro_samples=1"),
+        ".grad is not empty before run.backward()",
+    ),
+    "an operator on the whole of a piece": (
+        {"LATE": "torch.linalg.svd(model.blocks[0].weight.grad)"},
+        (2, "layout.shard=2", "memory.zero=1"),
+        "the gradient of blocks.0.weight is divided over 2 ranks by ZeRO, and",
+    ),
+    "layers of two types": ({"FIRST": "model.side.double()"}, (1,), "the parameter side.bias is float64, and"),
+}
+RARE = {
+    "a rate of each rank under ZeRO",
+    "an operator on the whole of a piece",
+    "unfrozen that was frozen at the start",
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.stress] if name in RARE else []) for name in REFUSED]
+)
+def test_what_cannot_be_right_is_a_sentence_in_the_step_in_which_it_happens(name: str, tmp_path: Path) -> None:
+    """Never another model with exit code 0."""
+    situation, (world, *keys), sentence = REFUSED[name]
+    (tmp_path / "mine.py").write_text(script_of(situation))
+    codes = run_script(tmp_path / "mine.py", tmp_path, *keys, world=world)
+    said = " ".join((tmp_path / "rank-0.txt").read_text().split())
+    assert set(codes) == {2}, said
+    assert sentence in said

@@ -138,7 +138,7 @@ def test_a_state_carried_over_at_the_last_step_is_saved(job: Job) -> None:
 
 
 def test_copies_are_compared_before_what_shows_them(job: Job) -> None:
-    """By default before every save and evaluation, and in no other step."""
+    """By default after steps 2 and 10 and every 100, before every save and evaluation, and in no other step."""
     compared: list[int] = []
     job = replace(
         job,
@@ -146,7 +146,8 @@ def test_copies_are_compared_before_what_shows_them(job: Job) -> None:
         compare=lambda: compared.append(job.progress.step),
     )
     train(job)
-    assert compared == [3, 6]
+    assert compared == [2, 3, 6]
+    assert [n for n in range(1, 301) if job.cadence.compares(n, shown=False)] == [2, 10, 100, 200, 300]
 
 
 def test_a_last_checkpoint_that_cannot_be_written_fails_the_run(job: Job, diary: Diary) -> None:

@@ -61,7 +61,9 @@ def model_of(run_file: RunFile, given: UserObjects, *, device: torch.device, dty
     if model is not None:
         initialise(model, seed=run_file.run.seed, device=device, dtype=dtype)
         return model
-    return _placed(users_model(run_file, given), device, dtype)
+    model = users_model(run_file, given)
+    _refuse_narrowed(model, dtype)
+    return _placed(model, device, dtype)
 
 
 def users_model(run_file: RunFile, given: UserObjects) -> nn.Module:
@@ -83,6 +85,22 @@ def users_model(run_file: RunFile, given: UserObjects) -> nn.Module:
             with_synchronised_norm(model)
         declare(model, roles=said.roles, counts=said.counts, parts=said.parts)
     return model
+
+
+def _refuse_narrowed(model: nn.Module, dtype: torch.dtype) -> None:
+    """A layer in float64 between others computes in it, which casts in its forward rely on."""
+    types = {each.dtype: name for name, each in model.named_parameters() if each.is_floating_point()}
+    if torch.float64 in types and len(types) > 1 and dtype != torch.float64:
+        other = next(found for found in types if found != torch.float64)
+        raise UserCodeError(
+            f"the parameter {types[torch.float64]} is float64, and {types[other]} is {_said(other)}: Shoal trains "
+            f"a model in one type, that of precision.kind, and would make them all {_said(dtype)}. Build the "
+            'layers in one type, or set precision.kind = "float64"'
+        )
+
+
+def _said(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _refuse_complex(model: nn.Module) -> None:

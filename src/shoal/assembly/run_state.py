@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
-from torch.nn import Parameter
+from torch import Tensor
 
 from shoal.assembly.epoch_end import epoch_samples
 from shoal.assembly.generation import Generation
@@ -136,13 +136,15 @@ def _held_beside_tables(generation: Generation, served: Sequence[Owned]) -> list
 def _held(memory: MemoryConfig, generation: Generation) -> list[HeldWeight]:
     """The weights that are saved from this rank: what it computes with, or under ZeRO-3 what it updates."""
     split = generation.parts.split
-    held = _weights(split.held)
     if zero_of(memory, generation.mesh) != 3:
-        return held
-    return [*held_pieces(generation.gradients.owned), *(weight for weight in held if weight.name in split.frozen)]
+        return _weights(split.held)
+    whole = [(holding, each) for holding, each in split.held if holding.name in split.frozen]
+    # A parameter without elements is in nobody's piece.
+    empty = [(holding, torch.empty(each.shape, dtype=each.dtype)) for holding, each in split.held if each.numel() == 0]
+    return [*held_pieces(generation.gradients.owned), *_weights([*whole, *empty])]
 
 
-def _weights(held: Sequence[tuple[Holding, Parameter]]) -> list[HeldWeight]:
+def _weights(held: Sequence[tuple[Holding, Tensor]]) -> list[HeldWeight]:
     return [
         HeldWeight(holding.name, part, holding.global_shape, box)
         for holding, parameter in held

@@ -22,7 +22,7 @@ UNKEYED = (
 )
 
 
-def said_of(names: Iterable[str], *, compiled: bool) -> str:
+def said_of(names: Iterable[str], *, compiled: bool | str) -> str:
     """One sentence about the functions `names`; "" where there are none."""
     called = sorted(names)
     if not called:
@@ -47,4 +47,4 @@ class UnkeyedDraws:
         found = randomness.unkeyed(self._run.device) - self._said
         self._said |= found
         self._ask = not compiled  # its forwards are alike, and reading the generator costs more than a set
-        return said_of(found, compiled=bool(compiled))
+        return said_of(found, compiled=compiled)

@@ -124,8 +124,22 @@ def difference(fingerprints: Sequence[Mapping[TensorBox, int]]) -> str:
     else:
         where = f"rank {_listed(odd)} and rank {_listed(majority)} have different copies of {what}{more}"
     return (
-        f"{where}: copies are the same bits on every rank. Memory or a wire has failed, or code changes weights on "
-        "some ranks alone; test that host, and start the run again: it resumes from its newest checkpoint"
+        f"{where}: copies are the same bits on every rank. {_likely(len(differing), len(by_part))}. Start the run "
+        "again: it resumes from its newest checkpoint"
+    )
+
+
+def _likely(differing: int, compared: int) -> str:
+    """What has made so many of the compared parts differ, the likeliest first."""
+    if 4 * differing >= compared and compared > 1:
+        return (
+            f"{differing} of {compared} parts differ, so an update did. Likely is code that decides differently on "
+            "some ranks: gradients, learning rates or weights changed under an `if` of the rank or by numbers drawn at "
+            "random, a scheduler that looks at a rank's own loss, another version of a library"
+        )
+    return (
+        f"{differing} of {compared} parts differ. Likely is code that writes to this tensor on some ranks alone, in "
+        "place or by `.data`; if there is none, memory or a wire has failed: test that host"
     )
 
 

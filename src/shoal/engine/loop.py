@@ -30,13 +30,19 @@ from shoal.errors import EnvironmentFault, Stopped
 from shoal.observe.scaling import RATE, Scaling
 from shoal.observe.sink import Sinks
 
+FIRST_COMPARED, COMPARED_EVERY = (2, 10), 100
+"""Steps after which copies are compared by default, besides those whose weights are shown: a script's mistake shows in
+its first steps, what comes later within a hundred.
+"""
+
 
 @dataclass(frozen=True)
 class Cadence:
     """The last step, and every how many steps something is due (0: at the end alone).
 
     `loads_every`: records of every expert's load by this rank; 0: never. `compare_every`: comparisons of the copies
-    that ranks hold; 0: never, None: before every save and evaluation.
+    that ranks hold; 0: never, None: before every save and evaluation, at `FIRST_COMPARED` and every `COMPARED_EVERY`
+    steps.
     """
 
     steps: int
@@ -50,7 +56,9 @@ class Cadence:
 
     def compares(self, step: int, *, shown: bool) -> bool:
         """Whether copies are compared at `step`; `shown`: its weights are saved or evaluated."""
-        return shown if self.compare_every is None else self.compare_every > 0 and self.due(self.compare_every, step)
+        if self.compare_every is None:
+            return shown or step in FIRST_COMPARED or step % COMPARED_EVERY == 0
+        return self.compare_every > 0 and self.due(self.compare_every, step)
 
 
 @dataclass(frozen=True)

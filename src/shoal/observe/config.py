@@ -26,7 +26,8 @@ class ObserveConfig(Table, frozen=True):
         Annotated[int, msgspec.Meta(ge=0)] | None,
         says(
             "Steps between two comparisons of the copies of the weights and the optimizer's state that ranks hold; "
-            "default: before every save and evaluation; 0: never, not at the start either."
+            "default: after steps 2 and 10, every 100 steps, and before every save and evaluation; 0: never, not at "
+            "the start either."
         ),
     ] = None
     expert_loads_every_steps: Annotated[
