@@ -228,7 +228,7 @@ REFUSED: dict[str, tuple[dict[str, str], tuple, str]] = {
         "step 3: on rank 0 lr of the optimizer's group 0 is 0.1 and on rank 1 lr of the optimizer's group 0 is 1.1",
     ),
     "a rate of each rank under ZeRO": (
-        {"AFTER": "if run.update: scheduler.step(float(run.rank * number))"},
+        {"AFTER": "if number == 1: optimizer.param_groups[0]['lr'] = 0.1 + run.rank"},
         (2, "layout.shard=2", "memory.zero=3"),
         "lr of the optimizer's group 0 is 0.1 and on rank 1",
     ),
@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[dict[str, str], tuple, str]] = {
         "step 3: on rank 1 side.weight is frozen, and not on rank 0",
     ),
     "a gradient changed on one rank": (
-        {"LATE": "if run.rank == 0 and number == 1: model.blocks[0].weight.grad.mul_(0.5)"},
+        {"LATE": "if run.rank == 0 and number == 2: model.blocks[0].weight.grad.mul_(0.5)"},
         (2,),
         "had its gradient changed by the script in the step before",
     ),
