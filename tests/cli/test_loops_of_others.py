@@ -94,7 +94,8 @@ SITUATIONS: dict[str, dict[str, str]] = {
         "END": "with run.full_parameters(): model.load_state_dict(average.module.state_dict())",
     },
     "weights clipped": {
-        "AFTER": "with run.full_parameters(), torch.no_grad(): [p.clamp_(-0.2, 0.2) for p in model.parameters()]",
+        "AFTER": "if run.update:\n"
+        "    with run.full_parameters(), torch.no_grad(): [p.clamp_(-0.2, 0.2) for p in model.parameters()]",
     },
     "looked into": {
         "LATE": "with run.full_parameters(), torch.no_grad():\n"

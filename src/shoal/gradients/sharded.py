@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,7 +34,8 @@ class HasPiece(Protocol):
     piece: Tensor
 
 
-class _Place(NamedTuple):
+@dataclass
+class _Place:
     """A trained parameter and what this rank updates of it: `piece`, from element `start` on; None where nothing is
     this rank's. `group` are the ranks that it is divided over.
     """
@@ -43,6 +45,8 @@ class _Place(NamedTuple):
     piece: Parameter | None
     start: int
     group: Collective
+    _own: Tensor | None = None
+    _shown: PartialGradient | None = None
 
     def expose(self, names: Collection[str]) -> PartialGradient | None:
         """Makes `.grad` of the parameter stand for that of all pieces; None where it is not in `names`."""
@@ -67,10 +71,13 @@ class _Place(NamedTuple):
 
     def _show(self) -> PartialGradient:
         parameter, own = self.trained.parameter, None if self.piece is None else self.piece.grad
-        nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-        local = nothing if own is None else own.view(-1)
-        what = f"the gradient of {self.trained.holding.name} is divided over {self.group.size} ranks by ZeRO"
-        shown = PartialGradient(local, self.start, parameter.shape, group=self.group, what=what)
+        shown = self._shown
+        if shown is None or own is not self._own:  # a step's gradient mostly lies where the last one did
+            nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            what = f"the gradient of {self.trained.holding.name} is divided over {self.group.size} ranks by ZeRO"
+            local = nothing if own is None else own.view(-1)
+            shown = PartialGradient(local, self.start, parameter.shape, group=self.group, what=what)
+            self._own, self._shown = own, shown
         parameter.grad = shown
         return shown
 
