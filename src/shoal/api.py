@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -119,14 +118,10 @@ def plan(
 
     Raises `ConfigError`, `LayoutError` where nothing fits, `UsageError`.
     """
-    from shoal.planner.explain.residuals import prediction_record
-    from shoal.planning.answer import cluster_file, planned
-    from shoal.planning.measured_step import step_of_earlier_run
+    from shoal.planning.answer import best_plans
 
     run_file, _ = _resolved(config, overrides)
-    where = cluster_file(run_file.layout.cluster, None if cluster is None else Path(cluster))
-    step = step_of_earlier_run(run_file, host=socket.gethostname()) if where is None else None
-    return [prediction_record(one) for one in planned(run_file, where, keep=keep, measured_step=step).found.best]
+    return best_plans(run_file, None if cluster is None else Path(cluster), keep=keep)
 
 
 def load_checkpoint(source: str | Path, model: nn.Module | None = None) -> dict[str, Tensor]:

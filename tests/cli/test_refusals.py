@@ -155,7 +155,8 @@ def test_a_directory_of_another_model_is_refused_and_kept(own: Project) -> None:
     written = (own.folder / "runs/own/checkpoints").rglob("*")
     before = {path: path.read_bytes() for path in written if path.is_file()}
     kept = (own.folder / "runs/own/run.toml").read_text()
-    refused(own.shoal("train", "run.toml", "run.steps=4", "model.arguments={width=9}"), USAGE, "layers.0.weight")
+    changed = ("--resume", "run.steps=4", "model.arguments={width=9}")
+    refused(own.shoal("train", "run.toml", *changed), USAGE, "layers.0.weight")
     warm = ["run.name=other", "run.warm_start=runs/own", "model.arguments={width=9}"]
     refused(own.shoal("train", "run.toml", *warm), USAGE, "runs/own holds another model", "Let run.warm_start name")
     assert (own.folder / "runs/own/run.toml").read_text() == kept
@@ -195,7 +196,7 @@ def test_a_run_cannot_change_what_it_was(own: Project) -> None:
         ("data.shuffle=false", ["data.shuffle = True"]),
         ("data.arguments={broken=29}", ["training sample 29 is not what it was", "run.directory", "warm_start"]),
     ):
-        refused(own.shoal("train", "run.toml", "run.processes=1", changed), USAGE, *words)
+        refused(own.shoal("train", "run.toml", "--resume", "run.processes=1", changed), USAGE, *words)
 
 
 def test_ranks_that_drew_other_data_are_named(own: Project) -> None:

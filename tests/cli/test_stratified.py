@@ -76,6 +76,6 @@ def test_another_order_is_not_resumed(own: Project) -> None:
     """A run keeps the classes that it was begun with."""
     assert own.shoal("train", "run.toml", "run.processes=1", "run.steps=2").returncode == 0
     (own.folder / "own.py").write_text((own.folder / "own.py").read_text() + "\n\nother = classes\n")
-    refused = own.shoal("train", "run.toml", "run.processes=1", 'data.stratify="own:other"')
+    refused = own.shoal("train", "run.toml", "--resume", "run.processes=1", 'data.stratify="own:other"')
     assert refused.returncode == 2
     assert "was trained with data.stratify = 'own:classes', and now it is 'own:other'" in refused.stderr

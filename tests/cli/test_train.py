@@ -239,7 +239,7 @@ def test_a_resume_says_which_keys_have_changed(own: Project) -> None:
     """The key, what it was and what it is; the run file of each start is kept."""
     assert own.shoal("train", "run.toml", "run.steps=2").returncode == 0
     renamed = ["run.name=renamed", "run.directory=runs/own"]
-    done = own.shoal("train", "run.toml", "run.steps=3", "optimizer.lr=0.02", *renamed)
+    done = own.shoal("train", "run.toml", "--resume", "run.steps=3", "optimizer.lr=0.02", *renamed)
     assert done.returncode == 0, done.stderr
     assert "since the start before, run.name has changed from 'own' to 'renamed'" in done.stdout
     assert "since the start before, optimizer.lr has changed from 0.01 to 0.02" in done.stdout

@@ -138,9 +138,9 @@ def served_with_a_stale_gradient(rank: int) -> AbstractContextManager[Any]:
 
 def gradient_of_one_replica(rank: int) -> AbstractContextManager[Any]:
     """No mistake of the agreement: the last replica's gradient is twice as large."""
-    from shoal.gradients.replicated import ReplicatedGradients
+    from shoal.gradients.unsummed import UnsummedGradients
 
-    original = ReplicatedGradients.reduce
+    original = UnsummedGradients.reduce
 
     def doubled(self: Any) -> Any:
         norm = original(self)
@@ -148,7 +148,7 @@ def gradient_of_one_replica(rank: int) -> AbstractContextManager[Any]:
             owned.parameter.grad.mul_(2.0)
         return norm
 
-    return patch.object(ReplicatedGradients, "reduce", doubled) if rank else nullcontext()
+    return patch.object(UnsummedGradients, "reduce", doubled) if rank else nullcontext()
 
 
 def verified_with(place: TestPlace, fault: str, tables: dict[str, Any], folder: str) -> dict[str, Any] | None:

@@ -322,12 +322,12 @@ def order_of_another_seed(rank: int) -> Iterator[None]:
 
 @contextmanager
 def sample_repeated(rank: int) -> Iterator[None]:
-    """Rank 1 takes one sample twice, and another one never."""
+    """Rank 1 takes every other sample twice, and those between never."""
 
     def repeated(original: Any, order: Any, positions: Any) -> Any:
         ids = original(order, positions)
-        if rank and len(ids) > 1:
-            ids[-1] = ids[0]
+        if rank:
+            ids[1::2] = ids[: len(ids) // 2 * 2 : 2]
         return ids
 
     with _ids(repeated):

@@ -207,7 +207,9 @@ def _about(value: Any, key: Key, path: tuple[str, ...]) -> Iterator[str]:
 def _nearest(name: object, known: Iterable[Any]) -> str:
     if not isinstance(name, str) or len(name) > MOST_SHOWN:
         return ""
-    near = difflib.get_close_matches(name, [str(key) for key in known], n=1, cutoff=0.6)
+    names = [str(key) for key in known]
+    begun = [key for key in names if key.startswith(name)] if len(name) > 2 else []  # adam: rather adamw than radam
+    near = begun or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f", did you mean '{near[0]}'?" if near else ""
 
 

@@ -110,9 +110,9 @@ def _beside(path: Path) -> str:
         there = [] if path.exists() else sorted(path.parent.glob("*.toml"))
     except (OSError, ValueError):
         return ""
-    near = difflib.get_close_matches(path.name, [one.name for one in there], n=1)
+    near = difflib.get_close_matches(path.stem, [one.stem for one in there], n=1)
     if near:
-        return f": did you mean {printable(path.parent / near[0])}?"
+        return f": did you mean {printable(path.parent / near[0])}.toml?"
     return f"; there are {', '.join(map(printable, there[:MOST_FILES]))}" if there else ""
 
 

@@ -25,6 +25,7 @@ EXTRAS = {
     "ray": "ray",
     "sweep": "optuna",
     "profile": "py-spy",
+    "federated": "cryptography",
     "docs": "sphinx",
 }
 """The package by which each extra is known to be there."""

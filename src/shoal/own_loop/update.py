@@ -41,6 +41,9 @@ from shoal.gradients.partial_gradient import PartialGradient
 from shoal.own_loop.declaration import Declaration, named, numbers_of, used_anywhere
 from shoal.own_loop.objects import scaler_in
 
+ROUNDING = 1e-6
+"""Relative: two sums of the same float32 squares, in two orders."""
+
 
 class Update(NamedTuple):
     """What an update did: the loss over the global batch, the 2-norm of its gradient, and whether both were finite. One
@@ -269,8 +272,10 @@ class Player:
         if self.agreed() is None:
             return None
         self.gradients.accept()
-        known = not self.gradients.divided and not self._changed()
-        norm = self._norm if known else float(self.gradients.norm())
+        norm = self._norm
+        if self.gradients.divided or self._changed():
+            found = float(self.gradients.norm())  # all ranks: a change in a piece shows on one of them alone
+            norm = norm if math.isclose(found, norm, rel_tol=ROUNDING) else found
         if norm > max_norm:
             for parameter in self._owned:
                 if parameter.grad is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,7 +17,7 @@ from shoal.models.config import GPTConfig
 from shoal.planner.explain.codecs import Codings, codec_changes, codings
 from shoal.planner.explain.explain import helps
 from shoal.planner.explain.explain import why_not as explain_why_not
-from shoal.planner.explain.residuals import Evidence
+from shoal.planner.explain.residuals import Evidence, prediction_record
 from shoal.planner.explain.text import Change
 from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import Measured
@@ -23,7 +25,7 @@ from shoal.planner.predict.predictor import Prediction, Predictor, Workload
 from shoal.planner.predict.run_cost import run_cost
 from shoal.planner.search.search import Found
 from shoal.planning.history import remembered, track_record
-from shoal.planning.measured_step import MeasuredStep, calibrated
+from shoal.planning.measured_step import MeasuredStep, calibrated, step_of_earlier_run
 from shoal.planning.operators import calibration_here, cores, measured_for_traces, measured_here
 from shoal.planning.optimizers import optimizer_changes, search_with
 from shoal.planning.plan_file import allowed_by, with_codec, written_plan
@@ -122,6 +124,13 @@ def planned(
         evidence=evidence,
         track_record=_track_record(predictor),
     )
+
+
+def best_plans(run_file: RunFile, cluster: Path | None, *, keep: int) -> list[dict[str, Any]]:
+    """The `keep` fastest plans that fit, as `shoal plan --json` has them; `cluster` as in `cluster_file`."""
+    where = cluster_file(run_file.layout.cluster, cluster)
+    step = step_of_earlier_run(run_file, host=socket.gethostname()) if where is None else None
+    return [prediction_record(one) for one in planned(run_file, where, keep=keep, measured_step=step).found.best]
 
 
 def _calibrated(predictor: Predictor, cluster: Path | None, step: MeasuredStep) -> tuple[Predictor, Evidence, str]:
