@@ -12,8 +12,8 @@ from shoal.data.sample import Sample, Source, as_tree
 
 
 class AsInputs:
-    """`source`, each sample as inputs that count once: a tensor, an array, a number, a text, bytes or None, or a tuple,
-    list, dict or dataclass of them.
+    """`source`, each sample as inputs that count once: a tensor, an array, a number, a text or bytes, or a tuple, list,
+    dict or dataclass of them and of None.
 
     Raises `UserCodeError` where a sample is something else.
     """
@@ -25,7 +25,8 @@ class AsInputs:
         return len(self.source)
 
     def __getitem__(self, index: int) -> Sample:
-        inputs = as_tree(hosted(self.source[index]), "sample")
+        item = self.source[index]
+        inputs = as_tree(item if item is None else hosted(item), "sample")  # None is a part, but no sample
         return Sample(inputs, torch.zeros((), dtype=torch.int64), torch.ones(()))
 
 
