@@ -90,10 +90,11 @@ def test_a_flipped_bit_ends_the_run_and_names_rank_and_tensor(ranks, tmp_path: P
 
 
 def test_by_default_copies_are_compared_before_a_save(ranks, tmp_path: Path) -> None:
-    """The flip at step 2 is found before the save after step 6, and 0 means never."""
+    """A flip at step 3 is found before the save after step 6, one at step 2 in that step, and 0 means never."""
     corpus(tmp_path)
-    outcomes = ranks.outcomes(2, flipped, REPLICATE, str(tmp_path), HEAD, 1, 2)
-    assert all("after step 6, " in said for _, said in outcomes)
+    for step, found in ((3, 6), (2, 2)):
+        outcomes = ranks.outcomes(2, flipped, REPLICATE, str(tmp_path), HEAD, 1, step)
+        assert all(f"after step {found}, " in said for _, said in outcomes)
     ranks(2, flipped, REPLICATE | {"observe": {"compare_every_steps": 0}}, str(tmp_path), HEAD, 1, 2)
 
 
