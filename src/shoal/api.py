@@ -14,9 +14,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from blake3 import blake3
 
@@ -28,6 +29,7 @@ from shoal.config.load import apply, dumps, read
 from shoal.errors import RunEnded, RunFailed, RunStopped, ShoalError, UsageError
 from shoal.launch.environment import Place, place_from
 from shoal.launch.own_script import Reached, own_command, reads_for
+from shoal.launch.script_check import ScriptCheck, script_check
 from shoal.launch.supervision import say
 from shoal.observe.facts import facts_path
 from shoal.planning.arrange import PLANNER
@@ -78,6 +80,8 @@ def train(
     A rank itself ends with its own code, and does not return.
     """
     with _refusals_said():
+        if (check := script_check(os.environ)) is not None:
+            _checked(check, config, overrides, {"model": model, "data": data, "loss": loss})
         return _trained(config, with_flag(overrides, resume), model=model, data=data, loss=loss)
 
 
@@ -167,6 +171,16 @@ def _trained(config: Configuration, overrides: Sequence[str], *, model: Any, dat
     return directory
 
 
+def _checked(check: ScriptCheck, config: Configuration, overrides: Sequence[str], objects: dict[str, Any]) -> NoReturn:
+    """A call of `train` in a script that `shoal verify` runs: it is verified, and the process ends."""
+    if check.side == "plain":
+        check.trains.touch()
+    else:
+        _, keys = intent_of(overrides)
+        _verified(config, [*keys, *check.overrides], objects, steps=check.steps, exact=check.exact)
+    sys.exit(0)
+
+
 def _verified(
     config: Configuration, overrides: Sequence[str], objects: dict[str, Any], *, steps: int | None, exact: bool
 ) -> dict[str, Any] | None:
@@ -192,6 +206,8 @@ def _verified(
         found.append(verdict.to_json())
         if VERDICT in os.environ:
             Path(os.environ[VERDICT]).write_text(json.dumps(found[0]), encoding="utf-8")
+        if (check := script_check(os.environ)) is not None:
+            check.verdict.write_text(json.dumps(asdict(verdict)), encoding="utf-8")
         if not verdict.holds:
             raise VerificationFailed(verdict.sentence())
 

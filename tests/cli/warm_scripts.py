@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import runpy
 import signal
@@ -13,19 +14,38 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from shoal.launch.script_check import ScriptCheck
+from shoal.verification.verdict import Verdict
 from tests.forkserver import forkserver
 from tests.ports import free_port
 from tests.waiting import HANG_S
 
 
-def run_script(script: Path, folder: Path, *overrides: str, world: int = 1, dies_at: int = 0) -> list[int]:
+def run_script(
+    script: Path, folder: Path, *overrides: str, world: int = 1, dies_at: int = 0, check: ScriptCheck | None = None
+) -> list[int]:
     """Runs `script` in `folder` on `world` ranks under Shoal, with these keys on top; their exit codes. Output goes to
-    `rank-N.txt`. The last rank is killed in its backward number `dies_at`, if that is not 0.
+    `rank-N.txt`. The last rank is killed in its backward number `dies_at`, if that is not 0. `check`: a side of
+    `shoal verify`.
     """
     port = free_port()
-    return _run(_be_rank, [(script, folder, overrides, rank, world, port, dies_at) for rank in range(world)])
+    return _run(_be_rank, [(script, folder, overrides, rank, world, port, dies_at, check) for rank in range(world)])
+
+
+def compare_script(script: Path, folder: Path, *overrides: str, world: int = 1, steps: int = 3) -> Verdict | str:
+    """What `shoal verify` finds about `script` in `folder` on `world` ranks with these keys on top, in float64; what it
+    printed where a side fails.
+    """
+    check = ScriptCheck(side="plain", folder=str(folder), steps=steps, exact=True)
+    if run_script(script, folder, world=1, check=check) != [0]:
+        return (folder / "rank-0.txt").read_text()
+    run_script(script, folder, *overrides, world=world, check=msgspec.structs.replace(check, side="layout"))
+    if not check.verdict.exists():
+        return (folder / "rank-0.txt").read_text()
+    return msgspec.convert(json.loads(check.verdict.read_text()), Verdict)
 
 
 def run_plain(script: Path, folder: Path) -> str:
@@ -52,11 +72,19 @@ def _run(target: Any, each: list[tuple]) -> list[int]:
 
 
 def _be_rank(
-    script: Path, folder: Path, overrides: tuple[str, ...], rank: int, world: int, port: int, dies_at: int
+    script: Path,
+    folder: Path,
+    overrides: tuple[str, ...],
+    rank: int,
+    world: int,
+    port: int,
+    dies_at: int,
+    check: ScriptCheck | None,
 ) -> None:
     place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), SHOAL_CACHE=str(folder / "cache"))
+    os.environ.update({} if check is None else check.variables())
     import shoal
     from shoal import api
     from shoal.own_loop.loop import Training

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,9 +18,14 @@ if TYPE_CHECKING:
 
 
 def verify(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
+    run_file: Annotated[
+        Path, typer.Argument(metavar="RUN.toml|SCRIPT.py", help="The run file, or a script that calls shoal.start.")
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
+        list[str] | None,
+        typer.Argument(
+            metavar="[key=value]...", help="Keys that replace the file's or the script's; then the script's arguments."
+        ),
     ] = None,
     steps: Annotated[
         int | None,
@@ -34,8 +40,14 @@ def verify(
 ) -> None:
     """Proves a layout and a strategy against one process: loss, norm, every gradient, the weights after each step.
 
+    A script's own loop is run twice: in plain PyTorch in one process, and by its ranks.
+
     Example: shoal verify recipes/stdlib-gpt.toml layout.tensor=2 layout.shard=2
+
+    Example: shoal verify mine.py run.processes=4 layout.shard=2 memory.zero=3
     """
+    if run_file.suffix == ".py":
+        raise typer.Exit(_verify_script(run_file, overrides or (), steps=steps, exact=exact, as_json=as_json))
     from shoal.assembly.start import run
     from shoal.planning.arrange import PLANNER
     from shoal.runfile.load import load_run
@@ -68,3 +80,18 @@ def verify(
     raise typer.Exit(
         run(loaded, command, rank, directory=run_directory(loaded), file=str(run_file), writes=False, planner=PLANNER)
     )
+
+
+def _verify_script(script: Path, arguments: Sequence[str], *, steps: int | None, exact: bool, as_json: bool) -> int:
+    from shoal.errors import VerificationFailed
+    from shoal.observe.progress_bar import open_progress_bar
+    from shoal.verification.scripts import STEPS, verify_script
+
+    with open_progress_bar(sys.stderr) as bar:
+        found = verify_script(script, arguments, steps=steps or STEPS, exact=exact, bar=bar)
+    if isinstance(found, int):
+        return found
+    answer(json.dumps(found.to_json()) if as_json else "\n".join(found.lines()))
+    if not found.holds:
+        raise VerificationFailed(found.sentence())
+    return 0

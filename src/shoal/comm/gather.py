@@ -73,3 +73,14 @@ def gather_texts(text: str, group: Collective, *, device: torch.device) -> list[
     group.all_gather(everyone, own.to(device)).wait()
     rows = everyone.view(group.size, LIMIT_BYTES).cpu().numpy()
     return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+def gather_lines(lines: Sequence[str], group: Collective, device: torch.device) -> list[list[str]]:
+    """Every rank's lines, in rank order, however many; characters beyond ASCII are escaped."""
+    text, part = "\n".join(lines).encode("ascii", "backslashreplace").decode(), LIMIT_BYTES
+    longest = max(int(length) for length in gather_texts(str(len(text)), group, device=device))
+    found = [""] * group.size
+    for start in range(0, longest, part):
+        parts = gather_texts(text[start : start + part], group, device=device)
+        found = [before + more for before, more in zip(found, parts, strict=True)]
+    return [text.split("\n") for text in found]

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.comm.collective import Collective
 from shoal.data.sample import Batch
 from shoal.engine.forward_backward import ForwardBackward
 from shoal.engine.loss import weighted_sum
 from shoal.engine.outputs import prediction_in
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, and then every module as it was."""
+    was_training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in was_training.items():
+            module.training = training
 
 
 @torch.no_grad()
@@ -22,20 +35,16 @@ def evaluate(
 
     Sums are added in float64 and divided once at the end, so that uneven batches and ranks change nothing.
     """
-    model = forward_backward.compute.model
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, weight, right, counted
     try:
-        for batch in batches:
-            evaluated = forward_backward.evaluate(batch)
-            if evaluated is not None:
-                sums[0] += weighted_sum(evaluated.losses, evaluated.batch.weights)
-                sums[1] += evaluated.batch.weights.sum(dtype=torch.float64)
-                sums[2:] += _right_and_counted(evaluated.outputs, evaluated.batch)
+        with evaluating(forward_backward.compute.model):
+            for batch in batches:
+                evaluated = forward_backward.evaluate(batch)
+                if evaluated is not None:
+                    sums[0] += weighted_sum(evaluated.losses, evaluated.batch.weights)
+                    sums[1] += evaluated.batch.weights.sum(dtype=torch.float64)
+                    sums[2:] += _right_and_counted(evaluated.outputs, evaluated.batch)
     finally:
-        for module, training in was_training.items():
-            module.training = training
         forward_backward.compute.buffers.refresh()
     if group.size > 1:
         group.all_reduce(sums).wait()

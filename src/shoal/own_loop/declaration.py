@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
-from shoal.comm.gather import LIMIT_BYTES, gather_texts
+from shoal.comm.gather import gather_lines
 from shoal.engine.rank_context import GlobalSum
 from shoal.errors import UserCodeError
 
@@ -60,7 +60,7 @@ class Declaration(GlobalSum):
         size = self._ranks.size
         if all(size * square == total**2 for total, square in (sums[:2], sums[2:])):
             return
-        everyone = _gathered(self._decisions, self._ranks, self._device)
+        everyone = gather_lines(self._decisions, self._ranks, self._device)
         raise UserCodeError(f"step {step}: {_difference(everyone)}")
 
     def _all(self) -> list[float]:
@@ -101,17 +101,6 @@ def _said(value: Any) -> str:
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(_said, value))})"
     return f"a {type(value).__name__}"
-
-
-def _gathered(lines: Sequence[str], group: Collective, device: torch.device) -> list[list[str]]:
-    """Every rank's lines."""
-    text, part = "\n".join(lines).encode("ascii", "backslashreplace").decode(), LIMIT_BYTES
-    longest = max(int(length) for length in gather_texts(str(len(text)), group, device=device))
-    found = [""] * group.size
-    for start in range(0, longest, part):
-        parts = gather_texts(text[start : start + part], group, device=device)
-        found = [before + more for before, more in zip(found, parts, strict=True)]
-    return [text.split("\n") for text in found]
 
 
 def _difference(everyone: Sequence[Sequence[str]]) -> str:

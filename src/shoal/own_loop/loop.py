@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -36,10 +36,13 @@ from torch import Tensor, nn
 from shoal.assembly.run import Run
 from shoal.checkpoint.inspect import write_weights
 from shoal.data.feed import evaluation_batches
+from shoal.engine.evaluation import evaluating
 from shoal.engine.loop import Job
 from shoal.engine.meeting import Call, meet
+from shoal.engine.updates import Outcome
 from shoal.errors import UserCodeError
 from shoal.observe.ending import Ending
+from shoal.own_loop.comparison import Comparison
 from shoal.own_loop.sample_draws import DrawsBySample
 from shoal.own_loop.steps import OwnSteps
 from shoal.own_loop.update import Player, Update, joint_outcome, players_of
@@ -47,16 +50,20 @@ from shoal.own_loop.update import Player, Update, joint_outcome, players_of
 
 class Training:
     """One rank of a run whose loop is the script's. `shoal.start` makes it; use it as a context manager, or call
-    `close` at the end.
+    `close` at the end. With a `comparison`, the process ends after the steps that are compared.
     """
 
-    def __init__(self, run: Run, job: Job, stack: ExitStack) -> None:
-        self._run, self._job, self._stack = run, job, stack
+    def __init__(self, run: Run, job: Job, stack: ExitStack, comparison: Comparison | None = None) -> None:
+        self._run, self._job, self._stack, self._comparison = run, job, stack, comparison
         self._compute = run.step.compute
         lockstep = run.step.lockstep
         device = run.device
-        self._players = players_of(run, lambda own: meet("sum() or mean()", lockstep, device=device, number=own))
-        self._steps = OwnSteps(run, job, self._players)
+        self._players = players_of(
+            run,
+            lambda own: meet("sum() or mean()", lockstep, device=device, number=own),
+            on_update=None if comparison is None else comparison.before_update,
+        )
+        self._steps = OwnSteps(run, job, self._players, after_step=None if comparison is None else self._compare)
         models = list(self.model) if isinstance(self.model, nn.ModuleList) else [self.model]
         self._closed = False
         self._draws = DrawsBySample(models, self._compute, inside=lambda: self._steps.open is not None)
@@ -201,6 +208,8 @@ class Training:
         calls it, between two steps or behind an update. Raises `EnvironmentFault` where it cannot be written.
         """
         self._meet("export()")
+        if self._comparison is not None:
+            return  # a comparison writes no file of the script's
         with self.full_parameters():
             if self.rank == 0:
                 state, names = self.model.state_dict(), {}
@@ -241,7 +250,7 @@ class Training:
             denominator="samples",
             limit=run_file.observe.evaluate_samples,
         )
-        with self.full_parameters(), torch.no_grad(), _evaluating(self.model):
+        with self.full_parameters(), torch.no_grad(), evaluating(self.model):
             for batch in batches:
                 yield self._steps.given_of(self._compute.prepared(batch).batch)
         self._compute.buffers.refresh()
@@ -309,6 +318,13 @@ class Training:
             )
         return found
 
+    def _compare(self, step: int, outcome: Outcome) -> None:
+        """After a step of `shoal verify mine.py`; this process ends where all is said."""
+        assert self._comparison is not None, "only a comparison calls this"
+        if self._comparison.after_step(step, outcome):
+            self._closed = True
+            self._stack.__exit__(SystemExit, SystemExit(0), None)
+
     def _leave_script(self) -> None:
         """The script's model and optimizers are its own again."""
         self._draws.close()
@@ -319,15 +335,3 @@ class Training:
         """The sum of `number` over all ranks: where they take steps together, on the group on which these begin."""
         lockstep, world = self._run.step.lockstep, self._run.mesh.world
         return meet(call, lockstep if lockstep.size == world.size else world, device=self.device, number=number)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and then every module as it was."""
-    was_training = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in was_training.items():
-            module.training = training

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch._C._distributed_c10d import HashStore
@@ -22,19 +22,22 @@ from shoal.assembly.hang_watch import watch_hangs
 from shoal.assembly.job import build_job, introduce, restore, run_start, sinks_of
 from shoal.assembly.objects import UserObjects, data_of
 from shoal.assembly.preempted import stop_request_of
-from shoal.assembly.run import open_run
+from shoal.assembly.run import Run, open_run
 from shoal.assembly.run_record import run_facts, write_run_file
 from shoal.assembly.start import Planner, as_launched, checked, in_rank, leave_with, processes_of, run
 from shoal.assembly.user_code import GIVEN, table_of_object
+from shoal.codec.config import NoCodec
 from shoal.config.load import apply
 from shoal.data.dataset import Dataset
 from shoal.engine.config import Float16
 from shoal.errors import ConfigError, ShoalError, UsageError
 from shoal.launch.environment import ALONE, Place, place_from
 from shoal.launch.lock import RunLock
+from shoal.launch.script_check import ScriptCheck, script_check
 from shoal.launch.supervision import say
 from shoal.models.embedding_table import tables_in
 from shoal.observe.facts import write_facts
+from shoal.own_loop.comparison import Comparison, comparable, start_as_plain
 from shoal.own_loop.loop import Training
 from shoal.own_loop.objects import (
     check_alone,
@@ -47,6 +50,7 @@ from shoal.own_loop.objects import (
     stop_in_reader,
     unread_arguments,
 )
+from shoal.own_loop.plain import PlainTraining
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory, with_processes
 from shoal.sync.config import ServerConfig
@@ -75,11 +79,16 @@ def start_own_loop(
         check_alone()
         data, loader = data_of_script(objects["data"])
         intent, keys = intent_of(overrides)
+        check = script_check(os.environ)
+        keys += [] if check is None else check.overrides
         run_file = _run_file(
             tables, keys, file=file, loader=loader, data=data, samples=batch_samples, epochs=epochs, steps=steps
         )
-        run_file = chosen_run(run_file, intent)
+        coded = run_file.codec != NoCodec()
+        run_file = chosen_run(run_file, intent) if check is None else comparable(run_file, check)
         stop_in_reader(data, run_directory(run_file))
+        if check is not None and check.side == "plain":
+            return _plain(run_file, objects, data, check)
         place = place_from(os.environ)
         if place is None:
             processes = _processes(run_file, command)
@@ -93,8 +102,9 @@ def start_own_loop(
         _check_servers(run_file, objects["model"])
         _check_optimizers(run_file, objects["optimizer"])
         _check_compiled(run_file, objects["model"])
-        data = data_named(run_file) if data is None else data
-        given = objects_of(objects, data)
+        given = objects_of(objects, data_named(run_file) if data is None else data)
+        if check is not None:
+            start_as_plain(given.model, check)
     except ShoalError as refusal:
         leave_with(refusal, os.environ)
     stack = ExitStack()
@@ -103,14 +113,29 @@ def start_own_loop(
     _leave_through(stack)
     try:
         stack.enter_context(_marked(run_file, place, os.environ))
-        return _training(run_file, place, given, stack, said=unread_arguments(loader))
+        compared = None if check is None else partial(Comparison, check=check, coded=coded)
+        return _training(run_file, place, given, stack, said=unread_arguments(loader), compared=compared)
     except BaseException:
         stack.__exit__(*sys.exc_info())  # leaves with the exit code and the sentence of the error
         raise
 
 
+def _plain(run_file: RunFile, objects: Mapping[str, Any], data: Any, check: ScriptCheck) -> Training:
+    """The loop in plain PyTorch, which has the calls of a `Training` (a test compares them)."""
+    given = objects_of(objects, data_named(run_file) if data is None else data)
+    if check.exact:
+        given.model.double()
+    return cast(Training, PlainTraining(run_file, given, check))
+
+
 def _training(
-    run_file: RunFile, place: Place, objects: UserObjects, stack: ExitStack, *, said: Sequence[str] = ()
+    run_file: RunFile,
+    place: Place,
+    objects: UserObjects,
+    stack: ExitStack,
+    *,
+    said: Sequence[str] = (),
+    compared: Callable[[Run], Comparison] | None = None,
 ) -> Training:
     directory = run_directory(run_file)
     if place.rank == 0 and place.launcher != "shoal":
@@ -133,7 +158,7 @@ def _training(
     stack.callback(job.saver.close)
     opened.mesh.ledger.take()  # what the start sent belongs to no step
     sinks.start(run_start(opened))
-    training = Training(opened, job, stack)
+    training = Training(opened, job, stack, None if compared is None else compared(opened))
     atexit.register(_close_at_exit, training, stack)
     return training
 

@@ -7,7 +7,7 @@ microbatch, and ended when the script asks for more: then the update has been ma
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shoal.assembly.run import Run
@@ -15,6 +15,7 @@ from shoal.data.as_inputs import AsInputs
 from shoal.data.sample import Batch, padding_like
 from shoal.engine.loop import Job, PendingStep, steps
 from shoal.engine.meeting import meet
+from shoal.engine.updates import Outcome
 from shoal.errors import UserCodeError
 from shoal.own_loop.update import OpenStep, Player, joint_outcome
 
@@ -22,16 +23,19 @@ from shoal.own_loop.update import OpenStep, Player, joint_outcome
 class OwnSteps:
     """The steps of `job`, whose updates the `players` make.
 
-    `open` is the step that the script is at, `pending` what the loop knows of it; None between two steps.
+    `open` is the step that the script is at, `pending` what the loop knows of it; None between two steps. `after_step`
+    is called with the number and the outcome of each, when the script asks for the next.
     """
 
-    def __init__(self, run: Run, job: Job, players: Sequence[Player]) -> None:
+    def __init__(
+        self, run: Run, job: Job, players: Sequence[Player], *, after_step: Callable[[int, Outcome], None] | None = None
+    ) -> None:
         self.open: OpenStep | None = None
         self.pending: PendingStep | None = None
         self._run, self._job, self._players = run, job, players
         self._compute = run.step.compute
         self._each = self._opened()
-        self._leaving = False
+        self._leaving, self._after_step = False, after_step
         self._with_targets = not isinstance(run.workload.data.train, AsInputs)
 
     @property
@@ -136,5 +140,8 @@ class OwnSteps:
             updated = [player.leave_step() for player in self._players]
             if not any(updated):
                 raise UserCodeError(f"step {work.step}: no backward() was called; call it for every batch")
-            pending.lr, pending.result = self._players[0].lr, self._run.step.end(work, joint_outcome(self._players))
+            outcome = joint_outcome(self._players)
+            pending.lr, pending.result = self._players[0].lr, self._run.step.end(work, outcome)
+            if self._after_step is not None:
+                self._after_step(work.step, outcome)
             self.open = self.pending = None

@@ -40,6 +40,10 @@ from shoal.gradients.joint import JointGradients
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.own_loop.declaration import Declaration, named, numbers_of, used_anywhere
 from shoal.own_loop.objects import scaler_in
+from shoal.state.ownership import Owned
+
+OnUpdate = Callable[[int, Sequence[Owned]], None]
+"""Called with the number of the step, and with what this rank's optimizer is about to update."""
 
 ROUNDING = 1e-6
 """Relative: two sums of the same float32 squares, in two orders."""
@@ -88,9 +92,11 @@ class OpenStep:
         self._index, self._microbatch = index, microbatch
 
 
-def players_of(run: Run, sum_over_ranks: Callable[[float], float]) -> list[Player]:
+def players_of(
+    run: Run, sum_over_ranks: Callable[[float], float], *, on_update: OnUpdate | None = None
+) -> list[Player]:
     """A player for each optimizer that the script handed over. What `[optimizer]` says is not theirs: they clip when
-    the script asks for it.
+    the script asks for it. `on_update` is called before every update.
     """
     gradients, optimizers = run.generation.gradients, run.workload.optimizers
     trained = {each.holding.name: each.parameter for each in run.trained}
@@ -108,6 +114,7 @@ def players_of(run: Run, sum_over_ranks: Callable[[float], float]) -> list[Playe
                 trained_set=trained_set,
                 sum_over_ranks=sum_over_ranks,
                 alone=len(parts) == 1,
+                on_update=on_update,
             )
         )
     return players
@@ -155,12 +162,13 @@ class Player:
         trained_set: TrainedSet,
         sum_over_ranks: Callable[[float], float],
         alone: bool = True,
+        on_update: OnUpdate | None = None,
     ) -> None:
         self.optimizer, self.gradients, self.policy = optimizer, gradients, AtOnce(gradients, optimizer, seen=True)
         self.inputs = None if alone else list(trained.values())
         self.outcome: Outcome | None = None
         self.lr = 0.0
-        self._context, self._sum = context, sum_over_ranks
+        self._context, self._sum, self._on_update = context, sum_over_ranks, on_update
         self._loss = torch.zeros((), dtype=torch.float64, device=context.device)
         self._step: OpenStep | None = None
         self._agreed: AgreedUpdate | None = None
@@ -332,6 +340,8 @@ class Player:
         if agreed is not None:
             self._did = named("had its gradient changed by the script in the step before", self._changed())
             self.gradients.accept()
+            if self._on_update is not None and agreed.committed:
+                self._on_update(step.work.step, self.gradients.owned)
         if agreed is None or not agreed.committed:
             self._withheld = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
             for parameter, _ in self._withheld:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -42,6 +43,21 @@ class Owned:
     parameter: Parameter
     holding: Holding
     regions: tuple[Region, ...]
+
+    @property
+    def gradient(self) -> Tensor:
+        """Its agreed gradient, dense; zeros where it has none."""
+        gradient = self.parameter.grad
+        gradient = torch.zeros_like(self.parameter) if gradient is None else gradient
+        return gradient.to_dense() if gradient.is_sparse else gradient
+
+    def boxes(self, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """The boxes of the unsplit parameter that it holds, and the numbers of each in `tensor`, of its shape: views
+        where that is contiguous.
+        """
+        flat = tensor.flatten()
+        for region in self.regions:
+            yield region.box, flat[region.start : region.start + region.box.numel].view(region.box.shape)
 
     def regions_of(self, start: int, numel: int) -> list[Region]:
         """What lies in its elements from `start` on, counted from there."""
@@ -99,3 +115,10 @@ def same_piece(holding: Holding, ranks: Ranks) -> Ranks:
         return ranks
     within = holding.shard[1] - holding.shard[0]
     return tuple(rank for rank in ranks if rank // within % size == holding.rank // within % size)
+
+
+def owned_gradients(owned: Iterable[Owned]) -> Iterator[tuple[str, Box, Tensor]]:
+    """The agreed gradients of a rank: name, box of the unsplit parameter, values."""
+    for each in owned:
+        for box, part in each.boxes(each.gradient):
+            yield each.name, box, part

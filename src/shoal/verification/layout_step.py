@@ -19,6 +19,7 @@ from shoal.engine.proof import (
 from shoal.engine.reference import Reference, ReferenceGradient
 from shoal.engine.step_result import StepResult
 from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, RouteDifference, Routes, set_routes
+from shoal.state.ownership import owned_gradients
 from shoal.verification import coded
 from shoal.verification.moments import compare_moments, held_moments
 from shoal.verification.reference import (
@@ -27,7 +28,6 @@ from shoal.verification.reference import (
     compare_buffers,
     gather_routes,
     held_weights,
-    owned_gradients,
 )
 
 
@@ -65,7 +65,7 @@ def take_step(run: Run, number: int, batches: list[Batch], tap: ReplayRoutes) ->
 
     def record(norm: float) -> None:
         scale = run.step.scale
-        own = [(name, box, values / scale) for name, box, values in owned_gradients(gradients)]
+        own = [(name, box, values / scale) for name, box, values in owned_gradients(gradients.owned)]
         seen.append((norm, collected(run, own), coded.kept_back(run)))
 
     result = run.step(number, batches, lr=run.rate(number), on_gradients=record)

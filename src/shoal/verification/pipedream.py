@@ -31,6 +31,7 @@ from shoal.engine.reference import Reference, StaleReference
 from shoal.engine.step_result import StepResult
 from shoal.optim.schedule import peak_rate
 from shoal.parallel.pipeline.pipedream import staleness
+from shoal.state.ownership import owned_gradients
 from shoal.topology.box import Box
 from shoal.verification.reference import (
     axes_of,
@@ -38,7 +39,6 @@ from shoal.verification.reference import (
     give_weights,
     held_weights,
     neighbour_findings,
-    owned_gradients,
     reference_of,
 )
 from shoal.verification.verdict import Verdict
@@ -84,7 +84,7 @@ def _take_step(run: Run, number: int, batches: list[Batch], lr: float) -> _Layou
     seen: dict[int, list[tuple[str, Box, Tensor]]] = {}
 
     def record(microbatch: int) -> None:
-        owned = owned_gradients(run.generation.gradients)
+        owned = owned_gradients(run.generation.gradients.owned)
         seen[microbatch] = [(name, box, values.clone()) for name, box, values in owned]
 
     result = run.step(number, batches, lr=lr, on_microbatch=record)

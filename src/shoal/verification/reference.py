@@ -28,7 +28,6 @@ from shoal.engine.compute import Compute
 from shoal.engine.proof import Finding, HeldBox, compare_rates, compare_weights
 from shoal.engine.randomness import Randomness
 from shoal.engine.reference import Arrange, Reference, joined
-from shoal.gradients.gradients import Gradients
 from shoal.models.mixture_routes import UNKNOWN, ReplayRoutes, RouteDifference, Routes, set_routes
 from shoal.models.roles import roles_of
 from shoal.optim.build import build_optimizer
@@ -108,17 +107,6 @@ def held_weights(trained: Iterable[Trained]) -> Iterator[tuple[str, Box, Tensor]
     for own in trained:
         for box, part in boxes_in(own.holding, own.parameter.detach()):
             yield own.holding.name, box, part
-
-
-def owned_gradients(gradients: Gradients) -> Iterator[tuple[str, Box, Tensor]]:
-    """The agreed gradients of this rank: name, box of the unsplit parameter, values."""
-    for owned in gradients.owned:
-        gradient = owned.parameter.grad
-        gradient = torch.zeros_like(owned.parameter) if gradient is None else gradient
-        flat = (gradient.to_dense() if gradient.is_sparse else gradient).flatten()
-        for region in owned.regions:
-            part = flat[region.start : region.start + region.box.numel]
-            yield owned.name, region.box, part.view(region.box.shape)
 
 
 def collected(run: Run, parts: list[tuple[str, Box, Tensor]]) -> list[HeldBox]:

@@ -21,6 +21,7 @@ from shoal.engine.reference import Reference, ReferenceGradient, norm_of
 from shoal.engine.updates import Work
 from shoal.models.config import ForeignModel
 from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, RouteDifference, Routes, set_routes
+from shoal.state.ownership import owned_gradients
 from shoal.topology.box import Box
 from shoal.verification.plain_rules import Vectors
 from shoal.verification.reference import (
@@ -28,7 +29,6 @@ from shoal.verification.reference import (
     collected,
     gather_routes,
     held_weights,
-    owned_gradients,
     reference_of,
 )
 
@@ -181,7 +181,7 @@ class ReplicasStep:
 
     def _record(self, norm: float) -> None:
         self._norms.append(norm)
-        found = owned_gradients(self._run.generation.gradients)
+        found = owned_gradients(self._run.generation.gradients.owned)
         self._gradients += [(name, box, gradient.clone()) for name, box, gradient in found]
 
     def _weights(self) -> list[Located]:

@@ -1,0 +1,326 @@
+"""`PlainTraining`: a script's own loop in plain PyTorch, for `shoal verify mine.py` to compare a layout with.
+
+It has the calls of `Training`, in one process, and nothing of what makes that correct on many ranks: no bucket, no
+hook on a gradient, no placeholder, no piece. A step is one microbatch, the whole global batch, of which `backward` is
+PyTorch's; the optimizer's `step` is the optimizer's. Order of samples, and what the model draws at random for each of
+them, are those of the run. What every step came to is left in the folder of the `ScriptCheck`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import math
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
+
+from shoal.assembly.epoch_end import epoch_samples, order_of, short_epoch
+from shoal.assembly.objects import UserObjects
+from shoal.assembly.process import settle
+from shoal.assembly.sameness import samples_of
+from shoal.assembly.splitting import draws_of
+from shoal.assembly.workload import load_workload
+from shoal.data.as_inputs import AsInputs
+from shoal.data.feed import Feed, StepShare, evaluation_batches
+from shoal.data.sample import Batch
+from shoal.engine.compute import Compute, Microbatch
+from shoal.engine.evaluation import evaluating
+from shoal.engine.randomness import Randomness
+from shoal.errors import UserCodeError
+from shoal.launch.environment import ALONE
+from shoal.launch.script_check import ScriptCheck
+from shoal.maths.norm import two_norm
+from shoal.own_loop.sample_draws import DrawsBySample
+from shoal.own_loop.update import Update
+from shoal.runfile.run_file import RunFile
+from shoal.topology.layout import Layout
+
+
+class PlainTraining:
+    """See above, and `Training` for what each call means. `check` says how many steps to take, and where to leave what
+    they came to.
+    """
+
+    rank, world_size = 0, 1
+
+    def __init__(self, run_file: RunFile, objects: UserObjects, check: ScriptCheck) -> None:
+        self.device = settle(run_file, ALONE, os.environ)
+        work = load_workload(
+            run_file, objects, device=self.device, environ=os.environ, layout=Layout(), micro_samples=None
+        )
+        self.model: nn.Module = work.model
+        self._run_file, self._work, self._check = run_file, work, check
+        draws = draws_of(run_file, work.model)
+        randomness = Randomness(work.model, seed=run_file.run.seed, replica=0, draws=draws)
+        self._compute = Compute(work.model, work.loss, work.precision, self.device, randomness)
+        self._feed, data = _whole_steps(run_file, work.data.train, order_of(run_file, work.data)), work.data
+        self._with_targets = not isinstance(data.train, AsInputs)
+        self._steps, self._position, self.steps_done = min(check.steps, run_file.run.steps), 0, 0
+        self._open: Microbatch | None = None
+        parameters, alone = dict(work.model.named_parameters()), len(work.optimizers) == 1
+        self._players = [
+            _Player(own.optimizer, {name: parameters[name] for name in own.names}, alone=alone)
+            for own in work.optimizers
+        ]
+        models = list(self.model) if isinstance(self.model, nn.ModuleList) else [self.model]
+        self._draws = DrawsBySample(models, self._compute, inside=lambda: self._open is not None)
+        self._closed, self._random = False, ""
+        save_file(state_of(self.model), check.initial)
+        check.samples.write_text("\n".join(samples_of(data, first=run_file.batch.global_samples)), encoding="utf-8")
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        self._compute.train()
+        atexit.register(self._close_at_exit)
+
+    @property
+    def epoch(self) -> float:
+        return self._position / self._epoch_samples
+
+    @property
+    def update(self) -> Update | None:
+        done = [player for player in self._players if player.stepped]
+        if not done:
+            return None
+        return Update(sum(player.loss for player in done), math.hypot(*(player.norm for player in done)), True)
+
+    @property
+    def samples(self) -> int:
+        return self._batch("samples").real_samples
+
+    @property
+    def weights(self) -> Tensor:
+        return self._batch("weights").weights
+
+    def batches(self) -> Iterator[Any]:
+        return self._until(None)
+
+    def epochs(self) -> Iterator[tuple[int, Iterator[Any]]]:
+        size = self._epoch_samples
+        while self.steps_done < self._steps:
+            before = self._position // size
+            yield before, self._until((before + 1) * size)
+
+    def steps(self) -> Iterator[tuple[int, Iterator[Any]]]:
+        while True:
+            given = self._next()
+            yield self.steps_done, iter([given])
+
+    def backward(
+        self,
+        loss: Tensor,
+        *,
+        weight: float | None = None,
+        more: bool = False,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        """`weight` changes nothing: this batch is the whole of its step."""
+        self._batch("backward()")
+        player = self._player(optimizer)
+        player.deferred = loss if player.deferred is None else player.deferred + loss
+        if more:
+            return
+        total, player.deferred = player.deferred, None
+        total.backward(inputs=player.inputs)
+        player.loss = float(total.detach())
+        if not math.isfinite(player.loss):
+            raise UserCodeError(
+                f"step {self.steps_done + 1}: the loss of plain PyTorch is {player.loss}: there is nothing to compare "
+                "a layout with"
+            )
+        player.norm = math.hypot(
+            *(float(two_norm(p.grad.to_dense())) for p in player.trained.values() if p.grad is not None)
+        )
+
+    def step(self, *, clip_norm: float | None = None, optimizer: torch.optim.Optimizer | None = None) -> Update | None:
+        player = self._player(optimizer)
+        if clip_norm is not None:
+            self.clip_grad_norm_(clip_norm, optimizer=optimizer)
+        player.optimizer.step()
+        return Update(player.loss, player.norm, True)
+
+    def clip_grad_norm_(self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None) -> float | None:
+        return float(nn.utils.clip_grad_norm_(list(self._player(optimizer).trained.values()), max_norm))
+
+    def save(self) -> None:
+        """Nothing: a comparison keeps no checkpoints."""
+
+    def export(self, file: str | Path) -> None:
+        """Nothing: a comparison writes no file of the script's."""
+
+    def log(self, values: Mapping[str, float | Tensor]) -> None:
+        """Nothing, if `values` are numbers."""
+        for value in values.values():
+            float(value.detach() if isinstance(value, Tensor) else value)
+
+    def note(self, text: str) -> None:
+        """Nothing."""
+
+    def held_out(self) -> Iterator[Any]:
+        source = self._work.data.held_out
+        if source is None:
+            raise UserCodeError("there is no held-out data; hand over data=(training, held_out)")
+        run_file = self._run_file
+        batches = evaluation_batches(
+            source,
+            replicas=1,
+            replica=0,
+            micro_samples=run_file.batch.global_samples,
+            denominator="samples",
+            limit=run_file.observe.evaluate_samples,
+        )
+        with torch.no_grad(), evaluating(self.model):
+            for batch in batches:
+                yield self._given(self._compute.prepared(batch).batch)
+
+    def sum(self, value: float | Tensor) -> float:
+        return float(value)
+
+    def mean(self, value: float | Tensor, *, weight: float = 1.0) -> float:
+        return float(value) if weight else math.nan
+
+    def full_parameters(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return self._work.precision.autocast(self.device)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._end_step()
+            self._leave()
+
+    def _close_at_exit(self) -> None:
+        if getattr(sys, "last_value", None) is None:  # the script has not failed
+            self.close()
+
+    def __enter__(self) -> PlainTraining:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        self._closed = True
+
+    @property
+    def _epoch_samples(self) -> int:
+        return epoch_samples(self._run_file.batch, len(self._work.data.train))
+
+    def _player(self, optimizer: torch.optim.Optimizer | None) -> _Player:
+        if optimizer is None and len(self._players) == 1:
+            return self._players[0]
+        found = next((player for player in self._players if player.optimizer is optimizer), None)
+        if found is None:
+            raise UserCodeError("this run has several optimizers; say which one: backward(loss, optimizer=...)")
+        return found
+
+    def _batch(self, call: str) -> Batch:
+        if self._open is None:
+            raise UserCodeError(f"there is no batch: use {call} inside the loop over batches()")
+        return self._open.batch
+
+    def _until(self, position: int | None) -> Iterator[Any]:
+        while position is None or self._position < position:
+            yield self._next()
+
+    def _next(self) -> Any:
+        """The next step's batch; ends the step before it, and the process after the last."""
+        self._end_step()
+        number = self.steps_done + 1
+        fed = self._feed.next()
+        (batch,) = fed.microbatches
+        for player in self._players:
+            player.begin()
+        self._compute.randomness.step(number)
+        self._position += len(fed.interval)
+        self._open = self._compute.prepared(batch)
+        self._compute.announce(self._open, lambda: 1.0)
+        self._random = _generators()
+        return self._given(self._open.batch)
+
+    def _given(self, batch: Batch) -> Any:
+        return (batch.inputs, batch.targets) if self._with_targets else batch.inputs
+
+    def _end_step(self) -> None:
+        """Leaves what the step came to, if one is open; the process ends after the last."""
+        if self._open is None:
+            return
+        self._open, self.steps_done = None, self.steps_done + 1
+        done = self.update
+        if done is None:
+            raise UserCodeError(f"step {self.steps_done}: the optimizer's step() was not called")
+        gradients = {f"gradient/{name}": each for player in self._players for name, each in player.taken.items()}
+        state = {f"state/{name}": each for name, each in state_of(self.model).items()}
+        drew = json.dumps(self._random != _generators())
+        said = {"loss": repr(done.loss), "norm": repr(done.grad_norm), "drew": drew}
+        save_file(gradients | state, self._check.step(self.steps_done), said)
+        if self.steps_done == self._steps:
+            self._leave()
+
+    def _leave(self) -> NoReturn:
+        """The comparison ends here, whatever the script would do next."""
+        self._feed.close()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(0)
+
+
+class _Player:
+    """One optimizer of the loop. `taken` are copies of the gradients that it made its update from."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter], *, alone: bool) -> None:
+        self.optimizer, self.trained = optimizer, trained
+        self.deferred: Tensor | None = None
+        self.loss = self.norm = 0.0
+        self.stepped, self.taken = False, dict[str, Tensor]()
+        self.inputs = None if alone else list(trained.values())
+        optimizer.register_step_pre_hook(self._before)
+
+    def begin(self) -> None:
+        """A step begins, without gradients."""
+        self.deferred, self.loss, self.norm, self.stepped, self.taken = None, 0.0, 0.0, False, {}
+        for parameter in self.trained.values():
+            parameter.grad = None
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.stepped = True
+        self.taken = {name: stored(p.grad) for name, p in self.trained.items() if p.grad is not None}
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of every parameter and buffer, tied ones once."""
+    return {name: stored(each) for name, each in [*model.named_parameters(), *model.named_buffers()]}
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """A copy in memory of its own, as safetensors keeps it: dense, on the host, complex numbers as pairs."""
+    whole = tensor.detach()
+    whole = whole.to_dense() if whole.layout != torch.strided else whole
+    whole = torch.view_as_real(whole) if whole.is_complex() else whole
+    return whole.cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _whole_steps(run_file: RunFile, source: Any, order: Any) -> Feed:
+    """The global batches of the run, each in one piece."""
+    epoch = short_epoch(run_file.batch, len(source))
+    share = StepShare(run_file.batch.global_samples, epoch=epoch, micro_samples=run_file.batch.global_samples)
+    return Feed(source, order, share, denominator=run_file.batch.denominator, prefetch_steps=1)
+
+
+def _generators() -> str:
+    """The state of the generators that a script may draw from."""
+    return repr((torch.get_rng_state().numpy().tobytes(), random.getstate(), np.random.get_state(legacy=False)))

@@ -1,0 +1,81 @@
+"""`shoal verify mine.py`: a script's own loop under its layout, and in plain PyTorch in one process.
+
+The script is run twice, see `shoal.launch.script_check`. What the two print is kept back, and shown where one fails.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from shoal.errors import UsageError
+from shoal.launch.root_cause import ExitCode
+from shoal.launch.script_check import ScriptCheck
+from shoal.observe.progress_bar import ProgressBar
+from shoal.temporary_folder import temporary_folder
+from shoal.verification.verdict import Verdict
+
+STEPS = 5
+"""Optimizer steps that are compared where nobody says how many."""
+
+KEY = re.compile(r"[a-z_]+(\.[A-Za-z0-9_]+)+=")
+"""How an override of the run file begins; what does not is an argument of the script."""
+
+
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Overrides of the run file, and the arguments of the script."""
+    return [one for one in arguments if KEY.match(one)], [one for one in arguments if not KEY.match(one)]
+
+
+def verify_script(
+    script: Path, arguments: Sequence[str], *, steps: int, exact: bool, bar: ProgressBar
+) -> Verdict | ExitCode:
+    """What was found, or the exit code of a side that failed, which is told.
+
+    A script that calls `shoal.train` is verified as `shoal.verify` does it. Raises `UsageError` where there is no
+    script, or where it comes to no call of Shoal.
+    """
+    if not script.is_file():
+        raise UsageError(f"there is no script {script}")
+    overrides, own = split_arguments(arguments)
+    command = [sys.executable, str(script), *own]
+    with temporary_folder() as folder:
+        check = ScriptCheck(side="plain", folder=str(folder), steps=steps, exact=exact, overrides=tuple(overrides))
+        bar.update("one process runs the script in plain PyTorch")
+        code, said = _run(command, check)
+        if code == 0 and not (check.trains.exists() or check.initial.exists()):
+            raise UsageError(f"{script} came to its end without a call of shoal.start or shoal.train")
+        if code == 0:
+            bar.update("the layout runs it" if check.initial.exists() else "comparing the layout with one process")
+            code, said = _run(command, msgspec.structs.replace(check, side="layout"))
+        bar.close()
+        if check.verdict.exists():
+            return msgspec.convert(json.loads(check.verdict.read_text(encoding="utf-8")), Verdict)
+        sys.stderr.write(said)
+        if code == 0:
+            raise UsageError(
+                f"{script} ended without a comparison when it was started again: it did not come to the same call, or "
+                "took no step; what leads to it must not depend on time or chance"
+            )
+        return ExitCode(code)
+
+
+def _run(command: Sequence[str], check: ScriptCheck) -> tuple[int, str]:
+    """The exit code of the script on one side, and all that it said."""
+    done = subprocess.run(
+        command,
+        env={**os.environ, **check.variables()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    kept = [line for line in done.stdout.splitlines(keepends=True) if check.folder not in line]  # that is removed
+    return done.returncode, "".join(kept)

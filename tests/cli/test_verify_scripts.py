@@ -1,0 +1,137 @@
+"""`shoal verify mine.py`: scripts of own loops beside plain PyTorch, with faults planted in them and in Shoal."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from shoal.own_loop.loop import Training
+from shoal.own_loop.plain import PlainTraining
+from shoal.verification.verdict import Verdict
+from tests import programs
+from tests.cli.warm_scripts import compare_script
+from tests.waiting import HANG_S
+
+SCRIPT = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+import shoal
+
+torch.manual_seed(0)
+x, y = torch.randn(48, 6), torch.randint(0, 3, (48,))
+model = nn.ModuleList([nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3)])
+def call(x):
+    for layer in model: x = layer(x)
+    return x
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=12, shuffle=True)
+run = shoal.start({"run": {"name": "mine"}}, model=model, optimizer=optimizer, data=loader, epochs=2)
+for inputs, targets in run.batches():
+    loss = F.cross_entropy(call(inputs), targets)
+    run.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+SHARDED = ("layout.shard=2", "memory.zero=3", "batch.micro_samples=2")
+
+
+def compared(text: str, folder: Path, *keys: str, world: int = 2) -> Verdict | str:
+    (folder / "mine.py").write_text(text)
+    return compare_script(folder / "mine.py", folder, *keys, world=world)
+
+
+@pytest.mark.parametrize("keys", [("batch.micro_samples=3",), SHARDED], ids=["replicated", "ZeRO-3"])
+def test_a_right_loop_is_the_same_model(keys: tuple[str, ...], tmp_path: Path) -> None:
+    """Loss, norm, gradients and weights of three steps, random numbers of dropout included."""
+    verdict = compared(SCRIPT, tmp_path, *keys)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.holds, "\n".join(verdict.lines())
+    assert {finding.quantity for finding in verdict.findings} == {"loss", "norm", "gradient", "weight"}
+    assert {finding.step for finding in verdict.findings} == {1, 2, 3}
+    assert {finding.rank for finding in verdict.findings} >= {0, 1}
+
+
+LOSS = "F.cross_entropy(call(inputs), targets)"
+FAULTS = {
+    "a sum for a mean": (LOSS, "F.cross_entropy(call(inputs), targets, reduction='sum')"),
+    "a loss that couples samples": (LOSS, "call(inputs).std()"),
+    "weights changed by the rank's number": ("zero_grad()", "zero_grad(); model[0].weight.data.mul_(1 + run.rank)"),
+    "random numbers of the loop": ("call(inputs)", "call(inputs + torch.randn_like(inputs))"),
+    "a rank with a target of its own": (LOSS, f"{LOSS} * (1 + run.rank)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_trains_another_model_is_found(name: str, tmp_path: Path) -> None:
+    """Each is right in one process, and trains another model on two ranks."""
+    verdict = compared(SCRIPT.replace(*FAULTS[name]), tmp_path)
+    assert isinstance(verdict, Verdict), verdict
+    assert not verdict.holds
+    drawn = name == "random numbers of the loop"
+    assert ("draws random numbers of its own" in verdict.sentence()) is drawn
+
+
+def test_a_wrong_gradient_is_found(tmp_path: Path) -> None:
+    """A fault in Shoal itself: half of every gradient."""
+    planted = (
+        "from shoal.gradients.replicated import ReplicatedGradients as Gradients\n"
+        "right = Gradients.accept\n"
+        "def half(self):\n"
+        "    right(self)\n"
+        "    for owned in self.owned: owned.parameter.grad.mul_(0.5)\n"
+        "Gradients.accept = half\n"
+    )
+    verdict = compared(planted + SCRIPT, tmp_path)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.first is not None
+    assert (verdict.first.step, verdict.first.quantity) == (1, "gradient")
+
+
+def test_what_the_script_must_not_do_twice_differently_is_a_sentence(tmp_path: Path) -> None:
+    """Data and models that another start makes otherwise."""
+    text = SCRIPT.replace("torch.manual_seed(0)", "import os; torch.manual_seed(os.getpid())")
+    said = compared(text, tmp_path, world=1)
+    assert isinstance(said, str)
+    assert "the script made other data when it was started again" in said
+    text = SCRIPT.replace("nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 3)", "*WIDE")
+    wide = "import os\nwide = 8 + os.path.exists('initial.safetensors')\n"
+    (tmp_path / "other").mkdir()
+    text = wide + text.replace("*WIDE", "nn.Linear(6, wide), nn.Linear(wide, 3)")
+    said = compared(text, tmp_path / "other", world=1)
+    assert isinstance(said, str)
+    assert "the script built another model when it was started again" in said
+
+
+def test_the_plain_loop_has_the_calls_of_a_run() -> None:
+    """Whatever a script may call is there, with the same parameters."""
+
+    def calls(kind: type) -> dict[str, str]:
+        found = {n: v for n, v in vars(kind).items() if not n.startswith("_") and inspect.isfunction(v)}
+        return {name: str(inspect.signature(value)) for name, value in found.items()}
+
+    assert calls(Training) == calls(PlainTraining)
+    given = {n for n, v in vars(Training).items() if isinstance(v, property)}
+    plain = {n for n in vars(PlainTraining) if not n.startswith("_")} | {"device", "model", "steps_done"}
+    assert given <= plain
+
+
+def test_on_the_command_line(tmp_path: Path) -> None:
+    """Code 6, what differs, and JSON alone; a script without a call. Nothing is left behind."""
+    (tmp_path / "mine.py").write_text("print('what it says')\n" + SCRIPT.replace(*FAULTS["a sum for a mean"]))
+    environ = {**os.environ, "TMPDIR": str(tmp_path)}
+    run = partial(programs.run, cwd=tmp_path, env=environ, timeout_s=HANG_S)
+    bad = run(["-m", "shoal", "verify", "mine.py", "run.processes=2", "--json"])
+    assert bad.returncode == 6, bad.stderr
+    assert "2 replicas = 2 ranks differs from one process: at step 1 the gradient of" in bad.stderr
+    assert json.loads(bad.stdout)["holds"] is False
+    (tmp_path / "mine.py").write_text("print('nothing')")
+    none = run(["-m", "shoal", "verify", "mine.py"])
+    assert none.returncode == 2
+    assert "came to its end without a call of shoal.start or shoal.train" in none.stderr
+    assert [each.name for each in tmp_path.iterdir()] == ["mine.py"]
