@@ -44,7 +44,7 @@ def compare_script(script: Path, folder: Path, *overrides: str, world: int = 1, 
         return (folder / "rank-0.txt").read_text()
     run_script(script, folder, *overrides, world=world, check=msgspec.structs.replace(check, side="layout"))
     if not check.verdict.exists():
-        return (folder / "rank-0.txt").read_text()
+        return "\n".join((folder / f"rank-{rank}.txt").read_text() for rank in range(world))
     return msgspec.convert(json.loads(check.verdict.read_text()), Verdict)
 
 

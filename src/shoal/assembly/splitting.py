@@ -26,6 +26,7 @@ from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
 from shoal.memory.recompute import check_recompute, recompute
 from shoal.models.build import PartOf, initialise_parts
+from shoal.models.checkpointed_draws import key_checkpoints
 from shoal.models.config import ForeignModel
 from shoal.models.draw_watch import repeats_alike
 from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
@@ -168,6 +169,7 @@ def draws_of(run_file: RunFile, model: nn.Module, *, one_at_a_time: bool = True)
     """
     if not isinstance(run_file.model, ForeignModel) or run_file.run.compile or draws_nothing(model):
         return None
+    key_checkpoints()
     return KeyedDraws(model, seed=run_file.run.seed, one_at_a_time=one_at_a_time)
 
 

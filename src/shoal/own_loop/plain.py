@@ -57,6 +57,9 @@ class PlainTraining:
     rank, world_size = 0, 1
 
     def __init__(self, run_file: RunFile, objects: UserObjects, check: ScriptCheck) -> None:
+        if check.exact:
+            objects.model.double()
+        save_file(state_of(objects.model), check.initial)
         self.device = settle(run_file, ALONE, os.environ)
         work = load_workload(
             run_file, objects, device=self.device, environ=os.environ, layout=Layout(), micro_samples=None
@@ -78,7 +81,6 @@ class PlainTraining:
         models = list(self.model) if isinstance(self.model, nn.ModuleList) else [self.model]
         self._draws = DrawsBySample(models, self._compute, inside=lambda: self._open is not None)
         self._closed, self._random = False, ""
-        save_file(state_of(self.model), check.initial)
         check.samples.write_text("\n".join(samples_of(data, first=run_file.batch.global_samples)), encoding="utf-8")
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -133,7 +135,8 @@ class PlainTraining:
         if more:
             return
         total, player.deferred = player.deferred, None
-        total.backward(inputs=player.inputs)
+        with self._compute.randomness.drawing():
+            total.backward(inputs=player.inputs)
         player.loss = float(total.detach())
         if not math.isfinite(player.loss):
             raise UserCodeError(

@@ -123,8 +123,6 @@ def start_own_loop(
 def _plain(run_file: RunFile, objects: Mapping[str, Any], data: Any, check: ScriptCheck) -> Training:
     """The loop in plain PyTorch, which has the calls of a `Training` (a test compares them)."""
     given = objects_of(objects, data_named(run_file) if data is None else data)
-    if check.exact:
-        given.model.double()
     return cast(Training, PlainTraining(run_file, given, check))
 
 
