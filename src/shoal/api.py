@@ -28,8 +28,7 @@ from shoal.assembly.user_code import GIVEN, table_of_object
 from shoal.config.load import apply, dumps, read
 from shoal.errors import RunEnded, RunFailed, RunStopped, ShoalError, UsageError
 from shoal.launch.environment import Place, place_from
-from shoal.launch.own_script import Reached, own_command, reads_for
-from shoal.launch.script_check import ScriptCheck, script_check
+from shoal.launch.own_script import Reached, ScriptCheck, own_command, reads_for, script_check
 from shoal.launch.supervision import say
 from shoal.observe.facts import facts_path
 from shoal.planning.arrange import PLANNER

@@ -111,3 +111,10 @@ def test_what_is_another_model_is_told(name: str, tmp_path: Path) -> None:
     said = found.sentence() if isinstance(found, Verdict) else " ".join(found.split())
     assert not (isinstance(found, Verdict) and found.holds)
     assert SITUATIONS[name]["told"] in said
+
+
+def test_the_table_for_people_has_every_situation() -> None:
+    """And no other."""
+    page = Path(__file__).parents[2] / "docs" / "own-loop-situations.md"
+    rows = [line.split("|")[1].strip() for line in page.read_text().splitlines() if line.startswith("| ")]
+    assert sorted(row for row in rows if row != "situation") == sorted(SITUATIONS)

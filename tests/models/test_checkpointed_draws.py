@@ -1,4 +1,4 @@
-"""`torch.utils.checkpoint` under keyed draws: what is repeated draws what it drew, and gradients are those without it."""
+"""`torch.utils.checkpoint` under keyed draws: what is repeated draws what it drew before, and gradients are right."""
 
 from __future__ import annotations
 

@@ -76,6 +76,7 @@ def users_model(run_file: RunFile, given: UserObjects) -> nn.Module:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserCodeError("the model has no parameter that requires a gradient; there is nothing to train")
     _refuse_complex(model)
+    _refuse_updates_in_backward(model)
     said = run_file.model
     if isinstance(said, ForeignKeys):
         if said.batch_norm == "grouped":
@@ -101,6 +102,16 @@ def _refuse_narrowed(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _said(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _refuse_updates_in_backward(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UserCodeError(
+                f"the parameter {name} has a hook of register_post_accumulate_grad_hook, which would be given the "
+                "gradient of one rank's microbatch, as for an update inside of the backward: take it off, and let the "
+                "optimizer that is handed over make the update"
+            )
 
 
 def _refuse_complex(model: nn.Module) -> None:

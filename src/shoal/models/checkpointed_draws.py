@@ -42,7 +42,7 @@ def key_checkpoints() -> None:
         return result
 
     checkpoint._checkpoint_without_reentrant_generator = repeats_keyed
-    checkpoint.CheckpointFunction.forward = staticmethod(forward_keyed)
+    setattr(checkpoint.CheckpointFunction, "forward", staticmethod(forward_keyed))  # noqa: B010
 
 
 def _repeated(draws: KeyedDraws, function: Function) -> Function:

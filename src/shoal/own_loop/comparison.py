@@ -35,7 +35,7 @@ from shoal.engine.proof import (
 )
 from shoal.engine.updates import Outcome
 from shoal.errors import ConfigError, UserCodeError
-from shoal.launch.script_check import ScriptCheck
+from shoal.launch.own_script import ScriptCheck
 from shoal.own_loop.plain import state_of
 from shoal.runfile.run_file import RunFile
 from shoal.state.ownership import Owned, owned_gradients
@@ -49,8 +49,9 @@ DREW = (
 )
 
 
-def comparable(run_file: RunFile, check: ScriptCheck) -> RunFile:
-    """The run file with what a comparison leaves out, in the type that it computes in, and in a folder of its own.
+def comparable(run_file: RunFile, check: ScriptCheck) -> tuple[RunFile, list[str]]:
+    """The run file without what a comparison leaves out, in the type that it computes in, and in a folder of its own;
+    and what is to be said of it.
 
     Raises `ConfigError` where replicas differ by design.
     """
@@ -59,13 +60,15 @@ def comparable(run_file: RunFile, check: ScriptCheck) -> RunFile:
             f'sync.kind = "{run_file.sync.variant}" trains replicas that differ, and a loop in plain PyTorch has none '
             "to compare them with: verify the script with sync.kind=allreduce"
         )
-    return msgspec.structs.replace(
+    coded = run_file.codec != NoCodec() or run_file.shard_codec != ShardCodecConfig()
+    run_file = msgspec.structs.replace(
         run_file,
         run=msgspec.structs.replace(run_file.run, directory=str(check.path / "run")),
         precision=Float64() if check.exact else Float32(),
         codec=NoCodec(),
         shard_codec=ShardCodecConfig(),
     )
+    return run_file, [NOTE, *([CODED] if coded else [])]
 
 
 @torch.no_grad()
@@ -90,14 +93,14 @@ def _real(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Comparison:
-    """One rank's part. `coded`: the run file has a codec, which is left out here."""
+    """One rank's part. `notes` are sentences for the verdict."""
 
-    def __init__(self, run: Run, check: ScriptCheck, *, coded: bool) -> None:
+    def __init__(self, run: Run, check: ScriptCheck, notes: Sequence[str]) -> None:
         self._run, self._check = run, check
         self._tolerances = EXACT if check.exact else SINGLE
         self._steps = min(check.steps, run.run_file.run.steps)
         self._findings: list[Finding] = []
-        self._notes = [NOTE, *([CODED] if coded else [])]
+        self._notes = notes
         self._drew = False
         if "\n".join(run.workload.samples) != check.samples.read_text(encoding="utf-8"):
             raise UserCodeError(
@@ -133,7 +136,8 @@ class Comparison:
         self._drew |= said["drew"] == "true"
         with self._run.generation.gradients.full_parameters():
             found, trained = state_of(self._run.model), dict(self._run.model.named_parameters())
-        self._found(self._one_sided(step, (set(found), set(wanted)), "weight"))
+        missing = {name for name in trained if name not in wanted}
+        self._found(self._one_sided(step, (missing, set()), "weight"))
         parts = [HeldBox(name, self._run.mesh.rank, whole(tuple(found[name].shape)), found[name]) for name in found]
         parts = [part for part in parts if part.name in wanted]
         weights, buffers = ([p for p in parts if (p.name in trained) is kind] for kind in (True, False))

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -41,8 +42,9 @@ from shoal.engine.evaluation import evaluating
 from shoal.engine.randomness import Randomness
 from shoal.errors import UserCodeError
 from shoal.launch.environment import ALONE
-from shoal.launch.script_check import ScriptCheck
+from shoal.launch.own_script import ScriptCheck
 from shoal.maths.norm import two_norm
+from shoal.models.foreign_keys import ForeignKeys
 from shoal.own_loop.sample_draws import DrawsBySample
 from shoal.own_loop.update import Update
 from shoal.runfile.run_file import RunFile
@@ -60,6 +62,7 @@ class PlainTraining:
         if check.exact:
             objects.model.double()
         save_file(state_of(objects.model), check.initial)
+        run_file = _with_norms_of_pytorch(run_file)
         self.device = settle(run_file, ALONE, os.environ)
         work = load_workload(
             run_file, objects, device=self.device, environ=os.environ, layout=Layout(), micro_samples=None
@@ -315,6 +318,14 @@ def stored(tensor: Tensor) -> Tensor:
     whole = whole.to_dense() if whole.layout != torch.strided else whole
     whole = torch.view_as_real(whole) if whole.is_complex() else whole
     return whole.cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _with_norms_of_pytorch(run_file: RunFile) -> RunFile:
+    """Batch norms as the script has built them: one process has all samples that they are over."""
+    model = run_file.model
+    if not isinstance(model, ForeignKeys) or model.batch_norm != "synchronised":
+        return run_file
+    return msgspec.structs.replace(run_file, model=msgspec.structs.replace(model, batch_norm=None))
 
 
 def _whole_steps(run_file: RunFile, source: Any, order: Any) -> Feed:

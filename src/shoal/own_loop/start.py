@@ -12,7 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
-from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -26,23 +25,19 @@ from shoal.assembly.run import Run, open_run
 from shoal.assembly.run_record import run_facts, write_run_file
 from shoal.assembly.start import Planner, as_launched, checked, in_rank, leave_with, processes_of, run
 from shoal.assembly.user_code import GIVEN, table_of_object
-from shoal.codec.config import NoCodec
 from shoal.config.load import apply
 from shoal.data.dataset import Dataset
-from shoal.engine.config import Float16
 from shoal.errors import ConfigError, ShoalError, UsageError
 from shoal.launch.environment import ALONE, Place, place_from
 from shoal.launch.lock import RunLock
-from shoal.launch.script_check import ScriptCheck, script_check
+from shoal.launch.own_script import ScriptCheck, script_check
 from shoal.launch.supervision import say
-from shoal.models.embedding_table import tables_in
 from shoal.observe.facts import write_facts
 from shoal.own_loop.comparison import Comparison, comparable, start_as_plain
 from shoal.own_loop.loop import Training
 from shoal.own_loop.objects import (
     check_alone,
     data_of_script,
-    is_compiled,
     is_endless,
     objects_of,
     order_of_loader,
@@ -51,9 +46,9 @@ from shoal.own_loop.objects import (
     unread_arguments,
 )
 from shoal.own_loop.plain import PlainTraining
+from shoal.own_loop.refusals import require_own_loop
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory, with_processes
-from shoal.sync.config import ServerConfig
 
 STARTED = "SHOAL_STARTED"
 """Of which run this process is a rank: its own number, and the run's name."""
@@ -84,8 +79,7 @@ def start_own_loop(
         run_file = _run_file(
             tables, keys, file=file, loader=loader, data=data, samples=batch_samples, epochs=epochs, steps=steps
         )
-        coded = run_file.codec != NoCodec()
-        run_file = chosen_run(run_file, intent) if check is None else comparable(run_file, check)
+        run_file, notes = (chosen_run(run_file, intent), []) if check is None else comparable(run_file, check)
         stop_in_reader(data, run_directory(run_file))
         if check is not None and check.side == "plain":
             return _plain(run_file, objects, data, check)
@@ -98,10 +92,7 @@ def start_own_loop(
                 sys.exit(int(code))
             place = ALONE
         run_file = checked(as_launched(run_file, place), place, file=file, planner=planner)
-        _check_layout(run_file)
-        _check_servers(run_file, objects["model"])
-        _check_optimizers(run_file, objects["optimizer"])
-        _check_compiled(run_file, objects["model"])
+        require_own_loop(run_file, model=objects["model"], optimizer=objects["optimizer"])
         given = objects_of(objects, data_named(run_file) if data is None else data)
         if check is not None:
             start_as_plain(given.model, check)
@@ -113,7 +104,7 @@ def start_own_loop(
     _leave_through(stack)
     try:
         stack.enter_context(_marked(run_file, place, os.environ))
-        compared = None if check is None else partial(Comparison, check=check, coded=coded)
+        compared = None if check is None else partial(Comparison, check=check, notes=notes)
         return _training(run_file, place, given, stack, said=unread_arguments(loader), compared=compared)
     except BaseException:
         stack.__exit__(*sys.exc_info())  # leaves with the exit code and the sentence of the error
@@ -286,59 +277,3 @@ def _samples(run_file: RunFile, data: Any) -> int:
 def data_named(run_file: RunFile) -> Dataset:
     """What `[data]` names."""
     return data_of(run_file, UserObjects())
-
-
-def _check_optimizers(run_file: RunFile, optimizer: Any) -> None:
-    """Raises `ConfigError` for a precision that several optimizers cannot share."""
-    if isinstance(run_file.precision, Float16) and isinstance(optimizer, list | tuple) and len(optimizer) > 1:
-        raise ConfigError(
-            f'precision.kind = "float16" with {len(optimizer)} optimizers: one loss scale would follow from all of '
-            'them; use "bfloat16", or one optimizer'
-        )
-
-
-def _check_compiled(run_file: RunFile, model: Any) -> None:
-    """Raises `ConfigError` where a compiled program would come upon collectives."""
-    if is_compiled(model) and run_file.layout.shard != 1 and run_file.memory.zero == 3:
-        raise ConfigError(
-            "the model is compiled, and under memory.zero = 3 its layers fetch their weights while they compute, which "
-            "a compiled program cannot: hand over the plain module, or set memory.zero to 1 or 2"
-        )
-
-
-def _check_servers(run_file: RunFile, model: Any) -> None:
-    """Raises `ConfigError` for what would leave a rank without batches, or the script without its weights."""
-    if run_file.sync.serving_only:
-        raise ConfigError(
-            f"sync.servers = {run_file.sync.serving_only}: dedicated servers run no script; set it to 0, or let "
-            "shoal.train run the loop"
-        )
-    if isinstance(run_file.sync, ServerConfig) and isinstance(model, nn.Module) and tables_in(model):
-        raise ConfigError(
-            "the model has an EmbeddingTable, which would live on servers alone, out of reach of the script: let "
-            "shoal.train run the loop, or use nn.Embedding"
-        )
-
-
-def _check_layout(run_file: RunFile) -> None:
-    """Raises `ConfigError` for what takes the loop's own work from it."""
-    layout = run_file.layout
-    if run_file.elastic is not None:
-        raise ConfigError("[elastic] needs the loop of shoal.train: leave the table out, or call shoal.train")
-    for axis in ("tensor", "pipeline", "context", "expert"):
-        if getattr(layout, axis, 1) not in (1, None):
-            raise ConfigError(
-                f"layout.{axis} = {getattr(layout, axis)}: a script's own loop can be replicated and sharded "
-                "(layout.replicate, layout.shard); for the other axes let shoal.train run the loop"
-            )
-    if run_file.memory.loss_chunks > 1:
-        raise ConfigError(
-            f"memory.loss_chunks = {run_file.memory.loss_chunks}: a script's own loop computes its loss itself; leave "
-            "it out, or let shoal.train run the loop"
-        )
-    observe = run_file.observe
-    if run_file.gradients.schedule == "priority" or observe.noise_every_steps or observe.layer_norms_every_steps:
-        raise ConfigError(
-            'gradients.schedule = "priority", observe.noise_every_steps and observe.layer_norms_every_steps need the '
-            "loop of shoal.train; leave them out"
-        )

@@ -1,6 +1,6 @@
 """`shoal verify mine.py`: a script's own loop under its layout, and in plain PyTorch in one process.
 
-The script is run twice, see `shoal.launch.script_check`. What the two print is kept back, and shown where one fails.
+The script is run twice, see `shoal.launch.own_script`. What the two print is kept back, and shown where one fails.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import UsageError
+from shoal.launch.own_script import ScriptCheck
 from shoal.launch.root_cause import ExitCode
-from shoal.launch.script_check import ScriptCheck
 from shoal.observe.progress_bar import ProgressBar
 from shoal.temporary_folder import temporary_folder
 from shoal.verification.verdict import Verdict
