@@ -389,7 +389,7 @@ def _with_loader(tables: dict[str, Any], data: Any) -> dict[str, Any]:
         return tables
     for sentence in unread_arguments(loader) if place_from(os.environ) is None else []:
         say(f"shoal: {sentence}")
-    table = {**order_of_loader(loader), **tables["data"]}
+    table = {**order_of_loader(loader, tables["data"]), **tables["data"]}
     return {**tables, "data": table, "batch": {**batch_of_loader(loader), **tables.get("batch", {})}}
 
 

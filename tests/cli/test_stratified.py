@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from shoal.data.lengths import LengthOrder
 from shoal.data.strata import StratifiedOrder
 from tests.cli.project import OWN, RUN, Project
 
@@ -51,6 +52,27 @@ def test_other_ranks_and_readers_go_on_in_the_same_order(own: Project) -> None:
     rare = [sum(i % 5 == 0 for i in ids) for ids in used(own).values()]
     assert sum(rare[:5]) == sum(rare[5:]) == 6
     assert max(rare) <= 3
+
+
+def test_a_subset_by_length_is_resumed_by_other_ranks(own: Project) -> None:
+    """As above; of the 30 samples 21 are used, and each step has those of like length."""
+    more = "\n\ndef lengths(data):\n    return [i * i % 31 for i in range(len(data))]\n"
+    more += "\n\ndef some(data):\n    return [i for i in range(len(data)) if i % 10 < 7]\n"
+    (own.folder / "own.py").write_text((own.folder / "own.py").read_text() + more)
+    text = (own.folder / "run.toml").read_text()
+    keys = 'group_by_length = "own:lengths"\nsubset = "own:some"'
+    (own.folder / "run.toml").write_text(text.replace('stratify = "own:classes"', keys))
+    assert own.shoal("train", "run.toml", "run.processes=2", "model.arguments.fail_at=7").returncode != 0
+    resumed = own.shoal("train", "run.toml", "run.processes=3")
+    assert resumed.returncode == 0, resumed.stderr
+    some = np.array([i for i in range(SAMPLES) if i % 10 < 7])
+    order = LengthOrder((some * some % 31).astype(np.float64), 0, step=BATCH).ids(np.arange(STEPS * BATCH))
+    assert used(own) == {
+        step: sorted(some[ids].tolist()) for step, ids in enumerate(order.reshape(STEPS, BATCH), start=1)
+    }
+    refused = own.shoal("train", "run.toml", "--resume", "run.processes=1", "run.steps=12", "data.subset=0.7")
+    assert refused.returncode == 2
+    assert "was trained with data.subset = " in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from shoal.data.batches import OrderOfSamples
 from shoal.data.config import BatchConfig
 from shoal.data.dataset import Dataset
 from shoal.data.drawn import DrawnOrder
+from shoal.data.lengths import LengthOrder
 from shoal.data.order import Order, WholeSteps
 from shoal.data.strata import StratifiedOrder
 from shoal.errors import ConfigError
@@ -20,11 +21,12 @@ from shoal.topology.layout import Layout
 def order_of(run_file: RunFile, data: Dataset) -> OrderOfSamples:
     """Which sample of `data` stands at which position of this run."""
     config = run_file.data
-    order = data.order(run_file.run.seed, shuffle=config.shuffle, window=config.shuffle_window)
+    step = run_file.batch.global_samples
+    order = data.order(run_file.run.seed, shuffle=config.shuffle, step=step, window=config.shuffle_window)
     kept = epoch_samples(run_file.batch, order.samples)
     return (
         WholeSteps(order, kept)
-        if isinstance(order, Order | StratifiedOrder | DrawnOrder) and kept != order.samples
+        if isinstance(order, Order | StratifiedOrder | DrawnOrder | LengthOrder) and kept != order.samples
         else order
     )
 

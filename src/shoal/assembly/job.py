@@ -97,10 +97,11 @@ def build_job(
 ) -> Job:
     """What the loop of this rank is made of; `stack` closes it. `exchange` is what saves go by, a board on the run's
     store if there is none; `copies` sends them to a remote store, None: one that ends with `stack`. `own_loop`: the
-    script sets learning rates, evaluates and runs the model.
+    script sets learning rates, evaluates and runs the model. Raises `UsageError` for a state that no checkpoint holds.
     """
     run_file, mesh, injector = run.run_file, run.mesh, run.process.injector
     saver = build_saver(run, directory, exchange)
+    saver.check(run.state.tensors(), run.state.to_json(), generation=mesh.generation)
     (copies or stack.enter_context(CopySender())).send(run, saver, directory, sinks)
     feed = stack.enter_context(run.feed())
     forward = mesh.layout.replica_size == 1 and not own_loop and not run.generation.looks_up

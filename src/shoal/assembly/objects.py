@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -13,21 +13,21 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shoal.assembly.choosing import chosen
+from shoal.assembly.trainable import require_trainable
 from shoal.assembly.user_code import call_named, find_named
 from shoal.data import build as data_build
-from shoal.data.as_inputs import AsInputs
 from shoal.data.build import Dataset
 from shoal.data.config import PythonData
 from shoal.data.corpora import cache_folder
 from shoal.data.iterable import as_source, made_by, takes_start
 from shoal.data.loaders import without_loaders
 from shoal.data.sample import describe
-from shoal.data.strata import strata_of
 from shoal.engine.compute import enter_training, frozen_modules
 from shoal.engine.config import LossConfig, PythonLoss, SquaredError
 from shoal.engine.extra_state import HasStateDict
 from shoal.engine.loss import Loss, cross_entropy, squared_error
-from shoal.errors import ConfigError, UserCodeError
+from shoal.errors import UserCodeError
 from shoal.maths.counter import key_of
 from shoal.models.batch_norm import with_grouped_norm, with_synchronised_norm
 from shoal.models.build import build as build_model
@@ -75,8 +75,7 @@ def users_model(run_file: RunFile, given: UserObjects) -> nn.Module:
         raise UserCodeError(f"the model is {what}; it must be an nn.Module, ready to be called")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserCodeError("the model has no parameter that requires a gradient; there is nothing to train")
-    _refuse_complex(model)
-    _refuse_updates_in_backward(model)
+    require_trainable(model)
     said = run_file.model
     if isinstance(said, ForeignKeys):
         if said.batch_norm == "grouped":
@@ -102,25 +101,6 @@ def _refuse_narrowed(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _said(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _refuse_updates_in_backward(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise UserCodeError(
-                f"the parameter {name} has a hook of register_post_accumulate_grad_hook, which would be given the "
-                "gradient of one rank's microbatch, as for an update inside of the backward: take it off, and let the "
-                "optimizer that is handed over make the update"
-            )
-
-
-def _refuse_complex(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.is_complex():
-            raise UserCodeError(
-                f"the parameter {name} is complex, and Shoal's norms, optimizers and checkpoints are of real numbers: "
-                "hold it as a real parameter [..., 2], and read it by torch.view_as_complex in forward"
-            )
 
 
 def skeleton_of(config: ModelConfig, given: UserObjects) -> nn.Module | None:
@@ -165,18 +145,7 @@ def check_layout_independent(model: nn.Module, *, shares: int, global_samples: i
 
 def data_of(run_file: RunFile, given: UserObjects, environ: Mapping[str, str] = os.environ) -> Dataset:
     """The data to train and evaluate on. A user's function returns a data set, or a pair (training, held out)."""
-    data = _opened_data(run_file, given, environ)
-    return data if run_file.data.stratify is None else replace(data, strata=_strata(run_file.data.stratify, data))
-
-
-def _strata(stratify: str, data: Dataset) -> np.ndarray:
-    """The classes by which `data.stratify` orders the training samples."""
-    if data.endless or data.parts:
-        what = "a mixture has weights instead" if data.parts else "this data has no number of samples"
-        raise ConfigError(f"data.stratify = {stratify!r} needs the class of each sample, and {what}; leave it out")
-    source = data.train.source if isinstance(data.train, AsInputs) else data.train
-    named = stratify != "targets"
-    return strata_of(data.train, call_named(stratify, {"data": source}, key="data.stratify") if named else None)
+    return chosen(run_file.data, _opened_data(run_file, given, environ), run_file.run.seed)
 
 
 def _opened_data(run_file: RunFile, given: UserObjects, environ: Mapping[str, str]) -> Dataset:

@@ -51,7 +51,9 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
         "run.seed": run_file.run.seed,
         "data.shuffle": run_file.data.shuffle,
         **({} if run_file.data.stratify is None else {"data.stratify": run_file.data.stratify}),
-        **({} if (drawn := workload.data.drawn) is None else {"the weights of the sampler": drawn.digest}),
+        **({} if (drawn := workload.data.drawn) is None else {"the weights of the samples": drawn.digest}),
+        **({} if (picked := workload.data.picked) is None else {"data.subset": picked.digest}),
+        **({} if workload.data.lengths is None else {"data.group_by_length": "of these lengths"}),
         "the number of training samples": epoch_samples(run_file.batch, len(workload.data.train)),
         "optimizer.kind": " and ".join(o.kind for o in own) or run_file.optimizer.variant,
     }

@@ -22,6 +22,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,8 +63,8 @@ class SaveReport:
 class Saver:
     """Saves named tensors and a JSON-able state into the checkpoints of the run directory `directory`.
 
-    Every rank has one; all call `prepare` and `save` for the same steps in the same order. Rank 0's start deletes what
-    an interrupted save left; the others write nothing before rank 0 saves, too. `directory` lies on a file
+    Every rank has one; all call `check`, `prepare` and `save` for the same steps in the same order. Rank 0's start
+    deletes what an interrupted save left; the others write nothing before rank 0 saves, too. `directory` lies on a file
     system that all ranks share. Raises `EnvironmentFault` at once where nothing can be saved.
 
     `split` says that ranks may hold different tensors or parts of them: then all ranks first exchange inventories.
@@ -104,6 +105,19 @@ class Saver:
         self._reports: queue.SimpleQueue[SaveReport] = queue.SimpleQueue()
         self._rounds = 0
         _open(self._seat)
+
+    def check(self, tensors: Mapping[str, Held], state: Mapping[str, Any], *, generation: int = 0) -> None:
+        """Agree on who would write what, and write nothing: what cannot be saved is known before the first step.
+
+        Raises `UsageError` as `save` does. All ranks call it; one that does not answer is told by the next that waits
+        for it.
+        """
+        plain(state, "state")
+        parts, call = parts_of(tensors), self._rounds
+        self._rounds += 1
+        with suppress(TimeoutError, EnvironmentFault):
+            held = self._held_by_all(parts, generation, call)
+            plan_for(held.by_ranks, world_size=self._seat.world_size, object_bytes=self._object_bytes)
 
     def prepare(self, tensors: Mapping[str, Held], *, generation: int = 0) -> None:
         """Agree on who writes what, and allocate the memory, so that the first save stalls no longer than the others.

@@ -21,6 +21,10 @@ class AsInputs:
     def __init__(self, source: Source) -> None:
         self.source = source
 
+    def reading(self, source: Source) -> AsInputs:
+        """The same of another source."""
+        return AsInputs(source)
+
     def __len__(self) -> int:
         return len(self.source)
 
@@ -38,6 +42,9 @@ class Collated(AsInputs):
     def __init__(self, source: Source, collate: Callable[[list[Any]], Any]) -> None:
         super().__init__(source)
         self._collate = collate
+
+    def reading(self, source: Source) -> Collated:
+        return Collated(source, self._collate)
 
     def item_at(self, index: int) -> Any:
         """The sample as the loop's data set returns it, which only `collate` has to understand."""

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.data.drawn import Drawn, DrawnOrder
+from shoal.data.drawn import Drawn, DrawnOrder, Picked
 from shoal.data.iterable import IterableSource
+from shoal.data.lengths import LengthOrder
 from shoal.data.mixture import MixtureOrder
 from shoal.data.order import Order
 from shoal.data.sample import Source
@@ -19,7 +20,7 @@ from shoal.errors import UserCodeError
 Facts = dict[str, str | int | float]
 TARGETS = "targets"
 """The fact that says what the targets are, where they are the labels of the samples (`labelled`)."""
-AnyOrder = Order | MixtureOrder | StratifiedOrder | DrawnOrder
+AnyOrder = Order | MixtureOrder | StratifiedOrder | DrawnOrder | LengthOrder
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,8 @@ class Dataset:
     samples of each stand in every window; both are empty for data of one source. `endless` data is a stream: its length
     is a bound, not a number of samples, and it is taken in its own order. `iterable` is what `train` reads its samples
     from where they are the items of an iterable; such data is endless, too. `strata` are the classes of the training
-    samples, int64 [samples], where the order is stratified.
+    samples, int64 [samples], where the order is stratified; `lengths` theirs, where those of like length stand
+    together.
     """
 
     train: Source
@@ -41,6 +43,7 @@ class Dataset:
     endless: bool = False
     iterable: IterableSource | None = None
     strata: np.ndarray | None = None
+    lengths: np.ndarray | None = None
 
     @property
     def said_of_targets(self) -> str:
@@ -49,22 +52,32 @@ class Dataset:
 
     @property
     def drawn(self) -> Drawn | None:
-        """What the training samples are drawn from, where a sampler of the script draws them."""
-        source = getattr(self.train, "source", None)
-        return source if isinstance(source, Drawn) else None
+        """What the training samples are drawn from, where `data.weights` or a sampler of the script draws them."""
+        found = (each for each in (self.train, getattr(self.train, "source", None)) if isinstance(each, Drawn))
+        return next(found, None)
 
-    def order(self, seed: int, *, shuffle: bool, window: int | None = None) -> AnyOrder:
-        """Which sample of `train` stands at which position. Raises DataError: see `Order`."""
+    @property
+    def picked(self) -> Picked | None:
+        """The samples that `data.subset` leaves."""
+        source: object = self.train
+        while source is not None and not isinstance(source, Picked):
+            source = getattr(source, "source", None)
+        return source
+
+    def order(self, seed: int, *, shuffle: bool, step: int = 1, window: int | None = None) -> AnyOrder:
+        """Which sample of `train` stands at which position, in steps of `step`. Raises DataError: see `Order`."""
         if self.parts:
             orders = [Order(size, seed + 1 + i, shuffle=shuffle, window=window) for i, size in enumerate(self.parts)]
             return MixtureOrder(orders, self.quotas, seed)
         if self.drawn is not None:
-            if self.strata is not None or window is not None:
+            if self.strata is not None or self.lengths is not None or window is not None:
                 raise UserCodeError(
-                    "the DataLoader's sampler draws the samples, and data.stratify or data.shuffle_window would order "
-                    "them otherwise: leave the key out, or the sampler"
+                    "the DataLoader's sampler draws the samples, and data.stratify, data.group_by_length or "
+                    "data.shuffle_window would order them otherwise: leave the key out, or the sampler"
                 )
             return DrawnOrder(self.drawn, seed)
+        if self.lengths is not None:
+            return LengthOrder(self.lengths, seed, step=step)
         if self.strata is not None:
             return StratifiedOrder(self.strata, seed)
         return Order(len(self.train), seed, shuffle=shuffle and not self.endless, window=window)

@@ -4,6 +4,7 @@
     WeightedRandomSampler(w, n, replacement=False)   n different samples: those with the smallest keys -ln(u_i) / w_i
     RandomSampler(replacement=True), num_samples=n   the same with equal weights
     SubsetRandomSampler(indices)                     these samples, in an order of each epoch
+    data.weights, data.subset                        the first with n = len(w), and the last
 
 Keys of exponential variables draw without replacement one after the other in proportion to the weights that are left
 (Efraimidis and Spirakis, "Weighted random sampling with a reservoir", Information Processing Letters 97, 2006).
@@ -27,6 +28,34 @@ from shoal.errors import UserCodeError
 from shoal.maths.counter import key_of, uniform
 
 
+class Picked:
+    """The samples of `source` at `indices`, int64, in natural order.
+
+    Raises `UserCodeError` for numbers that are none of samples, or that name one twice.
+    """
+
+    def __init__(self, source: Any, indices: Any) -> None:
+        found = np.asarray(indices)
+        whole = found.ndim == 1 and found.dtype.kind in "iu" and found.size > 0
+        if not whole or found.min() < 0 or found.max() >= len(source) or len(np.unique(found)) != len(found):
+            raise UserCodeError(
+                f"data.subset names samples as {found.dtype} {list(found.shape)}: give different whole numbers from 0 "
+                f"to {len(source) - 1}, at least one"
+            )
+        self.source, self.indices = source, found.astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.source[int(self.indices[index])]
+
+    @property
+    def digest(self) -> str:
+        """Of the numbers."""
+        return hashlib.blake2b(self.indices.tobytes(), digest_size=8).hexdigest()
+
+
 class Drawn:
     """`source`, of which an epoch draws `samples` by `weights`, one for each of its samples.
 
@@ -38,13 +67,12 @@ class Drawn:
         there = int((weights > 0).sum())
         if len(weights) != len(source) or not np.isfinite(weights).all() or (weights < 0).any():
             raise UserCodeError(
-                f"the sampler has {len(weights)} weights for {len(source)} samples: give one for each, finite and at "
-                "least 0"
+                f"there are {len(weights)} weights for {len(source)} samples: give one for each, finite and at least 0"
             )
         if not there or (not replacement and samples > there):
             raise UserCodeError(
-                f"the sampler draws {samples} different samples, and {there} have a weight above 0: draw fewer, or "
-                "with replacement"
+                f"an epoch draws {samples} different samples, and {there} have a weight above 0: draw fewer, or with "
+                "replacement"
             )
 
     def __len__(self) -> int:

@@ -58,3 +58,49 @@ class Reading(Table, frozen=True):
                 raise ValueError(
                     f'augment names {name!r}: it takes "flip", "crop" or a function, as package.module:function'
                 )
+
+
+class Choosing(Reading, frozen=True):
+    """What data with a known number of samples has beside: which of its samples are trained on, and how often."""
+
+    subset: Annotated[
+        str | float | None,
+        says(
+            "Train on some of the samples: a share above 0 and below 1, drawn from run.seed, or "
+            "package.module:function, which returns their numbers for data=the training data."
+        ),
+    ] = None
+    weights: Annotated[
+        str | None,
+        says(
+            "Draw each sample with replacement, in proportion to its weight: package.module:function returns one for "
+            'each sample for data=the training data; "balanced" draws each class of the attribute "targets" as often.'
+        ),
+    ] = None
+    draws: Annotated[
+        Annotated[int, msgspec.Meta(ge=1)] | None,
+        says("Draws of an epoch by weights. Default: as many as there are samples."),
+    ] = None
+    group_by_length: Annotated[
+        str | None,
+        says(
+            "Put samples of like length into one step, so that little is padded: package.module:function returns the "
+            "length of each sample for data=the training data."
+        ),
+    ] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("subset", "weights", "group_by_length"):
+            value = getattr(self, key)
+            if isinstance(value, str) and ":" not in value and not (key == "weights" and value == "balanced"):
+                raise ValueError(f"{key} is {value!r}: it names a function, as package.module:function")
+        if isinstance(self.subset, float) and not 0 < self.subset < 1:
+            raise ValueError(f"subset is {self.subset}: a share lies above 0 and below 1; leave it out to train on all")
+        if self.draws is not None and self.weights is None:
+            raise ValueError("draws says how often an epoch draws by weights, and there are none: leave it out")
+        orders = [key for key in ("stratify", "weights", "group_by_length") if getattr(self, key) is not None]
+        if len(orders) > 1:
+            raise ValueError(f"{orders[0]} and {orders[1]} each draw an order of their own: leave one of them out")
+        if orders and (not self.shuffle or self.shuffle_window is not None):
+            raise ValueError(f"{orders[0]} draws an order of its own: leave out shuffle and shuffle_window")

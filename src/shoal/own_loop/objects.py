@@ -123,17 +123,25 @@ def _is_pair(data: Any) -> bool:
     return isinstance(data, tuple) and len(data) == 2 and all(part is None or may_be_data(part) for part in data)
 
 
-def order_of_loader(loader: DataLoader | None) -> dict[str, Any]:
-    """The order of a DataLoader. Raises `UserCodeError` for one that Shoal cannot reproduce."""
-    if loader is None or (isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None):
+ORDERS = ("stratify", "weights", "group_by_length")
+"""Keys of `[data]` that draw an order of their own."""
+
+
+def order_of_loader(loader: DataLoader | None, table: Mapping[str, Any]) -> dict[str, Any]:
+    """The order of a DataLoader, where `table`, that of `[data]`, has none. Raises `UserCodeError` for one that Shoal
+    cannot reproduce.
+    """
+    if any(table.get(key) is not None for key in ORDERS) or loader is None:
+        return {}
+    if isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
         return {}
     sampled = None if loader.batch_size is None else as_sampled(loader.dataset, loader.sampler)
     if sampled is None:
         own = loader.batch_sampler if loader.batch_size is None else loader.sampler
         raise UserCodeError(
             f"the DataLoader has a sampler of its own ({type(own).__name__}); Shoal divides the samples among ranks "
-            "itself, so that a resumed run uses each once: leave the sampler out, or use one of torch.utils.data, "
-            "whose order Shoal makes"
+            "itself, so that a resumed run uses each once: leave the sampler out, use one of torch.utils.data, whose "
+            "order Shoal makes, or say it by data.subset, data.weights or data.group_by_length"
         )
     return {"shuffle": sampled[1]}
 

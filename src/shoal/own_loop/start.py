@@ -253,7 +253,8 @@ def _run_file(
             raise ConfigError(f"{file}: run.steps is missing; pass epochs or steps, one of them, or set it")
         run_table["steps"] = 1 if steps is None else steps
     given = {"kind": "python", "build": GIVEN}
-    data_table = whole["data"] if data is None else {**order_of_loader(loader), **whole.get("data", {}), **given}
+    said = whole.get("data", {})
+    data_table = said if data is None else {**order_of_loader(loader, said), **said, **given}
     tables = {**whole, "run": run_table, "batch": batch, "model": {**whole.get("model", {}), **given}}
     run_file = run_file_of({**tables, "data": data_table}, file=file)
     if by_epochs:

@@ -12,6 +12,9 @@ from shoal.federated.config import DeviceConfig, FederatedConfig, Iid
 from shoal.optim.config import SGD
 from shoal.runfile.run_file import RunFile
 
+ORDERING = ("augment", "stratify", "shuffle_window", "subset", "weights", "group_by_length")
+"""Keys of `[data]` that change the samples of a run, or their order."""
+
 
 def federated_refusal(run_file: RunFile) -> str | None:
     """One sentence if clients cannot train this run; None where they can, or without `[federated]`."""
@@ -50,8 +53,7 @@ def _refusals(run_file: RunFile, federated: FederatedConfig) -> Iterator[str]:
     data = run_file.data
     if isinstance(data, Mixture | Stream):
         yield f'data.kind = "{data.variant}" with [federated]: clients divide the samples of one source; name one'
-    elif data.augment or data.stratify is not None or data.shuffle_window is not None:
-        name = "augment" if data.augment else "stratify" if data.stratify is not None else "shuffle_window"
+    elif (name := next((key for key in ORDERING if getattr(data, key)), None)) is not None:
         yield f"data.{name} with [federated]: clients read their samples as they are, in their own order; leave it out"
     if federated.asynchronous and (run_file.secure_aggregation is not None or run_file.privacy is not None):
         what = "secure_aggregation" if run_file.secure_aggregation is not None else "privacy"

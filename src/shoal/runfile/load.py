@@ -62,16 +62,21 @@ def run_file_of(tables: Mapping[str, Any], *, file: str) -> RunFile:
     return run_file
 
 
+OF_ONE_SOURCE = ("stratify", "subset", "weights", "group_by_length")
+"""Keys that order or choose the samples of one source."""
+
+
 def _read_as_one(mixture: Mixture, table: Mapping[str, Any], *, file: str) -> Mixture:
     """`mixture`, whose sources have the keys of reading that it has. Raises `ConfigError` where `table`, as it was
     written, gives one of them another.
     """
     whole = {key: getattr(mixture, key) for key in keys_of(Reading)}
     for name, source in mixture.sources.items():
-        if source.stratify is not None:
+        alone = next((key for key in OF_ONE_SOURCE if getattr(source, key, None) is not None), None)
+        if alone is not None:
             raise ConfigError(
-                f"{file}: data.sources.{name}.stratify: a mixture has weights in its place; make each class a source, "
-                "or leave it out"
+                f"{file}: data.sources.{name}.{alone}: a mixture draws from its sources by its own weights; make what "
+                "you would choose a source of its own, or leave it out"
             )
         for key, value in whole.items():
             if key in table["sources"][name] and getattr(source, key) != value:
