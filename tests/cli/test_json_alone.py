@@ -24,6 +24,17 @@ class Chatter(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Chatter())
 '''
+SWEEP = """
+name = "chatter"
+run = "run.toml"
+objective = "loss/train"
+seeds = [0]
+parallel = 1
+[search]
+kind = "grid"
+[parameters]
+"optimizer.lr" = [0.1]
+"""
 VERBS = {
     "evaluate": "evaluate runs/own",
     "checkpoint export": "checkpoint export runs/own out.safetensors",
@@ -33,6 +44,14 @@ VERBS = {
     "checkpoint verify": "checkpoint verify runs/own",
     "checkpoint diff": "checkpoint diff runs/own runs/own",
     "diff": "diff runs/own runs/own",
+    "plan": "plan run.toml",
+    "simulate": "simulate run.toml",
+    "profile": "profile run.toml run.processes=1",
+    "split": "split run.toml",
+    "rehearse": "rehearse run.toml run.processes=2 --faults save",
+    "ensemble": "ensemble run.toml run.processes=1 run.steps=2 --members 2",
+    "reproduce": "reproduce runs/own",
+    "sweep": "sweep sweep.toml",
 }
 
 
@@ -43,6 +62,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Project:
     done = made.shoal("train", "run.toml", "run.steps=2", "run.processes=1")
     assert done.returncode == 0, done.stderr
     (made.folder / "own.py").write_text("print('a script that prints')\n" + (made.folder / "own.py").read_text())
+    (made.folder / "sweep.toml").write_text(SWEEP)
     (made.folder / "noise").mkdir()
     (made.folder / "noise/sitecustomize.py").write_text(CHATTER)
     return made

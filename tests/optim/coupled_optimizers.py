@@ -36,8 +36,7 @@ class Distance(Optimizer):
     """Estimates the distance to the solution, as D-Adaptation and Prodigy do: it begins at 1e-6 and grows."""
 
     def __init__(self, params: Any, lr: float = 1.0, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "d": 1e-6, "k": 0})
-        self.gathered = 0.0
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "d": 1e-6, "k": 0, "gathered": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -52,10 +51,10 @@ class Distance(Optimizer):
                 along += first["d"] * float((p.grad * (start - p)).sum())
                 lengths += float(s.abs().sum())
                 p.sub_(group["lr"] * first["d"] * (p.grad.sign() + group["weight_decay"] * p))
-        self.gathered += along
-        d = max(first["d"], self.gathered / lengths if lengths else 0.0, first["d"] * 1.01)
+        gathered = first["gathered"] + along
+        d = max(first["d"], gathered / lengths if lengths else 0.0, first["d"] * 1.01)
         for group in self.param_groups:
-            group["d"], group["k"] = d, group["k"] + 1
+            group["d"], group["k"], group["gathered"] = d, group["k"] + 1, gathered
 
 
 class ClipsInside(Optimizer):

@@ -81,7 +81,7 @@ def test_numbers_of_a_group_that_a_step_changes_are_saved_and_restored() -> None
     """As Prodigy's `d`; what a user has set since is kept."""
     first, later = model(), model()
     (own,) = own_optimizers([planted.Distance(first.parameters())], first)
-    assert own.counts == ("d", "k")
+    assert own.counts == ("d", "gathered", "k")
     own.optimizer.param_groups[0].update(d=0.25, k=7)
     (resumed,) = own_optimizers([planted.Distance(later.parameters(), weight_decay=0.5)], later)
     resumed.load(own.to_state())

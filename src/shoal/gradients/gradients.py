@@ -14,7 +14,7 @@ Which ranks sum a gradient is the choice of `[sync]`: the ranks of all replicas,
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -129,11 +129,41 @@ class VisibleGradients(Gradients, Protocol):
         ...
 
 
-def expose_owned(owned: Iterable[Owned], names: Collection[str]) -> None:
-    """`VisibleGradients.expose` where the optimizer has the model's own parameters."""
-    for each in owned:
-        if each.name not in names:
-            each.parameter.grad = None
+class OverReplica:
+    """The part of `VisibleGradients` that is the same wherever the norm adds up over the ranks of a `_replica`."""
+
+    owned: Sequence[Owned]
+    _replica: Collective
+    _device: torch.device
+
+    @property
+    def divided(self) -> bool:
+        """See `VisibleGradients`."""
+        return self._replica.size > 1
+
+    def norm(self) -> Tensor:
+        """See `VisibleGradients`."""
+        return global_norm(norm_of_owned(self.owned), self._replica, device=self._device)
+
+
+class OfWholeParameters(OverReplica):
+    """The same, where the optimizer has the model's own parameters."""
+
+    def expose(self, names: Collection[str]) -> None:
+        """See `VisibleGradients`."""
+        for each in self.owned:
+            if each.name not in names:
+                each.parameter.grad = None
+
+    def accept(self) -> None:
+        """What is in `.grad` is what the optimizer sees."""
+
+    def settle(self) -> None:
+        """Nothing is under way between two steps."""
+
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """They are whole."""
+        return nullcontext()
 
 
 def norm_of_owned(owned: Iterable[Owned]) -> Tensor | None:

@@ -7,8 +7,8 @@ nothing is averaged. Parameters then stay equal because equal gradients meet equ
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from shoal.gradients.bucket import Bucket
 from shoal.gradients.bucket_search import BucketSearch, candidates
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.flat import flat_layout, share_of
-from shoal.gradients.gradients import Groups, expose_owned, global_norm, norm_of_owned
+from shoal.gradients.gradients import Groups, OfWholeParameters, global_norm
 from shoal.gradients.partition import BucketParameters, GradientRanks, parts_by_size, segments_of
 from shoal.gradients.reducer import OwnGradient, Reducer
 from shoal.state.ownership import Owned, Trained, owned_whole
@@ -28,7 +28,7 @@ MakeExchange = Callable[[Collective, Tensor, Sequence[Segment]], Exchange]
 """From a group, a flat buffer and what lies in it, to their exchange."""
 
 
-class ReplicatedGradients:
+class ReplicatedGradients(OfWholeParameters):
     """`Gradients` of the `trained` parameters. `ranks` says which ranks sum a gradient, `groups` gives their group.
 
     The norm adds up over `replica`. If `config.bucket` is "auto", the ranks of `lockstep` search the bucket size
@@ -84,29 +84,10 @@ class ReplicatedGradients:
     def used(self) -> frozenset[str]:
         return self._reducer.used_names
 
-    @property
-    def divided(self) -> bool:
-        return self._replica.size > 1
-
-    def norm(self) -> Tensor:
-        return global_norm(norm_of_owned(self.owned), self._replica, device=self._device)
-
-    def expose(self, names: Collection[str]) -> None:
-        expose_owned(self.owned, names)
-
-    def accept(self) -> None:
-        """The optimizer has the model's own parameters."""
-
     def gather(self) -> None:
         """Equal gradients have met equal states: there is nothing to bring."""
         for bucket in self._buckets:
             bucket.commit()
-
-    def settle(self) -> None:
-        """Nothing is under way between two steps."""
-
-    def full_parameters(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def close(self) -> None:
         self._reducer.close()

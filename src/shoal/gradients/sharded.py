@@ -21,7 +21,7 @@ from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.gradients.bucket import Bucket, Flight
 from shoal.gradients.flat import ALIGNMENT, FlatLayout, flat_layout
-from shoal.gradients.gradients import Groups, global_norm, norm_of_owned
+from shoal.gradients.gradients import Groups, OverReplica, global_norm
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.partition import BucketParameters, segments_of
 from shoal.gradients.reducer import OwnGradient, Reducer
@@ -87,7 +87,7 @@ def _start_in(bucket: Bucket, number: int, rank: int) -> int:
     return 0 if run is None else run.start
 
 
-class ShardedBase:
+class ShardedBase(OverReplica):
     """What the stages have in common: buckets, pieces and their gradients. The norm adds up over `replica`.
 
     `stores` hold the parameters of `parts`. `undivided`: so many numbers of a parameter stay together on a rank; None:
@@ -173,13 +173,6 @@ class ShardedBase:
     @property
     def used(self) -> frozenset[str]:
         return self._reducer.used_names
-
-    @property
-    def divided(self) -> bool:
-        return self._replica.size > 1
-
-    def norm(self) -> Tensor:
-        return global_norm(norm_of_owned(self.owned), self._replica, device=self._device)
 
     def expose(self, names: Collection[str]) -> None:
         self._exposed = [place.expose(names) for place in self._places]

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
-from shoal.gradients.gradients import Tuned, VisibleGradients, global_norm, norm_of_owned
+from shoal.gradients.gradients import OverReplica, Tuned, VisibleGradients
 from shoal.gradients.reducer import OwnGradient
 from shoal.state.ownership import Owned, Trained, owned_whole
 
 
-class WithSparseRows:
+class WithSparseRows(OverReplica):
     """`Gradients` of `dense` and of `tables`; their `.grad` are sparse. `order` are the names of all, in the model's
     order; the gradient of a table is summed over its group in `across`, and the norm adds up over `replica`.
     """
@@ -82,13 +82,6 @@ class WithSparseRows:
     def used(self) -> frozenset[str]:
         """All tables, whose gradients are their rows that were used."""
         return self._dense.used | {table.holding.name for table in self._tables}
-
-    @property
-    def divided(self) -> bool:
-        return self._dense.divided
-
-    def norm(self) -> Tensor:
-        return global_norm(norm_of_owned(self.owned), self._replica, device=self._device)
 
     def expose(self, names: Collection[str]) -> None:
         self._dense.expose(names)

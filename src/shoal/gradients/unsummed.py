@@ -9,7 +9,7 @@ next backward. A script's `zero_grad` cannot wipe it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
-from shoal.gradients.gradients import expose_owned, global_norm, norm_of_owned
+from shoal.gradients.gradients import OfWholeParameters, global_norm
 from shoal.gradients.reducer import OwnGradient, check_empty
 from shoal.maths.norm import JointNorm, two_norm
 from shoal.state.ownership import Owned, Trained, owned_whole
 
 
-class UnsummedGradients:
+class UnsummedGradients(OfWholeParameters):
     """`Gradients` of the `trained` parameters, each of which this rank alone sums. The norm adds up over `replica`."""
 
     tuned = None
@@ -75,27 +75,8 @@ class UnsummedGradients:
     def used(self) -> frozenset[str]:
         return frozenset(t.holding.name for t in self._trained if t.parameter.grad is not None)
 
-    @property
-    def divided(self) -> bool:
-        return self._replica.size > 1
-
-    def norm(self) -> Tensor:
-        return global_norm(norm_of_owned(self.owned), self._replica, device=self._device)
-
-    def expose(self, names: Collection[str]) -> None:
-        expose_owned(self.owned, names)
-
-    def accept(self) -> None:
-        """The optimizer has the model's own parameters."""
-
     def gather(self) -> None:
         """Every parameter is whole here."""
-
-    def settle(self) -> None:
-        """Nothing is under way between two steps."""
-
-    def full_parameters(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def close(self) -> None:
         """There are no hooks."""
