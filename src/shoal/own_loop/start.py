@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -31,6 +32,7 @@ from shoal.data.dataset import Dataset
 from shoal.engine.config import Float16
 from shoal.errors import ConfigError, ShoalError, UsageError
 from shoal.launch.environment import ALONE, Place, place_from
+from shoal.launch.forks import forked_ranks
 from shoal.launch.lock import RunLock
 from shoal.launch.supervision import say
 from shoal.models.embedding_table import tables_in
@@ -85,9 +87,17 @@ def start_own_loop(
             processes = _processes(run_file, command)
             if processes > 1:
                 run_file = with_processes(run_file, processes)
-                code = run(run_file, command(), _never, directory=run_directory(run_file), file=file, planner=planner)
-                sys.exit(int(code))
-            place = ALONE
+                directory = run_directory(run_file)
+                with forked_ranks(processes) as forks:
+                    place = place_from(os.environ)
+                    if place is None:
+                        environ = {**os.environ, **forks}
+                        code = run(
+                            run_file, command(), _never,
+                            directory=directory, file=file, planner=planner, environ=environ,
+                        )  # fmt: skip
+                        sys.exit(int(code))
+        place = place or ALONE
         run_file = checked(as_launched(run_file, place), place, file=file, planner=planner)
         _check_layout(run_file)
         _check_servers(run_file, objects["model"])
@@ -134,6 +144,7 @@ def _training(
     opened.mesh.ledger.take()  # what the start sent belongs to no step
     sinks.start(run_start(opened))
     training = Training(opened, job, stack)
+    atexit.register(gc.freeze)  # the interpreter's last collection takes down torch, object by object: half a second
     atexit.register(_close_at_exit, training, stack)
     return training
 

@@ -25,7 +25,7 @@ from shoal.experiments.rehearsal.trial import FaultTrial, Setup, play
 from shoal.experiments.rehearsal.two_hosts import why_not_two_hosts
 from shoal.fleet.assignment import REPLICA
 from shoal.launch.environment import place_from
-from shoal.launch.rank_process import LAUNCHER_PID
+from shoal.launch.orphans import LAUNCHER_PID
 from shoal.resilience.config import COORDINATOR
 from shoal.resilience.faults import REHEARSAL
 from shoal.runfile.load import load_run
