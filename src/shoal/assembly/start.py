@@ -1,8 +1,8 @@
 """Being a rank, or starting them: what a process of `shoal train` or of a user's script does first.
 
 A process that a launcher started (Shoal's own, torchrun, srun, mpiexec) is a rank. Any other starts the ranks, each
-with the command that it was itself started with, and waits for them. It checks the run before it imports torch, once for
-all ranks of `shoal train`.
+with the command that it was itself started with, and waits for them. It checks the run before it imports torch, once
+for all ranks of `shoal train`.
 """
 
 from __future__ import annotations
