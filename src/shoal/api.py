@@ -127,7 +127,8 @@ def plan(
 
 
 def load_checkpoint(source: str | Path, model: nn.Module | None = None) -> dict[str, Tensor]:
-    """The weights and buffers of a checkpoint, or of a run directory's newest whole one, under the names of the unsplit
+    """The weights and buffers of a checkpoint, or of a run directory's newest whole one (of the best one that
+    `checkpoint.keep_best` keeps: `RUN_DIR/checkpoints/best`), under the names of the unsplit
     model, on the CPU; every byte is verified. They are also copied into `model`, if it is given.
 
     A parameter that a model has under several names is there under the first.

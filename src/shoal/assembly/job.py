@@ -100,6 +100,7 @@ def build_job(
     script sets learning rates, evaluates and runs the model.
     """
     run_file, mesh, injector = run.run_file, run.mesh, run.process.injector
+    run.state.watch.require_evaluations(held_out=run.workload.data.held_out is not None, own_loop=own_loop)
     saver = build_saver(run, directory, exchange)
     (copies or stack.enter_context(CopySender())).send(run, saver, directory, sinks)
     feed = stack.enter_context(run.feed())
