@@ -8,6 +8,7 @@ microbatch, and ended when the script asks for more: then the update has been ma
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from shoal.assembly.run import Run
@@ -15,6 +16,7 @@ from shoal.data.as_inputs import AsInputs
 from shoal.data.sample import Batch, padding_like
 from shoal.engine.loop import Job, PendingStep, steps
 from shoal.engine.meeting import meet
+from shoal.engine.updates import Work
 from shoal.errors import UserCodeError
 from shoal.own_loop.update import OpenStep, Player, joint_outcome
 
@@ -120,21 +122,27 @@ class OwnSteps:
             work = self._run.step.begin(
                 pending.number, pending.microbatches, lr=None, samples=pending.samples, stop=pending.stop
             )
-            batches = self._alike(pending.microbatches)
-            if len(self._players) > 1 and len(batches) > 1:
-                raise UserCodeError(
-                    f"a step has {len(batches)} microbatches, and a loop with several optimizers takes it in one: "
-                    "leave batch.micro_samples out"
-                )
-            self.pending = pending
-            self.open = OpenStep(work, batches, scale=self._run.step.scale)
-            for player in self._players:
-                player.begin(self.open)
-            yield self.open
-            if not self.open.is_last:
-                raise UserCodeError(f"step {work.step}: the loop did not go beyond {self.open.place}; take them all")
-            updated = [player.leave_step() for player in self._players]
-            if not any(updated):
-                raise UserCodeError(f"step {work.step}: no backward() was called; call it for every batch")
-            pending.lr, pending.result = self._players[0].lr, self._run.step.end(work, joint_outcome(self._players))
-            self.open = self.pending = None
+            injector = self._run.process.injector
+            with nullcontext(work) if injector is None else injector.around_own(work) as work:
+                yield from self._taken(pending, work)
+
+    def _taken(self, pending: PendingStep, work: Work) -> Iterator[OpenStep]:
+        """The step, open until the next is asked for; then its result is known."""
+        batches = self._alike(work.batches)
+        if len(self._players) > 1 and len(batches) > 1:
+            raise UserCodeError(
+                f"a step has {len(batches)} microbatches, and a loop with several optimizers takes it in one: "
+                "leave batch.micro_samples out"
+            )
+        self.pending = pending
+        self.open = OpenStep(work, batches, scale=self._run.step.scale)
+        for player in self._players:
+            player.begin(self.open)
+        yield self.open
+        if not self.open.is_last:
+            raise UserCodeError(f"step {work.step}: the loop did not go beyond {self.open.place}; take them all")
+        updated = [player.leave_step() for player in self._players]
+        if not any(updated):
+            raise UserCodeError(f"step {work.step}: no backward() was called; call it for every batch")
+        pending.lr, pending.result = self._players[0].lr, self._run.step.end(work, joint_outcome(self._players))
+        self.open = self.pending = None
