@@ -31,7 +31,7 @@ from shoal.config.load import apply, dumps, read
 from shoal.errors import RunEnded, RunFailed, RunStopped, ShoalError, UsageError
 from shoal.launch.environment import Place, place_from
 from shoal.launch.forks import forked_ranks
-from shoal.launch.own_script import DESCRIBES, Reached, keys_told, own_command, reads_for
+from shoal.launch.own_script import Reached, own_command, reads_for
 from shoal.launch.supervision import say
 from shoal.observe.facts import facts_path
 from shoal.planning.arrange import PLANNER
@@ -147,9 +147,7 @@ def load_checkpoint(source: str | Path, model: nn.Module | None = None) -> dict[
 
 def _trained(config: Configuration, overrides: Sequence[str], *, model: Any, data: Any, loss: Any) -> Path:
     intent, keys = intent_of(overrides)
-    run_file, file = _resolved(config, [*keys, *keys_told(os.environ)], model=model, data=data, loss=loss)
-    if DESCRIBES in os.environ:
-        raise Reached(run_file)
+    run_file, file = _resolved(config, keys, model=model, data=data, loss=loss)
     run_file = chosen_run(run_file, intent)
     directory = run_directory(run_file)
 

@@ -48,7 +48,7 @@ def rehearse(
     script = command_of_script(run_file, overrides or ())
     # A wrong file is refused before what follows imports torch.
     loaded = load_run(run_file, overrides or ()) if script is None else script.run_file
-    from shoal.experiments.rehearsal.rehearse import line_of, table
+    from shoal.experiments.rehearsal.rehearse import RehearsedScript, line_of, table
     from shoal.experiments.rehearsal.rehearse import rehearse as play_all
     from shoal.experiments.rehearsal.scenarios import FAMILIES
 
@@ -62,9 +62,8 @@ def rehearse(
     if not as_json:
         print(next(table([])), flush=True)
     found = play_all(
-        run_file,
+        run_file if script is None else RehearsedScript(run_file, script.arguments, script.run_file),
         (overrides or ()) if script is None else script.keys,
-        script=None if script is None else (script.run_file, script.arguments),
         families=families,
         only=only,
         every_point=every_point,

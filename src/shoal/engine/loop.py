@@ -11,10 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from shoal.checkpoint.save import Saver, SaveReport
-from shoal.data.feed import FedStep, Feed
+from shoal.data.feed import FedStep
 from shoal.data.sample import Batch
 from shoal.engine.hooks import Hooks
 from shoal.engine.layer_norms import LayerNorms
@@ -61,6 +61,12 @@ class Cadence:
         return self.compare_every > 0 and self.due(self.compare_every, step)
 
 
+class StepFeed(Protocol):
+    """What steps are taken from."""
+
+    def next(self) -> FedStep: ...
+
+
 @dataclass(frozen=True)
 class Job:
     """The parts of one run on one rank. Everything is an argument: the loop fetches nothing.
@@ -77,7 +83,7 @@ class Job:
 
     state: TrainState
     step: TrainStep
-    feed: Feed
+    feed: StepFeed
     guard: NonfiniteGuard
     saver: Saver
     sinks: Sinks

@@ -34,7 +34,6 @@ from shoal.errors import ConfigError, ShoalError, UsageError
 from shoal.launch.environment import ALONE, Place, place_from
 from shoal.launch.forks import forked_ranks
 from shoal.launch.lock import RunLock
-from shoal.launch.own_script import DESCRIBES, Reached, keys_told
 from shoal.launch.supervision import say
 from shoal.models.embedding_table import tables_in
 from shoal.observe.facts import write_facts
@@ -78,12 +77,9 @@ def start_own_loop(
         check_alone()
         data, loader = data_of_script(objects["data"])
         intent, keys = intent_of(overrides)
-        keys += keys_told(os.environ)
         run_file = _run_file(
             tables, keys, file=file, loader=loader, data=data, samples=batch_samples, epochs=epochs, steps=steps
         )
-        if DESCRIBES in os.environ:
-            raise Reached(run_file)
         run_file = chosen_run(run_file, intent)
         stop_in_reader(data, run_directory(run_file))
         place = place_from(os.environ)

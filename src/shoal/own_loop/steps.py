@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
+from shoal.assembly.profiled_script import profiled
 from shoal.assembly.run import Run
 from shoal.data.as_inputs import AsInputs
 from shoal.data.sample import Batch, padding_like
@@ -30,7 +32,7 @@ class OwnSteps:
     def __init__(self, run: Run, job: Job, players: Sequence[Player]) -> None:
         self.open: OpenStep | None = None
         self.pending: PendingStep | None = None
-        self._run, self._job, self._players = run, job, players
+        self._run, self._job, self._players = run, replace(job, feed=profiled(run, job.feed)), players
         self._compute = run.step.compute
         self._each = self._opened()
         self._leaving = False

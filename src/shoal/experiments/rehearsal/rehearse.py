@@ -87,11 +87,18 @@ class Rehearsal(msgspec.Struct, frozen=True):
         return all(row.kept is not False for row in self.rows)
 
 
+class RehearsedScript(msgspec.Struct, frozen=True):
+    """A script that calls `shoal.train` or `shoal.start`, its own arguments, and its run with all overrides."""
+
+    file: Path
+    arguments: Sequence[str]
+    run_file: RunFile
+
+
 def rehearse(
-    file: Path,
+    file: Path | RehearsedScript,
     overrides: Sequence[str] = (),
     *,
-    script: tuple[RunFile, Sequence[str]] | None = None,
     families: Sequence[str] = FAMILIES,
     only: str = "",
     every_point: bool = False,
@@ -100,15 +107,16 @@ def rehearse(
     note: Callable[[str], None] = lambda text: None,
     environ: Mapping[str, str] = os.environ,
 ) -> Rehearsal:
-    """Plays the scenarios of `families` whose names contain `only`. `script`: if `file` is a script, its run with the
-    overrides, and its own arguments.
+    """Plays the scenarios of `families` whose names contain `only`.
 
     `on_row` hears of each when it is over, `note` what is going on. Raises `UsageError` where no scenario is left or
     the run file names a service outside (remote copies, alerts, MLflow) or `environ` belongs to another run, and
     `EnvironmentFault` where the undisturbed run does not end well.
     """
     _require_no_other_run(environ)
-    run_file, arguments = (load_run(file, overrides), None) if script is None else script
+    script = file if isinstance(file, RehearsedScript) else None
+    file = file.file if isinstance(file, RehearsedScript) else file
+    run_file = load_run(file, overrides) if script is None else script.run_file
     _require_nothing_outside(run_file)
     ranks = processes_of(run_file, environ)
     keys = [*_keys(overrides, run_file), *overrides]
@@ -118,7 +126,7 @@ def rehearse(
         if scenario.family in families and only in scenario.name
     ]
     skipped = []
-    if arguments is not None and any(one.network or one.restarts_coordinator for one in wanted):
+    if script is not None and any(one.network or one.restarts_coordinator for one in wanted):
         wanted = [one for one in wanted if not (one.network or one.restarts_coordinator)]
         skipped.append(
             "faults of the network and of a coordinator: they start the hosts of a run file, not of a script"
@@ -139,12 +147,12 @@ def rehearse(
         raise UsageError(
             f"no scenario of {', '.join(families)} has {only!r} in its name: leave out --only, or change it"
         )
-    if arguments is None:
+    if script is None:
         load_run(file, keys)
     rows: list[Row] = []
     with temporary_folder() as folder:
         own = {k: v for k, v in environ.items() if k != REHEARSAL}
-        setup = Setup(file, keys, folder, own, limit_s, ranks, run_file.elastic, arguments)
+        setup = Setup(file, keys, folder, own, limit_s, ranks, run_file.elastic, script and script.arguments)
         undisturbed = _Undisturbed(setup, note)
         for scenario in wanted:
             reference = undisturbed.like(scenario)
