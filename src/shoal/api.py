@@ -31,7 +31,7 @@ from shoal.config.load import apply, dumps, read
 from shoal.errors import RunEnded, RunFailed, RunStopped, ShoalError, UsageError
 from shoal.launch.environment import Place, place_from
 from shoal.launch.forks import forked_ranks
-from shoal.launch.own_script import Reached, own_command, reads_for
+from shoal.launch.own_script import DESCRIBES, Reached, own_command, reads_for
 from shoal.launch.supervision import say
 from shoal.observe.facts import facts_path
 from shoal.planning.arrange import PLANNER
@@ -199,6 +199,8 @@ def _verified(
         if not verdict.holds:
             raise VerificationFailed(verdict.sentence())
 
+    if DESCRIBES in os.environ:
+        return None  # it trains no run
     if _is_for_another_call(directory, wanted, objects["data"]):
         return json.loads(os.environ[earlier]) if earlier in os.environ else None
     with temporary_folder() as folder:
