@@ -14,6 +14,7 @@ from shoal.assembly.sameness import contents_of
 from shoal.assembly.splitting import trained_in
 from shoal.assembly.trained_set import FrozenParameters
 from shoal.assembly.workload import Workload
+from shoal.engine.best import Watch
 from shoal.engine.extra_state import ExtraSection
 from shoal.engine.precision import LossScaler
 from shoal.engine.state import (
@@ -90,9 +91,10 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
         adopted = [_connected(o.adopt(stepped), run_file, generation) for o in own]
         only = [None if len(own) == 1 else o.names for o in own]
         optimizers = [section(a, o.slots, names) for a, o, names in zip(adopted, own, only, strict=True)]
+    watch = Watch(run_file.checkpoint.keep_best, run_file.run.stop_when)
     progress = Progress(identity, contents_of(workload.samples))
     others = [*tuned, residuals, *generation.agreement.sections, *_of_script(generation, workload)]
-    return TrainState(model, optimizers[0], progress, [*optimizers[1:], FactsSection("scaler", scaler), *others])
+    return TrainState(model, optimizers[0], progress, [*optimizers[1:], FactsSection("scaler", scaler), *others], watch)
 
 
 def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:

@@ -30,6 +30,7 @@ from shoal.checkpoint.objects import (
     require_checkpoints,
     require_folder,
     require_weights,
+    step_name,
     temporary,
 )
 from shoal.checkpoint.save import Saver
@@ -135,6 +136,7 @@ class Row(msgspec.Struct, frozen=True):
 
     `nbytes` counts the objects that the checkpoint names, those it shares with others included. `verified` says that
     every byte is as it was written; `protected` that the manifest has a hash, which earlier versions did not write.
+    `best`: it is the one that `checkpoint.keep_best` keeps.
     """
 
     step: int
@@ -143,12 +145,15 @@ class Row(msgspec.Struct, frozen=True):
     tensors: int | None
     verified: bool
     protected: bool
+    best: bool = False
 
 
 def listing(directory: Path) -> list[Row]:
     """A row for each checkpoint of a run directory, newest first; every object is hashed."""
     require_folder(directory)
-    return [_row(folder, directory) for folder in checkpoints(directory)]
+    best = Places(directory).best.resolve().name
+    rows = [_row(folder, directory) for folder in checkpoints(directory)]
+    return [msgspec.structs.replace(row, best=step_name(row.step) == best) for row in rows]
 
 
 def verify(directory: Path, step: int | None = None) -> list[Finding]:

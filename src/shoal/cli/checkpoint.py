@@ -25,7 +25,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standar
 
 @app.command("ls")
 def ls(directory: RunDirectory, as_json: AsJson = False) -> None:
-    """Lists the checkpoints of a run, newest first.
+    """Lists the checkpoints of a run, newest first. The best one, if checkpoint.keep_best keeps it, is also called
+    RUN_DIR/checkpoints/best, for export, evaluate and run.warm_start.
 
     Example: shoal checkpoint ls runs/stdlib-gpt
     """
@@ -41,7 +42,7 @@ def ls(directory: RunDirectory, as_json: AsJson = False) -> None:
         return
     for row in rows:
         size = f"{row['tensors'] or 0} tensors, {row['nbytes'] or 0:,} bytes"
-        print(f"step {row['step']:>8}  {_when(row)}  {size}  {_state(row)}")
+        print(f"step {row['step']:>8}  {_when(row)}  {size}  {_state(row)}{'  best' if row['best'] else ''}")
     if not rows:
         print(f"{directory} holds no checkpoint")
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from shoal.checkpoint.config import Goal
 from shoal.config.table import Table, says
 
 
@@ -65,6 +66,13 @@ class PythonLoss(Table, frozen=True, tag_field="kind", tag="python"):
 
 
 LossConfig = CrossEntropy | SquaredError | PythonLoss
+
+
+class StopWhen(Goal, frozen=True):
+    """When the run is over before its last step: evaluations have stopped improving."""
+
+    patience: Annotated[int, says("Evaluations in a row without an improvement, after which the run ends.", ge=1)] = 5
+    least_change: Annotated[float, says("What counts as an improvement: a change of more than this.", ge=0)] = 0.0
 
 
 class HooksConfig(Table, frozen=True):

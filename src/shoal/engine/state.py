@@ -4,6 +4,7 @@
     model        parameters, persistent buffers             -
     optimizer    its slots, by parameter                    -
     progress     -                                          steps, samples, the cursor, what may not change
+    watch        -                                          the best evaluation so far, if anybody asks
     others       the strategy's, such as outer momentum     the loss scale, the bucket size that was found
 
 Every tensor goes by its name in the unsplit model. If ranks split the model, a name stands for the parts of that tensor
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from shoal.data.cursor import Cursor, Interval
+from shoal.engine.best import Watch
 from shoal.engine.extra_state import ExtraSection
 from shoal.errors import UsageError, UserCodeError
 from shoal.optim.average import averages_shown
@@ -270,6 +272,7 @@ class TrainState:
     optimizer: OptimizerSection
     progress: Progress
     others: Sequence[Section] = ()
+    watch: Watch = field(default_factory=Watch)
 
     def tensors(self) -> dict[str, Held]:
         """Every tensor of the state."""
@@ -323,7 +326,7 @@ class TrainState:
 
     @property
     def _sections(self) -> Sequence[Section]:
-        return (self.model, self.optimizer, *self.others)
+        return (self.model, self.optimizer, *self.others, FactsSection("watch", self.watch))
 
 
 def _current(state: Mapping[str, Any]) -> Mapping[str, Any]:

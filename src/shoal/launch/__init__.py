@@ -9,7 +9,7 @@ from shoal.launch.devices import MemoryLimit, gpus, memory_limit
 from shoal.launch.environment import Place, place_from
 from shoal.launch.failure import failure_of, report_failure
 from shoal.launch.lock import RunLock
-from shoal.launch.rank_process import die_with_parent
+from shoal.launch.orphans import die_with_parent
 from shoal.launch.root_cause import ExitCode
 from shoal.launch.signals import StopRequest, end_at_once
 from shoal.launch.spawn import run_ranks

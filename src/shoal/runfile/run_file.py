@@ -16,7 +16,7 @@ from shoal.codec.config import CodecConfig, NoCodec, ShardCodecConfig
 from shoal.comm.config import WireConfig
 from shoal.config.table import Table, says
 from shoal.data.config import BatchConfig, DataConfig
-from shoal.engine.config import CrossEntropy, Float32, HooksConfig, LossConfig, PrecisionConfig
+from shoal.engine.config import CrossEntropy, Float32, HooksConfig, LossConfig, PrecisionConfig, StopWhen
 from shoal.federated.config import (
     DeviceConfig,
     FederatedConfig,
@@ -83,6 +83,13 @@ class RunConfig(Table, frozen=True):
         ),
     ] = False
     warm_start: Annotated[str | None, says("A run directory or checkpoint whose weights alone start this run.")] = None
+    stop_when: Annotated[
+        StopWhen | None,
+        says(
+            "End the run before `steps` when evaluations have stopped improving: their number is "
+            "`observe.evaluate_every_steps`. Default: none."
+        ),
+    ] = None
     nonfinite_limit: Annotated[
         int, says("Non-finite steps in a row, each skipped, after which the run stops with exit 4.", ge=1)
     ] = 5
