@@ -19,7 +19,6 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import random
 import secrets
 import socket
 import threading
@@ -34,9 +33,8 @@ from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright
 from shoal.errors import CollectiveError, EnvironmentFault
 from shoal.launch import sockets
 from shoal.launch.environment import LOOPBACK, STORE_FD, Place, master_from
-from shoal.launch.frames import FrameError
-from shoal.launch.store.client import AuthenticatedStore, shake_hands
-from shoal.launch.store.server import StoreServer
+from shoal.launch.store.client import AuthenticatedStore
+from shoal.launch.store.connection import SEE, START_KEY, reach_store
 from shoal.launch.store.token import job_token
 from shoal.launch.wait import SAY_AFTER_S, bounded
 
@@ -53,8 +51,6 @@ _FIRST_POLL_S, _LAST_POLL_S, _RETRY_S = 0.002, 0.1, 0.5
 _MOST_NAMED = 8
 _MPI_TEXT_BYTES = 512
 TOKEN_BYTES = 32
-_SEE = "see whether it runs and what its log says"
-_KEY = "run.start_timeout_s sets how long a start waits"
 T = TypeVar("T")
 
 
@@ -141,7 +137,7 @@ class Rendezvous:
     def _bounded(self, work: Callable[[threading.Event], T], missing: Callable[[], str]) -> T:
         rank = self._place.rank
         try:
-            return bounded(work, rank=rank, timeout_s=self._timeout_s, missing=missing, repair=f"{_SEE}; {_KEY}")
+            return bounded(work, rank=rank, timeout_s=self._timeout_s, missing=missing, repair=f"{SEE}; {START_KEY}")
         except DistError as error:
             raise CollectiveError(
                 f"rank {rank} waited for {missing()} and lost the store, which rank 0 hosts: see the log of rank 0"
@@ -219,43 +215,12 @@ def connect_store(
 ) -> AuthenticatedStore:
     """A connection to the store at that address; `listen_fd`: host it, on that listening socket.
 
-    `look` is called from time to time: it raises where there is nothing to wait for any more. Raises `TokenRefused`
-    where the store knows another token, and `CollectiveError` where it does not answer within `timeout_s`, or is no
-    store.
+    Raises what `reach_store` raises.
     """
-    server = None if listen_fd is None else StoreServer(socket.socket(fileno=listen_fd), token=token)
-    state = ["not tried yet"]
-
-    def work(over: threading.Event) -> AuthenticatedStore:
-        while True:
-            try:
-                with contextlib.ExitStack() as stack:
-                    connection = stack.enter_context(sockets.connected(address, port))
-                    state[:] = ["connected, but it does not answer"]
-                    while not sockets.readable(connection, _RETRY_S):
-                        look()
-                        if over.is_set():
-                            raise TimeoutError(state[0])  # nobody hears it any more
-                    shake_hands(connection, token)
-                    stack.pop_all()
-                    return AuthenticatedStore(connection, timeout_s=STORE_TIMEOUT_S, server=server)
-            except OSError as error:
-                state[:] = [sockets.reason_of(error)]
-            look()
-            if over.wait(_RETRY_S * (0.5 + random.random())):
-                raise TimeoutError(state[0])
-
-    def missing() -> str:
-        return f"rank 0 at {address}:{port} ({state[0]})"
-
-    repair = f"{_SEE}, and whether MASTER_ADDR, MASTER_PORT and the firewall are right; {_KEY}"
-    try:
-        return bounded(work, rank=place.rank, timeout_s=timeout_s, missing=missing, repair=repair)
-    except FrameError as error:
-        raise CollectiveError(
-            f"what listens at {address}:{port} is not the store of rank 0: set MASTER_ADDR and MASTER_PORT to those of "
-            "rank 0 on every rank"
-        ) from error
+    connection = reach_store(
+        place, address, port, token=token, timeout_s=timeout_s, listen_fd=listen_fd, look=look
+    )  # fmt: skip
+    return AuthenticatedStore(connection, timeout_s=STORE_TIMEOUT_S)
 
 
 def connect_agent(place: Place, address: str, port: int, *, timeout_s: float) -> TCPStore:
@@ -280,7 +245,7 @@ def connect_agent(place: Place, address: str, port: int, *, timeout_s: float) ->
         return f"torchrun's agent at {address}:{port} ({state[0]})"
 
     try:
-        return bounded(work, rank=place.rank, timeout_s=timeout_s, missing=missing, repair=f"{_SEE}; {_KEY}")
+        return bounded(work, rank=place.rank, timeout_s=timeout_s, missing=missing, repair=f"{SEE}; {START_KEY}")
     except DistError as error:
         raise CollectiveError(
             f"what listens at {address}:{port} is not the store of torchrun's agent: give all agents one "
@@ -326,7 +291,7 @@ def _broadcast_over_mpi(place: Place, text: str, *, timeout_s: float) -> str:
         rank=place.rank,
         timeout_s=timeout_s,
         missing=lambda: f"{missing}, to meet over MPI",
-        repair=f"{_SEE}; {_KEY}",
+        repair=f"{SEE}; {START_KEY}",
     )
     return message.rstrip(b"\0").decode()
 
