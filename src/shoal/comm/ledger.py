@@ -19,7 +19,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from shoal.comm.volume import Sent
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes to ranks of the same host, and to those of others."""
+
+    inside_bytes: int = 0
+    between_bytes: int = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Both."""
+        return self.inside_bytes + self.between_bytes
 
 
 @dataclass

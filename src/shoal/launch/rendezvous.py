@@ -16,23 +16,21 @@ who reaches it.
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import os
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 # torch.distributed documents these, but does not list them in its `__all__`.
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from shoal.errors import CollectiveError, EnvironmentFault
 from shoal.launch import sockets
-from shoal.launch.environment import LOOPBACK, STORE_FD, Place, master_from
+from shoal.launch.environment import STORE_FD, Place, master_from
+from shoal.launch.over_mpi import meet_over_mpi, mpi_is_there
 from shoal.launch.store.client import AuthenticatedStore
 from shoal.launch.store.connection import SEE, START_KEY, reach_store
 from shoal.launch.store.token import job_token
@@ -49,8 +47,6 @@ _FAILED, _HEARD = "failed", "failed/heard"
 _CONNECTED = "the store"
 _FIRST_POLL_S, _LAST_POLL_S, _RETRY_S = 0.002, 0.1, 0.5
 _MOST_NAMED = 8
-_MPI_TEXT_BYTES = 512
-TOKEN_BYTES = 32
 T = TypeVar("T")
 
 
@@ -169,15 +165,13 @@ def tell_failure(place: Place, environ: Mapping[str, str], sentence: str) -> Non
         bounded(work, rank=place.rank, timeout_s=TELL_S, missing=lambda: "the others to hear of its failure", repair="")
 
 
-def mpi_is_there() -> bool:
-    """Whether mpi4py is installed."""
-    return importlib.util.find_spec("mpi4py") is not None
-
-
 def _connected(place: Place, environ: Mapping[str, str], *, timeout_s: float) -> Store:
     """A connection of this rank, whoever hosts the store and wherever it is."""
     if place.launcher == "mpi" and not environ.get("MASTER_PORT") and mpi_is_there():
-        return _over_mpi(place, environ, timeout_s=timeout_s)
+        met = meet_over_mpi(place, environ, timeout_s=timeout_s)
+        return connect_store(
+            place, met.address, met.port, token=met.token, timeout_s=timeout_s, listen_fd=met.listen_fd
+        )  # fmt: skip
     address, port = master_from(environ)
     listen_fd = None
     if place.rank == 0 and not _agent_hosts(environ):
@@ -251,49 +245,6 @@ def connect_agent(place: Place, address: str, port: int, *, timeout_s: float) ->
             f"what listens at {address}:{port} is not the store of torchrun's agent: give all agents one "
             "--rdzv-endpoint"
         ) from error
-
-
-def _over_mpi(place: Place, environ: Mapping[str, str], *, timeout_s: float) -> Store:
-    """Rank 0 takes a free port, and says over MPI where it is, and which token it asks for."""
-    address = environ.get("MASTER_ADDR") or (LOOPBACK if place.one_host else socket.gethostname())
-    listener = sockets.listen_at(address, 0, one_host=place.one_host) if place.rank == 0 else None
-    port = listener.getsockname()[1] if listener is not None else 0
-    said = _broadcast_over_mpi(place, f"{secrets.token_hex(TOKEN_BYTES)} {port} {address}", timeout_s=timeout_s)
-    token, found, address = said.split(" ", 2)
-    listen_fd = listener.detach() if listener is not None else None
-    return connect_store(place, address, int(found), token=token.encode(), timeout_s=timeout_s, listen_fd=listen_fd)
-
-
-def _broadcast_over_mpi(place: Place, text: str, *, timeout_s: float) -> str:
-    """Rank 0's `text`, up to 512 bytes, on every rank; the others pass anything.
-
-    Raises `EnvironmentFault` where mpi4py and mpiexec are of different MPIs, and `CollectiveError` where the others
-    have not called it within `timeout_s`.
-    """
-    mpi: Any = importlib.import_module("mpi4py.MPI")  # its import starts MPI
-    world = mpi.COMM_WORLD
-    if (found := (world.Get_rank(), world.Get_size())) != (place.rank, place.world_size):
-        raise EnvironmentFault(
-            f"mpiexec says rank {place.rank} of {place.world_size}, mpi4py rank {found[0]} of {found[1]}: both have to "
-            "be of one MPI; start them with the mpiexec of the MPI that mpi4py finds"
-        )
-    message = bytearray(text.encode().ljust(_MPI_TEXT_BYTES, b"\0"))
-    request = world.Ibcast([message, mpi.BYTE], root=0)
-
-    def work(over: threading.Event) -> None:
-        pause_s = _FIRST_POLL_S
-        while not request.Test() and not over.wait(pause_s):
-            pause_s = min(2 * pause_s, _LAST_POLL_S)
-
-    missing = "the other ranks" if place.rank == 0 else "rank 0"
-    bounded(
-        work,
-        rank=place.rank,
-        timeout_s=timeout_s,
-        missing=lambda: f"{missing}, to meet over MPI",
-        repair=f"{SEE}; {START_KEY}",
-    )
-    return message.rstrip(b"\0").decode()
 
 
 def _ranks(ranks: Sequence[int], size: int) -> str:

@@ -98,6 +98,28 @@ class CoreMissing(Exception):
     """Why there is no core, for people."""
 
 
+def sentence(fault: Fault, rank: int, ours: Signature, theirs: Signature, *, own: int, timeout_s: float) -> str:
+    """Why a call of rank `own` failed, because of `rank`."""
+    return {
+        Fault.PEER_DEAD: f"Connection closed by peer: rank {rank} of the group is gone",
+        Fault.PEER_LEFT: f"rank {rank} of the group has closed it",
+        Fault.PEER_FAILED: f"another rank of the group gave up on rank {rank}",
+        Fault.TIMED_OUT: f"shared memory: Timed out after {timeout_s:g} s waiting for rank {rank} of the group",
+        Fault.DISAGREE: f"rank {own} called {_named(ours)}, rank {rank} of the group {_named(theirs)}: all ranks must "
+        "make the same calls in the same order",
+        Fault.WRONG_SIZE: f"rank {rank} of the group sends {theirs.bytes} bytes, rank {own} expects {ours.bytes}",
+        Fault.CLOSED: "this group is closed",
+        Fault.UNSHARED: f"rank {rank} of the group has not allocated the memory of this call, or another size: all "
+        "ranks must allocate the same in the same order",
+        Fault.NO_MEMORY: "no memory for a message that nobody has asked for yet",
+    }.get(fault, f"shared memory failed ({fault.name})")
+
+
+def _named(call: Signature) -> str:
+    where = f" at byte {call.offset} of shared allocation {call.window}" if call.window else ""
+    return f"{Kind(call.kind).name.lower()} of {call.bytes} bytes{where}"
+
+
 _POINTERS, _COUNTS, _SIGNATURE = POINTER(c_void_p), POINTER(c_uint64), POINTER(Signature)
 _FUNCTIONS = {
     "segment_bytes": (c_uint64, [c_int, POINTER(Settings)]),

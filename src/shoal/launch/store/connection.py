@@ -13,13 +13,16 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from shoal.errors import CollectiveError, GenerationOver
 from shoal.launch import frames, handshake, sockets
 from shoal.launch.environment import Place
-from shoal.launch.store.messages import MOST_FRAME_BYTES, MOST_VALUE_BYTES, REPLIES, Operation, Reply, Request
-from shoal.launch.store.server import SERVICE, StoreServer
+from shoal.launch.store.messages import MOST_FRAME_BYTES, MOST_VALUE_BYTES, REPLIES, SERVICE, Operation, Reply, Request
 from shoal.launch.wait import bounded
+
+if TYPE_CHECKING:
+    from shoal.launch.store.server import StoreServer
 
 ANSWER_S = 30.0
 """How long a reply may take beyond the time that the store was asked to wait for keys."""
@@ -166,7 +169,7 @@ def reach_store(
     where the store knows another token, and `CollectiveError` where it does not answer within `timeout_s`, or is no
     store.
     """
-    server = None if listen_fd is None else StoreServer(socket.socket(fileno=listen_fd), token=token)
+    server = None if listen_fd is None else _host(listen_fd, token)
     state = ["not tried yet"]
 
     def work(over: threading.Event) -> StoreConnection:
@@ -199,6 +202,12 @@ def reach_store(
             f"what listens at {address}:{port} is not the store of rank 0: set MASTER_ADDR and MASTER_PORT to those of "
             "rank 0 on every rank"
         ) from error
+
+
+def _host(listen_fd: int, token: bytes) -> StoreServer:
+    from shoal.launch.store.server import StoreServer  # rank 0 alone pays for asyncio
+
+    return StoreServer(socket.socket(fileno=listen_fd), token=token)
 
 
 def _shake_hands(connection: socket.socket, token: bytes) -> None:

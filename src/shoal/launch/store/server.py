@@ -17,10 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.launch import frames, handshake
-from shoal.launch.store.messages import MOST_FRAME_BYTES, REPLY_BYTES, REQUESTS, Reply, Request
+from shoal.launch.store.messages import MOST_FRAME_BYTES, REPLY_BYTES, REQUESTS, SERVICE, Reply, Request
 
-SERVICE = b"store"
-"""What the store's key is derived for (`handshake.key_for`)."""
 LOG = logging.getLogger("shoal.store")
 _GONE = (OSError, TimeoutError, asyncio.IncompleteReadError, frames.FrameError)
 
