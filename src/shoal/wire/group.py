@@ -118,8 +118,12 @@ class Group:
             )
         counts = self.all_to_all(np.array([len(array) for array in send], np.int64))
         receive = [np.empty(count, send[0].dtype) for count in counts]
-        self._book("all_to_all", lambda: self._transport.all_to_all(send, receive))
+        self.exchange(send, receive)
         return receive
+
+    def exchange(self, send: Sequence[Array], receive: Sequence[Array]) -> None:
+        """`send[q]` to rank q, and what it sends into `receive[q]`: NumPy arrays in one piece, of known sizes."""
+        self._book("all_to_all", lambda: self._transport.all_to_all(send, receive))
 
     def send(self, array: Any, *, to: int, tag: int = 0) -> None:
         """To rank `to`, which receives an array of the same size with the same tag."""
