@@ -101,7 +101,7 @@ def _by_dlpack(given: Any) -> Array | None:
 def _by_buffer(given: Any) -> Array | None:
     try:
         return np.asarray(memoryview(given))
-    except (TypeError, ValueError):
+    except (BufferError, TypeError, ValueError):
         return None
 
 
