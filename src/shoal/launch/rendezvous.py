@@ -25,7 +25,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 # torch.distributed documents these, but does not list them in its `__all__`.
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistError, DistStoreError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from shoal.errors import CollectiveError, EnvironmentFault
 from shoal.launch import sockets
@@ -47,6 +47,10 @@ _FAILED, _HEARD = "failed", "failed/heard"
 _CONNECTED = "the store"
 _FIRST_POLL_S, _LAST_POLL_S, _RETRY_S = 0.002, 0.1, 0.5
 _MOST_NAMED = 8
+MANY_RANKS = 64
+"""From here on, ranks leave waiting to the store."""
+POLLS_A_SECOND = 2048.0
+"""Of all ranks together, who look whether one has failed."""
 T = TypeVar("T")
 
 
@@ -90,7 +94,7 @@ class Rendezvous:
             self._wait_for(f"{key}/all", over, look=look)
 
         def look() -> None:
-            missing[:] = [rank for rank in range(size) if not self._store.check([f"{key}/{rank}"])]
+            missing[:] = missing_ranks(lambda ranks: self._store.check([f"{key}/{rank}" for rank in ranks]), size)
 
         self._bounded(work, lambda: f"{_ranks(missing, size)} to reach {name}")
 
@@ -118,7 +122,7 @@ class Rendezvous:
     def _wait_for(self, key: str, over: threading.Event, look: Callable[[], None] = lambda: None) -> None:
         """Until `key` is there. `look` is called from time to time, in time for the wait's first sentence."""
         pause_s, look_s = _FIRST_POLL_S, time.monotonic() + SAY_AFTER_S / 2
-        while not self._store.check([key]):
+        while not self._there(key):
             if self._store.check([_FAILED]):
                 failure = self._store.get(_FAILED).decode()
                 self._store.add(_HEARD, 1)
@@ -130,6 +134,16 @@ class Rendezvous:
                 raise TimeoutError(key)  # nobody hears it any more
             pause_s = min(2 * pause_s, _LAST_POLL_S)
 
+    def _there(self, key: str) -> bool:
+        """Whether `key` is there. Of many ranks each lets the store wait for it: so many polls would keep it busy."""
+        if self._place.world_size < MANY_RANKS:
+            return self._store.check([key])
+        try:
+            self._store.wait([key], timedelta(seconds=self._place.world_size / POLLS_A_SECOND))
+        except DistStoreError:  # time is over
+            return False
+        return True
+
     def _bounded(self, work: Callable[[threading.Event], T], missing: Callable[[], str]) -> T:
         rank = self._place.rank
         try:
@@ -138,6 +152,22 @@ class Rendezvous:
             raise CollectiveError(
                 f"rank {rank} waited for {missing()} and lost the store, which rank 0 hosts: see the log of rank 0"
             ) from error
+
+
+def missing_ranks(there: Callable[[range], bool], size: int) -> list[int]:
+    """The first of the ranks that are not there, found by halves: O(log size) questions for each."""
+    found: list[int] = []
+    open_ = [range(size)]
+    while open_ and len(found) <= _MOST_NAMED:
+        ranks = open_.pop()
+        if there(ranks):
+            continue
+        if len(ranks) == 1:
+            found.append(ranks[0])
+            continue
+        middle = len(ranks) // 2
+        open_ += [ranks[middle:], ranks[:middle]]
+    return found
 
 
 def tell_failure(place: Place, environ: Mapping[str, str], sentence: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from shoal.comm.packing import MANY, packed, unpacked
 from shoal.errors import CollectiveError
 from shoal.launch.store.connection import StoreConnection, StoreLate, StoreLost
 
@@ -42,7 +43,7 @@ class StoreBoard:
         keys = [f"{self._prefix}/{key}/{place}" for place in range(len(ranks))]
         self.publish(f"{key}/{rank}", text.encode())
         try:
-            values = self._connection.get_all(keys, timeout_s=self.timeout_s)
+            return tuple(value.decode() for value in self._values(key, keys, rank))
         except StoreLost as error:
             raise CollectiveError(_lost(error)) from None
         except StoreLate:
@@ -51,7 +52,16 @@ class StoreBoard:
                 f"rank {ranks[rank]} waited {self.timeout_s:g} s for {', '.join(missing[:8]) or 'the others'} of "
                 f"{len(ranks)} ranks: they are dead, stopped or slow to start; see their logs"
             ) from None
-        return tuple(value.removeprefix(_ONE_PART).decode() for value in values)
+
+    def _values(self, key: str, keys: Sequence[str], rank: int) -> list[bytes]:
+        """From many ranks on, rank 0 reads all values and publishes them once, packed, as `shoal.comm.board` does."""
+        if len(keys) >= MANY and rank != 0:
+            (whole,) = self._connection.get_all([f"{self._prefix}/{key}/all"], timeout_s=self.timeout_s)
+            return unpacked(whole.removeprefix(_ONE_PART))
+        values = [v.removeprefix(_ONE_PART) for v in self._connection.get_all(keys, timeout_s=self.timeout_s)]
+        if len(keys) >= MANY:
+            self.publish(f"{key}/all", packed(values))
+        return values
 
     def _there(self, key: str) -> bool:
         return self._connection.ask("check", [key]).found

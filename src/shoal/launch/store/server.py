@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 import threading
 from collections import defaultdict
@@ -28,7 +29,7 @@ class Limits:
     """How long a stranger may take for its handshake, and how many may be in theirs at once."""
 
     handshake_s: float = 5.0
-    strangers: int = 64
+    strangers: int = 1024
 
 
 @dataclass(eq=False)
@@ -141,10 +142,18 @@ class _Peer:
         self.writer.write(frames.encode(reply))
 
 
+def allow_descriptors() -> None:
+    """As many open connections as the system lets this process have: thousands of ranks may come."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 class StoreServer:
     """Serves on a socket that listens, from its creation until `close` or the end of the process."""
 
     def __init__(self, listener: socket.socket, *, token: bytes, limits: Limits = Limits()) -> None:
+        allow_descriptors()
         self._listener, self._key, self._limits = listener, handshake.key_for(token, SERVICE), limits
         self._keys = Keys()
         self._strangers: dict[asyncio.Task[None], None] = {}
