@@ -23,14 +23,14 @@ from shoal.launch.lab.network import INTERFACE, Network, network
 
 RATES = (1000, 50, 1000)
 NUMBERS = 1_000_000
-FIXED = ("plain", "bfloat16", "int8")
+FIXED = ("plain", "int8", "top-k")
 RANK = """
 import json, os, sys, time
 import numpy as np
 from shoal import wire
 
 name, steps, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-ways = {"plain": None, "bfloat16": wire.Cast("bfloat16"), "int8": wire.Int8()}
+ways = {"plain": None, "int8": wire.Int8(), "top-k": wire.ErrorFeedback(wire.TopK(0.01))}
 group = wire.init()
 reducer = wire.Adaptive(group, ways if name == "adaptive" else {name: ways[name]})
 x = np.random.default_rng(group.rank).standard_normal(int(sys.argv[4])).astype(np.float32)
@@ -47,7 +47,7 @@ for phase in range(3):
         reducer.all_reduce(x, op="avg")
     phases.append(time.perf_counter() - begin)
 if group.rank == 0:
-    used = {way: sum(each == way for each, _ in reducer.log) for way in ways}
+    used = {way: sum(each == way for each, _, _ in reducer.log) for way in ways}
     print(json.dumps({"phases_s": phases, "used": used}))
 """
 

@@ -168,6 +168,10 @@ class Ledger:
             self.journal.waited(operation, exposed_s)
         self._add(operation, Entry(exposed_s=exposed_s, hidden_s=hidden_s))
 
+    def made(self, operation: str, sent: Sent, exposed_s: float) -> None:
+        """A call that its caller waited for from its start to its end."""
+        self._add(operation, Entry(1, sent.inside_bytes, sent.between_bytes, exposed_s))
+
     def total(self) -> Entry:
         """The sum over all operations."""
         with self._lock:

@@ -94,6 +94,8 @@ class Rendezvous:
             self._wait_for(f"{key}/all", over, look=look)
 
         def look() -> None:
+            if size >= MANY_RANKS and self._place.rank != 0:
+                return  # rank 0 names them: thousands of ranks that ask would keep the store busy
             missing[:] = missing_ranks(lambda ranks: self._store.check([f"{key}/{rank}" for rank in ranks]), size)
 
         self._bounded(work, lambda: f"{_ranks(missing, size)} to reach {name}")

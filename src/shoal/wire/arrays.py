@@ -11,6 +11,7 @@ and TensorFlow bring along; DLPack knows it and NumPy does not, so such arrays c
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,6 +42,8 @@ def as_array(given: Any) -> Array:
 def readable(given: Any) -> Array:
     """`given` in one piece of memory, row by row; a copy where it is not. Raises `UsageError`."""
     found = as_array(given)
+    if found.flags.c_contiguous and not found.dtype.hasobject:
+        return found
     if found.dtype.hasobject:
         raise UsageError("an array of Python objects cannot be sent: give it a dtype of fixed size")
     return np.ascontiguousarray(found).reshape(found.shape)
@@ -72,6 +75,7 @@ def address(array: Array) -> int:
     return array.__array_interface__["data"][0]
 
 
+@functools.lru_cache(maxsize=256)
 def reduction_numbers(dtype: np.dtype[Any], op: str) -> int:
     """The core's number of `dtype` where it is reduced by `op`. Raises `UsageError` where it cannot be."""
     name = dtype.name

@@ -95,7 +95,7 @@ class ErrorFeedback:
     """`codec` for one array: what an encoding loses is in the next. `lost` `[numel]` is its state, None before."""
 
     def __init__(self, codec: Codec) -> None:
-        self._codec, self.lost = codec, None
+        self.codec, self.lost = codec, None
 
     lost: Array | None
 
@@ -103,12 +103,12 @@ class ErrorFeedback:
         if self.lost is not None and self.lost.shape != x.shape:
             raise UsageError(f"error feedback of {self.lost.size} numbers, given {x.size}: use one for each array")
         whole = x if self.lost is None else x + self.lost
-        payload = self._codec.encode(whole)
-        self.lost = whole - self._codec.decode(payload, x.size, x.dtype)
+        payload = self.codec.encode(whole)
+        self.lost = whole - self.codec.decode(payload, x.size, x.dtype)
         return payload
 
     def decode(self, payload: Array, numel: int, dtype: np.dtype[Any]) -> Array:
-        return self._codec.decode(payload, numel, dtype)
+        return self.codec.decode(payload, numel, dtype)
 
 
 def _scaled(x: Array, block: int, most: float, dtype: np.dtype[Any]) -> tuple[Array, Array]:

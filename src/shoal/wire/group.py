@@ -163,8 +163,8 @@ class Group:
 
     def _book(self, operation: str, call: Any) -> None:
         begin_s = time.perf_counter()
-        self.ledger.sent(operation, call())
-        self.ledger.waited(operation, time.perf_counter() - begin_s)
+        sent = call()
+        self.ledger.made(operation, sent, time.perf_counter() - begin_s)
 
     def _check_blocks(self, operation: str, array: Array) -> None:
         if array.ndim == 0 or array.shape[0] % self.size:
