@@ -2,8 +2,9 @@
 
     python -m benchmarks.thousand_ranks --ranks 64,1024,4096
 
-Each client is a connection of its own that has proved the token, used by threads of a few processes: the code of a
-rank's start (`Rendezvous`, `Board`), without the rank's training. Measured: seconds until all are connected and through
+Each client is a connection of its own that has proved the token. Up to 1,024 ranks are threads of a few processes
+that run the code of a rank's start (`Rendezvous`, `Board`); more are coroutines that send the same requests.
+Measured: seconds until all are connected and through
 the first barrier, seconds of an all-gather of what hosts say, requests of a rank, memory of the process that hosts the
 store. The failure of one rank among so many is reported from real records.
 """
@@ -11,9 +12,11 @@ store. The failure of one rank among so many is reported from real records.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import multiprocessing
 import os
+import random
 import resource
 import secrets
 import tempfile
@@ -22,15 +25,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shoal.launch import sockets
+from shoal.comm.packing import packed, unpacked
+from shoal.launch import frames, handshake, sockets
 from shoal.launch.environment import Place
 from shoal.launch.failure import Failure, read_failures, write_failure
 from shoal.launch.root_cause import Exit, failure_report, root_cause
 from shoal.launch.store import server as store_server
+from shoal.launch.store.connection import POLLS_A_SECOND
+from shoal.launch.store.messages import REPLIES, SERVICE, Reply, Request
 from shoal.launch.store.server import Keys, StoreServer
 
-PROCESSES = 4
+PROCESSES = 2
 TIMEOUT_S = 40.0
+MOST_THREADS = 1024
+"""Ranks that have threads, and run a rank's own code; more only send the same requests."""
 
 
 def main() -> None:
@@ -64,7 +72,11 @@ def measured(ranks: int) -> dict[str, float]:
     gate, answers = context.Barrier(PROCESSES + 1), context.Queue()
     shares = [range(start, ranks, PROCESSES) for start in range(PROCESSES)]
     workers = [
-        context.Process(target=_clients, args=(share, ranks, server.port, token, gate, answers)) for share in shares
+        context.Process(
+            target=_clients if ranks <= MOST_THREADS else _light_clients,
+            args=(share, ranks, server.port, token, gate, answers),
+        )
+        for share in shares
     ]
     for worker in workers:
         worker.start()
@@ -115,6 +127,61 @@ def _clients(share: range, ranks: int, port: int, token: bytes, gate: Any, answe
         raise RuntimeError(f"{len(share) - len(times)} of {len(share)} clients failed")
     answers.put((max(t[0] for t in times), max(t[1] for t in times)))
     gate.wait()
+
+
+def _light_clients(share: range, ranks: int, port: int, token: bytes, gate: Any, answers: Any) -> None:
+    """The same connections, proofs and requests without a thread for each: a few cores play thousands of ranks."""
+    gate.wait()
+    times = asyncio.run(_all_light(share, ranks, port, handshake.key_for(token, SERVICE)))
+    answers.put((max(t[0] for t in times), max(t[1] for t in times)))
+    gate.wait()
+
+
+async def _all_light(share: range, ranks: int, port: int, key: bytes) -> list[tuple[float, float]]:
+    return await asyncio.gather(*(_light(rank, ranks, port, key) for rank in share))
+
+
+async def _light(rank: int, ranks: int, port: int, key: bytes) -> tuple[float, float]:
+    """Seconds until the barrier is passed, and of the gather."""
+    begin_s = time.perf_counter()
+    reader, writer = await _light_connection(port, key)
+
+    async def ask(*given: Any) -> Reply:
+        writer.write(frames.encode(Request(0, *given)))
+        return frames.decode(await frames.read(reader, most_bytes=1 << 26, begin_s=None, rest_s=None), REPLIES)
+
+    await ask("set", [f"barrier/{rank}"], [b"host pid"])
+    if (await ask("add", ["barrier"], [], 1)).amount == ranks:
+        await ask("set", ["barrier/all"], [b""])
+    while not (await ask("wait", ["barrier/all"], [], 0, ranks / POLLS_A_SECOND)).found:
+        await ask("check", ["failed"])
+    barrier_s = time.perf_counter() - begin_s
+    await ask("set", [f"hosts/{rank}"], [b"boot-id-of-host-%d/user" % (rank // 8)])
+    if rank == 0:
+        values: list[bytes] = []
+        names = [f"hosts/{other}" for other in range(ranks)]
+        while len(values) < ranks:
+            values += (await ask("get", names[len(values) :], [], 0, TIMEOUT_S)).values
+        await ask("set", ["hosts/all"], [packed(values)])
+    whole = (await ask("get", ["hosts/all"], [], 0, TIMEOUT_S)).values[0]
+    if len(unpacked(whole)) != ranks:
+        raise RuntimeError(f"rank {rank} was told of {len(unpacked(whole))} ranks")
+    return barrier_s, time.perf_counter() - begin_s - barrier_s
+
+
+async def _light_connection(port: int, key: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            whole = {"most_bytes": handshake.MOST_HANDSHAKE_BYTES, "begin_s": TIMEOUT_S, "rest_s": TIMEOUT_S}
+            greeting = frames.decode(await frames.read(reader, **whole), handshake.HELLOS)
+            proof = handshake.prove(key, greeting)
+            writer.write(frames.encode(proof))
+            answer = frames.decode(await frames.read(reader, **whole), handshake.WELCOMES)
+            handshake.check_welcome(key, greeting, proof, answer)
+            return reader, writer
+        except (OSError, asyncio.IncompleteReadError):
+            await asyncio.sleep(0.25 + random.random() / 2)
 
 
 def _reported(ranks: int) -> tuple[float, int]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.errors import UsageError
 from shoal.horovod.compression import Compression
 from shoal.horovod.engine import Handle, HorovodInternalError
 from shoal.horovod.operations import (
@@ -61,6 +62,15 @@ __all__ = [
     "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
     "reducescatter", "rocm_built", "shutdown", "size", "start_timeline", "stop_timeline", "synchronize",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    if name == "elastic":
+        raise UsageError(
+            "hvd.elastic is not here: elastic runs are those of `shoal train` with [elastic]; under torchrun a script is "
+            "started again, and reads its own checkpoint"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def init() -> None:

@@ -32,7 +32,7 @@ from shoal.launch import sockets
 from shoal.launch.environment import STORE_FD, Place, master_from
 from shoal.launch.over_mpi import meet_over_mpi, mpi_is_there
 from shoal.launch.store.client import AuthenticatedStore
-from shoal.launch.store.connection import SEE, START_KEY, reach_store
+from shoal.launch.store.connection import MANY_RANKS, POLLS_A_SECOND, SEE, START_KEY, reach_store
 from shoal.launch.store.token import job_token
 from shoal.launch.wait import SAY_AFTER_S, bounded
 
@@ -47,10 +47,6 @@ _FAILED, _HEARD = "failed", "failed/heard"
 _CONNECTED = "the store"
 _FIRST_POLL_S, _LAST_POLL_S, _RETRY_S = 0.002, 0.1, 0.5
 _MOST_NAMED = 8
-MANY_RANKS = 64
-"""From here on, ranks leave waiting to the store."""
-POLLS_A_SECOND = 2048.0
-"""Of all ranks together, who look whether one has failed."""
 T = TypeVar("T")
 
 

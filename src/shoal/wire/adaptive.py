@@ -8,8 +8,8 @@ A way w puts b_w bytes on the wire and takes c_w seconds to code, both known; th
     t_w = c_w + b_w / r
 
 Every sum, by whichever way, shows r. So a change of the link is answered without trials: the median of the last
-`window` rates counts, and the way with the smallest t_w is next, if it saves more than `gain`. Regret against the best way of
-each phase: at most (window + 1) / 2 sums by the old way after a change, and `gain` of the time.
+`window` rates counts, and the way with the smallest t_w is next, if it saves more than `gain`. Regret against the best
+way of each phase: at most (window + 1) / 2 sums by the old way after a change, and `gain` of the time.
 
 All ranks choose alike, because they agree on the two numbers of a sum with the next one: the longest coding, and the
 shortest exchange, which is that of the rank that came last and waited for nobody. The choices follow from these numbers

@@ -30,6 +30,10 @@ SEND_S = 60.0
 HANDSHAKE_S = 10.0
 SEE = "see whether it runs and what its log says"
 START_KEY = "run.start_timeout_s sets how long a start waits"
+MANY_RANKS = 64
+"""From so many ranks on, the store waits in their place, instead of being polled."""
+POLLS_A_SECOND = 2048.0
+"""Of all ranks together, who look whether one has failed."""
 _RETRY_S = 0.5
 _NAMED = 8
 _WHICH_TOKEN = (

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.launch import frames, handshake
+from shoal.launch.sockets import BACKLOG
 from shoal.launch.store.messages import MOST_FRAME_BYTES, REPLY_BYTES, REQUESTS, SERVICE, Reply, Request
 
 LOG = logging.getLogger("shoal.store")
@@ -28,8 +29,8 @@ _GONE = (OSError, TimeoutError, asyncio.IncompleteReadError, frames.FrameError)
 class Limits:
     """How long a stranger may take for its handshake, and how many may be in theirs at once."""
 
-    handshake_s: float = 5.0
-    strangers: int = 1024
+    handshake_s: float = 20.0
+    strangers: int = 8192
 
 
 @dataclass(eq=False)
@@ -180,7 +181,7 @@ class StoreServer:
             self._loop.run_until_complete(self._serving)
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._connected, sock=self._listener)
+        server = await asyncio.start_server(self._connected, sock=self._listener, backlog=BACKLOG)
         try:
             await server.serve_forever()
         finally:
