@@ -24,7 +24,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from shoal.comm.c10d_forms import open_gloo
 from shoal.comm.hierarchical.group import share_hosts
@@ -74,7 +74,7 @@ def init_process_group(environ: Mapping[str, str] = os.environ, *, timeout_s: fl
     met = meet(environ)
     timeout = timedelta(seconds=timeout_s)
     if met.connection is None:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
         return
     store = AuthenticatedStore(met.connection, timeout_s=STORE_TIMEOUT_S)
     rank, size = met.place.rank, met.place.world_size

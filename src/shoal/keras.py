@@ -57,9 +57,9 @@ def DistributedOptimizer(optimizer: Any, group: Group | None = None) -> Any:
     """`optimizer`, of Keras, which averages gradients over all ranks before it applies them; of its class."""
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        return super(kind, self).apply(all_reduce_gradients(list(grads), group), trainable_variables)
+        return base.apply(self, all_reduce_gradients(list(grads), group), trainable_variables)
 
-    base = type(optimizer)
+    base: Any = type(optimizer)
     kind = type(base.__name__, (base,), {"apply": apply})
     return kind.from_config(optimizer.get_config())
 

@@ -67,8 +67,8 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name == "elastic":
         raise UsageError(
-            "hvd.elastic is not here: elastic runs are those of `shoal train` with [elastic]; under torchrun a script is "
-            "started again, and reads its own checkpoint"
+            "hvd.elastic is not here: elastic runs are those of `shoal train` with [elastic]; torchrun starts a script "
+            "again, which reads its own checkpoint"
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -57,8 +57,11 @@ class _Reduction:
                 parameter.grad = torch.zeros_like(parameter)
         pairs = [self._compression.compress(parameter.grad) for parameter in parameters]
         op = self._op
-        scales = {"prescale_factor": 1 / self._predivide, "postscale_factor": self._predivide} if op == Average else {}
-        handle = grouped_allreduce_async_([small for small, _ in pairs], name=f"gradient.{names[0]}", op=op, **scales)
+        halves = self._predivide if op == Average else 1.0
+        handle = grouped_allreduce_async_(
+            [small for small, _ in pairs], name=f"gradient.{names[0]}", op=op, prescale_factor=1 / halves,
+            postscale_factor=halves,
+        )  # fmt: skip
         self.handles[place] = handle, [context for _, context in pairs]
 
     def finish(self) -> None:

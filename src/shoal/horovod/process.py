@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from shoal.comm.connect import open_nccl
 from shoal.errors import UsageError
@@ -86,7 +87,7 @@ class Process:
             return _Gpu(None)
         store = AuthenticatedStore(self.met.connection, timeout_s=STORE_TIMEOUT_S)
         place, prefix = self.there(), f"horovod/nccl/{self.generation}"
-        return _Gpu(open_nccl(dist.PrefixStore(prefix, store), place.rank, place.world_size, timeout_s=TIMEOUT_S))
+        return _Gpu(open_nccl(PrefixStore(prefix, store), place.rank, place.world_size, timeout_s=TIMEOUT_S))
 
 
 class _Gpu:

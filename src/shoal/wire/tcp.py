@@ -272,7 +272,7 @@ class Tcp:
 def combine(arrays: Sequence[Array], op: str, *, out: Array) -> None:
     """The reduction of `arrays`, from left to right, as the core in C makes it."""
     if out.dtype.kind == "c":  # two numbers each, for the core too
-        real = out.real.dtype
+        real = np.dtype(f"f{out.dtype.itemsize // 2}")
         combine([array.reshape(-1).view(real) for array in arrays], op, out=out.reshape(-1).view(real))
         return
     wide = np.float32 if out.dtype.name in _SHORT else out.dtype
@@ -293,7 +293,7 @@ def _parts(flat: Array, count: int) -> list[Array]:
 
 
 def _bytes_of(array: Array) -> memoryview:
-    return memoryview(array.reshape(-1).view(np.uint8)) if array.size else memoryview(bytearray())
+    return array.reshape(-1).view(np.uint8).data if array.size else memoryview(bytearray())
 
 
 def _push(peer: _Peer) -> None:
