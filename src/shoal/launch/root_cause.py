@@ -135,7 +135,7 @@ def _by_words(said: Sequence[tuple[Exit, str]]) -> list[str]:
     ranks: dict[str, list[int]] = {}
     for end, text in said:
         ranks.setdefault(text.partition(": ")[2], []).append(end.rank)
-    return [f"{len(of)} ranks ({_spans(of)}): {words}" for words, of in ranks.items()]
+    return [f"{len(of)} rank{'s' if len(of) > 1 else ''} ({_spans(of)}): {words}" for words, of in ranks.items()]
 
 
 def _spans(ranks: Sequence[int]) -> str:
