@@ -102,7 +102,7 @@ def test_the_loss_over_gathered_samples_runs() -> None:
 def test_every_page_with_python_is_run() -> None:
     """Here, or by the tests of its room."""
     with_python = {str(page.relative_to(DOCS).with_suffix("")) for page in PAGES if "```python" in page.read_text()}
-    own = {"data", "own-loop", "your-model", "python-api", "losses-and-tables"}
+    own = {"data", "own-loop", "your-model", "python-api", "losses-and-tables", "wire", "horovod"}
     assert {name for name in with_python if not name.startswith("migration/")} == own
 
 

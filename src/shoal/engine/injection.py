@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from shoal.comm.conditions import Conditions
 from shoal.comm.conditions import Fault as WireFault
-from shoal.comm.volume import Sent
+from shoal.comm.ledger import Sent
 from shoal.data.sample import Batch, first_leaf, map_tree
 from shoal.engine.rank_context import RankContext
 from shoal.engine.state import TrainState
