@@ -11,6 +11,7 @@ from shoal.assembly.epoch_end import epoch_samples
 from shoal.assembly.generation import Generation
 from shoal.assembly.run_gradients import parts_on, zero_of
 from shoal.assembly.sameness import contents_of
+from shoal.assembly.sparse import Placed, build_sparse
 from shoal.assembly.splitting import trained_in
 from shoal.assembly.trained_set import FrozenParameters
 from shoal.assembly.workload import Workload
@@ -54,6 +55,7 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
         **({} if (drawn := workload.data.drawn) is None else {"the weights of the sampler": drawn.digest}),
         "the number of training samples": epoch_samples(run_file.batch, len(workload.data.train)),
         "optimizer.kind": " and ".join(o.kind for o in own) or run_file.optimizer.variant,
+        **({} if run_file.sparsity is None else {"sparsity.kind": run_file.sparsity.variant}),
     }
     model, owned, names = ModelSection(split.model), None, ()
     layout = generation.mesh.layout
@@ -83,13 +85,20 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     if not own:
         built = _connected(_built(run_file, generation), run_file, generation)
         optimizers = [section(built, run_file.optimizer.all_slots)]
+        masks = _masks(run_file, generation, workload, built)
     else:
         stepped = [(owned.name, owned.parameter) for owned in gradients.owned]
         adopted = [_connected(o.adopt(stepped), run_file, generation) for o in own]
         only = [None if len(own) == 1 else o.names for o in own]
         optimizers = [section(a, o.slots, names) for a, o, names in zip(adopted, own, only, strict=True)]
+        masks = []
+        if run_file.sparsity is not None:
+            raise ConfigError(
+                "[sparsity] with an optimizer of the script: masks are put on what [optimizer] makes; train the model "
+                "by `shoal train`, or leave [sparsity] out"
+            )
     progress = Progress(identity, contents_of(workload.samples))
-    others = [*tuned, residuals, *generation.agreement.sections, *_of_script(generation, workload)]
+    others = [*tuned, residuals, *masks, *generation.agreement.sections, *_of_script(generation, workload)]
     return TrainState(model, optimizers[0], progress, [*optimizers[1:], FactsSection("scaler", scaler), *others])
 
 
@@ -103,6 +112,27 @@ def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
     shapes = {owned.name: owned.holding.global_shape for owned in stepped}
     kinds = {name: role.kind for name, role in roles.items()}
     return build_optimizer(run_file.optimizer, parameters, lr=peak, sparse=sparse, shapes=shapes, kinds=kinds)
+
+
+def _masks(
+    run_file: RunFile, generation: Generation, workload: Workload, optimizer: torch.optim.Optimizer
+) -> list[Section]:
+    """The masks of a run that asks for them."""
+    if run_file.sparsity is None:
+        return []
+    mesh = generation.mesh
+    return [
+        build_sparse(
+            run_file,
+            generation.parts.split,
+            generation.gradients.owned,
+            optimizer,
+            masks=generation.masks,
+            group=mesh.world,
+            placed=Placed(mesh.device, workload.dtype),
+            replica=mesh.axis("pipeline", "shard", "context", "tensor"),
+        )
+    ]
 
 
 def _connected(optimizer: torch.optim.Optimizer, run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:

@@ -31,6 +31,7 @@ from shoal.gradients.gradients import Gradients
 from shoal.gradients.priority import PriorityGradients
 from shoal.optim.build import part_of, set_rate
 from shoal.optim.fused import FusedOptimizer
+from shoal.sparsity.training import SparseTraining
 
 OnGradients = Callable[[float], None]
 """Called with the 2-norm of the agreed gradient of the whole model."""
@@ -102,6 +103,7 @@ class AtOnce:
     `votes_ahead`: the device votes, and the host launches the update before it knows the outcome (`DeviceVote`). Else
     the device would stand still from the end of a backward until the host has read the norm. None: on GPUs. `seen`: a
     script reads the gradient before the optimizer does, so that nothing of it is left to the optimizer's kernel.
+    `sparse` masks gradients and weights.
     """
 
     overlaps_steps = False
@@ -115,8 +117,9 @@ class AtOnce:
         noise: NoiseMeter | None = None,
         votes_ahead: bool | None = None,
         seen: bool = False,
+        sparse: SparseTraining | None = None,
     ) -> None:
-        self.gradients = gradients
+        self.gradients, self._sparse = gradients, sparse
         self._optimizer, self._transforms, self._noise = optimizer, transforms, noise
         fused = optimizer if isinstance(optimizer, FusedOptimizer) and optimizer.takes_scale else None
         self._fused = None if seen else fused
@@ -137,6 +140,8 @@ class AtOnce:
         """Before the first backward of an update."""
         if self._noise is not None:
             self._noise.start(work.step)
+        if self._sparse is not None and self._sparse.begin(work.step):
+            self.gradients.gather()
         self.gradients.start()
 
     def update(self, context: RankContext, work: Work) -> Outcome:
@@ -148,6 +153,8 @@ class AtOnce:
             context.agree_on_buffers(work.tally.wait())
             set_rate(self._optimizer, work.lr)
             self._optimizer.step()
+            if self._sparse is not None:
+                self._sparse.updated()
         return self.conclude(context, agreed)
 
     def agree(
@@ -162,10 +169,12 @@ class AtOnce:
         loss_scale = context.scaler.scale
         scale = loss_scale * (1.0 if denominator is None else denominator)
         norm = float(self.gradients.reduce()) / scale
-        if work.on_gradients is not None:
-            work.on_gradients(norm)
         loss = work.loss.wait() / (tally.denominator if denominator is None else denominator)
         finite = math.isfinite(norm) and math.isfinite(loss)
+        if finite and self._sparse is not None:
+            norm = self._sparse.agreed(work.step) / scale
+        if work.on_gradients is not None:
+            work.on_gradients(norm)
         noise = self._measure(work.batches, tally, norm, scale) if finite else None
         if finite:
             gradient = AgreedGradient(self.gradients, norm, factor=1.0 / scale, step=work.step)
@@ -180,7 +189,7 @@ class AtOnce:
         wanted = context.device.type == "cuda" if self._votes_ahead is None else self._votes_ahead
         limits = [transform.limit for transform in self._transforms if isinstance(transform, ClipByGlobalNorm)]
         measured = self._noise is not None or work.on_gradients is not None or len(limits) < len(self._transforms)
-        if not wanted or measured or self._fused is None or not self._fused.takes_vote:
+        if not wanted or measured or self._sparse is not None or self._fused is None or not self._fused.takes_vote:
             return None
         tally, clock, scale = work.tally.wait(), UpdateClock(context), context.scaler.scale
         vote = DeviceVote(self.gradients.reduce() / scale, work.loss.tensor() / tally.denominator)

@@ -34,6 +34,7 @@ from shoal.optim.config import AdamW, OptimizerConfig
 from shoal.optim.schedule_config import Schedule
 from shoal.parallel.config import ContextConfig, PipelineConfig
 from shoal.resilience.config import ElasticConfig
+from shoal.sparsity.config import SparsityConfig
 from shoal.sync.config import AllReduceConfig, SyncConfig
 from shoal.topology.config import LayoutConfig
 
@@ -118,6 +119,7 @@ class RunFile(Table, frozen=True):
     loss: LossConfig = CrossEntropy()
     optimizer: OptimizerConfig = AdamW()
     schedule: Schedule = Schedule()
+    sparsity: Annotated[SparsityConfig | None, says("Weights that are masked; without this table, none is.")] = None
     precision: PrecisionConfig = Float32()
     layout: LayoutConfig = LayoutConfig()
     pipeline: PipelineConfig = PipelineConfig()

@@ -99,3 +99,8 @@ def same_piece(holding: Holding, ranks: Ranks) -> Ranks:
         return ranks
     within = holding.shard[1] - holding.shard[0]
     return tuple(rank for rank in ranks if rank // within % size == holding.rank // within % size)
+
+
+def is_counted(own: Owned) -> bool:
+    """Whether this rank is the first of its replica that holds these numbers."""
+    return own.holding.rank == min(same_piece(own.holding, own.holding.holders))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shoal.assembly.objects import loss_of, model_of
 from shoal.assembly.run import Run
+from shoal.assembly.sparse import Placed, build_sparse
 from shoal.assembly.splitting import draws_of
 from shoal.comm.collective import Alone
 from shoal.comm.gather import gather_named
@@ -36,7 +37,9 @@ from shoal.optim.parts import Parts
 from shoal.optim.schedule_config import Schedule
 from shoal.optim.transforms import Chain
 from shoal.runfile.run_file import RunFile, declared_group, synchronises_norms
-from shoal.state.ownership import Trained, boxes_in, owned_whole
+from shoal.sparsity.masks import Masks
+from shoal.sparsity.training import SparseTraining
+from shoal.state.ownership import Owned, Trained, boxes_in, owned_whole
 from shoal.topology.box import Box, whole
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
@@ -57,7 +60,17 @@ def reference_of(run: Run) -> Reference:
     alone = [(held(Layout(), 0, name, tuple(p.shape)), p) for name, p, _ in trained]
     parts = Parts([owned_whole(Trained(holding, p)) for holding, p in alone], Alone(), Alone())
     chain = Chain(run_file.optimizer.transforms, parts, run_file.run.seed)
-    return Reference(compute, optimizer, run_file.optimizer.clip_norm, _arrangement(run), transform=chain)
+    sparse = None if run_file.sparsity is None else _masks(run, optimizer, parts.owned)
+    clip_norm = run_file.optimizer.clip_norm
+    return Reference(compute, optimizer, clip_norm, _arrangement(run), transform=chain, sparse=sparse)
+
+
+def _masks(run: Run, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> SparseTraining:
+    """Those of the layout's layers, decided by this process alone."""
+    split, dtype = run.generation.parts.split, run.workload.precision.parameters
+    return build_sparse(
+        run.run_file, split, owned, optimizer, masks=Masks(), group=Alone(), placed=Placed(run.device, dtype)
+    )
 
 
 def _arrangement(run: Run) -> Arrange | None:

@@ -1,0 +1,40 @@
+"""Masks that another table cannot bear are refused in a sentence, before any process starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.runfile.sparsity_rules import sparsity_refusal
+from tests.verification.layouts import run_file_of
+
+RIGL = {"sparsity": {"kind": "rigl", "density": 0.1}}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"sync": {"kind": "local"}}, 'sync.kind = "local"'),
+    ({"elastic": {"min": 1, "max": 2}}, "[elastic]"),
+    ({"codec": {"kind": "top_k"}}, 'codec.kind = "top_k"'),
+    ({"optimizer": {"kind": "adamw_8bit"}}, 'optimizer.kind = "adamw_8bit"'),
+    ({"optimizer": {"kind": "one_bit_adam"}}, 'optimizer.kind = "one_bit_adam"'),
+    ({"gradients": {"schedule": "priority"}}, 'gradients.schedule = "priority"'),
+    ({"layout": {"pipeline": 2}, "pipeline": {"schedule": "PipeDream"}}, "PipeDream"),
+]
+
+
+@pytest.mark.parametrize(("tables", "named"), REFUSED, ids=[named for _, named in REFUSED])
+def test_what_masks_cannot_be_put_on(tmp_path: Path, tables: dict[str, Any], named: str) -> None:
+    """The sentence names both keys; without masks there is none."""
+    sentence = sparsity_refusal(run_file_of(tmp_path, **tables, **RIGL))
+    assert sentence is not None
+    assert 'sparsity.kind = "rigl"' in sentence
+    assert named in sentence
+    assert sparsity_refusal(run_file_of(tmp_path, **tables)) is None
+
+
+@pytest.mark.parametrize("schedule", [{"begin": 11}, {"end": 11}])
+def test_a_run_that_ends_before_its_schedule(tmp_path: Path, schedule: dict[str, int]) -> None:
+    table = {"kind": "magnitude", "density": 0.1, "schedule": schedule}
+    sentence = sparsity_refusal(run_file_of(tmp_path, sparsity=table))
+    assert sentence is not None
+    assert f"sparsity.schedule.{next(iter(schedule))} = 11 with run.steps = 10" in sentence
