@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.runfile.sparsity_rules import sparsity_refusal
+from shoal.runfile.sparsity_rules import partly_trained_refusal
 from tests.verification.layouts import run_file_of
 
 RIGL = {"sparsity": {"kind": "rigl", "density": 0.1}}
@@ -25,16 +25,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("tables", "named"), REFUSED, ids=[named for _, named in REFUSED])
 def test_what_masks_cannot_be_put_on(tmp_path: Path, tables: dict[str, Any], named: str) -> None:
     """The sentence names both keys; without masks there is none."""
-    sentence = sparsity_refusal(run_file_of(tmp_path, **tables, **RIGL))
+    sentence = partly_trained_refusal(run_file_of(tmp_path, **tables, **RIGL))
     assert sentence is not None
     assert 'sparsity.kind = "rigl"' in sentence
     assert named in sentence
-    assert sparsity_refusal(run_file_of(tmp_path, **tables)) is None
+    assert partly_trained_refusal(run_file_of(tmp_path, **tables)) is None
 
 
 @pytest.mark.parametrize("schedule", [{"begin": 11}, {"end": 11}])
 def test_a_run_that_ends_before_its_schedule(tmp_path: Path, schedule: dict[str, int]) -> None:
     table = {"kind": "magnitude", "density": 0.1, "schedule": schedule}
-    sentence = sparsity_refusal(run_file_of(tmp_path, sparsity=table))
+    sentence = partly_trained_refusal(run_file_of(tmp_path, sparsity=table))
     assert sentence is not None
     assert f"sparsity.schedule.{next(iter(schedule))} = 11 with run.steps = 10" in sentence

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.assembly.sparse import sparse_in
+from shoal.assembly.sparse import left_out_in
 from shoal.comm.gather import gather_named
 from shoal.errors import ConfigError
 from shoal.sparsity.masks import unpacked
+from shoal.sparsity.training import SparseTraining
 from tests.assembly.journey import Leg, travel, whole_state
 from tests.ranks import TestPlace
 from tests.sync.steps import ADAM, Trained, gap, opened, train
@@ -221,8 +222,8 @@ def test_what_cannot_be_masked_is_refused(ranks, folder: Path, tables: dict[str,
 def gathered(place: TestPlace, tables: dict[str, Any], folder: str) -> list[str]:
     """The layers that owners see otherwise than a checkpoint does."""
     run = opened(place, tables, folder, Path(folder) / "gathered")
-    sparse, whole = sparse_in(run.state), whole_state(run)
-    assert sparse is not None
+    (sparse,), whole = left_out_in(run.state), whole_state(run)
+    assert isinstance(sparse, SparseTraining)
     found = {n: sparse.owners.whole(n, lambda own: own.parameter.detach()) for n in sparse.owners.shapes}
     mine = {name: each for name, each in found.items() if sparse.owners.owns(name)}
     everyone = gather_named(list(mine.items()), run.mesh.world, device=run.device)

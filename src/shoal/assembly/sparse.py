@@ -1,4 +1,4 @@
-"""The masks that a run file asks for, on one membership: which layers, and what decides them."""
+"""What of the model a run does not train, on one membership: masked weights, and layers that are frozen for a while."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.engine.state import MODEL, TrainState
+from shoal.engine.updates import LeavesOut
 from shoal.errors import ConfigError
 from shoal.models.roles import Role
+from shoal.optim.schedule import peak_rate, rate
 from shoal.parallel.split import Split
 from shoal.runfile.run_file import RunFile
 from shoal.sparsity.changes import Ticket
 from shoal.sparsity.config import Lottery, Sparse
 from shoal.sparsity.exchange import PackedBy
+from shoal.sparsity.freezing import Freezing
 from shoal.sparsity.masks import Masks
 from shoal.sparsity.owners import Owners
 from shoal.sparsity.plan import MaskPlan
@@ -79,13 +82,14 @@ def _check_patterns(patterns: tuple[str, ...], able: dict[str, Dims]) -> None:
 
 
 def packed_exchange(run_file: RunFile, parts: Divided, mesh: Mesh, masks: Masks, otherwise: NewExchange) -> NewExchange:
-    """An exchange of what masks leave of gradients, where replicas all-reduce them whole; else `otherwise`."""
-    config = run_file.sparsity
-    if config is None or not config.packed or otherwise is not AllReduce or mesh.layout.shard > 1:
+    """An exchange of what masks and freezing leave of gradients where ranks all-reduce them, else `otherwise`."""
+    masked = run_file.sparsity is not None and run_file.sparsity.packed
+    freezes = run_file.freeze is not None and run_file.freeze.changes
+    if not (masked or freezes) or otherwise is not AllReduce or mesh.layout.shard > 1 or mesh.world.size == 1:
         return otherwise
-    layers = masked_layers(run_file, parts.split)
+    layers = masked_layers(run_file, parts.split) if masked else ()
     holdings = {t.holding.name: t.holding for t in trained_in(parts) if t.holding.name in layers}
-    return otherwise if mesh.world.size == 1 else PackedBy(masks, holdings)
+    return PackedBy(masks, holdings)
 
 
 class Placed(NamedTuple):
@@ -125,9 +129,34 @@ def build_sparse(
     )
 
 
-def sparse_in(state: TrainState) -> SparseTraining | None:
-    """The masks of a run, if it has any."""
-    return next((section for section in state.others if isinstance(section, SparseTraining)), None)
+def build_freezing(
+    run_file: RunFile,
+    parts: Divided,
+    owned: Sequence[Owned],
+    optimizer: torch.optim.Optimizer,
+    *,
+    masks: Masks,
+    replica: Collective,
+) -> Freezing:
+    """What freezes layers for a part of the run. `replica`: see `build_sparse`."""
+    config, split = run_file.freeze, parts.split
+    assert config is not None, "there is a table [freeze]"
+    peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
+    return Freezing(
+        config,
+        {trained.holding.name: trained.parameter for trained in trained_in(parts)},
+        owned,
+        optimizer,
+        names=[name for name in split.shapes if name not in split.frozen],
+        replica=replica,
+        masks=masks,
+        rate=lambda step: rate(run_file.schedule, peak, step=step, steps=run_file.run.steps),
+    )
+
+
+def left_out_in(state: TrainState) -> list[LeavesOut]:
+    """What of a run's state leaves a part of the model out of its steps: freezing, then masks."""
+    return [section for section in state.others if isinstance(section, Freezing | SparseTraining)]
 
 
 def _ticket(config: Sparse, device: torch.device) -> Ticket | None:

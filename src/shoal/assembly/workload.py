@@ -84,7 +84,7 @@ def load_workload(
 ) -> Workload:
     """Builds it on this rank alone. Raises `UserCodeError`, as `build_workload` does for the model."""
     precision = precision_of(run_file.precision)
-    skeleton = skeleton_of(run_file.model, objects)
+    skeleton = skeleton_of(run_file, objects)
     model = skeleton or model_of(run_file, objects, device=device, dtype=precision.parameters)
     shares = layout.replicate * layout.shard
     if isinstance(run_file.model, TransformersConfig) and objects.model is None:
@@ -104,6 +104,6 @@ def load_workload(
 
 def with_new_model(workload: Workload, run_file: RunFile, device: torch.device) -> Workload:
     """The same workload with a model that no generation has changed yet, before its first step."""
-    skeleton = skeleton_of(run_file.model, workload.objects)
+    skeleton = skeleton_of(run_file, workload.objects)
     model = skeleton or model_of(run_file, workload.objects, device=device, dtype=workload.dtype)
     return replace(workload, model=model, drawn_later=skeleton is not None)

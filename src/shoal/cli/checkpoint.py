@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,6 +16,8 @@ from shoal.cli.busy import busy
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from shoal.checkpoint.inspect import Difference
 
 app = typer.Typer(help="Reads checkpoints without a job.", no_args_is_help=True, rich_markup_mode=None)
@@ -131,6 +135,8 @@ def export(
 ) -> None:
     """Writes the weights of the unsplit model, whatever layout trained it, to one safetensors file.
 
+    Adapters of [adapter] are merged into the weights that they belong to.
+
     With --to huggingface: to a folder that transformers' from_pretrained loads; of a run with adapters, the adapters.
 
     Example: shoal checkpoint export runs/stdlib-gpt weights.safetensors
@@ -141,8 +147,19 @@ def export(
     from shoal.checkpoint.inspect import export as write
 
     with busy(f"writing {file}"):
-        step = write(source, file) if to == "safetensors" else _export_folder(source, file)
+        step = write(source, file, change=_merge(source)) if to == "safetensors" else _export_folder(source, file)
     answer(json.dumps({"step": step, "file": str(file)}) if as_json else f"{file}: the weights of step {step}")
+
+
+def _merge(source: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """What puts adapters into the weights that they belong to, where the run has a table [adapter]."""
+    from shoal.checkpoint.verify import checkpoint_in, run_directory_of
+    from shoal.models.adapters import merged
+    from shoal.runfile.load import load_run
+
+    written = run_directory_of(checkpoint_in(source)) / "run.toml"
+    adapter = load_run(written).adapter if written.exists() else None
+    return dict if adapter is None else partial(merged, config=adapter)
 
 
 def _export_folder(source: Path, folder: Path) -> int:

@@ -155,7 +155,7 @@ class Reference:
         set_rate(self.optimizer, lr)
         self.optimizer.step()
         if self.sparse is not None:
-            self.sparse.updated()
+            self.sparse.updated(self._step)
         self._statistics.finish(committed=True)
         self.compute.buffers.finish(committed=True)
 

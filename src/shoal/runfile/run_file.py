@@ -27,6 +27,7 @@ from shoal.federated.config import (
 )
 from shoal.gradients.config import GradientsConfig
 from shoal.memory.config import MemoryConfig
+from shoal.models.adapter_config import AdapterConfig
 from shoal.models.config import ModelConfig
 from shoal.models.foreign_keys import ForeignKeys
 from shoal.observe.config import ObserveConfig
@@ -35,6 +36,7 @@ from shoal.optim.schedule_config import Schedule
 from shoal.parallel.config import ContextConfig, PipelineConfig
 from shoal.resilience.config import ElasticConfig
 from shoal.sparsity.config import SparsityConfig
+from shoal.sparsity.freeze_config import FreezeConfig
 from shoal.sync.config import AllReduceConfig, SyncConfig
 from shoal.topology.config import LayoutConfig
 
@@ -119,6 +121,10 @@ class RunFile(Table, frozen=True):
     loss: LossConfig = CrossEntropy()
     optimizer: OptimizerConfig = AdamW()
     schedule: Schedule = Schedule()
+    adapter: Annotated[
+        AdapterConfig | None, says("Small trained parameters in a frozen model; without this table, none.")
+    ] = None
+    freeze: Annotated[FreezeConfig | None, says("Layers that are not trained; without this table, all are.")] = None
     sparsity: Annotated[SparsityConfig | None, says("Weights that are masked; without this table, none is.")] = None
     precision: PrecisionConfig = Float32()
     layout: LayoutConfig = LayoutConfig()

@@ -1,46 +1,86 @@
-"""The rules between `[sparsity]` and the other tables. Imports no torch."""
+"""The rules between `[sparsity]`, `[freeze]` or `[adapter]` and the other tables. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from shoal.engine.config import Float8
+from shoal.models.huggingface.config import TransformersConfig
 from shoal.optim.config import AdamW8bit
 from shoal.runfile.run_file import RunFile
 
 
-def sparsity_refusal(run_file: RunFile) -> str | None:
-    """One sentence if masks cannot be put on what another table asks for."""
-    config = run_file.sparsity
-    if config is None:
+def partly_trained_refusal(run_file: RunFile) -> str | None:
+    """One sentence if what leaves a part of the model out cannot be put on what another table asks for."""
+    return _schedule_rule(run_file) or _masks_rule(run_file) or _freeze_rule(run_file) or _adapter_rule(run_file)
+
+
+def _schedule_rule(run_file: RunFile) -> str | None:
+    config, steps = run_file.sparsity, run_file.run.steps
+    if config is None or config.starts_sparse:
         return None
-    schedule, steps = config.schedule, run_file.run.steps
-    if not config.starts_sparse and max(schedule.begin, schedule.end or 0) > steps:
-        last = "end" if schedule.begin <= steps else "begin"
+    for key, value in (("begin", config.schedule.begin), ("end", config.schedule.end or 0)):
+        if value > steps:
+            return (
+                f"sparsity.schedule.{key} = {value} with run.steps = {steps}: the run would end before it has its "
+                "density; lower it, or raise run.steps"
+            )
+    return None
+
+
+def _masks_rule(run_file: RunFile) -> str | None:
+    if run_file.sparsity is None:
+        return None
+    found = next(iter((*_against_changes(run_file), *_against_masks(run_file))), None)
+    kind = run_file.sparsity.variant
+    return found and f'sparsity.kind = "{kind}" with {found[0]}: {found[1]}; leave one of the two out'
+
+
+def _freeze_rule(run_file: RunFile) -> str | None:
+    if run_file.freeze is None or not run_file.freeze.changes:
+        return None
+    key = "freeze.later" if run_file.freeze.later else "freeze.progress"
+    found = next(_against_changes(run_file), None)
+    return found and f"{key} with {found[0]}: {found[1]}; use freeze.layers, or leave one of the two out"
+
+
+def _adapter_rule(run_file: RunFile) -> str | None:
+    adapter, model = run_file.adapter, run_file.model
+    if adapter is None:
+        return None
+    written = f'adapter.kind = "{adapter.variant}" with'
+    if run_file.layout.tensor > 1:
         return (
-            f"sparsity.schedule.{last} = {schedule.end if last == 'end' else schedule.begin} with run.steps = {steps}: "
-            "the run would end before it has its density; lower it, or raise run.steps"
+            f"{written} layout.tensor = {run_file.layout.tensor}: layers that ranks split have no adapters; set "
+            "layout.tensor = 1"
         )
-    found = next(_against_masks(run_file), None)
-    return found and f'sparsity.kind = "{config.variant}" with {found[0]}: {found[1]}; leave one of the two out'
+    if isinstance(run_file.precision, Float8):
+        return f'{written} precision.kind = "float8", whose layers have no adapters; set precision.kind = "bfloat16"'
+    if isinstance(model, TransformersConfig) and model.lora_rank is not None:
+        return f"{written} model.lora_rank = {model.lora_rank}: leave one of the two out"
+    return None
 
 
-def _against_masks(run_file: RunFile) -> Iterator[tuple[str, str]]:
-    """(key and value, why not)"""
-    optimizer, sync = run_file.optimizer, run_file.sync
+def _against_changes(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why what is trained cannot change in a run)"""
+    sync = run_file.sync
     if sync.replicas_are != "lockstep":
-        yield f'sync.kind = "{sync.variant}"', "its replicas have no agreed gradient by which to decide one mask"
-    if run_file.elastic is not None:
-        yield "[elastic]", "masks are not carried from one membership to the next"
-    if run_file.codec.variant != "none":
         yield (
-            f'codec.kind = "{run_file.codec.variant}"',
-            "replicas send gradients of unmasked weights alone already",
+            f'sync.kind = "{sync.variant}"',
+            "its replicas have no agreed gradient to leave a part out of",
         )
-    if optimizer.sends_momentum:
-        yield f'optimizer.kind = "{optimizer.variant}"', "its ranks sum momenta, which have no masks"
-    if isinstance(optimizer, AdamW8bit):
-        yield f'optimizer.kind = "{optimizer.variant}"', "moments of masked weights share their scale with others"
+    if run_file.elastic is not None:
+        yield "[elastic]", "what is left out is not carried from one membership to the next"
+    if run_file.codec.variant != "none":
+        yield f'codec.kind = "{run_file.codec.variant}"', "replicas send less of their gradients already"
     if run_file.gradients.schedule == "priority":
         yield 'gradients.schedule = "priority"', "weights are updated before the whole gradient is there"
     if run_file.layout.pipeline > 1 and run_file.pipeline.asynchronous:
         yield f'pipeline.schedule = "{run_file.pipeline.schedule}"', "stages are never at the same gradient"
+    if run_file.optimizer.sends_momentum:
+        yield f'optimizer.kind = "{run_file.optimizer.variant}"', "its ranks sum momenta of the whole model"
+
+
+def _against_masks(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    if isinstance(run_file.optimizer, AdamW8bit):
+        yield 'optimizer.kind = "adamw_8bit"', "moments of masked weights share their scale with others"

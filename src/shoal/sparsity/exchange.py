@@ -1,4 +1,4 @@
-"""An all-reduce of what masks leave of a gradient: a bucket's kept numbers, one after the other.
+"""An all-reduce of what masks and freezing leave of a gradient: a bucket's kept numbers, one after the other.
 
 All ranks have the same masks, and so agree without a word on which numbers are sent: bytes fall with the density, and
 no index travels. The sum of what is masked is zero.
@@ -44,7 +44,7 @@ class MaskedAllReduce(AllReduce):
     ) -> None:
         super().__init__(group, buffer, segments)
         self._segments, self._masks, self._holdings = segments, masks, holdings
-        self._version, self._kept = -1, torch.zeros(0, dtype=torch.int64)
+        self._version, self._kept = (-1, False), torch.zeros(0, dtype=torch.int64)
         self._sent: Tensor | None = None
 
     @property
@@ -67,17 +67,23 @@ class MaskedAllReduce(AllReduce):
 
     def _indices(self) -> Tensor | None:
         """Places of the buffer that are kept; None where all are sent."""
-        if self._masks.all_sent or not self._masks.bits:
+        if not self._masks.frozen and (self._masks.all_sent or not self._masks.bits):
             return None
-        if self._version != self._masks.version:
-            self._version, self._kept = self._masks.version, self._found()
+        version = (self._masks.version, self._masks.all_sent)
+        if self._version != version:
+            self._version, self._kept = version, self._found()
         return self._kept
 
     def _found(self) -> Tensor:
         kept = torch.ones(self.result.numel(), dtype=torch.bool, device=self.result.device)
         for segment in self._segments:
             holding = self._holdings.get(segment.name)
-            mask = None if holding is None else self._masks.held(segment.name, holding.global_shape, holding.boxes)
+            if segment.name in self._masks.frozen:
+                kept[segment.slice] = False
+                continue
+            if holding is None or self._masks.all_sent:
+                continue
+            mask = self._masks.held(segment.name, holding.global_shape, holding.boxes)
             if mask is not None:
                 kept[segment.slice] = mask[segment.skipped : segment.skipped + segment.numel]
         return kept.nonzero().flatten()

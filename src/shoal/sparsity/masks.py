@@ -41,11 +41,14 @@ def _places(device: torch.device) -> Tensor:
 
 @dataclass
 class Masks:
-    """`version` counts changes. `all_sent`: in this step gradients of masked weights are wanted, too."""
+    """`version` counts changes. `all_sent`: in this step gradients of masked weights are wanted, too. `frozen` are the
+    parameters that have no gradient in this step.
+    """
 
     bits: dict[str, Tensor] = field(default_factory=dict)
     version: int = 0
     all_sent: bool = False
+    frozen: frozenset[str] = frozenset()
 
     def whole(self, name: str, shape: Dims) -> Tensor | None:
         """The mask of the whole parameter of `shape`; None where there is none yet, and everything is kept."""

@@ -120,7 +120,7 @@ class SparseTraining:
         self._stale = False
         if self._config.starts_sparse and not self.masks.bits:
             self._change(self._changes.first(), self._changes.trained() if self._waits else None)
-            self.updated()
+            self.updated(step)
         else:
             self._take_over()
             self._mask()
@@ -143,8 +143,8 @@ class SparseTraining:
         return self._whole_norm()
 
     @torch.no_grad()
-    def updated(self) -> None:
-        """After the update."""
+    def updated(self, step: int) -> None:
+        """After the update of `step`."""
         if self._waits:
             for own in self.owners.owned:
                 self._slots[WAITING][id(own)] = own.parameter * ~self._kept[id(own)]

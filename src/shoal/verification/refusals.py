@@ -21,6 +21,11 @@ def require_provable(run_file: RunFile) -> None:
             'sparsity.kind = "top_kast": ranks keep weights aside that verify does not give to both sides; verify the '
             'layout with sparsity.kind = "rigl", or without [sparsity]'
         )
+    if run_file.freeze is not None and run_file.freeze.changes:
+        raise ConfigError(
+            "freeze.later or freeze.progress: verify compares every gradient in every step; verify the layout with "
+            "freeze.layers, or without [freeze]"
+        )
     if run_file.optimizer.sends_momentum:
         kind = run_file.optimizer.variant
         raise ConfigError(
