@@ -31,6 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "2:4": {"kind": "magnitude", "pattern": "2:4", "schedule": GRADUAL},
     "snip, rows": {"kind": "snip", "density": 0.3, "pattern": "rows", "schedule": {"shape": "one_shot"}},
     "random, blocks": {"kind": "random", "density": 0.5, "pattern": "block", "block": [2, 4], "schedule": GRADUAL},
+    "features": {"kind": "magnitude", "density": 0.5, "pattern": "features", "schedule": GRADUAL},
     "movement": {"kind": "movement", "density": 0.3, "schedule": GRADUAL},
     "set": {"kind": "set", "density": 0.2, "schedule": EVERY_THREE},
     "rigl": {"kind": "rigl", "density": 0.2, "distribution": "erk", "schedule": EVERY_THREE},
@@ -77,10 +78,10 @@ def alone(ranks, folder: Path) -> dict[str, Trained]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_masked_weights_are_zero_and_so_are_their_moments(alone: dict[str, Trained], kind: str) -> None:
-    """Every layer but embedding, head and norms is masked, to its density."""
+    """Every layer but embedding, head and norms is masked, to its density; with features, feed-forwards are."""
     state, density = alone[kind].state, KINDS[kind].get("density", 0.5)
     masks, trained = masks_in(state), masks_in(state, "trained")
-    assert len(masks) == 2 * 7
+    assert len(masks) == 2 * (3 if kind == "features" else 7)
     for name, mask in masks.items():
         weight = state[f"model/{name}"]
         assert weight[~mask].count_nonzero() == 0
@@ -201,6 +202,7 @@ def test_verify_proves_a_run_under_masks(ranks, folder: Path, kind: str, layout:
 
 
 REFUSED = [
+    ({"sparsity": KINDS["features"] | {"layers": ["*.query.weight"]}}, "make and read the same features"),
     ({"sparsity": KINDS["magnitude"] | {"layers": ["blocks.7.*"]}}, 'layers: "blocks.7.*" matches no trained weight'),
     ({"sparsity": {"kind": "magnitude", "pattern": "2:5"}}, "which is no multiple of 5"),
     ({"sparsity": KINDS["magnitude"] | {"layers": ["embedding*"]}, "model": SMALL | {"tied": True}}, "is tied"),

@@ -27,6 +27,7 @@ from shoal.runfile.run_file import RunFile
 from shoal.sparsity.changes import Ticket
 from shoal.sparsity.config import Lottery, Sparse
 from shoal.sparsity.exchange import PackedBy
+from shoal.sparsity.features import feature_groups
 from shoal.sparsity.freezing import Freezing
 from shoal.sparsity.masks import Masks
 from shoal.sparsity.owners import Owners
@@ -48,6 +49,8 @@ def masked_layers(run_file: RunFile, split: Split) -> dict[str, Dims]:
     assert config is not None, "there is a table [sparsity]"
     able = {n: shape for n, shape in split.shapes.items() if len(shape) > 1 and n not in split.frozen}
     patterns = config.layers
+    if patterns is None and config.pattern == "features":
+        patterns = ("*.feed_forward.*",)
     if patterns is None:
         found = {n: s for n, s in able.items() if n not in split.lookups and _is_masked_by_default(split.roles[n])}
     else:
@@ -117,9 +120,12 @@ def build_sparse(
     """
     config, layers = run_file.sparsity, masked_layers(run_file, split)
     assert config is not None, "there is a table [sparsity]"
+    kinds = {name: split.roles[name].kind for name in layers}
+    groups = feature_groups(layers, kinds) if config.pattern == "features" else []
+    stepped = [own for own in owned if own.name in layers]
     return SparseTraining(
         MaskPlan(config, run_file.run.steps),
-        Owners([own for own in owned if own.name in layers], layers, group, placed.device, placed.dtype),
+        Owners(stepped, layers, group, placed.device, placed.dtype, groups),
         masks,
         optimizer,
         seed=run_file.run.seed,

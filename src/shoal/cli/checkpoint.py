@@ -179,6 +179,29 @@ def _export_folder(source: Path, folder: Path) -> int:
     return export_folder(source, folder, model)
 
 
+@app.command("shrink")
+def shrink(
+    source: Source,
+    directory: Annotated[Path, typer.Argument(metavar="NEW_RUN_DIR", help="A new folder for the smaller model.")],
+    as_json: AsJson = False,
+) -> None:
+    """Takes the hidden features that a run has masked out of its model, for run.warm_start.
+
+    Example: shoal checkpoint shrink runs/pruned runs/smaller
+    """
+    from shoal.checkpoint.objects import require_checkpoint
+
+    require_checkpoint(source)
+    from shoal.assembly.shrinking import sentence
+    from shoal.assembly.shrinking import shrink as take_out
+
+    with busy(f"writing a checkpoint to {directory}"):
+        left = take_out(source, directory)
+    answer(
+        json.dumps({"feed_forward_width": left, "directory": str(directory)}) if as_json else sentence(left, directory)
+    )
+
+
 @app.command("import")
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors file by the model's names, or a folder.")],

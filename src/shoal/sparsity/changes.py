@@ -22,6 +22,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.maths.counter import indices, key_of, uniform
 from shoal.sparsity.config import SET, Lottery, Movement, RandomPruning, RigL, Snip, Sparse, TopKAST
+from shoal.sparsity.features import feature_mask, feature_scores
 from shoal.sparsity.masks import Masks
 from shoal.sparsity.owners import Owners
 from shoal.sparsity.patterns import MASKED, moved, of_every, spread, top, units, units_in
@@ -104,14 +105,15 @@ class MaskChanges:
     def counts(self, density: float) -> dict[str, int]:
         """Units of each layer that are kept. Raises `ConfigError` where that is none."""
         config, shapes = self.config, self.owners.shapes
+        sizes = {name: group.size for group in self.owners.groups for name in group.dims}
+        numbers = {name: sizes.get(name) or units_in(shape, config) for name, shape in shapes.items()}
         shares = erk(shapes, density) if config.distribution == "erk" else dict.fromkeys(shapes, density)
-        counts = {name: round(shares[name] * units_in(shape, config)) for name, shape in shapes.items()}
+        counts = {name: round(shares[name] * number) for name, number in numbers.items()}
         empty = next((name for name, count in counts.items() if count == 0), None)
         if empty is not None and config.kept_of is None:
             raise ConfigError(
-                f"sparsity.density = {density:g} leaves nothing of {empty}, which has "
-                f'{units_in(shapes[empty], config)} units of sparsity.pattern = "{config.pattern}": raise it, or leave '
-                "the layer out of sparsity.layers"
+                f"sparsity.density = {density:g} leaves nothing of {empty}, which has {numbers[empty]} units of "
+                f'sparsity.pattern = "{config.pattern}": raise it, or leave the layer out of sparsity.layers'
             )
         return counts
 
@@ -120,12 +122,22 @@ class MaskChanges:
         if config.kept_of is not None:
             kept, of = config.kept_of
             return {name: of_every(each, max(kept, round(density * of)), of) for name, each in scores.items()}
+        if config.pattern == "features":
+            return self._features(scores, density)
         flat, counts = {name: units(each, config) for name, each in scores.items()}, self.counts(density)
         if config.distribution == "global":
             found = self.owners.largest(flat, sum(counts.values()))
         else:
             found = {name: top(each, counts[name]) for name, each in flat.items()}
         return {name: spread(mask, shapes[name], config) for name, mask in found.items()}
+
+    def _features(self, scores: NewMasks, density: float) -> NewMasks:
+        found = {}
+        for group in self.owners.groups:
+            if self.owners.owns(group.leader):
+                kept = top(feature_scores(group, scores), round(density * group.size))
+                found |= {n: feature_mask(kept, dim, self.owners.shapes[n]) for n, dim in group.dims.items()}
+        return found
 
     def _moved(self, weights: NewMasks, growth: NewMasks, step: int) -> NewMasks:
         found, config = {}, self.config

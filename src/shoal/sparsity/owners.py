@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
+from shoal.sparsity.features import FeatureGroup
 from shoal.sparsity.masks import packed, packed_bytes
 from shoal.state.ownership import Owned, is_counted
 from shoal.topology.box import Dims
@@ -31,7 +32,7 @@ Values = Callable[[Owned], Tensor]
 @dataclass(frozen=True)
 class Owners:
     """`owned` are the parts of layers that this rank steps, `shapes` all layers of the unsplit model in its order, the
-    same on all ranks of `group`. Numbers are of `dtype`, on `device`.
+    same on all ranks of `group`. Numbers are of `dtype`, on `device`. Layers of one of `groups` have one owner.
     """
 
     owned: Sequence[Owned]
@@ -39,6 +40,7 @@ class Owners:
     group: Collective
     device: torch.device
     dtype: torch.dtype
+    groups: Sequence[FeatureGroup] = ()
 
     def owns(self, name: str) -> bool:
         """Whether this rank decides the mask of the layer `name`."""
@@ -96,7 +98,8 @@ class Owners:
         return threshold, above
 
     def _owner(self, name: str) -> int:
-        return list(self.shapes).index(name) % self.group.size
+        leader = next((group.leader for group in self.groups if name in group.dims), name)
+        return list(self.shapes).index(leader) % self.group.size
 
 
 def put(whole: Tensor, own: Owned, values: Tensor) -> None:
