@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ConfigError
+from shoal.memory.tracker import measured_activation_bytes
+from shoal.models.config import GPTConfig
+from shoal.models.gpt import GPT
 from shoal.sparsity.freeze_config import FreezeByProgress, FreezeConfig, FreezeLater
 from shoal.sparsity.freezing import Plasticity, blocks_of, freeze, frozen_by_schedule, matches
 from tests.assembly.journey import Leg, travel
@@ -81,6 +84,21 @@ def test_half_a_model_sends_half_of_its_gradients(ranks, folder: Path) -> None:
     assert half / every == pytest.approx(0.5, abs=0.05)
     assert scheduled[-1] == pytest.approx(half, rel=0.01)
     assert scheduled[2] == pytest.approx(every, rel=0.01)
+
+
+def test_frozen_blocks_keep_no_activations() -> None:
+    """What is saved is that of a model of the trained blocks alone, to the byte."""
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+
+    def kept(layers: int, frozen: tuple[str, ...]) -> int:
+        model = GPT(GPTConfig(vocabulary=61, layers=layers, width=16, heads=2))
+        if frozen:
+            freeze(model, FreezeConfig(layers=frozen))
+        return measured_activation_bytes(lambda: model(tokens))
+
+    two, four = kept(2, ("embedding",)), kept(4, ())
+    assert kept(4, ("embedding", "blocks.0", "blocks.1")) == two
+    assert two < 0.6 * four
 
 
 def test_a_schedule_freezes_and_thaws(ranks, folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.assembly.job import restore
 from shoal.assembly.sparse import left_out_in
 from shoal.comm.gather import gather_named
 from shoal.errors import ConfigError
+from shoal.observe.sink import Sinks
 from shoal.sparsity.masks import unpacked
 from shoal.sparsity.training import SparseTraining
 from tests.assembly.journey import Leg, travel, whole_state
@@ -110,6 +114,23 @@ def test_every_layout_has_the_masks_of_one_process(
     assert gap(found.weights, wanted.weights) < SUM_ORDER
 
 
+def test_the_density_is_measured(ranks, folder: Path) -> None:
+    found = ranks(2, densities, masked("magnitude", **LAYOUTS["pipeline"][1]), str(folder))
+    for densities_of_rank in found:
+        assert densities_of_rank[0] == 1.0
+        assert densities_of_rank[-1] == pytest.approx(0.2, abs=0.01)
+        assert densities_of_rank == sorted(densities_of_rank, reverse=True)
+
+
+def densities(place: TestPlace, tables: dict[str, Any], folder: str) -> list[float]:
+    run, found = opened(place, tables, folder, Path(folder) / "measured"), []
+    with closing(run.feed()) as feed:
+        for step in range(1, 10):
+            run.step(step, feed.next().microbatches, lr=0.01)
+            found.append(run.state.figures()["sparsity/density"])
+    return found
+
+
 def test_n_of_m_holds_in_every_row(alone: dict[str, Trained]) -> None:
     for mask in masks_in(alone["2:4"].state).values():
         assert (mask.view(-1, 4).sum(1) == 2).all()
@@ -133,6 +154,35 @@ def test_top_kast_trains_weights_that_wait(alone: dict[str, Trained]) -> None:
         assert (trained[name] | ~mask).all(), "what is computed with is trained"
         assert waiting[mask].count_nonzero() == 0
         assert waiting[~mask].count_nonzero() == (~mask).sum()
+
+
+def test_a_ticket_keeps_the_largest_weights_of_another_run(ranks, tmp_path: Path) -> None:
+    """Those of its last checkpoint, while the weights themselves are those of an early one, in every layout."""
+    corpus(tmp_path)
+    early = ranks(1, train, BASE, str(tmp_path), 0, 2, "dense")[0].state
+    shutil.copytree(tmp_path / "dense", tmp_path / "early")
+    late = ranks(1, train, BASE, str(tmp_path), 2, 10, "dense")[0].state
+    ticket = {"kind": "lottery", "density": 0.25, "ticket": str(tmp_path / "dense")}
+    tables = BASE | {"sparsity": ticket, "run": {"warm_start": str(tmp_path / "early")}}
+    first = [ranks(world, first_weights, tables | layout, str(tmp_path))[0] for world, layout in TICKETS]
+    name = "blocks.0.attention.query.weight"
+    kept = late[f"model/{name}"].abs() >= late[f"model/{name}"].abs().flatten().topk(64).values[-1]
+    assert torch.equal(first[0][name], early[f"model/{name}"] * kept)
+    assert all(torch.equal(other[name], first[0][name]) for other in first)
+
+
+TICKETS = [(1, {}), (2, {"layout": {"replicate": 2}}), (2, {"layout": {"shard": 2}})]
+
+
+def first_weights(place: TestPlace, tables: dict[str, Any], folder: str) -> dict[str, Tensor]:
+    """What the first forward of a run computes with."""
+    run = opened(place, tables, folder, Path(folder) / "sparse")
+    restore(run, Path(folder) / "sparse", Sinks())
+    (sparse,) = left_out_in(run.state)
+    if sparse.begin(1):
+        run.generation.gradients.gather()
+    with run.generation.gradients.full_parameters():
+        return {t.holding.name: t.parameter.detach().clone() for t in run.trained}
 
 
 JOURNEYS = [

@@ -217,6 +217,12 @@ class Freezing:
     def _device(self) -> torch.device:
         return self._owned[0].parameter.device if self._owned else torch.device("cpu")
 
+    def figures(self) -> dict[str, float]:
+        """`freeze/share`: the share of this rank's trained parameters that is frozen now."""
+        numbers = {name: parameter.numel() for name, parameter in self._parameters.items()}
+        frozen = sum(number for name, number in numbers.items() if name in self._masks.frozen)
+        return {"freeze/share": frozen / max(1, sum(numbers.values()))}
+
     def tensors(self) -> dict[str, Held]:
         """The references."""
         return {

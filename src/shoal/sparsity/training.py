@@ -90,7 +90,7 @@ class SparseTraining:
         self._kept: dict[int, Tensor] = {}
         self._trained: dict[int, Tensor] = {}
         self._slots: dict[str, dict[int, Tensor]] = {MOVEMENT: {}, WAITING: {}}
-        self._stale = True
+        self._stale, self._density = True, (-1, 1.0)
         self._changes = MaskChanges(
             plan, owners, masks, seed, lambda own: self._slots[MOVEMENT][id(own)], ticket=ticket
         )
@@ -102,12 +102,14 @@ class SparseTraining:
     def _config(self) -> Sparse:
         return self._plan.config
 
-    @property
-    def density(self) -> float:
-        """The share of weights that is kept now, of the layers whose masks this rank has."""
-        whole = [(self.masks.whole(name, shape), shape) for name, shape in self._shapes.items()]
-        kept = sum(torch.Size(shape).numel() if mask is None else int(mask.sum()) for mask, shape in whole)
-        return kept / max(1, sum(torch.Size(shape).numel() for _, shape in whole))
+    def figures(self) -> dict[str, float]:
+        """`sparsity/density`: the share of weights that is kept now, of the layers whose masks this rank has."""
+        if self._density[0] != self.masks.version:
+            whole = [(self.masks.whole(name, shape), shape) for name, shape in self._shapes.items()]
+            kept = sum(torch.Size(shape).numel() if mask is None else int(mask.sum()) for mask, shape in whole)
+            share = kept / max(1, sum(torch.Size(shape).numel() for _, shape in whole))
+            self._density = self.masks.version, share
+        return {"sparsity/density": self._density[1]}
 
     @torch.no_grad()
     def begin(self, step: int) -> bool:
