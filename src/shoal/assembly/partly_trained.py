@@ -1,4 +1,4 @@
-"""A model of which a part is trained: adapters are put in, and layers frozen, before anything else is made of it."""
+"""What a run file changes in a model before anything else is made of it: adapters, rounded weights, frozen layers."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from torch import nn
 
 from shoal.models.adapters import adapt, is_adapter
 from shoal.models.build import draw
+from shoal.models.quantisation import quantise
 from shoal.models.roles import roles_of
 from shoal.runfile.run_file import RunFile
 from shoal.sparsity.freezing import freeze
 
 
 def partly_trained(model: nn.Module, run_file: RunFile) -> nn.Module:
-    """With the adapters of `[adapter]` and what `[freeze]` freezes, in place. Raises `ConfigError`."""
+    """With the adapters of `[adapter]`, the rounding of `[quantisation]` and what `[freeze]` freezes, in place.
+
+    Raises `ConfigError`.
+    """
     if run_file.adapter is not None:
         adapt(model, run_file.adapter)
         if not next(model.parameters()).is_meta:
             _draw_adapters(model, seed=run_file.run.seed)
+    if run_file.quantisation is not None:
+        quantise(model, run_file.quantisation)
     if run_file.freeze is not None:
         freeze(model, run_file.freeze)
     return model

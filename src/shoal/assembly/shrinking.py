@@ -1,4 +1,4 @@
-"""`shoal checkpoint shrink`: a smaller model from a run that masked hidden features."""
+"""What a run leaves to be deployed: a model without its masked features, or integers in the place of weights."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from pathlib import Path
 
 import msgspec
 import tomli_w
+import torch
+from torch import Tensor
 
-from shoal.assembly.objects import UserObjects, skeleton_of
+from shoal.assembly.objects import UserObjects, model_of, skeleton_of
 from shoal.checkpoint.inspect import save_weights, shown_weights
 from shoal.checkpoint.load import read_all
 from shoal.checkpoint.verify import checkpoint_in, checkpoints, read_manifest, run_directory_of
+from shoal.engine.precision import precision_of
 from shoal.errors import UsageError
 from shoal.models.config import GPTConfig
+from shoal.models.quantisation import deployed
 from shoal.models.roles import roles_of
 from shoal.runfile.load import load_run
+from shoal.runfile.run_file import RunFile
 from shoal.sparsity.features import feature_groups, shrunk
 from shoal.sparsity.masks import unpacked
 from shoal.sparsity.training import MASK
@@ -57,6 +62,14 @@ def shrink(source: Path, directory: Path) -> int:
     table = {key: value for key, value in msgspec.to_builtins(model).items() if value is not None}
     (directory / "model.toml").write_text(tomli_w.dumps({"model": table}))
     return left
+
+
+def as_integers(weights: dict[str, Tensor], run_file: RunFile) -> dict[str, Tensor]:
+    """`weights` of a run as `models.quantisation.deployed` has them. Raises `UsageError` where nothing is rounded."""
+    if run_file.quantisation is None:
+        raise UsageError("the run has no table [quantisation]: leave out --integers")
+    objects, cpu = UserObjects(), torch.device("cpu")
+    return deployed(weights, model_of(run_file, objects, device=cpu, dtype=precision_of(run_file.precision).parameters))
 
 
 def sentence(left: int, directory: Path) -> str:

@@ -131,6 +131,9 @@ def export(
         Literal["safetensors", "huggingface"],
         typer.Option(help='One file, or a folder for from_pretrained (of a model of kind "transformers").'),
     ] = "safetensors",
+    integers: Annotated[
+        bool, typer.Option("--integers", help="Of a run with [quantisation]: int8 weights and their scales.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Writes the weights of the unsplit model, whatever layout trained it, to one safetensors file.
@@ -147,8 +150,19 @@ def export(
     from shoal.checkpoint.inspect import export as write
 
     with busy(f"writing {file}"):
-        step = write(source, file, change=_merge(source)) if to == "safetensors" else _export_folder(source, file)
+        change = _integers(source) if integers else _merge(source)
+        step = write(source, file, change=change) if to == "safetensors" else _export_folder(source, file)
     answer(json.dumps({"step": step, "file": str(file)}) if as_json else f"{file}: the weights of step {step}")
+
+
+def _integers(source: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """What puts integers in the place of the weights that a run rounds."""
+    from shoal.assembly.shrinking import as_integers
+    from shoal.checkpoint.verify import checkpoint_in, run_directory_of
+    from shoal.runfile.load import load_run
+
+    written = run_directory_of(checkpoint_in(source)) / "run.toml"
+    return partial(as_integers, run_file=load_run(written))
 
 
 def _merge(source: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:

@@ -29,6 +29,10 @@ NAMES = ("lora_a", "lora_b", "magnitude", "adapter_down", "adapter_up")
 """What the parameters of adapters are called in their layers."""
 
 
+HEADS = ("head", "lm_head", "classifier")
+"""What output heads are called, which have no adapter unless they are named."""
+
+
 class AdaptedLinear(nn.Linear):
     """A linear layer with parameters of its own beside its weight and bias, which are those of `layer`."""
 
@@ -121,19 +125,26 @@ def adapt(model: nn.Module, config: AdapterConfig) -> None:
     _unfreeze(model, config, (*trained, *config.train))
     if isinstance(config, BitFit):
         return
+    make = implementation_of(config)
+    for name, layer in chosen_layers(model, config.layers, key="adapter.layers").items():
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, make(layer, config))
+
+
+def chosen_layers(model: nn.Module, patterns: tuple[str, ...], *, key: str) -> dict[str, nn.Linear]:
+    """The linear layers of `model` that `patterns` name; of `("*",)` all but output heads.
+
+    Raises `ConfigError`, which names the `key`, where a pattern matches nothing.
+    """
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    default = config.layers == ("*",)
-    for pattern in config.layers:
+    for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in layers):
             raise ConfigError(
-                f'adapter.layers: "{pattern}" matches no nn.Linear; this model has {", ".join(list(layers)[:3])}, ...'
+                f'{key}: "{pattern}" matches no nn.Linear; this model has {", ".join(list(layers)[:3])}, ...'
             )
-    make = implementation_of(config)
-    for name, layer in layers.items():
-        chosen = any(fnmatchcase(name, pattern) for pattern in config.layers)
-        if chosen and not (default and name.rpartition(".")[2] in ("head", "lm_head", "classifier")):
-            parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, make(layer, config))
+    if patterns == ("*",):
+        return {name: layer for name, layer in layers.items() if name.rpartition(".")[2] not in HEADS}
+    return {n: layer for n, layer in layers.items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
 
 
 def _unfreeze(model: nn.Module, config: AdapterConfig, patterns: tuple[str, ...]) -> None:

@@ -30,6 +30,7 @@ from shoal.memory.config import MemoryConfig
 from shoal.models.adapter_config import AdapterConfig
 from shoal.models.config import ModelConfig
 from shoal.models.foreign_keys import ForeignKeys
+from shoal.models.quantisation_config import QuantisationConfig
 from shoal.observe.config import ObserveConfig
 from shoal.optim.config import AdamW, OptimizerConfig
 from shoal.optim.schedule_config import Schedule
@@ -123,6 +124,9 @@ class RunFile(Table, frozen=True):
     schedule: Schedule = Schedule()
     adapter: Annotated[
         AdapterConfig | None, says("Small trained parameters in a frozen model; without this table, none.")
+    ] = None
+    quantisation: Annotated[
+        QuantisationConfig | None, says("Forwards with rounded weights; without this table, none.")
     ] = None
     freeze: Annotated[FreezeConfig | None, says("Layers that are not trained; without this table, all are.")] = None
     sparsity: Annotated[SparsityConfig | None, says("Weights that are masked; without this table, none is.")] = None

@@ -1,4 +1,4 @@
-"""The rules between `[sparsity]`, `[freeze]` or `[adapter]` and the other tables. Imports no torch."""
+"""The rules between `[sparsity]`, `[freeze]`, `[adapter]` or `[quantisation]` and other tables. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal.runfile.run_file import RunFile
 
 def partly_trained_refusal(run_file: RunFile) -> str | None:
     """One sentence if what leaves a part of the model out cannot be put on what another table asks for."""
-    return _schedule_rule(run_file) or _masks_rule(run_file) or _freeze_rule(run_file) or _adapter_rule(run_file)
+    return _schedule_rule(run_file) or _masks_rule(run_file) or _freeze_rule(run_file) or _layers_rule(run_file)
 
 
 def _schedule_rule(run_file: RunFile) -> str | None:
@@ -44,20 +44,24 @@ def _freeze_rule(run_file: RunFile) -> str | None:
     return found and f"{key} with {found[0]}: {found[1]}; use freeze.layers, or leave one of the two out"
 
 
-def _adapter_rule(run_file: RunFile) -> str | None:
-    adapter, model = run_file.adapter, run_file.model
-    if adapter is None:
+def _layers_rule(run_file: RunFile) -> str | None:
+    """Adapters and rounding are in linear layers, which other tables replace by their own."""
+    model = run_file.model
+    tables = {"adapter": run_file.adapter, "quantisation": run_file.quantisation}
+    given = [name for name, table in tables.items() if table is not None]
+    if not given:
         return None
-    written = f'adapter.kind = "{adapter.variant}" with'
+    if len(given) > 1:
+        return "[adapter] with [quantisation]: a layer has one of both; leave one of the two out"
     if run_file.layout.tensor > 1:
         return (
-            f"{written} layout.tensor = {run_file.layout.tensor}: layers that ranks split have no adapters; set "
+            f"[{given[0]}] with layout.tensor = {run_file.layout.tensor}: layers that ranks split do not have it; set "
             "layout.tensor = 1"
         )
     if isinstance(run_file.precision, Float8):
-        return f'{written} precision.kind = "float8", whose layers have no adapters; set precision.kind = "bfloat16"'
+        return f'[{given[0]}] with precision.kind = "float8", whose layers do not have it; set it to "bfloat16"'
     if isinstance(model, TransformersConfig) and model.lora_rank is not None:
-        return f"{written} model.lora_rank = {model.lora_rank}: leave one of the two out"
+        return f"[{given[0]}] with model.lora_rank = {model.lora_rank}: leave one of the two out"
     return None
 
 
