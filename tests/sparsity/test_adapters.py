@@ -18,7 +18,7 @@ from shoal.models.adapters import adapt, is_adapter, merged
 from shoal.models.build import initialise
 from shoal.models.config import GPTConfig
 from shoal.models.gpt import GPT
-from shoal.models.roles import roles_of
+from shoal.models.roles import ZEROS, Role, role_of, roles_of
 from tests.assembly.training_ranks import trained as taken
 from tests.sparsity.test_freezing import BASE, LAYOUTS, SUM_ORDER
 from tests.sync.steps import SGD, gap, train
@@ -152,6 +152,22 @@ def test_a_foreign_model_gets_adapters_too(ranks, folder: Path) -> None:
     found = ranks(2, train, tables | LAYOUTS["ZeRO-3"][1], str(folder))[0]
     assert {"model/0.lora_a", "model/2.lora_b"} <= wanted.state.keys()
     assert gap(found.weights, wanted.weights) < SUM_ORDER
+
+
+class DeclaresAll(nn.Sequential):
+    """A model that has a role for each of its parameters by name, adapters included, as those of transformers do."""
+
+    def parameter_roles(self) -> dict[str, Role]:
+        return {name: Role("replicated", None, decay=True) for name, _ in self.named_parameters()}
+
+
+def test_a_layer_knows_its_adapter_better_than_its_model() -> None:
+    model = DeclaresAll(nn.Linear(4, 3))
+    adapt(model, LoRA(rank=2))
+    roles = roles_of(model)
+    assert roles["0.lora_b"].init == ZEROS
+    assert roles["0.weight"].init is None
+    assert role_of(model, "0.lora_b") == roles["0.lora_b"]
 
 
 def small_classifier() -> nn.Module:

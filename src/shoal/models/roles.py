@@ -130,7 +130,8 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
             name: own.get(name) or (_TABLE if name in tables else _role_of_undeclared(parameter))
             for name, parameter in model.named_parameters()
         }
-    declared = _own_roles(model) | dict(model.parameter_roles())
+    own = _own_roles(model)
+    declared = own | {pattern: role for pattern, role in model.parameter_roles().items() if pattern not in own}
     return {name: _declared_role(model, declared, name=name) for name, _ in model.named_parameters()}
 
 

@@ -102,10 +102,10 @@ def planned(
         expert_imbalance = 1.0 if measured_step is None else measured_step.expert_imbalance
     predictor, evidence = predictor_of(run_file, cluster, expert_imbalance=expert_imbalance), DATA_SHEET
     basis = basis_of(predictor, stated=cluster is not None) + _imbalance_text(predictor)
-    basis += _partly_trained_text(run_file)
     if measured_step is not None:
         predictor, evidence, how = _calibrated(predictor, cluster, measured_step)
         basis = how if measured_step.tried and evidence != DATA_SHEET else basis + how
+    basis += _partly_trained_text(run_file)
     allowed = allowed_by(run_file)
     found = search_with(run_file, predictor, allowed, keep=keep)
     best = found.best[0]
