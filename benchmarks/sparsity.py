@@ -203,9 +203,11 @@ def compare_gpt(steps: int) -> Result:
         "dense": {},
         "magnitude": TENTH["magnitude"] | {"schedule": schedules},
         "rigl": TENTH["rigl"] | {"schedule": {"end": steps * 3 // 4, "every": max(1, steps // 20)}},
+        "features, half": {"kind": "magnitude", "density": 0.5, "pattern": "features", "schedule": schedules},
     }
     long = {"batch.sequence": 1024, "batch.global_samples": 2}
     runs: dict[str, dict[str, Any]] = {kind: _table(table) for kind, table in kinds.items()}
+    runs["weights of 4 bits"] = {"quantisation.bits": 4, "quantisation.group": 32}
     runs["1,024 bytes"] = long
     window = {"model.attention.kind": "window", "model.attention.window": 128}
     runs["1,024 bytes, window 128"] = long | window
