@@ -75,7 +75,7 @@ def build_generation(
         connect_norms(model, mesh.axis("replicate", "shard", lane="statistics"))
     forward_backward = build_forward_backward(
         run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan,
-        programs=programs,
+        programs=programs, distillation=workload.distillation,
     )  # fmt: skip
     sync = build_sync(run_file.sync, mesh)
     if workload.optimizers and run_file.optimizer.sends_momentum:

@@ -132,11 +132,11 @@ def _left_out(
 
 def _refuse_own(run_file: RunFile) -> None:
     """Raises `ConfigError` for tables that say what is trained, where a script's optimizer says it."""
-    tables = {"sparsity": run_file.sparsity, "freeze": run_file.freeze, "adapter": run_file.adapter}
+    tables = {name: getattr(run_file, name) for name in ("sparsity", "freeze", "adapter", "distillation")}
     given = next((name for name, table in tables.items() if table is not None), None)
     if given is not None:
         raise ConfigError(
-            f"[{given}] with an optimizer of the script, which says by itself what is trained: train the model by "
+            f"[{given}] with an optimizer of the script, which decides by itself what is trained: train the model by "
             f"`shoal train`, or leave [{given}] out"
         )
 

@@ -13,9 +13,11 @@ from shoal.assembly.objects import UserObjects, check_layout_independent, data_o
 from shoal.assembly.process import Process
 from shoal.assembly.reading import check_reading, slow_reads
 from shoal.assembly.sameness import require_same, require_same_code, require_same_length, samples_of, shapes_of
+from shoal.assembly.teaching import distillation_of
 from shoal.data.build import Dataset
 from shoal.data.config import StdlibText, TextFiles, Tokens
 from shoal.data.labelled import predicts_next_token, with_labels
+from shoal.engine.distillation import Distillation
 from shoal.engine.loss import Loss
 from shoal.engine.precision import Precision, precision_of
 from shoal.models.huggingface.config import TransformersConfig
@@ -41,6 +43,7 @@ class Workload:
     objects: UserObjects
     optimizers: Sequence[OwnOptimizer] = ()
     samples: Sequence[str] = ()
+    distillation: Distillation | None = None
 
     @property
     def trained_with(self) -> list[object]:
@@ -99,7 +102,8 @@ def load_workload(
     check_reading(run_file, data)
     check_short_step(run_file, len(data.train), layout)
     optimizers = own_optimizers(objects.optimizers, model) if objects.optimizers else []
-    return Workload(model, skeleton is not None, data, loss, precision, objects, optimizers)
+    teacher = distillation_of(run_file, device=device, dtype=precision.parameters)
+    return Workload(model, skeleton is not None, data, loss, precision, objects, optimizers, distillation=teacher)
 
 
 def with_new_model(workload: Workload, run_file: RunFile, device: torch.device) -> Workload:

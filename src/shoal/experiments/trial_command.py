@@ -25,8 +25,8 @@ from shoal.runfile.run_file import RunFile
 
 RUN_KEYS = ("steps", "seed", "warm_start")
 TABLES = (
-    "model", "data", "loss", "optimizer", "schedule", "adapter", "quantisation", "freeze", "sparsity", "precision",
-    "codec", "shard_codec", "sync",
+    "model", "data", "loss", "distillation", "optimizer", "schedule", "adapter", "quantisation", "freeze", "sparsity",
+    "precision", "codec", "shard_codec", "sync",
 )  # fmt: skip
 """What decides a result, besides `RUN_KEYS` and the samples of a step. The layout and what follows from it may differ:
 they change the order of summation."""

@@ -16,7 +16,7 @@ from shoal.codec.config import CodecConfig, NoCodec, ShardCodecConfig
 from shoal.comm.config import WireConfig
 from shoal.config.table import Table, says
 from shoal.data.config import BatchConfig, DataConfig
-from shoal.engine.config import CrossEntropy, Float32, HooksConfig, LossConfig, PrecisionConfig
+from shoal.engine.config import CrossEntropy, DistillationConfig, Float32, HooksConfig, LossConfig, PrecisionConfig
 from shoal.federated.config import (
     DeviceConfig,
     FederatedConfig,
@@ -120,6 +120,9 @@ class RunFile(Table, frozen=True):
     data: Annotated[DataConfig, says("The data.")]
     batch: BatchConfig
     loss: LossConfig = CrossEntropy()
+    distillation: Annotated[
+        DistillationConfig | None, says("A teacher beside the targets; without this table, none.")
+    ] = None
     optimizer: OptimizerConfig = AdamW()
     schedule: Schedule = Schedule()
     adapter: Annotated[

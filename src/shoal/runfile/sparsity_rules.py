@@ -1,10 +1,10 @@
-"""The rules between `[sparsity]`, `[freeze]`, `[adapter]` or `[quantisation]` and other tables. Imports no torch."""
+"""The rules between `[sparsity]`, `[freeze]`, `[adapter]`, ... and the other tables. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.engine.config import Float8
+from shoal.engine.config import CrossEntropy, Float8
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.optim.config import AdamW8bit
 from shoal.runfile.run_file import RunFile
@@ -12,7 +12,29 @@ from shoal.runfile.run_file import RunFile
 
 def partly_trained_refusal(run_file: RunFile) -> str | None:
     """One sentence if what leaves a part of the model out cannot be put on what another table asks for."""
-    return _schedule_rule(run_file) or _masks_rule(run_file) or _freeze_rule(run_file) or _layers_rule(run_file)
+    rules = (_distillation_rule, _schedule_rule, _masks_rule, _freeze_rule, _layers_rule)
+    return next((sentence for rule in rules if (sentence := rule(run_file)) is not None), None)
+
+
+def _distillation_rule(run_file: RunFile) -> str | None:
+    """The teacher is whole on every rank, and sees whole samples there."""
+    layout = run_file.layout
+    if run_file.distillation is None:
+        return None
+    split = next((axis for axis in ("pipeline", "context", "tensor") if getattr(layout, axis) > 1), None)
+    if split is not None:
+        return (
+            f"[distillation] with layout.{split} = {getattr(layout, split)}: no rank has whole logits beside its "
+            "teacher's; use layout.shard or replicate"
+        )
+    if not isinstance(run_file.loss, CrossEntropy):
+        return (
+            f'[distillation] with loss.kind = "{run_file.loss.variant}": a teacher gives classes; use "cross_entropy"'
+        )
+    if run_file.memory.loss_chunks > 1 or run_file.run.compile not in (False, "blocks"):
+        key = "memory.loss_chunks" if run_file.memory.loss_chunks > 1 else "run.compile"
+        return f"[distillation] with {key}: the logits are not there to be compared with the teacher's; leave it out"
+    return None
 
 
 def _schedule_rule(run_file: RunFile) -> str | None:

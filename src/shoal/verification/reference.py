@@ -53,7 +53,8 @@ def reference_of(run: Run) -> Reference:
     trained = [(name, p, roles[name].decay) for name, p in model.named_parameters() if p.requires_grad]
     draws = draws_of(run_file, model)
     randomness = Randomness(model, seed=run_file.run.seed, replica=0, draws=draws)
-    compute = Compute(model, loss_of(run_file.loss, objects), precision, device, randomness)
+    loss, distillation = loss_of(run_file.loss, objects), run.workload.distillation
+    compute = Compute(model, loss, precision, device, randomness, distillation=distillation)
     sparse = [name for name, role in roles.items() if role.kind == "table"]
     kinds = {name: role.kind for name, role in roles.items()}
     optimizer = build_optimizer(run_file.optimizer, trained, lr=1.0, sparse=sparse, kinds=kinds)
