@@ -289,4 +289,5 @@ def _figures(run: Run, sinks: Sinks, unkeyed: UnkeyedDraws) -> dict[str, float]:
     coded = run.generation.coded
     for line in [] if coded is None else coded.take_lines():
         sinks.note(line)
-    return {**({} if coded is None else coded.take_figures()), **run.generation.agreement.take_figures()}
+    own = {} if coded is None else coded.take_figures()
+    return {**own, **run.generation.agreement.take_figures(), **run.state.figures()}

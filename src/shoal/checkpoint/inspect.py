@@ -9,7 +9,7 @@ checkpoint gives them; an imported one becomes a checkpoint that holds weights a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -243,8 +243,9 @@ def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> None:
             tensor.copy_(weights[name])
 
 
-def export(source: Path, file: Path) -> int:
+def export(source: Path, file: Path, *, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict) -> int:
     """Write the weights of the checkpoint `source`, or of a run directory's newest, to `file`; the step they are from.
+    `change` makes of them what is written.
 
     Raises `UsageError` where there is nothing to export or `file` exists.
     """
@@ -255,7 +256,7 @@ def export(source: Path, file: Path) -> int:
     weights = shown_weights(manifest, run_directory_of(folder))
     if not weights:
         raise UsageError(f"{folder} holds no weights: no tensor in it is called {PREFIX}...")
-    write_weights(weights, file)
+    write_weights(change(weights), file)
     return manifest.step
 
 

@@ -86,3 +86,11 @@ class HooksConfig(Table, frozen=True):
     after_save: Annotated[list[str], says("Called when a checkpoint counts; what they return is not recorded.")] = (
         msgspec.field(default_factory=list)
     )
+
+
+class DistillationConfig(Table, frozen=True, kw_only=True):
+    """A trained model says what the classes of each sample are worth (arXiv:1503.02531)."""
+
+    teacher: Annotated[str, says("The run directory or checkpoint of the teacher, which every rank holds whole.")]
+    weight: Annotated[float, says("The teacher's share of the loss.", gt=0, le=1)] = 0.5
+    temperature: Annotated[float, says("What logits are divided by before they are compared.", gt=0, le=1e3)] = 2.0

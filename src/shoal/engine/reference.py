@@ -24,6 +24,7 @@ from shoal.engine.compute import Compute
 from shoal.engine.loss import weighted_losses, weighted_sum
 from shoal.engine.microbatches import leaves
 from shoal.optim.build import set_rate
+from shoal.sparsity.training import SparseTraining
 
 Arrange = Callable[[Sequence[Batch]], Sequence[Batch]]
 """From the batches of a step that the reference is given to those that it computes, one after the other."""
@@ -44,7 +45,7 @@ class Reference:
 
     One forward takes all samples that it is given and that have the same shapes; `arrange`: the batches that forwards
     take instead, where samples of one belong together. `scale`: the loss is multiplied by it in the backward, for
-    float16. `transform` changes every `.grad` in a step, after clipping.
+    float16. `transform` changes every `.grad` in a step, after clipping; `sparse` masks gradients and weights.
     """
 
     compute: Compute
@@ -53,6 +54,7 @@ class Reference:
     arrange: Arrange | None = None
     scale: float = 1.0
     transform: Callable[[int], None] | None = None
+    sparse: SparseTraining | None = None
     _step: int = field(default=0, init=False)
 
     @property
@@ -66,6 +68,8 @@ class Reference:
     def gradient(self, step: int, batches: Sequence[Batch]) -> ReferenceGradient:
         """Of step `step` over `batches`, which are the global batch."""
         self._step = step
+        if self.sparse is not None:
+            self.sparse.begin(step)
         self.compute.train()
         self.compute.randomness.step(step)
         self.compute.buffers.start()
@@ -80,6 +84,8 @@ class Reference:
             with self.compute.randomness.drawing():
                 (loss_sum / denominator * self.scale).backward()
             total += float(loss_sum.detach().double())
+        if self.sparse is not None:
+            self.sparse.agreed(step)
         zero = {name: torch.zeros_like(parameter) for name, parameter in self.weights.items()}
         found = {name: p.grad.to_dense() / self.scale for name, p in self.weights.items() if p.grad is not None}
         return ReferenceGradient(total / denominator, norm_of(found), zero | found)
@@ -148,6 +154,8 @@ class Reference:
             self.transform(self._step)
         set_rate(self.optimizer, lr)
         self.optimizer.step()
+        if self.sparse is not None:
+            self.sparse.updated(self._step)
         self._statistics.finish(committed=True)
         self.compute.buffers.finish(committed=True)
 

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -241,6 +241,15 @@ class HasFacts(Protocol):
     def load(self, state: Mapping[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class Measures(Protocol):
+    """A section that tells something of itself in every step."""
+
+    def figures(self) -> dict[str, float]:
+        """Measurements by name."""
+        ...
+
+
 @dataclass(frozen=True)
 class FactsSection:
     """The section of something without tensors."""
@@ -314,6 +323,11 @@ class TrainState:
     def averages_shown(self, gather: Callable[[], None]) -> AbstractContextManager[None]:
         """See `shoal.optim.average`."""
         return averages_shown([section.optimizer for section in self._optimizers], gather)
+
+    def figures(self) -> dict[str, float]:
+        """What sections measure."""
+        measuring = [section for section in self.others if isinstance(section, Measures)]
+        return {name: value for section in measuring for name, value in section.figures().items()}
 
     @property
     def is_whole_on_replicas(self) -> bool:

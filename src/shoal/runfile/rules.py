@@ -22,6 +22,7 @@ from shoal.runfile.microbatches import microbatch_sizes, most_samples
 from shoal.runfile.norm_rules import norm_refusal
 from shoal.runfile.optimizer_rules import optimizer_refusal
 from shoal.runfile.run_file import RunFile, statistics_group
+from shoal.runfile.sparsity_rules import partly_trained_refusal
 from shoal.runfile.sync_rules import division_refusal, sync_refusal
 
 
@@ -57,6 +58,7 @@ def refusal(run_file: RunFile) -> str | None:
         watch_refusal,
         elastic_refusal,
         optimizer_refusal,
+        partly_trained_refusal,
         federated_refusal,
     ):
         sentence = rule(run_file)
