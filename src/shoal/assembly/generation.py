@@ -12,7 +12,7 @@ from shoal.assembly.coding import coded_exchanges
 from shoal.assembly.microbatching import Microbatching
 from shoal.assembly.process import Process
 from shoal.assembly.run_gradients import build_run_gradients
-from shoal.assembly.splitting import Divided, build_forward_backward, compiled, divided, draw_parts
+from shoal.assembly.splitting import Divided, build_forward_backward, compiled, divided, draw_parts, trained_in
 from shoal.assembly.workload import Workload
 from shoal.codec.config import AutoConfig
 from shoal.comm.exchanges.coded import CodedExchanges
@@ -26,6 +26,7 @@ from shoal.models.embedding_table import tables_in
 from shoal.observe.facts import read_facts
 from shoal.optim.adopt import OwnOptimizer
 from shoal.runfile.run_file import RunFile, run_directory, synchronises_norms
+from shoal.state.ownership import Trained
 from shoal.sync.build import build_sync
 from shoal.sync.event_order import Rounds
 from shoal.sync.strategy import Agreement, Replica, Sync
@@ -43,6 +44,11 @@ class Generation:
     gradients: Gradients
     agreement: Agreement
     coded: CodedExchanges | None = None
+
+    @property
+    def trained(self) -> list[Trained]:
+        """The parameters that this rank trains, and where each stands in the unsplit model."""
+        return trained_in(self.parts)
 
     @property
     def looks_up(self) -> bool:

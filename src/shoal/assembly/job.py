@@ -97,8 +97,10 @@ def build_job(
 ) -> Job:
     """What the loop of this rank is made of; `stack` closes it. `exchange` is what saves go by, a board on the run's
     store if there is none; `copies` sends them to a remote store, None: one that ends with `stack`. `own_loop`: the
-    script sets learning rates, evaluates and runs the model.
+    script sets learning rates, evaluates and runs the model. Raises `ConfigError` for what only steps of its own keep.
     """
+    if own_loop:
+        run.tiers.check_own_loop()
     run_file, mesh, injector = run.run_file, run.mesh, run.process.injector
     saver = build_saver(run, directory, exchange)
     (copies or stack.enter_context(CopySender())).send(run, saver, directory, sinks)
@@ -287,4 +289,5 @@ def _figures(run: Run, sinks: Sinks, unkeyed: UnkeyedDraws) -> dict[str, float]:
     coded = run.generation.coded
     for line in [] if coded is None else coded.take_lines():
         sinks.note(line)
-    return {**({} if coded is None else coded.take_figures()), **run.generation.agreement.take_figures()}
+    measured = {} if coded is None else coded.take_figures()
+    return {**measured, **run.generation.agreement.take_figures(), **run.tiers.take_figures()}

@@ -126,7 +126,7 @@ class Injector:
         optimizer.register_step_pre_hook(lambda *_: self.reached("optimizer/before"))
         optimizer.register_step_post_hook(lambda *_: self.reached("optimizer/after"))
         policy = _Struck(step.policy, self, model, optimizer)
-        return TrainStep(step.context, policy, step.agreement)
+        return step.by(policy)
 
 
 @dataclass(frozen=True)
