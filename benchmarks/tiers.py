@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import torch
 import typer
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from benchmarks.command import run
 from shoal import units

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shoal.assembly.run import open_run
 from shoal.launch.environment import Place
+from shoal.models.build import build, parameter_count
+from shoal.models.config import GPTConfig
 from shoal.runfile.rules import refusal
 from tests.assembly.journey import Leg, travel
 from tests.ranks import TestPlace
@@ -22,6 +25,7 @@ HOMES: dict[str, dict[str, Any]] = {
     "host": {"offload": {"optimizer": "host", **PART}},
     "disk": {"offload": {"optimizer": "disk", **PART}},
     "activations": {"offload": {"activations": "host"}},
+    "parameters": {"zero": 3, "offload": {"parameters": "host", "optimizer": "host"}},
     "all": {"offload": {"optimizer": "disk", "activations": "host", **PART}, "recompute": "full"},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -30,8 +34,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ZeRO-3": {"layout": {"shard": 2}, "memory": {"zero": 3}},
     "pipeline": {"layout": {"pipeline": 2}, "batch": {"micro_samples": 2}},
 }
-CASES = [(list(LAYOUTS)[(k + j) % 4], list(HOMES)[(k + 2 * j) % 4]) for k in range(4) for j in range(4)]
-"""So that every fourth is another layout and another home."""
+CASES = [(list(LAYOUTS)[k], list(HOMES)[(k + j) % 5]) for k in range(4) for j in range(5)]
+"""So that every sixth is another layout and another home."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +66,7 @@ def trained(place: TestPlace, given: dict[str, Any], folder: str, steps: int) ->
     return losses, figures
 
 
-@pytest.mark.matrix(every=4)
+@pytest.mark.matrix(every=6)
 @pytest.mark.parametrize(("layout", "home"), CASES)
 def test_losses_are_the_same_to_the_bit_and_less_is_on_the_device(ranks, folder: Path, layout: str, home: str) -> None:
     world = 1 if layout == "one process" else 2
@@ -72,6 +76,41 @@ def test_losses_are_the_same_to_the_bit_and_less_is_on_the_device(ranks, folder:
         assert losses == same
         assert in_turn["memory/device_peak_bytes"] <= at_once["memory/device_peak_bytes"]
         assert in_turn["memory/to_device_bytes"] > 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_state_of_four_times_the_device_trains_to_the_same_bits(ranks, folder: Path, world: int, home: str) -> None:
+    """16 bytes for each parameter, divided over the ranks; peak, losses and moved bytes in every step."""
+    layout = {"layout": {"shard": world}} if world > 1 else {}
+    sizes = {"layers": 24, "width": 96, "feed_forward_width": 256, "vocabulary": 61}
+    deep = {**layout, "model": GPT | sizes, "batch": {"sequence": 16 * world}}
+    parameters = model_parameters(deep, folder)
+    size = f"{16 * parameters // world // 4 // 1024} KiB"
+    elsewhere = {"parameters": "host", "optimizer": home, "activations": "host", **PART}
+    plain = ranks(world, trained, deep, str(folder), 3)
+    small = deep | {"memory": {"simulate_device": size, "recompute": "full", "offload": elsewhere}}
+    for (losses, _), (same, found) in zip(plain, ranks(world, trained, small, str(folder), 3), strict=True):
+        assert losses == same
+        assert 4 * found["memory/device_peak_bytes"] <= 16 * parameters / world
+        blocks = parameters - OUTSIDE * sizes["width"]
+        inputs = 23 * 8 * 16 * sizes["width"] * 4
+        assert found["memory/to_device_bytes"] - inputs == pytest.approx(4 * (parameters + blocks) / world, rel=0.02)
+        assert found["memory/to_host_bytes"] == pytest.approx(4 * parameters / world + inputs * 24 / 23, rel=0.02)
+        if home == "disk":
+            assert found["memory/disk_read_bytes"] == pytest.approx(8 * parameters / world, rel=0.15)
+
+
+def model_parameters(tables: dict[str, Any], folder: Path) -> int:
+    """Those of its GPT."""
+    model = run_file_of(folder, **tables).model
+    assert isinstance(model, GPTConfig)
+    with torch.device("meta"):
+        return parameter_count(build(model))
+
+
+OUTSIDE = 2 * 61 + 1
+"""Rows of the width outside of blocks: embedding, head and the last norm."""
 
 
 def test_a_step_that_does_not_fit_is_refused_and_fits_with_the_key_that_is_named(ranks, folder: Path) -> None:
@@ -86,16 +125,16 @@ def test_a_step_that_does_not_fit_is_refused_and_fits_with_the_key_that_is_named
 
 
 def test_checkpoints_go_from_tier_to_tier_and_world_to_world(ranks, folder: Path) -> None:
-    """Device, disk and host of one process continue each other to the bit; two ranks under ZeRO-1 go on as well."""
-    straight: Leg = ranks(1, travel, tables("one process", {}), str(folder), "straight", 6)[0]
+    """Device, disk and host of one process continue each other to the bit; two ranks under ZeRO-3 go on as well."""
+    straight: Leg = ranks(1, travel, tables("one process", {}), str(folder), "straight", 8)[0]
     legs = [
         ranks(1, travel, tables("one process", HOMES.get(home, {})), str(folder), "journey", 2)[0]
-        for home in ("disk", "host", "device")
+        for home in ("disk", "parameters", "host", "device")
     ]
     assert [loss for leg in legs for loss in leg.losses] == straight.losses
     for name, value in straight.left.items():
         assert value.equal(legs[-1].left[name]), name
-    further: Leg = ranks(2, travel, tables("ZeRO-1", HOMES["disk"]), str(folder), "journey", 1)[0]
+    further: Leg = ranks(2, travel, tables("ZeRO-3", HOMES["parameters"]), str(folder), "journey", 1)[0]
     for name, value in straight.left.items():
         assert value.equal(further.came[name]), name
 

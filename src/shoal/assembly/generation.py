@@ -21,7 +21,7 @@ from shoal.comm.mesh import Mesh
 from shoal.engine.forward_backward import ForwardBackward
 from shoal.engine.statistics_exchange import connect_norms
 from shoal.errors import ConfigError
-from shoal.gradients.gradients import Gradients
+from shoal.gradients.gradients import Gradients, PieceHome
 from shoal.models.embedding_table import tables_in
 from shoal.observe.facts import read_facts
 from shoal.optim.adopt import OwnOptimizer
@@ -63,8 +63,11 @@ def build_generation(
     mesh: Mesh,
     plan: Microbatching,
     rounds: Rounds | None,
+    home: PieceHome | None = None,
 ) -> Generation:
-    """This rank's part of it. Blocks until all ranks of `mesh` are here; the model becomes a part of it."""
+    """This rank's part of it. Blocks until all ranks of `mesh` are here; the model becomes a part of it. `home`: see
+    `build_run_gradients`.
+    """
     model = workload.model
     if not workload.drawn_later:
         _start_equal(model, mesh)
@@ -94,6 +97,7 @@ def build_generation(
         partition=AllReduce if coded is None else coded.partition,
         one_host=process.place.one_host,
         optimizers=workload.optimizers,
+        home=home,
     )
     agreement = _agreement(
         run_file,

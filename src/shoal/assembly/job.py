@@ -20,7 +20,7 @@ from shoal import units
 from shoal.assembly.metering import layer_norms, replica_speeds, scaling
 from shoal.assembly.proofs import missing_proof
 from shoal.assembly.run import Run
-from shoal.assembly.run_gradients import gathering_of
+from shoal.assembly.run_gradients import gathering_of, zero_of
 from shoal.assembly.saving import CopySender, build_saver, fetch_newer, save_interval, share_between_hosts
 from shoal.assembly.unkeyed_draws import UnkeyedDraws
 from shoal.assembly.user_code import find_named, users_traceback
@@ -105,7 +105,8 @@ def build_job(
     saver = build_saver(run, directory, exchange)
     (copies or stack.enter_context(CopySender())).send(run, saver, directory, sinks)
     feed = stack.enter_context(run.feed())
-    forward = mesh.layout.replica_size == 1 and not own_loop and not run.generation.looks_up
+    whole = mesh.layout.replica_size == 1 and zero_of(run_file.memory, mesh) is None
+    forward = whole and not own_loop and not run.generation.looks_up
     unkeyed = UnkeyedDraws(run)
     return Job(
         state=run.state,

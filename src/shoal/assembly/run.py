@@ -214,12 +214,12 @@ def run_in_generation(
     )  # fmt: skip
     tiers = Tiers(run_file, process.device)
     with tiers.building():
-        generation = build_generation(run_file, process, workload, mesh, plan, rounds)
+        generation = build_generation(run_file, process, workload, mesh, plan, rounds, tiers.home)
         scaler, trained = scaler_of(run_file.precision), generation.trained
         state = build_state(run_file, generation, workload, scaler)
     tiers.keep_activations(generation.parts, mesh.layout.index("pipeline", mesh.rank))
     tiers.keep_state(state.optimizers)
-    tiers.hold(generation.parts.split.model, state.optimizers)
+    tiers.hold(generation.parts.split.model, generation.gradients, state.optimizers)
     step = build_step(run_file, generation, generation.agreement.stepped_by(state.optimizer.optimizer), scaler)
     step.counting = tiers.counting
     return Run(run_file, process, workload, generation, state, step, trained, tiers)

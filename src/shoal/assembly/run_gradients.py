@@ -17,7 +17,7 @@ from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
 from shoal.gradients.build import Summing, build_gradients
 from shoal.gradients.flat import ALIGNMENT
-from shoal.gradients.gradients import Gradients, Groups, VisibleGradients
+from shoal.gradients.gradients import Gradients, Groups, PieceHome, VisibleGradients
 from shoal.gradients.joint import JointGradients
 from shoal.gradients.partition import GradientRanks
 from shoal.gradients.priority import PriorityGradients
@@ -93,7 +93,11 @@ _NORM_AXES: Mapping[bool, tuple[Axis, ...]] = {
 
 
 def zero_of(memory: MemoryConfig, mesh: Mesh) -> int | None:
-    """The stage of ZeRO; None if no rank shares its copy of the model with ranks that see other samples."""
+    """The stage of ZeRO; None if no rank shares its copy of the model with ranks that see other samples. Parameters
+    that live on the host are gathered on one rank, too.
+    """
+    if memory.offload.parameters != "device":
+        return ZERO_OF_SHARD
     return None if mesh.layout.shard == 1 else memory.zero or ZERO_OF_SHARD
 
 
@@ -130,8 +134,10 @@ def build_run_gradients(
     partition: NewPartitionSum = AllReduce,
     one_host: bool,
     optimizers: Sequence[OwnOptimizer] = (),
+    home: PieceHome | None = None,
 ) -> Gradients:
-    """How this rank's gradients are reduced, and what its optimizer runs on. The parameters' memory may be moved.
+    """How this rank's gradients are reduced, and what its optimizer runs on. The parameters' memory may be moved, under
+    ZeRO-3 to `home`.
 
     Ranks that sum a gradient do so by `exchange`; under a schedule by priority, by `partition`. `one_host`: all ranks
     are on one host. `optimizers` are a script's own; several have gradients apart.
@@ -176,6 +182,7 @@ def build_run_gradients(
                 lockstep=None if several else mesh.axis(*sync.lockstep_axes),
                 undivided=None if whole else max(undivided, ALIGNMENT),
                 pieces=piece_codecs(run_file.shard_codec),
+                home=home,
             ),
         )
 

@@ -11,13 +11,16 @@ from torch import Tensor, nn
 
 from shoal.assembly.splitting import Divided, blocks_in
 from shoal.errors import ConfigError
+from shoal.gradients.fully_sharded import FullyShardedGradients
+from shoal.gradients.gradients import Gradients
 from shoal.memory.config import MemoryConfig
+from shoal.memory.host_pieces import HostPieces, HostUpdates
 from shoal.memory.offloaded_activations import SavedTensors
 from shoal.memory.simulated_device import ACTIVATIONS, SimulatedDevice
 from shoal.memory.spill_file import SpillFile
 from shoal.memory.streamed_state import StreamedState
 from shoal.memory.tiers import DiskTier, HostTier
-from shoal.memory.traffic import Traffic
+from shoal.memory.traffic import DiskTraffic, Traffic
 from shoal.optim.fused import FusedOptimizer
 from shoal.runfile.run_file import RunFile, run_directory
 
@@ -32,7 +35,13 @@ class Tiers:
         self._config, self._torch_device = memory.offload, device
         self._folder = Path(memory.offload.folder or run_directory(run_file) / SPILL_FOLDER)
         self._traffic = Traffic()
-        self._state: StreamedState | None = None
+        self._state: StreamedState | HostUpdates | None = None
+        self.home = HostPieces(self._traffic) if memory.offload.parameters == "host" else None
+        if self.home is not None and device.type != "cpu":
+            raise ConfigError(
+                f'memory.offload.parameters = "host" on a {device.type} device: it runs on CPUs, with '
+                "memory.simulate_device; split them over ranks by layout.shard and memory.zero = 3"
+            )
         self._activations: SavedTensors | None = None
         self.device = None
         if memory.simulated_bytes is not None:
@@ -46,7 +55,7 @@ class Tiers:
     @property
     def moves(self) -> bool:
         """Whether anything lies elsewhere."""
-        return self._state is not None or self._activations is not None
+        return self.home is not None or self._state is not None or self._activations is not None
 
     def check_own_loop(self) -> None:
         """Raises `ConfigError` for what a script's own loop would leave uncounted."""
@@ -68,9 +77,7 @@ class Tiers:
                     "needs the state of all parameters at once or updates them itself: choose optimizer.kind = "
                     '"adamw", "adamw_8bit", "sgd" or "lion", or leave the key out'
                 )
-            tier = self._tier()
-            self._state = StreamedState(tier, self._torch_device, self._traffic, part_bytes=self._config.part_bytes)
-            optimizer.home = self._state
+            optimizer.home = self._state = self._home_of_state()
 
     def keep_activations(self, parts: Divided, rank: int) -> None:
         """Gives what the blocks of this rank's part of the model save its home. Raises `ConfigError` without blocks."""
@@ -95,15 +102,19 @@ class Tiers:
     @contextmanager
     def building(self) -> Iterator[None]:
         """Around what builds what lives between steps."""
-        with nullcontext() if self.device is None else self.device.building():
+        counted = self.device is not None and self.home is None
+        with self.device.building() if counted and self.device is not None else nullcontext():
             yield
 
-    def hold(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def hold(self, model: nn.Module, gradients: Gradients, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Enters the model into the ledger, and tells it what is what."""
         if self.device is None:
             return
         own = [*model.parameters(), *model.buffers()]
-        stepped = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        if isinstance(gradients, FullyShardedGradients):
+            own += gradients.gathered
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        stepped = [p for group in groups for p in group["params"]] if self.home is None else []
 
         def holders() -> Mapping[str, Iterable[Tensor]]:
             state = [x for o in optimizers for slots in o.state.values() for x in slots.values()]
@@ -129,11 +140,18 @@ class Tiers:
             if each is not None:
                 each.close()
 
-    def _tier(self) -> HostTier | DiskTier:
-        if self._config.optimizer == "host":
-            return HostTier(self._torch_device, self._traffic)
-        file = SpillFile(self._folder)
-        return DiskTier(file, self._torch_device, self._traffic, pool_bytes=self._config.pool_bytes)
+    def _home_of_state(self) -> StreamedState | HostUpdates:
+        config, on_disk = self._config, self._config.optimizer == "disk"
+        on_device = self.home is None
+        traffic = self._traffic if on_device else DiskTraffic(self._traffic)
+        tier: HostTier | DiskTier = HostTier(self._torch_device, traffic)
+        if on_disk:
+            tier = DiskTier(SpillFile(self._folder), self._torch_device, traffic, pool_bytes=config.pool_bytes)
+        streamed = StreamedState(tier, self._torch_device, traffic, part_bytes=config.part_bytes)
+        if on_device:
+            return streamed
+        on_host = nullcontext if self.device is None else self.device.on_host
+        return HostUpdates(on_host, streamed if on_disk else None, part_bytes=config.part_bytes)
 
 
 OPTIMIZER_STATE = "optimizer state"

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.gradients.flat import ALIGNMENT
-from shoal.gradients.gradients import Groups
+from shoal.gradients.gradients import Groups, PieceHome
 from shoal.gradients.partition import BucketParameters
 from shoal.gradients.sharded import ShardedBase, flat
 from shoal.gradients.units import ShardedParameters, Unit, chained, read_outside
@@ -40,6 +40,7 @@ class FullyShardedGradients(ShardedBase):
         exchange: NewExchange = AllReduce,
         undivided: int | None = ALIGNMENT,
         pieces: PieceCodecs = PieceCodecs(),
+        home: PieceHome | None = None,
     ) -> None:
         rest_modules = _direct_owners(model, [trained[i] for c in parts if c.unit < 0 for i in c.indices])
         names = {id(module): name for name, module in model.named_modules()}
@@ -53,13 +54,16 @@ class FullyShardedGradients(ShardedBase):
                     for index in part.indices
                 ],
                 codecs=pieces,
+                home=home,
             )
             for part in parts
         ]
         super().__init__(
             trained, parts, stores, stage=3, groups=groups, replica=replica, exchange=exchange, undivided=undivided,
-            pieces=pieces,
+            pieces=pieces, home=home,
         )  # fmt: skip
+        self.gathered: Sequence[Tensor] = [store.whole for store in stores]
+        """The buffers that units are gathered into; empty while they are released."""
         self._rest = Unit(_of_unit(parts, stores, -1), passes=False)
         passing = [Unit(_of_unit(parts, stores, number), passes=True) for number in range(len(blocks))]
         chained(passing)

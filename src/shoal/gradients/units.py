@@ -69,12 +69,14 @@ from shoal.comm.collective import Collective, Handle
 from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.errors import UserCodeError
 from shoal.gradients.flat import FlatLayout
+from shoal.gradients.gradients import PieceHome
 from shoal.gradients.sharded import flattened
 
 
 class ShardedParameters:
     """The `parameters` of one unit and kind. They begin released. `codecs` code what ranks gather of them; `read` has
-    for each the sentence that is raised where it is read while it is released.
+    for each the sentence that is raised where it is read while it is released. `home`: where this rank's piece lives;
+    None: on the device.
     """
 
     def __init__(
@@ -85,10 +87,12 @@ class ShardedParameters:
         *,
         read: Sequence[str],
         codecs: PieceCodecs = PieceCodecs(),
+        home: PieceHome | None = None,
     ) -> None:
         self._parameters, self._layout, self._shard, self._codecs = parameters, layout, shard, codecs
-        self._whole = flattened(parameters, layout)
-        self.piece = self._whole[layout.mine(shard.rank)].clone()
+        self._whole, self._home = flattened(parameters, layout), home
+        own = self._whole[layout.mine(shard.rank)]
+        self.piece = own.clone() if home is None else home.allocate(own.numel(), own.dtype).copy_(own)
         self._views = [self._whole[layout.slice(n)].view(p.shape) for n, p in enumerate(parameters)]
         nothing = torch.full((), math.nan, dtype=self._whole.dtype, device=self._whole.device)
         self._released = [nothing.expand(p.shape) for p in parameters]
@@ -98,6 +102,11 @@ class ShardedParameters:
         self.here = True
         self.release()
 
+    @property
+    def whole(self) -> Tensor:
+        """The buffer that it is gathered into."""
+        return self._whole
+
     def start_gather(self, *, exact: bool = False) -> None:
         """Begins to bring the pieces of all ranks; `exact`: as they are, and not coded."""
         if self.here or self._handle is not None:
@@ -105,6 +114,8 @@ class ShardedParameters:
         self._whole.untyped_storage().resize_(self._bytes)
         codecs = PieceCodecs() if exact else self._codecs
         self._handle = codecs.gather(self._shard, self._whole, self.piece)
+        if self._home is not None:
+            self._home.fetched(self.piece.nbytes)
 
     def gather(self, *, exact: bool = False) -> None:
         """Returns when the parameters are whole."""

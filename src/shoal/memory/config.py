@@ -25,6 +25,13 @@ class OffloadConfig(Table, frozen=True):
             "parameters, a part at a time, and leaves again beside the next ones (arXiv:2101.06840, arXiv:2104.07857)."
         ),
     ] = "device"
+    parameters: Annotated[
+        Literal["device", "host"],
+        says(
+            "Home of parameters and gradients: a block's come to the device for its forward and its backward, by "
+            "memory.zero = 3, and its gradient leaves (arXiv:2104.07857). Their update is the host's; on CPUs."
+        ),
+    ] = "device"
     activations: Annotated[
         Literal["device", "host"],
         says(

@@ -58,7 +58,7 @@ class SimulatedDevice:
         self._made: dict[int, _Entry] = {}
         self._lasting: dict[int, _Entry] = {}
         self._mode = _Counting(self)
-        self._entered = False
+        self._entered = self._pausing = False
 
     @property
     def live_bytes(self) -> int:
@@ -87,6 +87,15 @@ class SimulatedDevice:
                 yield
         finally:
             self._entered = False
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Inside, operators compute on the host."""
+        before, self._pausing = self._pausing, True
+        try:
+            yield
+        finally:
+            self._pausing = before
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -124,7 +133,7 @@ class SimulatedDevice:
 
     def _enter(self, storage: torch.UntypedStorage, operator: str) -> None:
         key = storage._cdata
-        if key in self._made or key in self._lasting or not storage.nbytes():
+        if self._pausing or key in self._made or key in self._lasting or not storage.nbytes():
             return
         self._made[key] = _Entry(storage.nbytes())
         self._made_bytes += storage.nbytes()

@@ -31,4 +31,18 @@ class Traffic:
         return found
 
 
+class DiskTraffic(Traffic):
+    """Of state that goes between disk and host alone: what is copied there never sees the device."""
+
+    def __init__(self, whole: Traffic) -> None:
+        super().__init__()
+        self._whole = whole
+
+    def add(self, **figures: float) -> None:
+        """Counts what the disk moved, and what waited for it."""
+        self._whole.add(
+            **{name: value for name, value in figures.items() if name not in ("to_device_bytes", "to_host_bytes")}
+        )
+
+
 NAMES = ("to_device_bytes", "to_host_bytes", "disk_read_bytes", "disk_written_bytes", "exposed_s")

@@ -9,7 +9,23 @@ from shoal.runfile.run_file import RunFile
 
 def memory_refusal(run_file: RunFile) -> str | None:
     """One sentence if another table needs at once what `[memory]` moves away, or computes where it cannot look."""
-    return _state_rule(run_file) or _activations_rule(run_file) or _device_rule(run_file)
+    return _parameters_rule(run_file) or _state_rule(run_file) or _activations_rule(run_file) or _device_rule(run_file)
+
+
+def _parameters_rule(run_file: RunFile) -> str | None:
+    memory = run_file.memory
+    if memory.offload.parameters == "device":
+        return None
+    said = f'memory.offload.parameters = "{memory.offload.parameters}"'
+    if memory.offload.optimizer == "device":
+        return (
+            f'{said} with the optimizer on the device: its update is the host\'s; set memory.offload.optimizer = "host"'
+        )
+    if memory.zero in (1, 2):
+        return f"{said} with memory.zero = {memory.zero}, which keeps parameters whole: set it to 3, or leave it out"
+    if run_file.run.compile is not False:
+        return f"{said} with {run_file.run.compile_said}: blocks fetch their weights while they compute; leave one out"
+    return None
 
 
 def _state_rule(run_file: RunFile) -> str | None:
