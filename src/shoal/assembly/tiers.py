@@ -35,6 +35,11 @@ class Tiers:
         self._config, self._torch_device = memory.offload, device
         self._folder = Path(memory.offload.folder or run_directory(run_file) / SPILL_FOLDER)
         self._traffic = Traffic()
+        if memory.budget is not None:
+            raise ConfigError(
+                f'memory.budget = "{memory.budget}" is met where ranks are started: train by shoal train, or write the '
+                "keys that its run.toml has"
+            )
         self._state: StreamedState | HostUpdates | None = None
         self.home = HostPieces(self._traffic) if memory.offload.parameters == "host" else None
         if self.home is not None and device.type != "cpu":

@@ -98,6 +98,14 @@ class MemoryConfig(Table, frozen=True):
         ),
     ] = 1
     offload: Annotated[OffloadConfig, says("Where a rank keeps what it does not use at the moment.")] = OffloadConfig()
+    budget: Annotated[
+        Size | None,
+        says(
+            'On CPUs: what a rank\'s device may hold, such as "512 MiB". Before any rank starts, mixtures of recompute '
+            "and offload are tried from the cheapest on, by two steps each; the first that fits is used. "
+            "Losses stay the same to the last bit. The bill is memory.json in the run directory."
+        ),
+    ] = None
     simulate_device: Annotated[
         Size | None,
         says(
@@ -105,6 +113,11 @@ class MemoryConfig(Table, frozen=True):
             "refused, with what holds most of it; what is offloaded does not count."
         ),
     ] = None
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """`budget` in bytes."""
+        return None if self.budget is None else memory_bytes(self.budget)
 
     @property
     def simulated_bytes(self) -> int | None:

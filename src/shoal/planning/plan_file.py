@@ -69,10 +69,15 @@ def _check_priced(run_file: RunFile) -> None:
             '"1F1B", whose order is the same, for the time of a step without its updates'
         )
     offload = run_file.memory.offload
-    if offload.activations != "device" or offload.activation_bits is not None:
+    elsewhere = offload.activations != "device" or offload.parameters != "device"
+    if elsewhere or offload.activation_bits is not None:
         raise LayoutError(
-            "memory.offload.activations or activation_bits: plans are priced with all that blocks save on the device, "
-            "as it was computed; leave them out for an upper bound of the memory"
+            "memory.offload: plans are priced with parameters and all that blocks save on the device, as it was "
+            "computed; leave activations, activation_bits and parameters out for an upper bound of the memory"
+        )
+    if run_file.memory.budget is not None:
+        raise LayoutError(
+            "memory.budget: what it becomes is tried when the run starts; leave it out for the plan of the run without"
         )
     if run_file.layout.tensor_grid is not None:
         raise LayoutError(
