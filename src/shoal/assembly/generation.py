@@ -17,11 +17,12 @@ from shoal.assembly.workload import Workload
 from shoal.codec.config import AutoConfig
 from shoal.comm.exchanges.coded import CodedExchanges
 from shoal.comm.exchanges.exchange import AllReduce
+from shoal.comm.exchanges.pieces import PieceHome
 from shoal.comm.mesh import Mesh
 from shoal.engine.forward_backward import ForwardBackward
 from shoal.engine.statistics_exchange import connect_norms
 from shoal.errors import ConfigError
-from shoal.gradients.gradients import Gradients, PieceHome
+from shoal.gradients.gradients import Gradients
 from shoal.models.embedding_table import tables_in
 from shoal.observe.facts import read_facts
 from shoal.optim.adopt import OwnOptimizer

@@ -6,6 +6,7 @@ The gradients of a run whose model has embedding tables: theirs are sparse, and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from shoal import units
 from shoal.assembly.coding import piece_codecs
@@ -13,11 +14,12 @@ from shoal.assembly.splitting import Divided, blocks_in, trained_in
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.credited import NewPartitionSum
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
+from shoal.comm.exchanges.pieces import PieceHome
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
 from shoal.gradients.build import Summing, build_gradients
 from shoal.gradients.flat import ALIGNMENT
-from shoal.gradients.gradients import Gradients, Groups, PieceHome, VisibleGradients
+from shoal.gradients.gradients import Gradients, Groups, VisibleGradients
 from shoal.gradients.joint import JointGradients
 from shoal.gradients.partition import GradientRanks
 from shoal.gradients.priority import PriorityGradients
@@ -181,8 +183,7 @@ def build_run_gradients(
                 exchange,
                 lockstep=None if several else mesh.axis(*sync.lockstep_axes),
                 undivided=None if whole else max(undivided, ALIGNMENT),
-                pieces=piece_codecs(run_file.shard_codec),
-                home=home,
+                pieces=replace(piece_codecs(run_file.shard_codec), home=home),
             ),
         )
 

@@ -14,7 +14,7 @@ from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.flat import ALIGNMENT
 from shoal.gradients.fully_sharded import FullyShardedGradients
-from shoal.gradients.gradients import Gradients, Groups, PieceHome
+from shoal.gradients.gradients import Gradients, Groups
 from shoal.gradients.partition import GradientRanks, parts_by_size, parts_by_unit, units_of
 from shoal.gradients.replicated import ReplicatedGradients
 from shoal.gradients.sharded import ShardedGradients, beyond_shard
@@ -37,8 +37,7 @@ class Summing:
 
     `ranks` sum a gradient in every step, by `exchange`; `lockstep` are the ranks that take every step together, and
     search the size of buckets together; `undivided`: so many numbers of a parameter stay together on a rank, None: all
-    of them. `pieces` code what the ranks of `shard` send each other. `home`: where pieces live under ZeRO-3; None: on
-    the device.
+    of them. `pieces` code what the ranks of `shard` send each other.
     """
 
     ranks: GradientRanks = all_replicas
@@ -46,7 +45,6 @@ class Summing:
     lockstep: Collective | None = None
     undivided: int | None = ALIGNMENT
     pieces: PieceCodecs = field(default_factory=PieceCodecs)
-    home: PieceHome | None = None
 
 
 def build_gradients(
@@ -90,7 +88,7 @@ def build_gradients(
         )  # fmt: skip
     return FullyShardedGradients(
         trained, parts, model=model, blocks=blocks, groups=groups, replica=replica, exchange=summing.exchange,
-        undivided=summing.undivided, pieces=summing.pieces, home=summing.home,
+        undivided=summing.undivided, pieces=summing.pieces,
     )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.gradients.flat import ALIGNMENT
-from shoal.gradients.gradients import Groups, PieceHome
+from shoal.gradients.gradients import Groups
 from shoal.gradients.partition import BucketParameters
 from shoal.gradients.sharded import ShardedBase, flat
 from shoal.gradients.units import ShardedParameters, Unit, chained, read_outside
@@ -40,7 +40,6 @@ class FullyShardedGradients(ShardedBase):
         exchange: NewExchange = AllReduce,
         undivided: int | None = ALIGNMENT,
         pieces: PieceCodecs = PieceCodecs(),
-        home: PieceHome | None = None,
     ) -> None:
         rest_modules = _direct_owners(model, [trained[i] for c in parts if c.unit < 0 for i in c.indices])
         names = {id(module): name for name, module in model.named_modules()}
@@ -54,13 +53,12 @@ class FullyShardedGradients(ShardedBase):
                     for index in part.indices
                 ],
                 codecs=pieces,
-                home=home,
             )
             for part in parts
         ]
         super().__init__(
             trained, parts, stores, stage=3, groups=groups, replica=replica, exchange=exchange, undivided=undivided,
-            pieces=pieces, home=home,
+            pieces=pieces,
         )  # fmt: skip
         self.gathered: Sequence[Tensor] = [store.whole for store in stores]
         """The buffers that units are gathered into; empty while they are released."""

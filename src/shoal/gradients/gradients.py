@@ -30,22 +30,6 @@ Groups = Callable[[Ranks], Collective]
 """From ranks of the world, ascending, to their group."""
 
 
-class PieceHome(Protocol):
-    """Where a rank's pieces of parameters and gradients live under ZeRO-3, if not on the device."""
-
-    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Zeros, one-dimensional."""
-        ...
-
-    def fetched(self, size_bytes: int) -> None:
-        """A piece of parameters came to the device."""
-        ...
-
-    def kept(self, size_bytes: int) -> None:
-        """A piece of gradients left it."""
-        ...
-
-
 class Tuned(Protocol):
     """What was found out in the first steps, and decides how the run goes on: saved in checkpoints."""
 

@@ -21,7 +21,7 @@ from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.gradients.bucket import Bucket, Flight
 from shoal.gradients.flat import ALIGNMENT, FlatLayout, flat_layout
-from shoal.gradients.gradients import Groups, PieceHome, global_norm, norm_of_owned
+from shoal.gradients.gradients import Groups, global_norm, norm_of_owned
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.partition import BucketParameters, segments_of
 from shoal.gradients.reducer import OwnGradient, Reducer
@@ -91,8 +91,8 @@ class ShardedBase:
     """What the stages have in common: buckets, pieces and their gradients. The norm adds up over `replica`.
 
     `stores` hold the parameters of `parts`. `undivided`: so many numbers of a parameter stay together on a rank; None:
-    all of them. `pieces` code what the ranks of `shard` send each other. `home`: where lent buckets' sums live; None:
-    on the device.
+    all of them. `pieces` code what the ranks of `shard` send each other. Their
+    home is that of lent buckets' sums, too.
     """
 
     tuned = None
@@ -109,7 +109,6 @@ class ShardedBase:
         exchange: NewExchange = AllReduce,
         undivided: int | None = ALIGNMENT,
         pieces: PieceCodecs = PieceCodecs(),
-        home: PieceHome | None = None,
     ) -> None:
         flight = Flight()
         self._buckets = [
@@ -121,7 +120,6 @@ class ShardedBase:
                 flight=None if stage == 1 else flight,
                 undivided=undivided,
                 pieces=pieces,
-                home=home,
             )
             for part in parts
         ]
@@ -281,9 +279,8 @@ def _bucket(
     flight: Flight | None,
     undivided: int | None,
     pieces: PieceCodecs,
-    home: PieceHome | None,
 ) -> Bucket:
-    """A bucket whose pieces are agreed on by `exchange`. With a `flight` it is lent, and pieces live in `home`."""
+    """A bucket whose pieces are agreed on by `exchange`. With a `flight` it is lent."""
     parameters, layout = flat(trained, part, groups, undivided=undivided)
     shard, beyond = groups(part.shard), groups(beyond_shard(trained, part))
     dtype = torch.float32 if parameters[0].dtype.itemsize == 2 else parameters[0].dtype
@@ -291,10 +288,8 @@ def _bucket(
     if flight is None:
         buffer = shard.allocate(layout.numel, dtype=dtype, device=device)
         piece = buffer[layout.mine(shard.rank)]
-    elif home is not None:
-        piece = home.allocate(layout.piece, dtype)
     else:
-        piece = torch.zeros(layout.piece, dtype=dtype, device=device)
+        piece = pieces.zeros(layout.piece, dtype=dtype, device=device)
     holdings = {index: trained[index].holding for index in part.indices}
     return Bucket(
         dict(zip(part.indices, parameters, strict=True)),
@@ -304,7 +299,7 @@ def _bucket(
         buffer=buffer,
         counted=[i for i, h in holdings.items() if h.rank == min(same_piece(h, h.holders))],
         flight=flight,
-        kept=None if home is None else home.kept,
+        kept=None if flight is None or pieces.home is None else pieces.home.kept,
     )
 
 

@@ -69,14 +69,12 @@ from shoal.comm.collective import Collective, Handle
 from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.errors import UserCodeError
 from shoal.gradients.flat import FlatLayout
-from shoal.gradients.gradients import PieceHome
 from shoal.gradients.sharded import flattened
 
 
 class ShardedParameters:
     """The `parameters` of one unit and kind. They begin released. `codecs` code what ranks gather of them; `read` has
-    for each the sentence that is raised where it is read while it is released. `home`: where this rank's piece lives;
-    None: on the device.
+    for each the sentence that is raised where it is read while it is released.
     """
 
     def __init__(
@@ -87,12 +85,11 @@ class ShardedParameters:
         *,
         read: Sequence[str],
         codecs: PieceCodecs = PieceCodecs(),
-        home: PieceHome | None = None,
     ) -> None:
         self._parameters, self._layout, self._shard, self._codecs = parameters, layout, shard, codecs
-        self._whole, self._home = flattened(parameters, layout), home
+        self._whole = flattened(parameters, layout)
         own = self._whole[layout.mine(shard.rank)]
-        self.piece = own.clone() if home is None else home.allocate(own.numel(), own.dtype).copy_(own)
+        self.piece = codecs.zeros(own.numel(), dtype=own.dtype, device=own.device).copy_(own)
         self._views = [self._whole[layout.slice(n)].view(p.shape) for n, p in enumerate(parameters)]
         nothing = torch.full((), math.nan, dtype=self._whole.dtype, device=self._whole.device)
         self._released = [nothing.expand(p.shape) for p in parameters]
@@ -112,10 +109,8 @@ class ShardedParameters:
         if self.here or self._handle is not None:
             return
         self._whole.untyped_storage().resize_(self._bytes)
-        codecs = PieceCodecs() if exact else self._codecs
+        codecs = self._codecs.exact() if exact else self._codecs
         self._handle = codecs.gather(self._shard, self._whole, self.piece)
-        if self._home is not None:
-            self._home.fetched(self.piece.nbytes)
 
     def gather(self, *, exact: bool = False) -> None:
         """Returns when the parameters are whole."""
