@@ -91,8 +91,7 @@ class ShardedBase:
     """What the stages have in common: buckets, pieces and their gradients. The norm adds up over `replica`.
 
     `stores` hold the parameters of `parts`. `undivided`: so many numbers of a parameter stay together on a rank; None:
-    all of them. `pieces` code what the ranks of `shard` send each other. Their
-    home is that of lent buckets' sums, too.
+    all of them. `pieces` code what the ranks of `shard` send each other; their home is that of sums of lent buckets.
     """
 
     tuned = None

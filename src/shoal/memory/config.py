@@ -15,7 +15,7 @@ Size = Annotated[str, msgspec.Meta(pattern=MEMORY_SIZE)]
 class OffloadConfig(Table, frozen=True):
     """Where a rank keeps what it does not use at the moment: on the device, on the host, or on disk.
 
-    Moved bytes are exact, and so is the update: with `bits` left out, losses are the same to the last bit.
+    Moved bytes are exact, and so is the update: with `activation_bits` left out, losses are the same to the last bit.
     """
 
     optimizer: Annotated[
