@@ -163,9 +163,9 @@ def test_another_file_of_shoals_is_named() -> None:
     board = Board()
     require_same_code(0, board, [])
     code = json.loads(board.said["same/code"])
-    code["files"]["shoal/api.py"] = "0"
+    code["files"]["shoal/api/__init__.py"] = "0"
     board.said["same/code"] = json.dumps(code)
-    with pytest.raises(UserCodeError, match=r"rank 1 runs another shoal/api\.py than rank 0"):
+    with pytest.raises(UserCodeError, match=r"rank 1 runs another shoal/api/__init__\.py than rank 0"):
         require_same_code(1, board, [])
 
 

@@ -66,13 +66,19 @@ def test_a_subset_by_length_is_resumed_by_other_ranks(own: Project) -> None:
     resumed = own.shoal("train", "run.toml", "run.processes=3")
     assert resumed.returncode == 0, resumed.stderr
     some = np.array([i for i in range(SAMPLES) if i % 10 < 7])
-    order = LengthOrder((some * some % 31).astype(np.float64), 0, step=BATCH).ids(np.arange(STEPS * BATCH))
+    order = LengthOrder((some * some % 31).astype(np.float64), 0, step=BATCH, straddle=True).ids(
+        np.arange(STEPS * BATCH)
+    )
     assert used(own) == {
         step: sorted(some[ids].tolist()) for step, ids in enumerate(order.reshape(STEPS, BATCH), start=1)
     }
-    refused = own.shoal("train", "run.toml", "--resume", "run.processes=1", "run.steps=12", "data.subset=0.7")
-    assert refused.returncode == 2
-    assert "was trained with data.subset = " in refused.stderr
+    for key, said in (
+        ("data.subset=0.7", "data.subset = "),
+        ("batch.global_samples=12", "the samples of a step by length"),
+    ):
+        refused = own.shoal("train", "run.toml", "--resume", "run.processes=1", "run.steps=12", key)
+        assert refused.returncode == 2
+        assert said in refused.stderr
 
 
 @pytest.mark.parametrize(

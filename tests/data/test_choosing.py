@@ -70,6 +70,13 @@ def test_balanced_weights_draw_each_class_as_often() -> None:
     assert abs(rare - 2000) < 5 * np.sqrt(4000 / 4)
 
 
+def test_balanced_weights_of_a_subset_are_of_its_classes(named: Callable) -> None:
+    """Of 20 and 60 samples, each class half of the draws."""
+    some = [*range(0, 200, 10), *[i for i in range(67) if i % 10]]
+    drawn = taken(opened(subset=named(lambda data: some), weights="balanced"), 4000)
+    assert abs(sum(number % 10 == 0 for number in drawn) - 2000) < 5 * np.sqrt(4000 / 4)
+
+
 def test_weights_of_a_subset_are_those_of_its_samples(named: Callable) -> None:
     """The function sees all samples; only the weights of the subset's count."""
     data = opened(subset=0.5, weights=named(lambda data: np.arange(len(data))), draws=30)
@@ -83,14 +90,14 @@ def test_weights_of_a_subset_are_those_of_its_samples(named: Callable) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(samples=st.integers(1, 700), step=st.integers(1, 9), seed=st.integers(0, 9))
-def test_an_epoch_by_length_has_every_sample_once(samples: int, step: int, seed: int) -> None:
+@given(samples=st.integers(1, 700), step=st.integers(1, 9), seed=st.integers(0, 9), straddle=st.booleans())
+def test_an_epoch_by_length_has_every_sample_once(samples: int, step: int, seed: int, straddle: bool) -> None:
     lengths = np.random.default_rng(seed).integers(1, 500, samples)
-    order = LengthOrder(lengths, seed, step=step)
+    order = LengthOrder(lengths, seed, step=step, straddle=straddle)
     epochs = order.ids(np.arange(3 * samples)).reshape(3, samples)
     for epoch in epochs:
         assert sorted(epoch.tolist()) == list(range(samples))
-    backwards = LengthOrder(lengths, seed, step=step).ids(np.arange(3 * samples)[::-1])
+    backwards = LengthOrder(lengths, seed, step=step, straddle=straddle).ids(np.arange(3 * samples)[::-1])
     assert backwards[::-1].tolist() == epochs.flatten().tolist()
 
 
@@ -105,6 +112,8 @@ def test_steps_hold_samples_of_like_length() -> None:
     grouped = LengthOrder(lengths, 0, step=8).ids(np.arange(4096))
     assert padding(np.random.default_rng(1).permutation(4096)) > 0.4
     assert padding(grouped) < 0.03
+    later = LengthOrder(lengths[:4093], 0, step=8, straddle=True).ids(np.arange(3 * 4093 // 8 * 8))
+    assert padding(later) < 0.03
     means = lengths[grouped].reshape(-1, 8).mean(1)[:WINDOW]
     assert abs(np.corrcoef(np.arange(WINDOW), means)[0, 1]) < 0.4
 

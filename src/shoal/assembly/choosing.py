@@ -25,6 +25,8 @@ from shoal.data.strata import strata_of
 from shoal.errors import ConfigError, UserCodeError
 
 Values = np.ndarray
+BALANCED = "balanced"
+"""Weights by which each class of the samples that are left is drawn as often."""
 
 
 def chosen(config: DataConfig, data: Dataset, seed: int) -> Dataset:
@@ -44,13 +46,16 @@ def chosen(config: DataConfig, data: Dataset, seed: int) -> Dataset:
     if config.group_by_length is not None:
         lengths = lengths_of(_named(config.group_by_length, whole, "data.group_by_length"), len(whole))
         data = replace(data, lengths=lengths)
-    weights = None if config.weights is None else _weights(config.weights, data, whole)
+    weights = None if config.weights in (None, BALANCED) else _weights(config.weights, whole)
+    classes = strata_of(data.train) if config.weights == BALANCED else None
     if config.subset is not None:
         picked = Picked(whole, _indices(config.subset, whole, seed))
         kept = {name: _cut(getattr(data, name), picked) for name in ("strata", "lengths")}
-        weights = _cut(weights, picked)
+        weights, classes = _cut(weights, picked), _cut(classes, picked)
         facts = data.facts | {"train/samples": len(picked)}
         data = replace(_around(data, lambda _: picked), **kept, facts=facts)
+    if classes is not None:
+        weights = 1.0 / np.bincount(classes)[classes]
     if weights is not None:
         draws = config.draws or len(weights)
         data = _around(data, lambda source: Drawn(source, weights, draws, replacement=True))
@@ -79,10 +84,7 @@ def _indices(subset: str | float, whole: Any, seed: int) -> Values:
     return np.sort(drawn[: max(1, round(subset * samples))])
 
 
-def _weights(named: str, data: Dataset, whole: Any) -> Values:
-    if named == "balanced":
-        classes = strata_of(data.train)
-        return 1.0 / np.bincount(classes)[classes]
+def _weights(named: str, whole: Any) -> Values:
     values = _named(named, whole, "data.weights")
     try:
         return np.asarray(values, dtype=np.float64).reshape(-1)

@@ -21,14 +21,33 @@ from shoal.topology.layout import Layout
 def order_of(run_file: RunFile, data: Dataset) -> OrderOfSamples:
     """Which sample of `data` stands at which position of this run."""
     config = run_file.data
-    step = run_file.batch.global_samples
-    order = data.order(run_file.run.seed, shuffle=config.shuffle, step=step, window=config.shuffle_window)
+    order = data.order(
+        run_file.run.seed,
+        shuffle=config.shuffle,
+        step=run_file.batch.global_samples,
+        straddle=run_file.batch.epoch_end == "straddle",
+        window=config.shuffle_window,
+    )
     kept = epoch_samples(run_file.batch, order.samples)
     return (
         WholeSteps(order, kept)
         if isinstance(order, Order | StratifiedOrder | DrawnOrder | LengthOrder) and kept != order.samples
         else order
     )
+
+
+def chosen_samples(run_file: RunFile, data: Dataset) -> dict[str, str]:
+    """What decides which samples are used in which order, beside seed and shuffling: a run keeps it."""
+    found: dict[str, str] = {} if run_file.data.stratify is None else {"data.stratify": run_file.data.stratify}
+    if data.drawn is not None:
+        found["the weights of the samples"] = data.drawn.digest
+    if data.picked is not None:
+        found["data.subset"] = data.picked.digest
+    order = order_of(run_file, data) if data.lengths is not None else None
+    inner = order.order if isinstance(order, WholeSteps) else order
+    if isinstance(inner, LengthOrder):
+        found["the lengths, or the samples of a step by length,"] = inner.digest
+    return found
 
 
 def epoch_samples(batch: BatchConfig, samples: int) -> int:

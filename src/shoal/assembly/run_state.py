@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from shoal.assembly.epoch_end import epoch_samples
+from shoal.assembly.epoch_end import chosen_samples, epoch_samples
 from shoal.assembly.generation import Generation
 from shoal.assembly.run_gradients import parts_on, zero_of
 from shoal.assembly.sameness import contents_of
@@ -52,10 +52,7 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     identity = {
         "run.seed": run_file.run.seed,
         "data.shuffle": run_file.data.shuffle,
-        **({} if run_file.data.stratify is None else {"data.stratify": run_file.data.stratify}),
-        **({} if (drawn := workload.data.drawn) is None else {"the weights of the samples": drawn.digest}),
-        **({} if (picked := workload.data.picked) is None else {"data.subset": picked.digest}),
-        **({} if workload.data.lengths is None else {"data.group_by_length": "of these lengths"}),
+        **chosen_samples(run_file, workload.data),
         "the number of training samples": epoch_samples(run_file.batch, len(workload.data.train)),
         "optimizer.kind": " and ".join(o.kind for o in own) or run_file.optimizer.variant,
         **({} if run_file.sparsity is None else {"sparsity.kind": run_file.sparsity.variant}),

@@ -64,8 +64,11 @@ class Dataset:
             source = getattr(source, "source", None)
         return source
 
-    def order(self, seed: int, *, shuffle: bool, step: int = 1, window: int | None = None) -> AnyOrder:
-        """Which sample of `train` stands at which position, in steps of `step`. Raises DataError: see `Order`."""
+    def order(
+        self, seed: int, *, shuffle: bool, step: int = 1, straddle: bool = False, window: int | None = None
+    ) -> AnyOrder:
+        """Which sample of `train` stands at which position, in steps of `step`, which may `straddle`
+        the ends of epochs. Raises DataError: see `Order`."""
         if self.parts:
             orders = [Order(size, seed + 1 + i, shuffle=shuffle, window=window) for i, size in enumerate(self.parts)]
             return MixtureOrder(orders, self.quotas, seed)
@@ -77,7 +80,7 @@ class Dataset:
                 )
             return DrawnOrder(self.drawn, seed)
         if self.lengths is not None:
-            return LengthOrder(self.lengths, seed, step=step)
+            return LengthOrder(self.lengths, seed, step=step, straddle=straddle)
         if self.strata is not None:
             return StratifiedOrder(self.strata, seed)
         return Order(len(self.train), seed, shuffle=shuffle and not self.endless, window=window)

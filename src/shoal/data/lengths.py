@@ -2,28 +2,36 @@
 
 Within an epoch the samples are permuted, and cut into windows of `WINDOW` steps. Each window is sorted by length and
 cut into steps; its steps are permuted, and the samples within each of them, so that no rank always gets the longest.
-The last step of an epoch may be shorter, as in any order; it is the last one of its window, of any lengths.
+Where a step goes on into the next epoch, that epoch begins with what completes it, of any lengths; so does a last step
+end that is shorter.
 
 A step of a window of S steps spans 1 / S of the lengths' distribution, whatever that is. Like every order, it is a pure
-function of seed and position; it keeps one epoch in memory, 8 bytes a sample, and the lengths.
+function of seed and position, and of the samples of a step: a run keeps those. It keeps one epoch in memory, 8 bytes a
+sample, and the lengths.
 """
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
+import torch
 
 from shoal.data.order import permuted
 from shoal.errors import UserCodeError
+from shoal.maths.counter import key_of, uniform
 
 WINDOW = 64
 """Steps whose samples are sorted together."""
 
 
 class LengthOrder:
-    """The order of samples of which sample i has the length `lengths[i]`, in steps of `step` samples."""
+    """The order of samples of which sample i has the length `lengths[i]`, in steps of `step` samples, which `straddle`
+    the ends of epochs or not.
+    """
 
-    def __init__(self, lengths: np.ndarray, seed: int, *, step: int) -> None:
-        self._lengths, self._seed, self._step = lengths, seed, step
+    def __init__(self, lengths: np.ndarray, seed: int, *, step: int, straddle: bool = False) -> None:
+        self._lengths, self._seed, self._step, self._straddle = lengths, seed, step, straddle
         self._epoch: tuple[int, np.ndarray] | None = None
 
     @property
@@ -48,26 +56,30 @@ class LengthOrder:
         """The ids of an epoch in order, int64 [samples]. Several threads may ask: the newest is kept."""
         kept = self._epoch
         if kept is None or kept[0] != epoch:
-            kept = self._epoch = epoch, self._drawn(f"{self._seed}/{epoch}/lengths")
+            kept = self._epoch = epoch, self._drawn(epoch)
         return kept[1]
 
-    def _drawn(self, key: str) -> np.ndarray:
-        ids, size = _permutation(self.samples, key), WINDOW * self._step
-        windows = [self._window(ids[at : at + size], f"{key}/{at}") for at in range(0, self.samples, size)]
-        return np.concatenate(windows)
+    def _drawn(self, epoch: int) -> np.ndarray:
+        key, samples, step = f"{self._seed}/{epoch}/lengths", self.samples, self._step
+        ids = permuted(np.arange(samples, dtype=np.int64), samples, key=key)
+        first = -epoch * samples % step if self._straddle else 0  # they complete the step before
+        last = first + max(0, samples - first) // step * step
+        whole = ids[first:last]
+        numbers = np.arange(len(whole)) // step
+        windows = numbers // WINDOW
+        by_length = whole[np.lexsort((self._lengths[whole], windows))]
+        of_steps, within = self._uniform(f"{key}/steps", -(-len(whole) // step)), self._uniform(key, len(whole))
+        mixed = by_length[np.lexsort((within, of_steps[numbers], windows))]
+        return np.concatenate([ids[:first], mixed, ids[last:]])
 
-    def _window(self, ids: np.ndarray, key: str) -> np.ndarray:
-        by_length = ids[np.argsort(self._lengths[ids], kind="stable")]
-        whole = len(ids) // self._step * self._step
-        spare = np.sort(_permutation(len(ids), f"{key}/spare")[: len(ids) - whole])  # of any length, for a short step
-        kept = np.delete(by_length, spare).reshape(-1, self._step)
-        steps = kept[_permutation(len(kept), f"{key}/steps")]
-        mixed = [step[_permutation(self._step, f"{key}/{number}")] for number, step in enumerate(steps)]
-        return np.concatenate([*mixed, by_length[spare]])
+    def _uniform(self, key: str, count: int) -> np.ndarray:
+        return uniform(key_of(self._seed, key), torch.arange(count), dtype=torch.float64).numpy()
 
-
-def _permutation(length: int, key: str) -> np.ndarray:
-    return permuted(np.arange(length, dtype=np.int64), length, key=key) if length else np.empty(0, dtype=np.int64)
+    @property
+    def digest(self) -> str:
+        """Of the lengths and the steps that they are put into."""
+        what = f"{self._step}/{self._straddle}/".encode() + np.ascontiguousarray(self._lengths).tobytes()
+        return hashlib.blake2b(what, digest_size=8).hexdigest()
 
 
 def lengths_of(values: object, samples: int) -> np.ndarray:
