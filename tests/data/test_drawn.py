@@ -101,7 +101,7 @@ def test_nobody_guesses_what_a_sampler_of_ones_own_does() -> None:
 def test_weights_that_nothing_can_be_drawn_by_are_refused(
     weights: list[float], samples: int, replacement: bool
 ) -> None:
-    with pytest.raises(UserCodeError, match="for 10 samples|different samples|weight above 0"):
+    with pytest.raises(UserCodeError, match=r"for 10 samples|different samples|weight above 0"):
         Drawn(DATA, np.array(weights), samples, replacement=replacement)
 
 
