@@ -17,6 +17,7 @@ from shoal.optim.adafactor import OwnedAdafactor
 from shoal.optim.adaptive import LionSign
 from shoal.optim.dion import OwnedDion
 from shoal.optim.layerwise import LayerwiseAdam, LayerwiseSGD
+from shoal.optim.kfac import OwnedKFAC
 from shoal.optim.muon import OwnedMuon
 from shoal.optim.schedule_free import AveragedAdamW
 from shoal.optim.shampoo import OwnedShampoo
@@ -43,6 +44,7 @@ OPTIMIZERS = {
     "soap": "OwnedSOAP(model.parameters(), lr=0.02, every=2)",
     "shampoo": "OwnedShampoo(model.parameters(), lr=0.02, every=2, start=1)",
     "adafactor": "OwnedAdafactor(model.parameters())",
+    "kfac": "OwnedKFAC(model.parameters(), lr=0.1, every=2)",
     "schedule-free": "AveragedAdamW(model.parameters(), lr=0.02)",
 }
 LAYOUTS = {

@@ -69,6 +69,7 @@ class Run:
         """
         self.mesh.abort()
         self.generation.gradients.close()
+        self.state.close()
 
     def default_group(self) -> AbstractContextManager[None]:
         """PyTorch's default process group on these ranks, for the user's code."""

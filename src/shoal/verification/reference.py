@@ -31,6 +31,7 @@ from shoal.engine.reference import Arrange, Reference, joined
 from shoal.models.mixture_routes import UNKNOWN, ReplayRoutes, RouteDifference, Routes, set_routes
 from shoal.models.roles import roles_of
 from shoal.optim.build import build_optimizer
+from shoal.optim.layer_statistics import SeesLayers, layers_in
 from shoal.optim.parts import Parts
 from shoal.optim.schedule_config import Schedule
 from shoal.optim.transforms import Chain
@@ -55,6 +56,10 @@ def reference_of(run: Run) -> Reference:
     optimizer = build_optimizer(run_file.optimizer, trained, lr=1.0, sparse=sparse, kinds=kinds)
     alone = [(held(Layout(), 0, name, tuple(p.shape)), p) for name, p, _ in trained]
     parts = Parts([owned_whole(Trained(holding, p)) for holding, p in alone], Alone(), Alone())
+    if isinstance(optimizer, SeesLayers):
+        optimizer.watch(layers_in(model, {id(p): name for name, p, _ in trained}), Alone())
+        optimizer.connect(parts)
+        compute.announces.append(optimizer.microbatch)
     chain = Chain(run_file.optimizer.transforms, parts, run_file.run.seed)
     return Reference(compute, optimizer, run_file.optimizer.clip_norm, _arrangement(run), transform=chain)
 
