@@ -75,3 +75,13 @@ def test_a_script_trains_as_in_one_process(tmp_path: Path, kind: str, layout: st
     assert len(plain) == 6
     assert plain[-1] < plain[0]
     assert found == pytest.approx(plain, rel=OTHER_BASIS if kind == "soap" else SAME)
+
+
+def test_steps_of_a_script_grow(tmp_path: Path) -> None:
+    """`batch.schedule` under ZeRO-3, whose ranks have as many microbatches as a step asks for."""
+    text = SCRIPT.replace("OPTIMIZER", "torch.optim.SGD(model.parameters(), lr=0.1)")
+    grows = "batch.schedule=[{samples=4, until=9}]"
+    plain = ran(tmp_path / "plain", text, FLOAT64, grows, world=1)
+    found = ran(tmp_path / "two", text, FLOAT64, grows, "batch.micro_samples=2", *LAYOUTS["ZeRO-3"], world=2)
+    assert plain != pytest.approx(ran(tmp_path / "even", text, FLOAT64, world=1))
+    assert found == pytest.approx(plain, rel=SAME)

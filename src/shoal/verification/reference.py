@@ -177,7 +177,7 @@ def rate_findings(run: Run) -> list[Finding]:
 
 def _plain_rate(run_file: RunFile, step: int) -> float:
     optimizer, schedule = run_file.optimizer, run_file.schedule
-    ratio = run_file.batch.global_samples / (optimizer.lr_for_samples or run_file.batch.global_samples)
+    ratio = 1.0 if optimizer.lr_for_samples is None else _plain_samples(run_file, step) / optimizer.lr_for_samples
     peak = optimizer.lr * (math.sqrt(ratio) if optimizer.lr_scaling == "square_root" else ratio)
     warmup, steps, final = schedule.warmup_steps, run_file.run.steps, schedule.final_fraction
     if step <= warmup and not (schedule.kind == "one_cycle" and step < warmup):
@@ -198,6 +198,16 @@ def _plain_rate(run_file: RunFile, step: int) -> float:
         "chained": lambda: _plain_phases(schedule, steps - warmup)[step - warmup],
     }
     return peak * shares[schedule.kind]()
+
+
+def _plain_samples(run_file: RunFile, step: int) -> int:
+    """The samples of step `step`, counted step by step."""
+    position = size = 0
+    for _ in range(step):
+        sizes = [phase.samples for phase in run_file.batch.schedule if position < phase.until]
+        size = sizes[0] if sizes else run_file.batch.global_samples
+        position += size
+    return size
 
 
 def _plain_phases(schedule: Schedule, steps: int) -> list[float]:
