@@ -17,6 +17,7 @@ from shoal.errors import RunFailed, RunStopped, ShoalError
 
 if TYPE_CHECKING:
     from shoal.api import load_checkpoint, open_data, plan, start, train, verify
+    from shoal.api.federated import FederatedClient, FederatedServer, federate
     from shoal.engine.global_batch import gather_samples
     from shoal.models.embedding_table import EmbeddingTable
 
@@ -24,10 +25,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EmbeddingTable",
+    "FederatedClient",
+    "FederatedServer",
     "RunFailed",
     "RunStopped",
     "ShoalError",
     "__version__",
+    "federate",
     "gather_samples",
     "load_checkpoint",
     "open_data",
@@ -43,6 +47,10 @@ def __getattr__(name: str) -> Any:
         from shoal import api
 
         return getattr(api, name)
+    if name in ("FederatedClient", "FederatedServer", "federate"):
+        from shoal.api import federated
+
+        return getattr(federated, name)
     if name == "gather_samples":
         from shoal.engine.global_batch import gather_samples
 

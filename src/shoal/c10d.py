@@ -7,6 +7,9 @@ Everything that stands on process groups uses it: DDP, FSDP2, tensor parallelism
 shared memory inside each, and Gloo between. Groups that cannot do either are Gloo's, with a word in the log: with one
 rank on each host, or where the core in C was not built.
 
+`shoal.c10d.init_process_group()` makes the default group of it under any launcher, and meets ranks that have no torch
+(`shoal.wire`) in it: NumPy, JAX and torch ranks sum to the same bits. There, all ranks share a host.
+
 Tensors lie on the CPU. Where a program also has GPUs, the group stands beside theirs: `init_process_group("nccl")`,
 then `new_group(backend="shoal")`. Of "cpu:shoal,cuda:nccl" c10d would make this group alone: it takes one that is
 written in Python for the whole.
@@ -15,11 +18,13 @@ written in Python for the whole.
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from shoal.comm.c10d_forms import open_gloo
 from shoal.comm.hierarchical.group import share_hosts
@@ -27,8 +32,12 @@ from shoal.comm.shm.core import CoreMissing
 from shoal.comm.shm.group import share_core
 from shoal.comm.shm.host import Apart
 from shoal.comm.untraced import untraced
+from shoal.launch.rendezvous import STORE_TIMEOUT_S
+from shoal.launch.store.client import AuthenticatedStore
+from shoal.wire.connect import FIRST, TIMEOUT_S
+from shoal.wire.meeting import meet
 
-BACKEND = "shoal"
+BACKEND, MET = "shoal", "shoal_wire"
 
 
 @untraced
@@ -56,5 +65,34 @@ def _shared(store: Any, rank: int, size: int, timeout_s: float) -> Any:
         return share_hosts(gloo, store, hosts=reason.hosts, timeout_s=timeout_s)
 
 
+def init_process_group(environ: Mapping[str, str] = os.environ, *, timeout_s: float = TIMEOUT_S) -> None:
+    """The default process group of all ranks of a launcher, also of those that have no torch and call `wire.init`.
+
+    Raises `EnvironmentFault` and `CollectiveError` where ranks do not find each other, `Apart` where they are on
+    several hosts, and `CoreMissing` where the core in C was not built.
+    """
+    met = meet(environ)
+    timeout = timedelta(seconds=timeout_s)
+    if met.connection is None:
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    store = AuthenticatedStore(met.connection, timeout_s=STORE_TIMEOUT_S)
+    rank, size = met.place.rank, met.place.world_size
+    dist.init_process_group(MET, store=store, rank=rank, world_size=size, timeout=timeout, pg_options=store)
+
+
+@untraced
+def _create_met(options: Any, store: Any) -> Any:
+    """In the form that c10d asks of a backend; `store` is None for the groups of `new_group`, all of whose ranks have
+    torch."""
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    if store is None:
+        return create_group(options.store, rank, size, timeout)
+    store, timeout_s = PrefixStore(FIRST, store), timeout.total_seconds()
+    gloo = open_gloo(store, rank, size, timeout_s=timeout_s, lazy=True)
+    return share_core(gloo, store, timeout_s=timeout_s, prompt=True)
+
+
 if not hasattr(dist.Backend, BACKEND.upper()):
+    dist.Backend.register_backend(MET, _create_met, extended_api=True, devices=["cpu"])
     dist.Backend.register_backend(BACKEND, create_group, devices=["cpu"])

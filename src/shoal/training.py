@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from shoal.assembly.hang_watch import watch_hangs
 from shoal.assembly.job import build_job, introduce, restore, run_start, sinks_of
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.preempted import stopping_when_preempted
+from shoal.assembly.profiled_script import profiled
 from shoal.assembly.replay import check_replay, rounds_of
 from shoal.assembly.run import Run, open_run
 from shoal.assembly.run_record import run_facts, write_run_file
@@ -60,6 +62,7 @@ def train_rank(
             # Until here there is nothing to save: a signal ends the rank. It is noted until the report is written.
             stop = last.enter_context(StopRequest())
             job = build_job(run, directory, sinks, stack, stop_requested=lambda: stop.requested)
+            job = replace(job, feed=profiled(run, job.feed))
             first = job.progress.step
             run.mesh.ledger.take()  # what the start sent belongs to no step
             sinks.start(run_start(run))

@@ -89,6 +89,7 @@ def whole_state(run: Run) -> dict[str, Tensor]:
             name, shape, offset = key.split("|")
             box = tuple(slice(o, o + s) for o, s in zip(json.loads(offset), values.shape, strict=True))
             if name not in whole:
-                whole[name] = torch.full(json.loads(shape), float("nan"), dtype=values.dtype)
+                nothing = float("nan") if values.is_floating_point() else 0
+                whole[name] = torch.full(json.loads(shape), nothing, dtype=values.dtype)
             whole[name][box] = values
     return whole

@@ -20,8 +20,9 @@ from shoal.comm.conditions import Conditions, Fault
 from shoal.comm.hierarchical.division import TWO_LEVELS, between_hosts, combine, division_of, ring_between_hosts
 from shoal.comm.hierarchical.group import Hierarchical, share_hosts
 from shoal.comm.hierarchical.two_levels import PIECE_BYTES, TwoLevels
+from shoal.comm.ledger import Sent
 from shoal.comm.local import local_group
-from shoal.comm.volume import Sent, Volume
+from shoal.comm.volume import Volume
 from shoal.errors import CollectiveError
 from tests.comm.groups import replicas
 from tests.comm.hosts import on_host

@@ -19,8 +19,9 @@ from shoal.collectives.table import Kind
 from shoal.comm.collective import Collective, Handle, Reduction
 from shoal.comm.hierarchical.division import division_of
 from shoal.comm.hierarchical.two_levels import TwoLevels
+from shoal.comm.ledger import Sent
 from shoal.comm.local import local_group
-from shoal.comm.volume import Sent, Volume, bytes_sent, traffic_of, wire_bytes
+from shoal.comm.volume import Volume, bytes_sent, traffic_of, wire_bytes
 from shoal.cost.walk import bytes_between
 from tests.launch.labs import can_lab
 
@@ -200,7 +201,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from shoal.comm.collective import GroupCollective
 from shoal.launch.environment import place_from
-from shoal.launch.rank_process import die_with_parent
+from shoal.launch.orphans import die_with_parent
 from shoal.launch.rendezvous import open_store
 die_with_parent(os.environ)
 place = place_from(os.environ)

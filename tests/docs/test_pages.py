@@ -102,7 +102,7 @@ def test_the_loss_over_gathered_samples_runs() -> None:
 def test_every_page_with_python_is_run() -> None:
     """Here, or by the tests of its room."""
     with_python = {str(page.relative_to(DOCS).with_suffix("")) for page in PAGES if "```python" in page.read_text()}
-    own = {"data", "own-loop", "your-model", "python-api", "losses-and-tables"}
+    own = {"data", "own-loop", "your-model", "python-api", "losses-and-tables", "wire", "horovod"}
     assert {name for name in with_python if not name.startswith("migration/")} == own
 
 
@@ -149,7 +149,8 @@ def test_every_decision_is_in_the_index() -> None:
 def commands(path: Path) -> list[list[str]]:
     """The words behind `shoal` in each command of a page's blocks of code."""
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
-    fenced = "\n".join(re.findall(r"```(?:sh|bash)?\n(.*?)```", text, flags=re.DOTALL))
+    blocks_of = re.findall(r"```([^\n]*)\n(.*?)```", text, flags=re.DOTALL)
+    fenced = "\n".join(body for language, body in blocks_of if language in ("", "sh", "bash"))
     indented = "\n".join(re.findall(r"^    \S.*$", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE))
     lines = [line.strip() for line in (fenced + "\n" + indented).splitlines()]
     found = [shlex.split(line, comments=True) for line in lines if re.match(r"shoal [a-z]", line)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.comm.conditions import Conditions
-from shoal.comm.volume import Sent
+from shoal.comm.ledger import Sent
 from shoal.engine.injection import Injector, flipped, injector_from
 from shoal.resilience.faults import Fault, strikes, write_faults
 

@@ -129,7 +129,7 @@ def test_what_was_deleted_during_a_wait_is_waited_for_again() -> None:
     with serving() as port, ThreadPoolExecutor() as pool:
         store = connect(port)
         waiting = pool.submit(store.multi_get, ["first", "second"])
-        wait_until(lambda: len(store._pending) == 1)
+        wait_until(lambda: len(store._connection._pending) == 1)
         store.set("first", "gone")
         store.delete_key("first")
         store.set("second", "2")
@@ -181,7 +181,7 @@ def test_a_store_that_is_gone_ends_all_calls() -> None:
         with serving() as port:
             store = connect(port)
             waiting = pool.submit(store.get, "never")
-            wait_until(lambda: len(store._pending) == 1)
+            wait_until(lambda: len(store._connection._pending) == 1)
         with pytest.raises(DistNetworkError, match="was lost"):
             waiting.result(HANG_S)
         with pytest.raises(DistNetworkError, match="was lost"):

@@ -29,7 +29,7 @@ from shoal.checkpoint.objects import Places
 from shoal.config.load import read
 from shoal.errors import ConfigError, UsageError
 from shoal.launch.environment import place_from
-from shoal.launch.own_script import READS_FOR
+from shoal.launch.own_script import DESCRIBES, READS_FOR, Reached, keys_told
 from shoal.launch.supervision import say
 from shoal.observe.facts import read_facts, write_facts
 from shoal.observe.provenance import argument_hash, file_hashes, is_shoals_command
@@ -61,8 +61,11 @@ def chosen_run(
 ) -> RunFile:
     """The run file, or the same under the name and in the folder of a new run; says so where it is another one.
 
-    Raises `UsageError` where ranks of another launcher come upon a finished run with other keys.
+    Raises `UsageError` where ranks of another launcher come upon a finished run with other keys, and `Reached` in a
+    process that was started to learn which run it is.
     """
+    if DESCRIBES in environ:
+        raise Reached(run_file)
     own = str(run_directory(run_file).resolve())
     chosen: dict[str, int] = json.loads(environ.get(CHOSEN, "{}"))
     place = place_from(environ)
@@ -84,11 +87,16 @@ def with_flag(overrides: Sequence[str], resume: bool | None) -> list[str]:
 
 
 def intent_of(overrides: Sequence[str]) -> tuple[Intent, list[str]]:
-    """What the flags among `overrides` ask for, and the overrides without them. Raises `UsageError` for both."""
+    """What the flags among a script's `overrides` ask for, and the overrides without them, with those that a verb has
+    told the script. Raises `UsageError` for both flags.
+    """
     asked = {one for one in overrides if one in FLAGS}
     if len(asked) > 1:
         raise UsageError("--fresh trains a new run, and --resume goes on with the newest one: give one of them")
-    return FLAGS[asked.pop()] if asked else "auto", [one for one in overrides if one not in FLAGS]
+    return FLAGS[asked.pop()] if asked else "auto", [
+        *(one for one in overrides if one not in FLAGS),
+        *keys_told(os.environ),
+    ]
 
 
 def numbered(run_file: RunFile, number: int) -> RunFile:

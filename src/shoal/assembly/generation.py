@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from shoal.assembly.coding import coded_exchanges
 from shoal.assembly.microbatching import Microbatching
 from shoal.assembly.process import Process
 from shoal.assembly.run_gradients import build_run_gradients
+from shoal.assembly.sparse import packed_exchange
 from shoal.assembly.splitting import Divided, build_forward_backward, compiled, divided, draw_parts
 from shoal.assembly.workload import Workload
 from shoal.codec.config import AutoConfig
@@ -26,6 +27,7 @@ from shoal.models.embedding_table import tables_in
 from shoal.observe.facts import read_facts
 from shoal.optim.adopt import OwnOptimizer
 from shoal.runfile.run_file import RunFile, run_directory, synchronises_norms
+from shoal.sparsity.masks import Masks
 from shoal.sync.build import build_sync
 from shoal.sync.event_order import Rounds
 from shoal.sync.strategy import Agreement, Replica, Sync
@@ -33,7 +35,9 @@ from shoal.sync.strategy import Agreement, Replica, Sync
 
 @dataclass(frozen=True)
 class Generation:
-    """What stands on one membership: a change of it makes another one. `coded` makes exchanges with a codec."""
+    """What stands on one membership: a change of it makes another one. `coded` makes exchanges with a codec; `masks`
+    are those of `[sparsity]`, empty until something is masked.
+    """
 
     mesh: Mesh
     parts: Divided
@@ -43,6 +47,7 @@ class Generation:
     gradients: Gradients
     agreement: Agreement
     coded: CodedExchanges | None = None
+    masks: Masks = field(default_factory=Masks)
 
     @property
     def looks_up(self) -> bool:
@@ -70,7 +75,7 @@ def build_generation(
         connect_norms(model, mesh.axis("replicate", "shard", lane="statistics"))
     forward_backward = build_forward_backward(
         run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan,
-        programs=programs,
+        programs=programs, distillation=workload.distillation,
     )  # fmt: skip
     sync = build_sync(run_file.sync, mesh)
     if workload.optimizers and run_file.optimizer.sends_momentum:
@@ -78,13 +83,13 @@ def build_generation(
             f'optimizer.kind = "{run_file.optimizer.variant}" with an optimizer of the script: '
             "ranks would send momenta that it takes for gradients; leave one of the two out"
         )
-    coded, equal = coded_exchanges(run_file, mesh), sync.keeps_replicas_equal
+    coded, equal, masks = coded_exchanges(run_file, mesh), sync.keeps_replicas_equal, Masks()
     gradients = build_run_gradients(
         run_file,
         parts,
         mesh,
         sync,
-        exchange=(coded if equal else None) or sync.exchange,
+        exchange=packed_exchange(run_file, parts, mesh, masks, (coded if equal else None) or sync.exchange),
         partition=AllReduce if coded is None else coded.partition,
         one_host=process.place.one_host,
         optimizers=workload.optimizers,
@@ -104,7 +109,7 @@ def build_generation(
             f'codec.kind = "{kind}" makes nothing smaller here: with its settings and these parameters every payload '
             "has as many bytes as the gradient; lower codec.rank or codec.fraction, or leave [codec] out"
         )
-    return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement, coded)
+    return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement, coded, masks)
 
 
 def _agreement(

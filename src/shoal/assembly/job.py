@@ -100,6 +100,7 @@ def build_job(
     script sets learning rates, evaluates and runs the model. Raises `UsageError` for a state that no checkpoint holds.
     """
     run_file, mesh, injector = run.run_file, run.mesh, run.process.injector
+    run.state.watch.require_evaluations(held_out=run.workload.data.held_out is not None, own_loop=own_loop)
     saver = build_saver(run, directory, exchange)
     saver.check(run.state.tensors(), run.state.to_json(), generation=mesh.generation)
     (copies or stack.enter_context(CopySender())).send(run, saver, directory, sinks)
@@ -288,4 +289,5 @@ def _figures(run: Run, sinks: Sinks, unkeyed: UnkeyedDraws) -> dict[str, float]:
     coded = run.generation.coded
     for line in [] if coded is None else coded.take_lines():
         sinks.note(line)
-    return {**({} if coded is None else coded.take_figures()), **run.generation.agreement.take_figures()}
+    own = {} if coded is None else coded.take_figures()
+    return {**own, **run.generation.agreement.take_figures(), **run.state.figures()}

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.assembly.choosing import chosen
+from shoal.assembly.partly_trained import partly_trained
 from shoal.assembly.trainable import require_trainable
 from shoal.assembly.user_code import call_named, find_named
 from shoal.data import build as data_build
@@ -57,7 +58,7 @@ def model_of(run_file: RunFile, given: UserObjects, *, device: torch.device, dty
     Shoal's own are built without storage and drawn parameter by parameter; a user's is built by the user, from
     generators seeded with the run's seed. Raises `UserCodeError` where the user's function gives no module.
     """
-    model = skeleton_of(run_file.model, given)
+    model = skeleton_of(run_file, given)
     if model is not None:
         initialise(model, seed=run_file.run.seed, device=device, dtype=dtype)
         return model
@@ -84,7 +85,7 @@ def users_model(run_file: RunFile, given: UserObjects) -> nn.Module:
         elif said.batch_norm == "synchronised":
             with_synchronised_norm(model)
         declare(model, roles=said.roles, counts=said.counts, parts=said.parts)
-    return model
+    return partly_trained(model, run_file)
 
 
 def _refuse_narrowed(model: nn.Module, dtype: torch.dtype) -> None:
@@ -103,12 +104,13 @@ def _said(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def skeleton_of(config: ModelConfig, given: UserObjects) -> nn.Module | None:
+def skeleton_of(run_file: RunFile, given: UserObjects) -> nn.Module | None:
     """One of Shoal's own models without storage; None where the model is the user's."""
+    config = run_file.model
     if given.model is not None or isinstance(config, ForeignModel):
         return None
     with torch.device("meta"):
-        return build_model(config)
+        return partly_trained(build_model(config), run_file)
 
 
 def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -96,12 +96,15 @@ def profile_rank(
                     loop.step()
                 loop.together()
     bar.update("reading the recordings of all ranks")
-    recordings = _gathered(run, recording)
-    if recordings is None:
-        return None
+    recordings = gathered(run, recording)
+    return None if recordings is None else profile_of(recordings, setup_of(run_file, place))
+
+
+def profile_of(recordings: Sequence[Recording], setup: Setup) -> Profile:
+    """What the recordings of all ranks say."""
     ranks, calls = measured(recordings), joined(recordings)
     by_round = [measured(each, calls) for each in zip(*(rounds(one) for one in recordings), strict=True)]
-    return Profile(recordings, ranks, bottleneck(ranks, setup_of(run_file, place), rounds=by_round))
+    return Profile(recordings, ranks, bottleneck(ranks, setup, rounds=by_round))
 
 
 def measured(recordings: Sequence[Recording], calls: dict[str, Joined] | None = None) -> list[Measured]:
@@ -167,7 +170,7 @@ def _steps(run: Run, loop: _Loop) -> int:
 def _recorded(loop: _Loop, steps: int) -> Recording:
     run = loop.run
     loop.together()
-    recorder = Recorder(run.mesh.ledger, run.device, _offset(run), float(run.process.announce("profile", _now)))
+    recorder = Recorder(run.mesh.ledger, run.device, offset_of(run), float(run.process.announce("profile", _now)))
     with recorder.recording():
         loop.together()
         for _ in range(steps):
@@ -179,7 +182,7 @@ def _recorded(loop: _Loop, steps: int) -> Recording:
     return replace(recording, sources=sources(loop.step, names))
 
 
-def _offset(run: Run) -> ClockOffset:
+def offset_of(run: Run) -> ClockOffset:
     world = run.mesh.layout.world_size
     return measure_offset(run.process.store, rank=run.mesh.rank, ranks=world, name="profile")
 
@@ -188,7 +191,7 @@ def _now() -> str:
     return repr(time())
 
 
-def _gathered(run: Run, recording: Recording) -> list[Recording] | None:
+def gathered(run: Run, recording: Recording) -> list[Recording] | None:
     """All ranks' recordings in rank order, at rank 0."""
     board = Board(run.process.store, timeout_s=GATHER_S).under("profile")
     keys = [f"rank-{rank}" for rank in range(run.mesh.layout.world_size)]

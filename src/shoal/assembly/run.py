@@ -215,5 +215,5 @@ def run_in_generation(
     generation = build_generation(run_file, process, workload, mesh, plan, rounds)
     scaler, trained = scaler_of(run_file.precision), trained_in(generation.parts)
     state = build_state(run_file, generation, workload, scaler)
-    step = build_step(run_file, generation, generation.agreement.stepped_by(state.optimizer.optimizer), scaler)
+    step = build_step(run_file, generation, state, scaler)
     return Run(run_file, process, workload, generation, state, step, trained)

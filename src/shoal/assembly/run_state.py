@@ -11,10 +11,12 @@ from shoal.assembly.epoch_end import epoch_samples
 from shoal.assembly.generation import Generation
 from shoal.assembly.run_gradients import parts_on, zero_of
 from shoal.assembly.sameness import contents_of
+from shoal.assembly.sparse import Placed, build_freezing, build_sparse
 from shoal.assembly.splitting import trained_in
 from shoal.assembly.train_step import watch_layers
 from shoal.assembly.trained_set import FrozenParameters
 from shoal.assembly.workload import Workload
+from shoal.engine.best import Watch
 from shoal.engine.extra_state import ExtraSection
 from shoal.engine.precision import LossScaler
 from shoal.engine.state import (
@@ -57,6 +59,7 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
         **({} if workload.data.lengths is None else {"data.group_by_length": "of these lengths"}),
         "the number of training samples": epoch_samples(run_file.batch, len(workload.data.train)),
         "optimizer.kind": " and ".join(o.kind for o in own) or run_file.optimizer.variant,
+        **({} if run_file.sparsity is None else {"sparsity.kind": run_file.sparsity.variant}),
     }
     model, owned, names = ModelSection(split.model), None, ()
     layout = generation.mesh.layout
@@ -86,14 +89,18 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     if not own:
         built = _connected(_built(run_file, generation), run_file, generation)
         optimizers = [section(built, run_file.optimizer.all_slots)]
+        left_out = _left_out(run_file, generation, workload, built)
     else:
         stepped = [(owned.name, owned.parameter) for owned in gradients.owned]
         adopted = [_connected(o.adopt(stepped), run_file, generation) for o in own]
         only = [None if len(own) == 1 else o.names for o in own]
         optimizers = [section(a, o.slots, names) for a, o, names in zip(adopted, own, only, strict=True)]
+        left_out = []
+        _refuse_own(run_file)
+    watch = Watch(run_file.checkpoint.keep_best, run_file.run.stop_when)
     progress = Progress(identity, contents_of(workload.samples))
-    others = [*tuned, residuals, *generation.agreement.sections, *_of_script(generation, workload)]
-    return TrainState(model, optimizers[0], progress, [*optimizers[1:], FactsSection("scaler", scaler), *others])
+    others = [*tuned, residuals, *left_out, *generation.agreement.sections, *_of_script(generation, workload)]
+    return TrainState(model, optimizers[0], progress, [*optimizers[1:], FactsSection("scaler", scaler), *others], watch)
 
 
 def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
@@ -106,6 +113,37 @@ def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
     shapes = {owned.name: owned.holding.global_shape for owned in stepped}
     kinds = {name: role.kind for name, role in roles.items()}
     return build_optimizer(run_file.optimizer, parameters, lr=peak, sparse=sparse, shapes=shapes, kinds=kinds)
+
+
+def _left_out(
+    run_file: RunFile, generation: Generation, workload: Workload, optimizer: torch.optim.Optimizer
+) -> list[Section]:
+    """What is frozen for a part of the run, and what is masked."""
+    mesh, parts, owned, masks = generation.mesh, generation.parts, generation.gradients.owned, generation.masks
+    replica = mesh.axis("pipeline", "shard", "context", "tensor")
+    found: list[Section] = []
+    if run_file.freeze is not None and run_file.freeze.changes:
+        found.append(build_freezing(run_file, parts, owned, optimizer, masks=masks, replica=replica))
+    if run_file.sparsity is not None:
+        placed = Placed(mesh.device, workload.dtype)
+        found.append(
+            build_sparse(
+                run_file, parts.split, owned, optimizer,
+                masks=masks, group=mesh.world, placed=placed, replica=replica,
+            )
+        )  # fmt: skip
+    return found
+
+
+def _refuse_own(run_file: RunFile) -> None:
+    """Raises `ConfigError` for tables that say what is trained, where a script's optimizer says it."""
+    tables = {name: getattr(run_file, name) for name in ("sparsity", "freeze", "adapter", "distillation")}
+    given = next((name for name, table in tables.items() if table is not None), None)
+    if given is not None:
+        raise ConfigError(
+            f"[{given}] with an optimizer of the script, which decides by itself what is trained: train the model by "
+            f"`shoal train`, or leave [{given}] out"
+        )
 
 
 def _connected(optimizer: torch.optim.Optimizer, run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:

@@ -12,6 +12,7 @@ from shoal.assembly.microbatching import Microbatching, global_batch_of
 from shoal.comm.mesh import Mesh
 from shoal.engine.compiled import LossPrograms, compile_blocks
 from shoal.engine.compute import Compute, Cut, uncut
+from shoal.engine.distillation import Distillation
 from shoal.engine.float8 import use_float8
 from shoal.engine.forward_backward import (
     ForwardBackward,
@@ -103,6 +104,7 @@ def build_forward_backward(
     precision: Precision,
     microbatching: Microbatching,
     programs: LossPrograms | None = None,
+    distillation: Distillation | None = None,
 ) -> ForwardBackward:
     """Forward and backward of this rank's part. `programs` are what its model and the loss were compiled to."""
     model, arrange = parts.split.model, microbatching.uniform or as_they_are
@@ -128,6 +130,7 @@ def build_forward_backward(
         gathered=gathered_outputs(vocabulary, mesh),
         global_batch=global_batch_of(run_file, mesh),
         programs=programs,
+        distillation=distillation,
     )
     first = mesh.layout.index("tensor", mesh.rank) == 0
     if table is None or parts.stages is None:

@@ -1,7 +1,8 @@
 """Being a rank, or starting them: what a process of `shoal train` or of a user's script does first.
 
 A process that a launcher started (Shoal's own, torchrun, srun, mpiexec) is a rank. Any other starts the ranks, each
-with the command that it was itself started with, and waits for them; it imports no torch.
+with the command that it was itself started with, and waits for them. It checks the run before it imports torch, once
+for all ranks of `shoal train`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, is_o
 from shoal.launch.lab.lab_file import Lab
 from shoal.launch.lab.start import run_in_lab
 from shoal.launch.lock import RunLock
-from shoal.launch.rank_process import die_with_parent
+from shoal.launch.orphans import die_with_parent
 from shoal.launch.root_cause import ExitCode
 from shoal.launch.signals import end_at_once
 from shoal.launch.spawn import run_ranks
 from shoal.launch.supervision import NOTHING_KEPT, Patience, say
 from shoal.launch.versions import check_torch_version, installed
+from shoal.launch.warm import is_shoals_own, preload
 from shoal.observe.facts import facts_path, write_facts
 from shoal.resilience.config import COORDINATOR, ElasticConfig
 from shoal.runfile.rules import check_across
@@ -42,6 +44,9 @@ from shoal.runfile.run_file import RunFile, statistics_group, with_processes
 from shoal.temporary_folder import temporary_folder
 
 DEFAULT_PROCESSES = 2
+RANK = ("torch", "numpy", "shoal.cli.main", "shoal.planning.prediction", "shoal.training")
+"""What a rank of `shoal train` imports, by name: it is above this room. The ranks of a host are forks of the process
+that has made these imports once."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def run(
         with ExitStack() as stack:
             keep_fds = [stack.enter_context(RunLock(directory, shared=joins)).fd] if writes else []
             # A script of the user's own may do anything before it calls Shoal.
-            start_s = run_file.run.start_timeout_s if list(command[1:3]) == ["-m", "shoal"] else None
+            start_s = run_file.run.start_timeout_s if is_shoals_own(command) else None
             patience = replace(Patience() if writes else NOTHING_KEPT, start_s=start_s)
             logs = directory if writes else stack.enter_context(temporary_folder())
             if writes and not joins and facts_path(directory).is_file():
@@ -125,6 +130,8 @@ def run(
                 elastic = msgspec.structs.replace(run_file.elastic, max=processes // ranks)  # as many are started
                 code, goes_on_elsewhere = run_elastic(job, elastic, environ=environ, keep_fds=keep_fds)
             else:
+                if is_shoals_own(command) and processes > 1:
+                    environ = preload(RANK, environ)
                 code = run_ranks(
                     command,
                     processes=processes,

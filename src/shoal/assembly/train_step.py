@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 
 from shoal.assembly.generation import Generation
 from shoal.assembly.run_gradients import SAME_LAYERS, parts_on
+from shoal.assembly.sparse import left_out_in
 from shoal.assembly.splitting import trained_in
 from shoal.engine.forward_backward import PipelinedForwardBackward
 from shoal.engine.noise import NoiseMeter
 from shoal.engine.precision import LossScaler
 from shoal.engine.rank_context import RankContext
+from shoal.engine.state import TrainState
 from shoal.engine.step import TrainStep
 from shoal.engine.transforms import Transform, by_numbers, clip_by_global_norm
-from shoal.engine.updates import AtOnce, ByBucket, ByMicrobatch, UpdatePolicy
+from shoal.engine.updates import AtOnce, ByBucket, ByMicrobatch, LeavesOut, UpdatePolicy
 from shoal.errors import ConfigError, UserCodeError
 from shoal.gradients.priority import PriorityGradients
 from shoal.optim.layer_statistics import SeesLayers, layers_in
@@ -29,11 +32,11 @@ from shoal.topology.axes import Axis
 def build_step(
     run_file: RunFile,
     generation: Generation,
-    optimizer: torch.optim.Optimizer,
+    state: TrainState,
     scaler: LossScaler,
 ) -> TrainStep:
-    """The step that `optimizer` takes. Raises `ConfigError` if the gradient's noise cannot be measured, and
-    `UserCodeError` for parameters that several stages of PipeDream use.
+    """The step that the optimizer of `state` takes. Raises `ConfigError` if the gradient's noise cannot be measured,
+    and `UserCodeError` for parameters that several stages of PipeDream use.
     """
     mesh, axes = generation.mesh, generation.sync.lockstep_axes
     same_layers: list[Axis] = [axis for axis in SAME_LAYERS if axis in axes]
@@ -46,7 +49,8 @@ def build_step(
         scaler=scaler,
         counts=place.pipeline == place.context == place.tensor == 0,
     )
-    policy = _update_policy(run_file, generation, optimizer)
+    optimizer = generation.agreement.stepped_by(state.optimizer.optimizer)
+    policy = _update_policy(run_file, generation, optimizer, left_out_in(state))
     return TrainStep(context, policy, generation.agreement)
 
 
@@ -67,6 +71,7 @@ def _update_policy(
     run_file: RunFile,
     generation: Generation,
     optimizer: torch.optim.Optimizer,
+    leaves_out: Sequence[LeavesOut],
 ) -> UpdatePolicy:
     gradients, clip_norm = generation.gradients, run_file.optimizer.clip_norm
     if run_file.pipeline.asynchronous:
@@ -89,6 +94,7 @@ def _update_policy(
         optimizer,
         transforms=transforms,
         noise=_noise_meter(generation, every=run_file.observe.noise_every_steps),
+        leaves_out=leaves_out,
     )
 
 

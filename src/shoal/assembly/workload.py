@@ -13,9 +13,11 @@ from shoal.assembly.objects import UserObjects, check_layout_independent, data_o
 from shoal.assembly.process import Process
 from shoal.assembly.reading import check_reading, slow_reads
 from shoal.assembly.sameness import require_same, require_same_code, require_same_length, samples_of, shapes_of
+from shoal.assembly.teaching import distillation_of
 from shoal.data.build import Dataset
 from shoal.data.config import StdlibText, TextFiles, Tokens
 from shoal.data.labelled import predicts_next_token, with_labels
+from shoal.engine.distillation import Distillation
 from shoal.engine.loss import Loss
 from shoal.engine.precision import Precision, precision_of
 from shoal.models.huggingface.config import TransformersConfig
@@ -41,6 +43,7 @@ class Workload:
     objects: UserObjects
     optimizers: Sequence[OwnOptimizer] = ()
     samples: Sequence[str] = ()
+    distillation: Distillation | None = None
 
     @property
     def trained_with(self) -> list[object]:
@@ -84,7 +87,7 @@ def load_workload(
 ) -> Workload:
     """Builds it on this rank alone. Raises `UserCodeError`, as `build_workload` does for the model."""
     precision = precision_of(run_file.precision)
-    skeleton = skeleton_of(run_file.model, objects)
+    skeleton = skeleton_of(run_file, objects)
     model = skeleton or model_of(run_file, objects, device=device, dtype=precision.parameters)
     shares = layout.replicate * layout.shard
     if isinstance(run_file.model, TransformersConfig) and objects.model is None:
@@ -99,11 +102,12 @@ def load_workload(
     check_reading(run_file, data)
     check_short_step(run_file, len(data.train), layout)
     optimizers = own_optimizers(objects.optimizers, model) if objects.optimizers else []
-    return Workload(model, skeleton is not None, data, loss, precision, objects, optimizers)
+    teacher = distillation_of(run_file, device=device, dtype=precision.parameters)
+    return Workload(model, skeleton is not None, data, loss, precision, objects, optimizers, distillation=teacher)
 
 
 def with_new_model(workload: Workload, run_file: RunFile, device: torch.device) -> Workload:
     """The same workload with a model that no generation has changed yet, before its first step."""
-    skeleton = skeleton_of(run_file.model, workload.objects)
+    skeleton = skeleton_of(run_file, workload.objects)
     model = skeleton or model_of(run_file, workload.objects, device=device, dtype=workload.dtype)
     return replace(workload, model=model, drawn_later=skeleton is not None)

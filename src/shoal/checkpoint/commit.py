@@ -5,9 +5,10 @@ folder -> fsync of its parent -> the file `latest`. A crash between any two leav
 whole. `latest` names the newest checkpoint and the hash of its manifest; it is deleted before the manifest that it
 names is replaced, so that it never contradicts one.
 
-A run has one timeline: the `keep` newest checkpoints up to the one just committed stay, and later steps, left by a run
-that went back, go. A folder is renamed before anything is deleted, and an object is deleted only when no manifest that
-remains names it; where a manifest cannot be read, what it names is unknown, and no object is deleted while it is there.
+A run has one timeline: the `keep` newest checkpoints up to the one just committed stay, and the best one where that is
+asked for, to which the link `best` leads; later steps, left by a run that went back, go. A folder is renamed before
+anything is deleted, and an object is deleted only when no manifest that remains names it; where a manifest cannot be
+read, what it names is unknown, and no object is deleted while it is there.
 
 A checkpoint that comes from elsewhere, made one of a run directory: its objects, then its manifest by one rename.
 
@@ -16,11 +17,12 @@ Every object has to hash to its name before it is written. Objects that are here
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from blake3 import blake3
 
@@ -152,9 +154,35 @@ def read_latest(places: Places) -> Pointer | None:
     return Pointer(step, match[2] or "")
 
 
-def retain(places: Places, newest: int, *, keep: int, disk: Disk) -> None:
-    """Keep the `keep` newest readable checkpoints up to step `newest`; the rest and their objects go."""
-    doomed = list(surplus(places, newest, keep=keep))
+def best_step(state: Mapping[str, Any]) -> int | None:
+    """The step whose weights are the best by `checkpoint.keep_best`, as the state of a later checkpoint says."""
+    watch = state.get("watch")
+    best = watch.get("best") if isinstance(watch, Mapping) else None
+    step = best.get("step") if isinstance(best, Mapping) else None
+    return step if isinstance(step, int) and step > 0 else None
+
+
+def point_best(step: int | None, places: Places) -> None:
+    """Let the link `best` name the checkpoint of `step`, if it is there; None: there is no best one.
+
+    The state of the newest checkpoint says the same: a crash costs no more than the link, until the next save.
+    """
+    if step is None or not places.step(step).is_dir():
+        places.best.unlink(missing_ok=True)
+        return
+    if places.best.is_symlink() and os.readlink(places.best) == step_name(step):
+        return
+    unfinished = temporary(places.best, "commit")
+    unfinished.unlink(missing_ok=True)
+    unfinished.symlink_to(step_name(step), target_is_directory=True)
+    os.replace(unfinished, places.best)
+
+
+def retain(places: Places, newest: int, *, keep: int, disk: Disk, best: int | None = None) -> None:
+    """Keep the `keep` newest readable checkpoints up to step `newest`, and that of step `best`; the rest and their
+    objects go.
+    """
+    doomed = [step for step in surplus(places, newest, keep=keep) if step != best]
     for step in doomed:
         disk.rename(places.step(step), temporary(places.step(step), "retired"), action="retention/rename")
     if doomed:

@@ -9,6 +9,23 @@ import msgspec
 from shoal.config.table import Table, says
 
 
+class Goal(Table, frozen=True):
+    """A measurement of evaluations, and which values of it are the better ones."""
+
+    measurement: Annotated[str, says("What each evaluation measures, such as `loss/eval` or `accuracy/eval`.")] = (
+        "loss/eval"
+    )
+    goal: Annotated[Literal["minimize", "maximize"], says("Whether a lower value is better, or a higher one.")] = (
+        "minimize"
+    )
+
+    def is_better(self, value: float, than: float | None, *, by: float = 0.0) -> bool:
+        """Whether `value` is better than the best so far (None: there is none), by more than `by`. NaN never is."""
+        if than is None:
+            return value == value
+        return value < than - by if self.goal == "minimize" else value > than + by
+
+
 class CheckpointConfig(Table, frozen=True):
     """When a run saves, how much of the past it keeps, and how large its files are."""
 
@@ -26,6 +43,13 @@ class CheckpointConfig(Table, frozen=True):
         float, says("auto: mean seconds between two failures, until the run has seen some.", gt=0)
     ] = 86400.0
     keep: Annotated[int, says("How many checkpoints stay on the disk; older ones are deleted.", ge=1)] = 3
+    keep_best: Annotated[
+        Goal | None,
+        says(
+            "Save after each evaluation that is better than all before, and keep the best checkpoint beside the "
+            "newest: `checkpoints/best` in the run directory. Default: none."
+        ),
+    ] = None
     object_bytes: Annotated[
         int, says("Largest file that tensors are cut or packed into, in bytes.", ge=1 << 16, le=1 << 30)
     ] = 8 << 20

@@ -9,7 +9,7 @@ checkpoint gives them; an imported one becomes a checkpoint that holds weights a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal
@@ -30,6 +30,7 @@ from shoal.checkpoint.objects import (
     require_checkpoints,
     require_folder,
     require_weights,
+    step_name,
     temporary,
 )
 from shoal.checkpoint.save import Saver
@@ -135,6 +136,7 @@ class Row(msgspec.Struct, frozen=True):
 
     `nbytes` counts the objects that the checkpoint names, those it shares with others included. `verified` says that
     every byte is as it was written; `protected` that the manifest has a hash, which earlier versions did not write.
+    `best`: it is the one that `checkpoint.keep_best` keeps.
     """
 
     step: int
@@ -143,12 +145,15 @@ class Row(msgspec.Struct, frozen=True):
     tensors: int | None
     verified: bool
     protected: bool
+    best: bool = False
 
 
 def listing(directory: Path) -> list[Row]:
     """A row for each checkpoint of a run directory, newest first; every object is hashed."""
     require_folder(directory)
-    return [_row(folder, directory) for folder in checkpoints(directory)]
+    best = Places(directory).best.resolve().name
+    rows = [_row(folder, directory) for folder in checkpoints(directory)]
+    return [msgspec.structs.replace(row, best=step_name(row.step) == best) for row in rows]
 
 
 def verify(directory: Path, step: int | None = None) -> list[Finding]:
@@ -238,8 +243,9 @@ def copy_weights(weights: Mapping[str, Tensor], model: nn.Module) -> None:
             tensor.copy_(weights[name])
 
 
-def export(source: Path, file: Path) -> int:
+def export(source: Path, file: Path, *, change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict) -> int:
     """Write the weights of the checkpoint `source`, or of a run directory's newest, to `file`; the step they are from.
+    `change` makes of them what is written.
 
     Raises `UsageError` where there is nothing to export or `file` exists.
     """
@@ -250,7 +256,7 @@ def export(source: Path, file: Path) -> int:
     weights = shown_weights(manifest, run_directory_of(folder))
     if not weights:
         raise UsageError(f"{folder} holds no weights: no tensor in it is called {PREFIX}...")
-    write_weights(weights, file)
+    write_weights(change(weights), file)
     return manifest.step
 
 

@@ -2,6 +2,7 @@
 
     checkpoints/step-00000100/manifest.json   a committed checkpoint
     checkpoints/objects/<blake3>.safetensors  its content, shared by all checkpoints
+    checkpoints/best                          a link to the best one, if `checkpoint.keep_best` asks for it
     checkpoints/latest                        the name of the newest one, and the hash of its manifest
     .tmp-*                                    not finished, or about to be deleted; never read, swept at a start
 
@@ -59,6 +60,11 @@ class Places:
     def latest(self) -> Path:
         """The file that names the newest checkpoint."""
         return self.root / "latest"
+
+    @property
+    def best(self) -> Path:
+        """The link to the best checkpoint, where a run keeps one."""
+        return self.root / "best"
 
     def step(self, step: int) -> Path:
         """The folder of the checkpoint of `step`."""

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.commit import adopt
+from shoal.checkpoint.commit import adopt, best_step
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.objects import MANIFEST, SUFFIX, TEMPORARY, Places, step_name, step_of
 from shoal.errors import CorruptCheckpoint, EnvironmentFault, Stopped, VerificationFailed
@@ -86,12 +86,15 @@ class RemoteCheckpoints:
         return sent_bytes + len(content)
 
     def retain(self, newest: int, *, keep: int) -> None:
-        """Deletes all but the `keep` newest checkpoints up to step `newest`, and objects that none of them names.
+        """Deletes all but the `keep` newest checkpoints up to step `newest`, and the best one, and objects that none of
+        them names.
 
         Where the manifest of a kept one cannot be read, all objects stay until that checkpoint is deleted.
         """
         steps = self.steps()
         kept = [step for step in steps if step <= newest][:keep]
+        best = self._best(newest) if newest in steps else None
+        kept += [step for step in steps if step == best and step not in kept]
         named: set[str] = set()
         all_read = True
         for step in kept:
@@ -106,6 +109,11 @@ class RemoteCheckpoints:
             self._delete(f"objects/{name}")
             if self._sent is not None:
                 self._sent.pop(name, None)
+
+    def _best(self, newest: int) -> int | None:
+        with suppress(VerificationFailed):
+            return best_step(self.manifest(newest).state)
+        return None
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of the checkpoint of `step`. Raises `VerificationFailed` for a damaged one."""

@@ -38,7 +38,7 @@ from shoal.checkpoint.agreement import (
     encode_message,
     hear,
 )
-from shoal.checkpoint.commit import Pointer, commit, point_latest, retain, sweep
+from shoal.checkpoint.commit import Pointer, best_step, commit, point_best, point_latest, retain, sweep
 from shoal.checkpoint.grid import Parcel
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
 from shoal.checkpoint.objects import Disk, OnPoint, Places, Stored, make_folders, settle, store
@@ -222,8 +222,10 @@ class Round:
     def _tidy(self, pointer: Pointer) -> str | None:
         seat = self.seat
         try:
+            best = best_step(self._state)
             point_latest(pointer, seat.places, disk=self._disk)
-            retain(seat.places, self.step, keep=seat.keep, disk=self._disk)
+            point_best(best, seat.places)
+            retain(seat.places, self.step, keep=seat.keep, disk=self._disk, best=best)
         except OSError as error:
             return sentence_after_commit(error, step=self.step, root=seat.places.root)
         return None

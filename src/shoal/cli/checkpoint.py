@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,6 +16,8 @@ from shoal.cli.busy import busy
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from shoal.checkpoint.inspect import Difference
 
 app = typer.Typer(help="Reads checkpoints without a job.", no_args_is_help=True, rich_markup_mode=None)
@@ -25,7 +29,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standar
 
 @app.command("ls")
 def ls(directory: RunDirectory, as_json: AsJson = False) -> None:
-    """Lists the checkpoints of a run, newest first.
+    """Lists the checkpoints of a run, newest first. The best one, if checkpoint.keep_best keeps it, is also called
+    RUN_DIR/checkpoints/best, for export, evaluate and run.warm_start.
 
     Example: shoal checkpoint ls runs/stdlib-gpt
     """
@@ -41,7 +46,7 @@ def ls(directory: RunDirectory, as_json: AsJson = False) -> None:
         return
     for row in rows:
         size = f"{row['tensors'] or 0} tensors, {row['nbytes'] or 0:,} bytes"
-        print(f"step {row['step']:>8}  {_when(row)}  {size}  {_state(row)}")
+        print(f"step {row['step']:>8}  {_when(row)}  {size}  {_state(row)}{'  best' if row['best'] else ''}")
     if not rows:
         print(f"{directory} holds no checkpoint")
 
@@ -127,9 +132,14 @@ def export(
         Literal["safetensors", "huggingface"],
         typer.Option(help='One file, or a folder for from_pretrained (of a model of kind "transformers").'),
     ] = "safetensors",
+    integers: Annotated[
+        bool, typer.Option("--integers", help="Of a run with [quantisation]: int8 weights and their scales.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Writes the weights of the unsplit model, whatever layout trained it, to one safetensors file.
+
+    Adapters of [adapter] are merged into the weights that they belong to.
 
     With --to huggingface: to a folder that transformers' from_pretrained loads; of a run with adapters, the adapters.
 
@@ -141,8 +151,30 @@ def export(
     from shoal.checkpoint.inspect import export as write
 
     with busy(f"writing {file}"):
-        step = write(source, file) if to == "safetensors" else _export_folder(source, file)
+        change = _integers(source) if integers else _merge(source)
+        step = write(source, file, change=change) if to == "safetensors" else _export_folder(source, file)
     answer(json.dumps({"step": step, "file": str(file)}) if as_json else f"{file}: the weights of step {step}")
+
+
+def _integers(source: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """What puts integers in the place of the weights that a run rounds."""
+    from shoal.assembly.shrinking import as_integers
+    from shoal.checkpoint.verify import checkpoint_in, run_directory_of
+    from shoal.runfile.load import load_run
+
+    written = run_directory_of(checkpoint_in(source)) / "run.toml"
+    return partial(as_integers, run_file=load_run(written))
+
+
+def _merge(source: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """What puts adapters into the weights that they belong to, where the run has a table [adapter]."""
+    from shoal.checkpoint.verify import checkpoint_in, run_directory_of
+    from shoal.models.adapters import merged
+    from shoal.runfile.load import load_run
+
+    written = run_directory_of(checkpoint_in(source)) / "run.toml"
+    adapter = load_run(written).adapter if written.exists() else None
+    return dict if adapter is None else partial(merged, config=adapter)
 
 
 def _export_folder(source: Path, folder: Path) -> int:
@@ -160,6 +192,29 @@ def _export_folder(source: Path, folder: Path) -> int:
             f'{written} trains model.kind = "{kind}", which transformers does not know: leave out --to huggingface'
         )
     return export_folder(source, folder, model)
+
+
+@app.command("shrink")
+def shrink(
+    source: Source,
+    directory: Annotated[Path, typer.Argument(metavar="NEW_RUN_DIR", help="A new folder for the smaller model.")],
+    as_json: AsJson = False,
+) -> None:
+    """Takes the hidden features that a run has masked out of its model, for run.warm_start.
+
+    Example: shoal checkpoint shrink runs/pruned runs/smaller
+    """
+    from shoal.checkpoint.objects import require_checkpoint
+
+    require_checkpoint(source)
+    from shoal.assembly.shrinking import sentence
+    from shoal.assembly.shrinking import shrink as take_out
+
+    with busy(f"writing a checkpoint to {directory}"):
+        left = take_out(source, directory)
+    answer(
+        json.dumps({"feed_forward_width": left, "directory": str(directory)}) if as_json else sentence(left, directory)
+    )
 
 
 @app.command("import")

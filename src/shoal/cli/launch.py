@@ -22,6 +22,9 @@ def launch(
         typer.Option("--ranks-per-node", "-n", min=1, help="Ranks on this host; default: one per GPU, else one."),
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is the name of a module.")] = False,
+    order: Annotated[
+        str, typer.Option("--order", help="given; or measured: hosts are numbered along the best ring of their links.")
+    ] = "given",
     directory: Annotated[
         Path | None, typer.Option("--directory", metavar="DIR", help="Holds logs/; default runs/<script>.")
     ] = None,
@@ -31,7 +34,7 @@ def launch(
     Example: shoal launch -n 2 my_training.py --epochs 3
     """
     from shoal.errors import UsageError
-    from shoal.launch.host import host_from, run_host
+    from shoal.launch.host import host_from, job_environ, run_host
 
     if not module and not Path(script).is_file():
         raise UsageError(f"there is no file {script}: shoal launch takes a Python script, or with -m a module")
@@ -43,7 +46,14 @@ def launch(
     command = [sys.executable, "-m", "shoal.launch.script", *target, *(arguments or ())]
     host = host_from(os.environ, ranks=ranks_per_node)
     logs = directory or Path("runs") / (script if module else Path(script).stem)
-    raise typer.Exit(run_host(command, host, directory=logs, environ=os.environ))
+    if order not in ("given", "measured"):
+        raise UsageError(f"--order {order}: it is given or measured")
+    environ = job_environ(os.environ, host, logs)
+    if order == "measured" and host.nodes > 1:
+        from shoal.launch.host_order import along_the_ring
+
+        host = along_the_ring(host, environ)
+    raise typer.Exit(run_host(command, host, directory=logs, environ=environ))
 
 
 def _there_is(module: str) -> bool:

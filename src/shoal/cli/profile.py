@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shoal.cli.busy import busy
 from shoal.cli.output import output_file
 from shoal.standard_output import answer
 
@@ -23,9 +25,10 @@ OPERATORS = 5
 
 
 def profile(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml|SCRIPT.py", help="The run file, or a script.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
+        list[str] | None,
+        typer.Argument(metavar="[key=value]... [ARGS]...", help="Keys of the run; after --, a script's arguments."),
     ] = None,
     steps: Annotated[
         int | None,
@@ -47,7 +50,8 @@ def profile(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:  # fmt: skip
-    """Records a few steps on every rank; says where the time goes, and which key to change.
+    """Records a few steps on every rank; says where the time goes, and which key to change. Of a script that calls
+    shoal.train or shoal.start, the steps are those of its own loop.
 
     Example: shoal profile recipes/stdlib-gpt.toml
     """
@@ -57,6 +61,11 @@ def profile(
     from shoal.runfile.run_file import run_directory
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of its own start and end otherwise
+    if run_file.suffix == ".py":
+        if flame is not None or lab is not None:
+            raise typer.BadParameter("takes a run file, and not a script", param_hint="--flame, --lab")
+        _tell(_of_script(run_file, overrides or [], warmup=warmup, steps=steps), trace, flame, as_json=as_json)
+        return
     loaded = load_run(run_file, overrides or ())
 
     def rank(run_file: RunFile, place: Place) -> None:
@@ -82,6 +91,31 @@ def profile(
         run(loaded, [*command, *(["--json"] if as_json else [])], rank, directory=directory, file=str(run_file),
             writes=False, lab=hosts, planner=PLANNER)
     )  # fmt: skip
+
+
+def _of_script(script: Path, given: list[str], *, warmup: int, steps: int | None) -> Profile:
+    """Runs the script until its steps are recorded. Leaves with its exit code where it fails."""
+    import msgspec
+
+    from shoal.assembly.profiled_script import PROFILE, THROW_AWAY, ProfileOrder, read_profile
+    from shoal.errors import UsageError
+    from shoal.launch.children import wait_for
+    from shoal.launch.own_script import KEYS, divided
+    from shoal.temporary_folder import temporary_folder
+
+    if not script.is_file():
+        raise UsageError(f"{script} is missing: give a script that calls shoal.train or shoal.start, or a run file")
+    keys, arguments = divided(given)
+    with temporary_folder() as folder:
+        keys = [*THROW_AWAY, f"run.directory={json.dumps(str(folder / 'run'))}", *keys]
+        order = ProfileOrder(str(folder / "recorded"), warmup, steps)
+        environ = {**os.environ, PROFILE: msgspec.json.encode(order).decode(), KEYS: json.dumps(keys)}
+        with busy(f"recording steps of {script}"):
+            command = [sys.executable, str(script), *arguments]
+            code = wait_for(subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL))
+        if code:
+            raise typer.Exit(code if code > 0 else 128 - code)
+        return read_profile(folder / "recorded")
 
 
 def _check_rank(rank: int, world_size: int) -> None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from shoal.standard_output import answer
 
+if TYPE_CHECKING:
+    from shoal.runfile.run_file import RunFile
+
 
 def rehearse(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml|SCRIPT.py", help="The run file, or a script.")],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
+        list[str] | None,
+        typer.Argument(metavar="[key=value]... [ARGS]...", help="Keys of the run; after --, a script's arguments."),
     ] = None,
     faults: Annotated[
         str,
@@ -31,16 +35,20 @@ def rehearse(
     show: Annotated[bool, typer.Option("--list", help="List the faults and train nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
 ) -> None:
-    """Trains a run file under injected faults, each in a throw-away directory, and says what became of it.
+    """Trains a run file, or a script that calls shoal.train or shoal.start, under injected faults, each in a throw-away
+    directory, and says what became of it.
 
     Exit 6 where a run does not end with the state of the undisturbed run.
 
     Example: shoal rehearse recipes/digits.toml --faults rank,save
     """
+    from shoal.cli.script_target import command_of_script
     from shoal.runfile.load import load_run
 
-    load_run(run_file, overrides or ())  # a wrong file is refused before what follows imports torch
-    from shoal.experiments.rehearsal.rehearse import line_of, table
+    script = command_of_script(run_file, overrides or ())
+    # A wrong file is refused before what follows imports torch.
+    loaded = load_run(run_file, overrides or ()) if script is None else script.run_file
+    from shoal.experiments.rehearsal.rehearse import RehearsedScript, line_of, table
     from shoal.experiments.rehearsal.rehearse import rehearse as play_all
     from shoal.experiments.rehearsal.scenarios import FAMILIES
 
@@ -49,13 +57,13 @@ def rehearse(
     if unknown:
         raise typer.BadParameter(f"{unknown[0]!r}: give {', '.join(FAMILIES)}, or all", param_hint="--faults")
     if show:
-        _list(run_file, overrides or [], families, only=only, every_point=every_point)
+        _list(loaded, families, only=only, every_point=every_point)
         return
     if not as_json:
         print(next(table([])), flush=True)
     found = play_all(
-        run_file,
-        overrides or (),
+        run_file if script is None else RehearsedScript(run_file, script.arguments, script.run_file),
+        (overrides or ()) if script is None else script.keys,
         families=families,
         only=only,
         every_point=every_point,
@@ -76,12 +84,10 @@ def _note(text: str) -> None:
         print(f"... {text}", file=sys.stderr, flush=True)
 
 
-def _list(run_file: Path, overrides: list[str], families: tuple[str, ...], *, only: str, every_point: bool) -> None:
+def _list(loaded: RunFile, families: tuple[str, ...], *, only: str, every_point: bool) -> None:
     from shoal.assembly.start import processes_of
     from shoal.experiments.rehearsal.scenarios import scenarios
-    from shoal.runfile.load import load_run
 
-    loaded = load_run(run_file, overrides)
     for scenario in scenarios(processes_of(loaded), elastic=loaded.elastic is not None, every_point=every_point):
         if scenario.family in families and only in scenario.name:
             print(f"{scenario.family:<12} {scenario.name}")

@@ -47,9 +47,12 @@ def submit() -> None:
 
 @app.command(JOB)
 def job(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file; a sweep file for Slurm.")],
+    run_file: Annotated[
+        Path, typer.Argument(metavar="RUN.toml|SCRIPT.py", help="The run file, a script; a sweep file for Slurm.")
+    ],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
+        list[str] | None,
+        typer.Argument(metavar="[key=value]... [ARGS]...", help="Keys of the run; after --, a script's arguments."),
     ] = None,
     to: Annotated[Literal["slurm", "kubernetes", "ray"] | None, typer.Option("--to", help="The scheduler.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job files; write and send nothing.")] = False,
@@ -126,10 +129,14 @@ def job(
     wait: Annotated[float, typer.Option("--wait", min=1, metavar="S", help="Ray: longest wait for room.")] = 600.0,
     as_json: AS_JSON = False,
 ) -> None:
-    """Writes the job files beside the run and submits them; `shoal submit RUN.toml` is short for it.
+    """Writes the job files beside the run and submits them; `shoal submit RUN.toml` is short for it. A script that
+    calls shoal.train or shoal.start is submitted like a run file.
 
     Example: shoal submit RUN.toml --to slurm --nodes 2 --gpus 8 --time 12:00:00
     """
+    from dataclasses import replace
+
+    from shoal.cli.script_target import command_of_script
     from shoal.errors import UsageError
     from shoal.experiments.config import load_sweep
     from shoal.experiments.trial_command import independent_trials, is_sweep
@@ -155,10 +162,14 @@ def job(
 
     if to is None:
         raise UsageError("shoal submit does not know where to: give --to slurm, --to kubernetes or --to ray")
-    sweep = load_sweep(run_file) if is_sweep(run_file) else None
+    script = command_of_script(run_file, overrides or ())
+    sweep = load_sweep(run_file) if script is None and is_sweep(run_file) else None
     if sweep is not None and to != "slurm":
         raise UsageError(f"a sweep goes to Slurm as one array, not to {to}: for Ray, shoal sweep {run_file} --via ray")
-    loaded = load_run(run_file if sweep is None else run_file.parent / sweep.run, overrides or ())
+    if script is not None:
+        loaded = script.run_file
+    else:
+        loaded = load_run(run_file if sweep is None else run_file.parent / sweep.run, overrides or ())
     wanted = ranks_per_node or gpus or None
     world_size = world_size_of(loaded, nodes=nodes, ranks_per_node=wanted)
     if cluster is not None:
@@ -172,6 +183,8 @@ def job(
     limit_s = None if time is None else seconds_of(time)
     resources = Resources(hosts, each, gpus, cpus or DEFAULT_CPUS, memory, limit_s, save_before)
     variables, secrets = split_variables(env or (), os.environ)
+    if script is not None:
+        variables |= script.environ
     made = job_of(
         loaded,
         resources,
@@ -185,6 +198,8 @@ def job(
     if sweep is not None:
         array = Array(run_file.absolute(), len(independent_trials(sweep)), sweep.parallel)
         made = array_job(made, array, name=sweep.name, directory=str(Path("sweeps") / sweep.name))
+    if script is not None:
+        made = replace(made, script=(str(run_file), *script.arguments))
     pods = None
     if image and volume:
         labels = node_selector_of(node_selector or ())

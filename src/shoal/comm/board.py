@@ -25,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError, DistStoreError  # pyright: ignore[reportPrivateImportUsage]
 
 from shoal.comm.at_work import AT_WORK
+from shoal.comm.packing import MANY, packed, unpacked
 from shoal.errors import CollectiveError
 
 PART_BYTES = 4 << 20
@@ -100,7 +101,12 @@ class Board:
 
         def exchange() -> dict[str, bytes]:
             _write(self.store, keys[rank], text.encode())
-            return _read_some(self.store, keys, self.timeout_s)
+            if len(keys) >= MANY and rank != 0:
+                return self._of_all(key, keys)
+            found = _read_some(self.store, keys, self.timeout_s)
+            if len(keys) >= MANY and len(found) == len(keys):
+                _write(self.store, f"{key}/all", packed(found[place] for place in keys))
+            return found
 
         found = self._call(exchange, self.timeout_s)
         if missing := [f"rank {name}" for name, place in zip(ranks, keys, strict=True) if place not in found]:
@@ -110,6 +116,16 @@ class Board:
                 "wire.timeout_s"
             )
         return tuple(found[place].decode() for place in keys)
+
+    def _of_all(self, key: str, keys: Sequence[str]) -> dict[str, bytes]:
+        """What rank 0 has read and put together; raises `CollectiveError` where that does not come."""
+        whole = _read_some(self.store, [f"{key}/all"], self.timeout_s)
+        if not whole:
+            raise CollectiveError(
+                f"waited {self.timeout_s:g} s for rank 0 to put together what {len(keys)} ranks say ({key}): its log "
+                "names the ranks that are missing"
+            )
+        return dict(zip(keys, unpacked(whole[f"{key}/all"]), strict=True))
 
     def announce(self, key: str, find: Callable[[], str], *, rank: int, timeout_s: float | None = None) -> str:
         """What `find()` returns on rank 0, on every rank. `find` runs on rank 0 only; the others wait for it."""

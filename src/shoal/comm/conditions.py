@@ -20,7 +20,7 @@ from typing import Literal
 
 import torch
 
-from shoal.comm.volume import Sent
+from shoal.comm.ledger import Sent
 from shoal.errors import CollectiveError
 
 

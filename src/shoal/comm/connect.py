@@ -106,7 +106,7 @@ def _opened(
     """The group, and what it became: ranks that only seemed to share a host get Gloo, unless asked otherwise."""
     timeout_s, transport = wire.timeout_s, wire.transport
     if choice.backend == "nccl":
-        return _nccl(store, rank, size, timeout_s), choice
+        return open_nccl(store, rank, size, timeout_s), choice
     if choice.backend == "mpi":
         return share_mpi(store, rank, size, timeout_s=timeout_s), choice
     gloo = open_gloo(store, rank, size, timeout_s=timeout_s)
@@ -136,7 +136,8 @@ def _by_algorithm(
     return inner, BackendChoice(choice.backend, f'{choice.why}; wire.algorithm = "{algorithm}" is for groups over Gloo')
 
 
-def _nccl(store: Store, rank: int, size: int, timeout_s: float) -> Any:
+def open_nccl(store: Store, rank: int, size: int, timeout_s: float) -> Any:
+    """A group over NCCL, for tensors on GPUs."""
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     return dist.ProcessGroupNCCL(store, rank, size, options)

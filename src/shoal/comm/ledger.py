@@ -19,7 +19,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from shoal.comm.volume import Sent
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes to ranks of the same host, and to those of others."""
+
+    inside_bytes: int = 0
+    between_bytes: int = 0
+
+    @property
+    def bytes_sent(self) -> int:
+        """Both."""
+        return self.inside_bytes + self.between_bytes
 
 
 @dataclass
@@ -156,6 +167,10 @@ class Ledger:
         if self.journal is not None:
             self.journal.waited(operation, exposed_s)
         self._add(operation, Entry(exposed_s=exposed_s, hidden_s=hidden_s))
+
+    def made(self, operation: str, sent: Sent, exposed_s: float) -> None:
+        """A call that its caller waited for from its start to its end."""
+        self._add(operation, Entry(1, sent.inside_bytes, sent.between_bytes, exposed_s))
 
     def total(self) -> Entry:
         """The sum over all operations."""

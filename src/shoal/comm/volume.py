@@ -37,11 +37,11 @@ headers of TCP, IP and Ethernet (`wire_bytes`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from shoal.collectives.table import CollectiveTable
 from shoal.comm.hierarchical.division import Division, division_of
+from shoal.comm.ledger import Sent
 
 Traffic = Mapping[int, int]
 """Bytes by the rank that they go to."""
@@ -58,19 +58,6 @@ MTU_BYTES = 1500
 MOST_KNOWN = 1024
 """Counts that are kept: a run repeats the same few calls."""
 RINGS = ("all_reduce", "reduce_scatter", "all_gather")
-
-
-@dataclass(frozen=True)
-class Sent:
-    """Bytes to ranks of the same host, and to those of others."""
-
-    inside_bytes: int = 0
-    between_bytes: int = 0
-
-    @property
-    def bytes_sent(self) -> int:
-        """Both."""
-        return self.inside_bytes + self.between_bytes
 
 
 class Volume:

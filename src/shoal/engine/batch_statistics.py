@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
@@ -200,7 +201,7 @@ class BufferGuard:
         buffers, names = self._buffers, self._buffers.watched
         if not names:
             return
-        sums = [_checksum(buffers.now(name)) for name in names]
+        sums = [self._sum_of(name) for name in names]
         if buffers.of_samples is not None:
             sums[names.index(buffers.of_samples)] = torch.tensor(float(self._group.rank), dtype=torch.float64)
         own = torch.stack([total.to(sums[0].device) for total in sums])
@@ -210,6 +211,15 @@ class BufferGuard:
         for name, same in zip(names, (high == -low).tolist(), strict=True):
             if not same:
                 raise _follows_samples(name, "ranks")
+
+    def _sum_of(self, name: str) -> Tensor:
+        """What has to be the same on all ranks. They may hold different parts of a frozen parameter, which counts only
+        if it has moved.
+        """
+        now = self._buffers.now(name)
+        if isinstance(now, Parameter) and name not in self._buffers.moving:
+            return torch.zeros((), dtype=torch.float64, device=now.device)
+        return _checksum(now)
 
 
 def _follows_samples(name: str, what: str) -> UserCodeError:

@@ -15,6 +15,7 @@ from shoal.data.packed import unpacked
 from shoal.data.sample import Batch, first_leaf, map_tree
 from shoal.engine.batch_statistics import StepBuffers
 from shoal.engine.compiled import LossPrograms
+from shoal.engine.distillation import Distillation
 from shoal.engine.global_batch import GlobalBatch
 from shoal.engine.loss import Loss, call_model, weighted_sum
 from shoal.engine.precision import Precision
@@ -54,7 +55,7 @@ class Compute:
     `gathered` the outputs over all classes, where ranks have parts of them; `global_batch` the samples of other ranks,
     for losses that couple samples (None: this process computes all of them); `programs` are what model and loss were
     compiled to, None: they are called as they are; `announces` are called before each forward of a step with the
-    weights of this rank's part of its samples.
+    weights of this rank's part of its samples; `distillation` adds a teacher's part to losses that are trained on.
     """
 
     model: nn.Module
@@ -67,6 +68,7 @@ class Compute:
     global_batch: GlobalBatch | None = None
     programs: LossPrograms | None = None
     announces: list[Callable[[Tensor], None]] = field(default_factory=list)
+    distillation: Distillation | None = None
     frozen: Sequence[nn.Module] = field(init=False)
     buffers: StepBuffers = field(init=False)
 
@@ -111,7 +113,10 @@ class Compute:
             if self.programs is not None:
                 return self.programs.evaluated(batch.inputs, batch.targets)
             outputs = call_model(self.model, batch.inputs)
-            return outputs, self.loss(outputs, batch.targets)
+            losses = self.loss(outputs, batch.targets)
+            if self.distillation is not None:
+                losses = self.distillation(batch.inputs, outputs, losses)
+            return outputs, losses
 
         with self.coupled(), self.precision.autocast(self.device):
             return self.randomness.forward(forward, take_back=self.buffers.take_back, repeatable=self._repeatable)

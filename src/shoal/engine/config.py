@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from shoal.checkpoint.config import Goal
 from shoal.config.table import Table, says
 
 
@@ -67,6 +68,13 @@ class PythonLoss(Table, frozen=True, tag_field="kind", tag="python"):
 LossConfig = CrossEntropy | SquaredError | PythonLoss
 
 
+class StopWhen(Goal, frozen=True):
+    """When the run is over before its last step: evaluations have stopped improving."""
+
+    patience: Annotated[int, says("Evaluations in a row without an improvement, after which the run ends.", ge=1)] = 5
+    least_change: Annotated[float, says("What counts as an improvement: a change of more than this.", ge=0)] = 0.0
+
+
 class HooksConfig(Table, frozen=True):
     """The user's functions that are called on every rank while a run goes on, each "package.module:function".
 
@@ -78,3 +86,11 @@ class HooksConfig(Table, frozen=True):
     after_save: Annotated[list[str], says("Called when a checkpoint counts; what they return is not recorded.")] = (
         msgspec.field(default_factory=list)
     )
+
+
+class DistillationConfig(Table, frozen=True, kw_only=True):
+    """A trained model says what the classes of each sample are worth (arXiv:1503.02531)."""
+
+    teacher: Annotated[str, says("The run directory or checkpoint of the teacher, which every rank holds whole.")]
+    weight: Annotated[float, says("The teacher's share of the loss.", gt=0, le=1)] = 0.5
+    temperature: Annotated[float, says("What logits are divided by before they are compared.", gt=0, le=1e3)] = 2.0

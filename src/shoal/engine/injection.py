@@ -13,7 +13,8 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,14 +23,14 @@ from torch import Tensor, nn
 
 from shoal.comm.conditions import Conditions
 from shoal.comm.conditions import Fault as WireFault
-from shoal.comm.volume import Sent
+from shoal.comm.ledger import Sent
 from shoal.data.sample import Batch, first_leaf, map_tree
 from shoal.engine.rank_context import RankContext
 from shoal.engine.state import TrainState
 from shoal.engine.step import TrainStep
 from shoal.engine.updates import Outcome, UpdatePolicy, Work
 from shoal.gradients.gradients import Gradients
-from shoal.launch.rank_process import LAUNCHER_PID
+from shoal.launch.orphans import LAUNCHER_PID
 from shoal.optim.dynamic import Quantised
 from shoal.resilience.faults import REHEARSAL, Fault, Strike, claim, has_struck, read_faults, wait_until_acted
 
@@ -53,6 +54,7 @@ class Injector:
     def __init__(self, folder: Path, faults: list[Fault], *, rank: int, launcher: int) -> None:
         self._folder, self._faults, self._rank, self._launcher = folder, faults, rank, launcher
         self._passed: Counter[str] = Counter()
+        self._struck_step: Callable[[Work], AbstractContextManager[Work]] | None = None
         self.step = 0
 
     def begin(self, step: int) -> None:
@@ -126,7 +128,13 @@ class Injector:
         optimizer.register_step_pre_hook(lambda *_: self.reached("optimizer/before"))
         optimizer.register_step_post_hook(lambda *_: self.reached("optimizer/after"))
         policy = _Struck(step.policy, self, model, optimizer)
+        self._struck_step = policy.struck
         return TrainStep(step.context, policy, step.agreement)
+
+    def around_own(self, work: Work) -> AbstractContextManager[Work]:
+        """A step of a script's own loop, from its begin to its update, after a call of `around`: what it works on."""
+        assert self._struck_step is not None, "the step is wrapped before the loop takes it"
+        return self._struck_step(work)
 
 
 @dataclass(frozen=True)
@@ -156,6 +164,12 @@ class _Struck:
         return self._policy.gradients
 
     def __call__(self, context: RankContext, work: Work) -> Outcome:
+        with self.struck(work) as given:
+            return self._policy(context, given)
+
+    @contextmanager
+    def struck(self, work: Work) -> Iterator[Work]:
+        """What a step works on, between its labels."""
         injector = self._injector
         injector.begin(work.step)
         injector.reached("step/before")
@@ -165,7 +179,7 @@ class _Struck:
         elif struck is not None:
             hook = self._first_parameter().register_hook(_spoil if struck.action == "nan" else flipped)
         try:
-            outcome = self._policy(context, replace(work, on_gradients=self._reduced(work)))
+            yield replace(work, on_gradients=self._reduced(work))
         finally:
             if hook is not None:
                 hook.remove()
@@ -173,7 +187,6 @@ class _Struck:
         if struck is not None:
             self._flip(struck)
         injector.reached("step/after")
-        return outcome
 
     def _reduced(self, work: Work) -> Callable[[float], None]:
         def reduced(norm: float) -> None:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from shoal.checkpoint.save import Saver, SaveReport
-from shoal.data.feed import FedStep, Feed
+from shoal.data.feed import FedStep
 from shoal.data.sample import Batch
 from shoal.engine.hooks import Hooks
 from shoal.engine.layer_norms import LayerNorms
@@ -61,6 +61,12 @@ class Cadence:
         return self.compare_every > 0 and self.due(self.compare_every, step)
 
 
+class StepFeed(Protocol):
+    """What steps are taken from."""
+
+    def next(self) -> FedStep: ...
+
+
 @dataclass(frozen=True)
 class Job:
     """The parts of one run on one rank. Everything is an argument: the loop fetches nothing.
@@ -77,7 +83,7 @@ class Job:
 
     state: TrainState
     step: TrainStep
-    feed: Feed
+    feed: StepFeed
     guard: NonfiniteGuard
     saver: Saver
     sinks: Sinks
@@ -140,7 +146,8 @@ def train(job: Job) -> None:
 
 
 def steps(job: Job) -> Iterator[PendingStep]:
-    """Every step to the last one, each with what is due after it: measurements, evaluation, checkpoint.
+    """Every step to the last one, or until evaluations have stopped improving (`run.stop_when`), each with what is due
+    after it: measurements, evaluation, checkpoint.
 
     Raises `Stopped` after a signal and a good checkpoint, `Diverged` if it is hopeless, `VerificationFailed` where
     copies of the state differ. Ends where the job leaves.
@@ -148,7 +155,10 @@ def steps(job: Job) -> Iterator[PendingStep]:
     stall_s, cadence, first = 0.0, job.cadence, job.progress.step
     evaluating = saving = comparing = False
     job.last_save.begin(first)
-    while job.progress.step < cadence.steps:
+    watch = job.state.watch
+    if watch.missed(first, due=first > 0 and cadence.due(cadence.evaluate_every, first)):
+        _evaluate(job)  # the stop came before it
+    while job.progress.step < cadence.steps and watch.over is None:
         taken = yield from _one_step(job, stall_s)
         result, step, stall_s = _result(taken), job.progress.step, 0.0
         evaluating |= cadence.due(cadence.evaluate_every, step)
@@ -162,7 +172,7 @@ def steps(job: Job) -> Iterator[PendingStep]:
         if comparing or (stopping and cadence.compares(step, shown=True)):
             _compare(job)
         if evaluating and not stopping:
-            _evaluate(job)
+            saving |= _evaluate(job) or watch.over is not None
         if saving or stopping:
             stall_s = _save(job)
             if not stopping and step < cadence.steps:
@@ -266,7 +276,8 @@ def _compare(job: Job) -> None:
         job.compare()
 
 
-def _evaluate(job: Job) -> None:
+def _evaluate(job: Job) -> bool:
+    """Whether the weights are the best so far, and are to be kept."""
     job.step.settle()
     measured: Mapping[str, float] = {}
     if job.evaluate is not None:
@@ -276,6 +287,7 @@ def _evaluate(job: Job) -> None:
     values = job.hooks.evaluated(job.progress.step, measured)
     if values:
         job.sinks.record(job.progress.step, values, time_s=time.time())
+    return job.state.watch.active and job.state.watch.note(job.progress.step, measured)
 
 
 def tell_of_saves(job: Job, reports: Sequence[SaveReport]) -> None:
@@ -303,5 +315,7 @@ def _end(job: Job, first: int) -> None:
         raise EnvironmentFault(
             f"step {step} was reached, but its checkpoint could not be written; the warnings say why"
         )
-    if step < job.cadence.steps:
+    if (why := job.state.watch.over) is not None:
+        job.sinks.note(why)
+    elif step < job.cadence.steps:
         raise Stopped(f"stopped at step {step} by a signal, after a good checkpoint; the same command resumes from it")

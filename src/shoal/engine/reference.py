@@ -25,6 +25,7 @@ from shoal.engine.loss import weighted_losses, weighted_sum
 from shoal.engine.microbatches import leaves
 from shoal.optim.build import set_rate
 from shoal.optim.layer_statistics import SeesLayers
+from shoal.sparsity.training import SparseTraining
 
 Arrange = Callable[[Sequence[Batch]], Sequence[Batch]]
 """From the batches of a step that the reference is given to those that it computes, one after the other."""
@@ -45,7 +46,7 @@ class Reference:
 
     One forward takes all samples that it is given and that have the same shapes; `arrange`: the batches that forwards
     take instead, where samples of one belong together. `scale`: the loss is multiplied by it in the backward, for
-    float16. `transform` changes every `.grad` in a step, after clipping.
+    float16. `transform` changes every `.grad` in a step, after clipping; `sparse` masks gradients and weights.
     """
 
     compute: Compute
@@ -54,6 +55,7 @@ class Reference:
     arrange: Arrange | None = None
     scale: float = 1.0
     transform: Callable[[int], None] | None = None
+    sparse: SparseTraining | None = None
     _step: int = field(default=0, init=False)
 
     @property
@@ -67,6 +69,8 @@ class Reference:
     def gradient(self, step: int, batches: Sequence[Batch]) -> ReferenceGradient:
         """Of step `step` over `batches`, which are the global batch."""
         self._step = step
+        if self.sparse is not None:
+            self.sparse.begin(step)
         self.compute.train()
         self.compute.randomness.step(step)
         self.compute.buffers.start()
@@ -86,6 +90,8 @@ class Reference:
             total += float(loss_sum.detach().double())
         if seeing is not None:
             seeing.agree(scale=self.scale / denominator, terms=denominator)
+        if self.sparse is not None:
+            self.sparse.agreed(step)
         zero = {name: torch.zeros_like(parameter) for name, parameter in self.weights.items()}
         found = {name: p.grad.to_dense() / self.scale for name, p in self.weights.items() if p.grad is not None}
         return ReferenceGradient(total / denominator, norm_of(found), zero | found)
@@ -154,6 +160,8 @@ class Reference:
             self.transform(self._step)
         set_rate(self.optimizer, lr)
         self.optimizer.step()
+        if self.sparse is not None:
+            self.sparse.updated(self._step)
         self._statistics.finish(committed=True)
         self.compute.buffers.finish(committed=True)
 

@@ -19,6 +19,7 @@ from shoal.checkpoint.objects import Places
 from shoal.checkpoint.verify import checkpoint_in, checkpoints, newest_verified, read_manifest
 from shoal.engine.state import TrainState
 from shoal.errors import CorruptCheckpoint, VerificationFailed
+from shoal.models.adapters import is_adapter
 
 Announce = Callable[[str, Callable[[], str]], str]
 """`announce(key, find)`: rank 0 calls `find`; every rank gets its answer."""
@@ -117,13 +118,16 @@ def _load(state: TrainState, directory: Path, step: int) -> tuple[Loaded, str]:
 
 def load_weights(state: TrainState, source: Path, *, announce: Announce, repair: str) -> int:
     """Loads the weights alone, from a run directory (its newest verified checkpoint) or from one checkpoint in it.
+    Adapters that it does not have keep their first values.
 
     The step that they are from. Raises `UsageError` where there is none, or, with the sentence `repair`, where names or
     shapes differ.
     """
     folder = Path(announce("weights", lambda: str(checkpoint_in(source))))
     manifest = read_manifest(folder)
-    read_into(manifest, folder.parent.parent, state.model.targets(), cast=True, repair=repair)
+    saved = {entry.name for entry in manifest.tensors}
+    targets = {n: t for n, t in state.model.targets().items() if n in saved or not is_adapter(n)}
+    read_into(manifest, folder.parent.parent, targets, cast=True, repair=repair)
     return manifest.step
 
 

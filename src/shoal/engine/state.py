@@ -4,6 +4,7 @@
     model        parameters, persistent buffers             -
     optimizer    its slots, by parameter                    -
     progress     -                                          steps, samples, the cursor, what may not change
+    watch        -                                          the best evaluation so far, if anybody asks
     others       the strategy's, such as outer momentum     the loss scale, the bucket size that was found
 
 Every tensor goes by its name in the unsplit model. If ranks split the model, a name stands for the parts of that tensor
@@ -18,13 +19,14 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from shoal.data.cursor import Cursor, Interval
+from shoal.engine.best import Watch
 from shoal.engine.extra_state import ExtraSection
 from shoal.errors import UsageError, UserCodeError
 from shoal.optim.average import averages_shown
@@ -240,6 +242,15 @@ class HasFacts(Protocol):
     def load(self, state: Mapping[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class Measures(Protocol):
+    """A section that tells something of itself in every step."""
+
+    def figures(self) -> dict[str, float]:
+        """Measurements by name."""
+        ...
+
+
 @dataclass(frozen=True)
 class FactsSection:
     """The section of something without tensors."""
@@ -271,6 +282,7 @@ class TrainState:
     optimizer: OptimizerSection
     progress: Progress
     others: Sequence[Section] = ()
+    watch: Watch = field(default_factory=Watch)
 
     def tensors(self) -> dict[str, Held]:
         """Every tensor of the state."""
@@ -319,6 +331,11 @@ class TrainState:
             if isinstance(section.optimizer, SeesLayers):
                 section.optimizer.close()
 
+    def figures(self) -> dict[str, float]:
+        """What sections measure."""
+        measuring = [section for section in self.others if isinstance(section, Measures)]
+        return {name: value for section in measuring for name, value in section.figures().items()}
+
     @property
     def is_whole_on_replicas(self) -> bool:
         """Whether ranks with the same part of the model have the same state; not of matrices that have an owner."""
@@ -330,7 +347,7 @@ class TrainState:
 
     @property
     def _sections(self) -> Sequence[Section]:
-        return (self.model, self.optimizer, *self.others)
+        return (self.model, self.optimizer, *self.others, FactsSection("watch", self.watch))
 
 
 def _current(state: Mapping[str, Any]) -> Mapping[str, Any]:

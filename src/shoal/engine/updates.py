@@ -95,6 +95,24 @@ class UpdatePolicy(Protocol):
     def __call__(self, context: RankContext, work: Work) -> Outcome: ...
 
 
+class LeavesOut(Protocol):
+    """What leaves a part of the model out of a step: masks, or freezing. All ranks call each method together."""
+
+    def begin(self, step: int) -> bool:
+        """Before the forward of `step`. Whether weights may have changed, which then are to be gathered."""
+        ...
+
+    def agreed(self, step: int) -> float | None:
+        """After the backward, if the agreed gradient is finite: leaves some of it out. The 2-norm of what is left, or
+        None where that is as before.
+        """
+        ...
+
+    def updated(self, step: int) -> None:
+        """After the update."""
+        ...
+
+
 class AtOnce:
     """One update, from the whole gradient. `transforms` are applied to it in order; `noise` measures it.
 
@@ -103,6 +121,7 @@ class AtOnce:
     `votes_ahead`: the device votes, and the host launches the update before it knows the outcome (`DeviceVote`). Else
     the device would stand still from the end of a backward until the host has read the norm. None: on GPUs. `seen`: a
     script reads the gradient before the optimizer does, so that nothing of it is left to the optimizer's kernel.
+    `leaves_out` say what of the model a step does not train.
     """
 
     overlaps_steps = False
@@ -116,8 +135,9 @@ class AtOnce:
         noise: NoiseMeter | None = None,
         votes_ahead: bool | None = None,
         seen: bool = False,
+        leaves_out: Sequence[LeavesOut] = (),
     ) -> None:
-        self.gradients = gradients
+        self.gradients, self._leaves_out = gradients, leaves_out
         self._optimizer, self._transforms, self._noise = optimizer, transforms, noise
         fused = optimizer if isinstance(optimizer, FusedOptimizer) and optimizer.takes_scale else None
         self._fused = None if seen else fused
@@ -141,6 +161,9 @@ class AtOnce:
             self._noise.start(work.step)
         if self._sees_layers is not None:
             self._sees_layers.begin(work.step)
+        changed = [each.begin(work.step) for each in self._leaves_out]
+        if any(changed):
+            self.gradients.gather()
         self.gradients.start()
 
     def update(self, context: RankContext, work: Work) -> Outcome:
@@ -152,6 +175,8 @@ class AtOnce:
             context.agree_on_buffers(work.tally.wait())
             set_rate(self._optimizer, work.lr)
             self._optimizer.step()
+            for each in self._leaves_out:
+                each.updated(work.step)
         return self.conclude(context, agreed)
 
     def agree(
@@ -166,10 +191,13 @@ class AtOnce:
         loss_scale = context.scaler.scale
         scale = loss_scale * (1.0 if denominator is None else denominator)
         norm = float(self.gradients.reduce()) / scale
-        if work.on_gradients is not None:
-            work.on_gradients(norm)
         loss = work.loss.wait() / (tally.denominator if denominator is None else denominator)
         finite = math.isfinite(norm) and math.isfinite(loss)
+        for each in self._leaves_out if finite else ():
+            left = each.agreed(work.step)
+            norm = norm if left is None else left / scale
+        if work.on_gradients is not None:
+            work.on_gradients(norm)
         noise = self._measure(work.batches, tally, norm, scale) if finite else None
         if finite and self._sees_layers is not None:
             terms = tally.denominator if denominator is None else denominator
@@ -188,7 +216,7 @@ class AtOnce:
         wanted = context.device.type == "cuda" if self._votes_ahead is None else self._votes_ahead
         limits = [transform.limit for transform in self._transforms if isinstance(transform, ClipByGlobalNorm)]
         measured = self._noise is not None or work.on_gradients is not None or len(limits) < len(self._transforms)
-        if not wanted or measured or self._fused is None or not self._fused.takes_vote:
+        if not wanted or measured or self._leaves_out or self._fused is None or not self._fused.takes_vote:
             return None
         tally, clock, scale = work.tally.wait(), UpdateClock(context), context.scaler.scale
         vote = DeviceVote(self.gradients.reduce() / scale, work.loss.tensor() / tally.denominator)

@@ -29,6 +29,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.assembly.start import RANK
 from shoal.errors import Stopped, UsageError
 from shoal.experiments.config import ASHA, Bayes, Range, SweepFile
 from shoal.experiments.search import Known, Trial, goes_on, propose, rungs, trials
@@ -43,8 +44,6 @@ from shoal.observe.facts import read_facts, replace_file
 from shoal.runfile.load import load_run
 
 LOOK_S = 0.2
-IMPORTED_ONCE = ("torch", "numpy", "shoal.cli.main", "shoal.planning.prediction", "shoal.training")
-"""What each trial and each of its ranks needs, and only this process imports."""
 DECISIONS, PROPOSALS = "sweep.json", "proposals.json"
 MOST_BYTES = 16 << 20
 """A trial takes some hundred bytes."""
@@ -104,7 +103,7 @@ class Sweep:
                     require_trained_with(self.run_file, overrides, self.directory / trial.name)
             free = list(range(self.file.parallel))
             if not self.via and (len(waiting) > 1 or self._has_more()):
-                environ = warm.preload(IMPORTED_ONCE, environ)
+                environ = warm.preload(RANK, environ)
             try:
                 while waiting or self._running or self._promoted(all_trials) is not None or self._has_more():
                     if free and not waiting and self._has_more():

@@ -24,7 +24,10 @@ from shoal.runfile.load import load_run, run_file_of
 from shoal.runfile.run_file import RunFile
 
 RUN_KEYS = ("steps", "seed", "warm_start")
-TABLES = ("model", "data", "loss", "optimizer", "schedule", "precision", "codec", "shard_codec", "sync")
+TABLES = (
+    "model", "data", "loss", "distillation", "optimizer", "schedule", "adapter", "quantisation", "freeze", "sparsity",
+    "precision", "codec", "shard_codec", "sync",
+)  # fmt: skip
 """What decides a result, besides `RUN_KEYS` and the samples of a step. The layout and what follows from it may differ:
 they change the order of summation."""
 

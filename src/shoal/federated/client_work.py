@@ -6,14 +6,16 @@ counted the update; an update that was lost leaves the client as it was.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from shoal.federated.local_data import ClientData, CohortBatch, cohort_batch
+from shoal.federated.own_training import Came, ClientSamples, train_own
 from shoal.federated.rounds import Ticket
 from shoal.federated.strategy import Outcome, Plan, Strategy, Update
 from shoal.federated.task import Task
@@ -48,6 +50,8 @@ def train_clients(
     """
     order = sorted(range(len(works)), key=lambda i: works[i].data.steps(task.federated, task.batch))
     found: dict[int, tuple[Update, ClientState]] = {}
+    if task.own.train is not None:
+        return [_train_own(task, task.own.train, strategy, model, plan, work, local) for work in works]
     together = task.devices.together if task.trainer.private is None else 1
     for first in range(0, len(order), together):
         some = order[first : first + together]
@@ -70,10 +74,39 @@ def _train(
     )
     return [
         _finished(
-            task, strategy, plan, work, starts, trained.deltas[i], (trained.steps[i], float(trained.losses[i])), local
+            task,
+            strategy,
+            plan,
+            work,
+            starts,
+            Came(trained.deltas[i], trained.steps[i], {"loss/train": float(trained.losses[i])}),
+            local,
         )
         for i, work in enumerate(works)
     ]
+
+
+def _train_own(
+    task: Task,
+    train: Callable[..., Any],
+    strategy: Strategy,
+    model: Tensor,
+    plan: Plan,
+    work: Work,
+    local: Tensor | None,
+) -> tuple[Update, ClientState]:
+    start, ticket = model if local is None else _start(model, work.state, local), work.ticket
+    came = train_own(
+        train,
+        task.trainer.module,
+        task.trainer.layout,
+        start,
+        ClientSamples(task.data.train, work.data.ids),
+        round=ticket.version + 1,
+        lr=task.rate(ticket.version + 1),
+        seed=key_of(task.seed, "own", ticket.version, ticket.client) % 2**63,
+    )
+    return _finished(task, strategy, plan, work, start[None], came, local)
 
 
 def _finished(
@@ -82,12 +115,10 @@ def _finished(
     plan: Plan,
     work: Work,
     starts: Tensor,
-    delta: Tensor,
-    took: tuple[int, float],
+    came: Came,
     local: Tensor | None,
 ) -> tuple[Update, ClientState]:
-    steps, loss = took
-    own = None
+    delta, steps, own = came.delta, came.steps, None
     if local is not None:
         start = starts[0] if work.state.own is None else torch.where(local, work.state.own, starts[0])
         own = torch.where(local, start + delta, 0.0)
@@ -105,7 +136,7 @@ def _finished(
         steps=max(1, steps),
         momentum=sgd.momentum,
         control=control,
-        metrics={"loss/train": loss},
+        metrics=came.figures,
     )
     return update, ClientState(work.state.turn + 1, kept, own, sent.residual)
 

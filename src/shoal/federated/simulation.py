@@ -223,10 +223,12 @@ class Simulation:
 
     def _evaluated(self) -> dict[str, float]:
         task, held_out = self.task, self.task.data.held_out
-        due = self.server.version % task.federated.evaluate_every == 0 or self.rounds.over
-        if held_out is None or not due:
+        if self.server.version % task.federated.evaluate_every and not self.rounds.over:
             return {}
-        return figures(task.trainer, self.server.model, held_out, denominator=task.denominator).means()
+        own = task.own.measured(task.trainer.module, task.trainer.layout, self.server.model)
+        if held_out is None:
+            return own
+        return figures(task.trainer, self.server.model, held_out, denominator=task.denominator).means() | own
 
     def data_of(self, name: str) -> ClientData:
         """The samples of a client."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -17,13 +17,14 @@ from shoal.federated.config import (
     SecureAggregationConfig,
 )
 from shoal.federated.local_training import LocalTrainer
+from shoal.federated.own_training import OwnTraining
 from shoal.federated.upload import Upload
 
 
 @dataclass(frozen=True)
 class Task:
     """`model` are the first parameters [numel]. `rate` gives the learning rate of a round, from 1; `batch` is the
-    samples of a local step, `rounds` how many models are made. `together`: clients that train at once."""
+    samples of a local step, `rounds` how many models are made. `own`: what a user's functions do."""
 
     trainer: LocalTrainer
     model: Tensor
@@ -40,3 +41,4 @@ class Task:
     shuffle: bool = True
     privacy: PrivacyConfig | None = None
     secure: SecureAggregationConfig | None = None
+    own: OwnTraining = field(default_factory=OwnTraining)

@@ -28,7 +28,7 @@ from shoal.fleet.scaling import Speeds, scaling
 from shoal.launch import sockets
 from shoal.launch.environment import LOOPBACK
 from shoal.launch.failure import FAILURE_FOLDER
-from shoal.launch.rank_process import LAUNCHER_PID, LAUNCHER_PIPE
+from shoal.launch.orphans import LAUNCHER_PID, LAUNCHER_PIPE
 from shoal.launch.root_cause import ExitCode
 from shoal.launch.spawn import listening, no_survivors, pipe
 from shoal.launch.supervision import say

@@ -1,19 +1,24 @@
-"""Starting ranks, finding each other, and dying well. None of these names imports torch.
+"""Starting ranks, finding each other, and dying well. None of these names imports torch; each is
+imported when it is first used.
 
 What needs torch is in `rendezvous` (`open_store`, `Rendezvous`); hosts and slow links on one machine are in `lab`.
 """
 
 from __future__ import annotations
 
-from shoal.launch.devices import MemoryLimit, gpus, memory_limit
-from shoal.launch.environment import Place, place_from
-from shoal.launch.failure import failure_of, report_failure
-from shoal.launch.lock import RunLock
-from shoal.launch.rank_process import die_with_parent
-from shoal.launch.root_cause import ExitCode
-from shoal.launch.signals import StopRequest, end_at_once
-from shoal.launch.spawn import run_ranks
-from shoal.launch.versions import check_torch_version
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shoal.launch.devices import MemoryLimit, gpus, memory_limit
+    from shoal.launch.environment import Place, place_from
+    from shoal.launch.failure import failure_of, report_failure
+    from shoal.launch.lock import RunLock
+    from shoal.launch.orphans import die_with_parent
+    from shoal.launch.root_cause import ExitCode
+    from shoal.launch.signals import StopRequest, end_at_once
+    from shoal.launch.spawn import run_ranks
+    from shoal.launch.versions import check_torch_version
 
 __all__ = [
     "ExitCode",
@@ -31,3 +36,35 @@ __all__ = [
     "report_failure",
     "run_ranks",
 ]
+
+_MODULES = {
+    "devices": (
+        "MemoryLimit",
+        "gpus",
+        "memory_limit",
+    ),
+    "environment": (
+        "Place",
+        "place_from",
+    ),
+    "failure": (
+        "failure_of",
+        "report_failure",
+    ),
+    "lock": ("RunLock",),
+    "orphans": ("die_with_parent",),
+    "root_cause": ("ExitCode",),
+    "signals": (
+        "StopRequest",
+        "end_at_once",
+    ),
+    "spawn": ("run_ranks",),
+    "versions": ("check_torch_version",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

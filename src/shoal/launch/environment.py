@@ -30,7 +30,7 @@ STORE_FD = "SHOAL_STORE_FD"
 # Slurm gives its own steps (batch, extern, interactive) numbers from the very top of 32 bits.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 # Derived ports lie below the range that kernels hand out by themselves (32768 on Linux).
-_FIRST_PORT, _PORTS = 15_000, 16_000
+FIRST_PORT, PORTS = 15_000, 16_000
 
 
 @dataclass(frozen=True)
@@ -186,4 +186,4 @@ def derived_port(environ: Environ) -> int:
             "MASTER_PORT is missing: the ranks meet at one port of rank 0; set it on every rank"
             + (f", or {install_command('mpi')}: then they meet over MPI" if "PMI_RANK" in environ else "")
         )
-    return _FIRST_PORT + number % _PORTS
+    return FIRST_PORT + number % PORTS

@@ -6,13 +6,15 @@ are checked before memory is taken.
 
 from __future__ import annotations
 
-import asyncio
 import socket
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from shoal.errors import EnvironmentFault
+
+if TYPE_CHECKING:
+    import asyncio
 
 _HEAD_BYTES = 4
 
@@ -43,6 +45,8 @@ async def read(reader: asyncio.StreamReader, *, most_bytes: int, begin_s: float 
 
     Raises `FrameError` for one that is too long, `TimeoutError`, and `asyncio.IncompleteReadError` at the end.
     """
+    import asyncio  # 50 ms, which only a service takes
+
     async with asyncio.timeout(begin_s):
         first = await reader.readexactly(1)
     async with asyncio.timeout(rest_s):

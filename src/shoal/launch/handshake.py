@@ -5,7 +5,7 @@ store of the ranks) and its peers.
     peer -> service    a random challenge of its own, HMAC-SHA256(token, "peer", both challenges)
     service -> peer    HMAC-SHA256(token, "coordinator", both challenges), or that it refuses the peer
 
-`admit` is the service's half, `shake_hands` the peer's.
+`admit` is the service's half (`admit_one` on a blocking socket), `shake_hands` the peer's.
 
 Challenges are new for each connection, so a recorded proof is worth nothing in another (RFC 2104; the exchange is that
 of ISO/IEC 9798-4, three passes). It says who connects, not what follows: that needs TLS where the network is not
@@ -14,7 +14,6 @@ trusted. Each service has a key of its own (`key_for`), so that a proof for one 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import hashlib
 import hmac
@@ -24,7 +23,7 @@ import socket
 import stat
 import tempfile
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
@@ -32,8 +31,13 @@ from shoal.errors import EnvironmentFault
 from shoal.files import read_file
 from shoal.launch import frames
 
+if TYPE_CHECKING:
+    import asyncio
+
 CHALLENGE_BYTES = 32
 FEWEST_TOKEN_BYTES = 32
+ANSWER_S = 10.0
+"""How long a peer of `admit_one` may take for each of its frames."""
 PROTOCOL = 1
 MOST_HANDSHAKE_BYTES = 512
 _Challenge = Annotated[bytes, msgspec.Meta(min_length=CHALLENGE_BYTES, max_length=CHALLENGE_BYTES)]
@@ -120,6 +124,8 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
     Raises `TimeoutError` where the whole takes longer than `limit_s`, `FrameError`, `OSError`, and
     `asyncio.IncompleteReadError` where the peer hangs up.
     """
+    import asyncio  # as in `frames.read`
+
     async with asyncio.timeout(limit_s):
         greeting = hello()
         writer.write(frames.encode(greeting))
@@ -128,6 +134,16 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
         answer = welcome(token, greeting, frames.decode(body, PROOFS))
         writer.write(frames.encode(Refusal() if answer is None else answer))
         await writer.drain()
+    return answer is not None
+
+
+def admit_one(connection: socket.socket, token: bytes) -> bool:
+    """`admit` on a blocking socket whose timeout bounds each frame. Raises `FrameError` and `OSError`."""
+    greeting = hello()
+    connection.sendall(frames.encode(greeting))
+    proof = frames.decode(frames.receive(connection, most_bytes=MOST_HANDSHAKE_BYTES), PROOFS)
+    answer = welcome(token, greeting, proof)
+    connection.sendall(frames.encode(Refusal() if answer is None else answer))
     return answer is not None
 
 

@@ -95,11 +95,7 @@ def run_host(command: Sequence[str], host: Host, *, directory: Path, environ: En
     Rank 0 keeps the terminal; the others write to `directory/logs`. Raises `EnvironmentFault` where ranks cannot be
     started.
     """
-    if host.nodes == 1 and not environ.get("GLOO_SOCKET_IFNAME"):
-        environ = {**environ, "GLOO_SOCKET_IFNAME": sockets.interface_name()}
-    if host.nodes > 1 and not environ.get(JOB_TOKEN):  # in the folder that all hosts see
-        directory.mkdir(parents=True, exist_ok=True)
-        environ = {**environ, JOB_TOKEN: str((directory / "token").absolute())}
+    environ = job_environ(environ, host, directory)
     return run_ranks(
         command,
         processes=host.ranks,
@@ -110,6 +106,16 @@ def run_host(command: Sequence[str], host: Host, *, directory: Path, environ: En
         world_size=host.world_size,
         patience=OWN_SCRIPT,
     )
+
+
+def job_environ(environ: Environ, host: Host, directory: Path) -> Environ:
+    """`environ` with the interface of one host, or the token's file of several: in the folder that all hosts see."""
+    if host.nodes == 1 and not environ.get("GLOO_SOCKET_IFNAME"):
+        return {**environ, "GLOO_SOCKET_IFNAME": sockets.interface_name()}
+    if host.nodes > 1 and not environ.get(JOB_TOKEN):
+        directory.mkdir(parents=True, exist_ok=True)
+        return {**environ, JOB_TOKEN: str((directory / "token").absolute())}
+    return environ
 
 
 def _slurm_task_a_host(environ: Environ) -> bool:

@@ -2,7 +2,8 @@
 
 Ranks are started by running the script again. A reader process does the same to get at the data that the script
 hands over: it runs the script until that call, which raises `Reached` instead of training. So data sets need not be
-pickled, and may be of classes that the script itself defines.
+pickled, and may be of classes that the script itself defines. Verbs that take a script in the place of a run file learn
+from it in the same way which run it trains, and tell it by variables what to change.
 
 `ScriptCheck` is what `shoal verify mine.py` tells the processes of the script, by one environment variable.
 
@@ -23,7 +24,9 @@ Imports no torch.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import runpy
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -38,10 +41,16 @@ READS_FOR = "SHOAL_READS_FOR"
 """The run directory of the run that this process reads data for."""
 SCRIPT_CHECK = "SHOAL_SCRIPT_CHECK"
 """The `ScriptCheck` that this process is a part of, as JSON."""
+KEYS = "SHOAL_KEYS"
+"""Keys that replace those of the script's run, as `shoal train RUN.toml key=value` does: a list in JSON."""
+DESCRIBES = "SHOAL_DESCRIBES"
+"""Set where the script is run to learn which run its first call of `shoal.train` or `shoal.start` trains."""
+_KEY = re.compile(r"[a-z_]+(\.[A-Za-z0-9_*]+)+=", re.ASCII)
 
 
 class Reached(BaseException):
-    """The script came to the call that this process was started for. `data` is what the call was given.
+    """The script came to the call that this process was started for. `data` is what the call was given, or the run
+    file of its run.
 
     No error, and so not an `Exception`, which scripts catch.
     """
@@ -80,12 +89,40 @@ def data_given(command: Sequence[str], directory: Path, environ: MutableMapping[
         Exception: what the script raises.
     """
     environ[READS_FOR] = str(directory.resolve())
+    return _given_to_call(command, f"Shoal that trains into {directory}")
+
+
+def run_file_of_script(command: Sequence[str], keys: Sequence[str], environ: MutableMapping[str, str]) -> Any:
+    """Runs the script of `command` up to its first call of Shoal: the run file of that run, with `keys` on top.
+
+    Raises as `data_given` does.
+    """
+    environ.update({DESCRIBES: "1", KEYS: json.dumps(list(keys))})
+    try:
+        return _given_to_call(command, "shoal.train or shoal.start")
+    finally:
+        del environ[DESCRIBES], environ[KEYS]
+
+
+def keys_told(environ: Mapping[str, str]) -> list[str]:
+    """The keys that replace those of this script's run."""
+    return json.loads(environ.get(KEYS, "[]"))
+
+
+def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands behind a script: the keys of its run (`run.steps=5`), and the arguments of its own."""
+    keys = [one for one in arguments if _KEY.match(one)]
+    return keys, [one for one in arguments if one not in keys]
+
+
+def _given_to_call(command: Sequence[str], call: str) -> Any:
     module = command[1] == "-m"
     sys.argv = [command[1 + module], *command[2 + module :]]
     try:
         if module:
             runpy.run_module(command[2], run_name="__main__", alter_sys=True)
         else:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(command[1])))
             runpy.run_path(command[1], run_name="__main__")
     except Reached as reached:
         return reached.data
@@ -96,19 +133,18 @@ def data_given(command: Sequence[str], directory: Path, environ: MutableMapping[
     else:
         why = "came to its end"
     raise UserCodeError(
-        f"a reader process ran {sys.argv[0]} again, which {why} without the call that trains into {directory}: what "
-        "leads to the call must not depend on time or chance"
+        f"{sys.argv[0]} was run again, and {why} without the call of {call}: what leads to the call must not depend on "
+        "time or chance"
     )
 
 
 class ScriptCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """`steps` are compared, in float64 if `exact`. `overrides` are keys that come on top of the script's own."""
+    """`steps` are compared, in float64 if `exact`."""
 
     side: Literal["plain", "layout"]
     folder: str
     steps: int
     exact: bool = False
-    overrides: tuple[str, ...] = ()
 
     @property
     def path(self) -> Path:

@@ -3,36 +3,26 @@
 Each rank leads a session of its own, so that Ctrl-C reaches the launcher alone and the rank's own children can be
 ended with it. Rank 0 keeps the terminal; the others write to `logs/rank-0000N.log`.
 
-No rank outlives its launcher, however the launcher dies. There are two independent guards. The kernel's, on Linux:
-`prctl(PR_SET_PDEATHSIG, SIGKILL)`, which ends even a rank that is stopped. It is armed between fork and exec, and so
-holds before Python has started; and once more in the rank, as a command before it (`HostEntry`) may have lost it. The
-pipe's, everywhere, is armed in the rank: the launcher alone holds the write end, so the read end reports end-of-file
-when the launcher is gone, and a thread that waits for that ends the rank.
+No rank outlives its launcher: see `orphans`. It is a process of its own command, or a fork (`forks`, `warm`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from shoal.errors import EnvironmentFault
-from shoal.launch import allocator, warm
+from shoal.launch import allocator, forks, warm
 from shoal.launch.devices import memory_limit
 from shoal.launch.environment import LOOPBACK, Environ
+from shoal.launch.orphans import arm_before_exec
 from shoal.standard_output import kept_descriptor
 
-LAUNCHER_PID = "SHOAL_LAUNCHER_PID"
-LAUNCHER_PIPE = "SHOAL_LAUNCHER_PIPE"
-_PR_SET_PDEATHSIG = 1
 _TAIL_BYTES = 8192
 
 
@@ -70,12 +60,24 @@ def log_path(run_directory: Path, rank: int) -> Path:
     return run_directory / "logs" / f"rank-{rank:05d}.log"
 
 
+class Process(Protocol):
+    """What a rank's process must do: the part of `subprocess.Popen` that is used of it."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | Any: ...
+
+    def wait(self) -> int: ...
+
+
 @dataclass
 class RankProcess:
     """A started rank. Its process stays a zombie until `reap`, so that until then its pid is surely its own."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path | None
     log_start: int
 
@@ -135,14 +137,15 @@ def start(
         with contextlib.ExitStack() as stack:
             output = stack.enter_context(_opened(log)) if log else None
             log_start = output.tell() if output else 0
-            process = warm.start(
+            said = output or kept_descriptor()
+            process = forks.begin(environ, rank, stdout=said, stderr=output, pass_fds=pass_fds) or warm.start(
                 command,
                 env=environ,
-                stdout=output or kept_descriptor(),
+                stdout=said,
                 stderr=output,
                 pass_fds=pass_fds,
                 start_new_session=True,
-                first=_armed(),
+                first=arm_before_exec(),
             )
     except OSError as error:
         raise EnvironmentFault(
@@ -155,56 +158,3 @@ def start(
 def _opened(log: Path) -> BinaryIO:
     log.parent.mkdir(parents=True, exist_ok=True)
     return log.open("ab")
-
-
-def _armed() -> Callable[[], None] | None:
-    """What a child does between fork and exec: the kernel ends it with the thread that started it. None where the
-    kernel has no such guard.
-
-    Other threads of this process may hold locks that the child finds locked for ever. So everything is looked up here,
-    and the child makes system calls alone.
-    """
-    if sys.platform != "linux":
-        return None
-    prctl, launcher = ctypes.CDLL(None).prctl, os.getpid()
-    arguments = (ctypes.c_int(_PR_SET_PDEATHSIG), *(ctypes.c_ulong(n) for n in (signal.SIGKILL, 0, 0, 0)))
-    getppid, leave = os.getppid, os._exit
-
-    def arm() -> None:
-        prctl(*arguments)  # where the kernel refuses, the rank says so when it arms the guard again
-        if getppid() != launcher:  # it died before the guard was armed
-            leave(1)
-
-    return arm
-
-
-def die_with_parent(environ: Mapping[str, str]) -> None:
-    """Arm both guards in a rank that Shoal's launcher started. Raises `EnvironmentFault` where the kernel refuses."""
-    launcher_pid = int(environ[LAUNCHER_PID])
-    if sys.platform == "linux":
-        ask_kernel()
-    _watch(int(environ[LAUNCHER_PIPE]))
-    # The launcher may have died before the guard was armed: then a foster parent adopted this process.
-    if os.getppid() != launcher_pid:
-        _end()
-
-
-def ask_kernel() -> None:
-    """Have the kernel end this process with the thread that started it. Raises `EnvironmentFault` where it refuses."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL.value, 0, 0, 0) != 0:
-        reason = os.strerror(ctypes.get_errno())
-        raise EnvironmentFault(f"the kernel refused PR_SET_PDEATHSIG ({reason}): ranks must not outlive their launcher")
-
-
-def _watch(read_end: int) -> None:
-    def wait() -> None:
-        while os.read(read_end, 1):
-            pass
-        _end()
-
-    threading.Thread(target=wait, name="shoal-launcher-watch", daemon=True).start()
-
-
-def _end() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)

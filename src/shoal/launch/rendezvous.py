@@ -16,27 +16,23 @@ who reaches it.
 from __future__ import annotations
 
 import contextlib
-import importlib
-import importlib.util
 import os
-import random
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 # torch.distributed documents these, but does not list them in its `__all__`.
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import DistError, DistStoreError, PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from shoal.errors import CollectiveError, EnvironmentFault
 from shoal.launch import sockets
-from shoal.launch.environment import LOOPBACK, STORE_FD, Place, master_from
-from shoal.launch.frames import FrameError
-from shoal.launch.store.client import AuthenticatedStore, shake_hands
-from shoal.launch.store.server import StoreServer
+from shoal.launch.environment import STORE_FD, Place, master_from
+from shoal.launch.over_mpi import meet_over_mpi, mpi_is_there
+from shoal.launch.store.client import AuthenticatedStore
+from shoal.launch.store.connection import MANY_RANKS, POLLS_A_SECOND, SEE, START_KEY, reach_store
 from shoal.launch.store.token import job_token
 from shoal.launch.wait import SAY_AFTER_S, bounded
 
@@ -51,10 +47,6 @@ _FAILED, _HEARD = "failed", "failed/heard"
 _CONNECTED = "the store"
 _FIRST_POLL_S, _LAST_POLL_S, _RETRY_S = 0.002, 0.1, 0.5
 _MOST_NAMED = 8
-_MPI_TEXT_BYTES = 512
-TOKEN_BYTES = 32
-_SEE = "see whether it runs and what its log says"
-_KEY = "run.start_timeout_s sets how long a start waits"
 T = TypeVar("T")
 
 
@@ -98,7 +90,9 @@ class Rendezvous:
             self._wait_for(f"{key}/all", over, look=look)
 
         def look() -> None:
-            missing[:] = [rank for rank in range(size) if not self._store.check([f"{key}/{rank}"])]
+            if size >= MANY_RANKS and self._place.rank != 0:
+                return  # rank 0 names them: thousands of ranks that ask would keep the store busy
+            missing[:] = missing_ranks(lambda ranks: self._store.check([f"{key}/{rank}" for rank in ranks]), size)
 
         self._bounded(work, lambda: f"{_ranks(missing, size)} to reach {name}")
 
@@ -126,7 +120,7 @@ class Rendezvous:
     def _wait_for(self, key: str, over: threading.Event, look: Callable[[], None] = lambda: None) -> None:
         """Until `key` is there. `look` is called from time to time, in time for the wait's first sentence."""
         pause_s, look_s = _FIRST_POLL_S, time.monotonic() + SAY_AFTER_S / 2
-        while not self._store.check([key]):
+        while not self._there(key):
             if self._store.check([_FAILED]):
                 failure = self._store.get(_FAILED).decode()
                 self._store.add(_HEARD, 1)
@@ -138,14 +132,40 @@ class Rendezvous:
                 raise TimeoutError(key)  # nobody hears it any more
             pause_s = min(2 * pause_s, _LAST_POLL_S)
 
+    def _there(self, key: str) -> bool:
+        """Whether `key` is there. Of many ranks each lets the store wait for it: so many polls would keep it busy."""
+        if self._place.world_size < MANY_RANKS:
+            return self._store.check([key])
+        try:
+            self._store.wait([key], timedelta(seconds=self._place.world_size / POLLS_A_SECOND))
+        except DistStoreError:  # time is over
+            return False
+        return True
+
     def _bounded(self, work: Callable[[threading.Event], T], missing: Callable[[], str]) -> T:
         rank = self._place.rank
         try:
-            return bounded(work, rank=rank, timeout_s=self._timeout_s, missing=missing, repair=f"{_SEE}; {_KEY}")
+            return bounded(work, rank=rank, timeout_s=self._timeout_s, missing=missing, repair=f"{SEE}; {START_KEY}")
         except DistError as error:
             raise CollectiveError(
                 f"rank {rank} waited for {missing()} and lost the store, which rank 0 hosts: see the log of rank 0"
             ) from error
+
+
+def missing_ranks(there: Callable[[range], bool], size: int) -> list[int]:
+    """The first of the ranks that are not there, found by halves: O(log size) questions for each."""
+    found: list[int] = []
+    open_ = [range(size)]
+    while open_ and len(found) <= _MOST_NAMED:
+        ranks = open_.pop()
+        if there(ranks):
+            continue
+        if len(ranks) == 1:
+            found.append(ranks[0])
+            continue
+        middle = len(ranks) // 2
+        open_ += [ranks[middle:], ranks[:middle]]
+    return found
 
 
 def tell_failure(place: Place, environ: Mapping[str, str], sentence: str) -> None:
@@ -173,15 +193,13 @@ def tell_failure(place: Place, environ: Mapping[str, str], sentence: str) -> Non
         bounded(work, rank=place.rank, timeout_s=TELL_S, missing=lambda: "the others to hear of its failure", repair="")
 
 
-def mpi_is_there() -> bool:
-    """Whether mpi4py is installed."""
-    return importlib.util.find_spec("mpi4py") is not None
-
-
 def _connected(place: Place, environ: Mapping[str, str], *, timeout_s: float) -> Store:
     """A connection of this rank, whoever hosts the store and wherever it is."""
     if place.launcher == "mpi" and not environ.get("MASTER_PORT") and mpi_is_there():
-        return _over_mpi(place, environ, timeout_s=timeout_s)
+        met = meet_over_mpi(place, environ, timeout_s=timeout_s)
+        return connect_store(
+            place, met.address, met.port, token=met.token, timeout_s=timeout_s, listen_fd=met.listen_fd
+        )  # fmt: skip
     address, port = master_from(environ)
     listen_fd = None
     if place.rank == 0 and not _agent_hosts(environ):
@@ -219,43 +237,12 @@ def connect_store(
 ) -> AuthenticatedStore:
     """A connection to the store at that address; `listen_fd`: host it, on that listening socket.
 
-    `look` is called from time to time: it raises where there is nothing to wait for any more. Raises `TokenRefused`
-    where the store knows another token, and `CollectiveError` where it does not answer within `timeout_s`, or is no
-    store.
+    Raises what `reach_store` raises.
     """
-    server = None if listen_fd is None else StoreServer(socket.socket(fileno=listen_fd), token=token)
-    state = ["not tried yet"]
-
-    def work(over: threading.Event) -> AuthenticatedStore:
-        while True:
-            try:
-                with contextlib.ExitStack() as stack:
-                    connection = stack.enter_context(sockets.connected(address, port))
-                    state[:] = ["connected, but it does not answer"]
-                    while not sockets.readable(connection, _RETRY_S):
-                        look()
-                        if over.is_set():
-                            raise TimeoutError(state[0])  # nobody hears it any more
-                    shake_hands(connection, token)
-                    stack.pop_all()
-                    return AuthenticatedStore(connection, timeout_s=STORE_TIMEOUT_S, server=server)
-            except OSError as error:
-                state[:] = [sockets.reason_of(error)]
-            look()
-            if over.wait(_RETRY_S * (0.5 + random.random())):
-                raise TimeoutError(state[0])
-
-    def missing() -> str:
-        return f"rank 0 at {address}:{port} ({state[0]})"
-
-    repair = f"{_SEE}, and whether MASTER_ADDR, MASTER_PORT and the firewall are right; {_KEY}"
-    try:
-        return bounded(work, rank=place.rank, timeout_s=timeout_s, missing=missing, repair=repair)
-    except FrameError as error:
-        raise CollectiveError(
-            f"what listens at {address}:{port} is not the store of rank 0: set MASTER_ADDR and MASTER_PORT to those of "
-            "rank 0 on every rank"
-        ) from error
+    connection = reach_store(
+        place, address, port, token=token, timeout_s=timeout_s, listen_fd=listen_fd, look=look
+    )  # fmt: skip
+    return AuthenticatedStore(connection, timeout_s=STORE_TIMEOUT_S)
 
 
 def connect_agent(place: Place, address: str, port: int, *, timeout_s: float) -> TCPStore:
@@ -280,55 +267,12 @@ def connect_agent(place: Place, address: str, port: int, *, timeout_s: float) ->
         return f"torchrun's agent at {address}:{port} ({state[0]})"
 
     try:
-        return bounded(work, rank=place.rank, timeout_s=timeout_s, missing=missing, repair=f"{_SEE}; {_KEY}")
+        return bounded(work, rank=place.rank, timeout_s=timeout_s, missing=missing, repair=f"{SEE}; {START_KEY}")
     except DistError as error:
         raise CollectiveError(
             f"what listens at {address}:{port} is not the store of torchrun's agent: give all agents one "
             "--rdzv-endpoint"
         ) from error
-
-
-def _over_mpi(place: Place, environ: Mapping[str, str], *, timeout_s: float) -> Store:
-    """Rank 0 takes a free port, and says over MPI where it is, and which token it asks for."""
-    address = environ.get("MASTER_ADDR") or (LOOPBACK if place.one_host else socket.gethostname())
-    listener = sockets.listen_at(address, 0, one_host=place.one_host) if place.rank == 0 else None
-    port = listener.getsockname()[1] if listener is not None else 0
-    said = _broadcast_over_mpi(place, f"{secrets.token_hex(TOKEN_BYTES)} {port} {address}", timeout_s=timeout_s)
-    token, found, address = said.split(" ", 2)
-    listen_fd = listener.detach() if listener is not None else None
-    return connect_store(place, address, int(found), token=token.encode(), timeout_s=timeout_s, listen_fd=listen_fd)
-
-
-def _broadcast_over_mpi(place: Place, text: str, *, timeout_s: float) -> str:
-    """Rank 0's `text`, up to 512 bytes, on every rank; the others pass anything.
-
-    Raises `EnvironmentFault` where mpi4py and mpiexec are of different MPIs, and `CollectiveError` where the others
-    have not called it within `timeout_s`.
-    """
-    mpi: Any = importlib.import_module("mpi4py.MPI")  # its import starts MPI
-    world = mpi.COMM_WORLD
-    if (found := (world.Get_rank(), world.Get_size())) != (place.rank, place.world_size):
-        raise EnvironmentFault(
-            f"mpiexec says rank {place.rank} of {place.world_size}, mpi4py rank {found[0]} of {found[1]}: both have to "
-            "be of one MPI; start them with the mpiexec of the MPI that mpi4py finds"
-        )
-    message = bytearray(text.encode().ljust(_MPI_TEXT_BYTES, b"\0"))
-    request = world.Ibcast([message, mpi.BYTE], root=0)
-
-    def work(over: threading.Event) -> None:
-        pause_s = _FIRST_POLL_S
-        while not request.Test() and not over.wait(pause_s):
-            pause_s = min(2 * pause_s, _LAST_POLL_S)
-
-    missing = "the other ranks" if place.rank == 0 else "rank 0"
-    bounded(
-        work,
-        rank=place.rank,
-        timeout_s=timeout_s,
-        missing=lambda: f"{missing}, to meet over MPI",
-        repair=f"{_SEE}; {_KEY}",
-    )
-    return message.rstrip(b"\0").decode()
 
 
 def _ranks(ranks: Sequence[int], size: int) -> str:

@@ -100,6 +100,8 @@ def exit_code(exits: Iterable[Exit], ends: list[End]) -> int:
     return Stopped.exit_code if any(end.code == Stopped.exit_code for end in exits) else 0
 
 
+MOST_LINES, MOST_SPANS = 64, 6
+"""Ranks that get a line each; of more, those of whom the same is said share one, with so many spans of numbers."""
 _SIGKILL_HINT = "the launcher did not send it; where memory runs out the kernel does: see `dmesg`, or use less of it"
 
 
@@ -124,7 +126,28 @@ def failure_report(
     failures = {end.exit.rank: end for end in ends}
     told = {end.exit.rank for end in alike}
     others = sorted((end for end in exits if end.rank not in told), key=lambda end: end.rank)
-    return "\n".join([*lines, *(_line(end, failures.get(end.rank), cause, stopped) for end in others)])
+    said = [(end, _line(end, failures.get(end.rank), cause, stopped)) for end in others]
+    return "\n".join([*lines, *(_by_words(said) if len(said) > MOST_LINES else [text for _, text in said])])
+
+
+def _by_words(said: Sequence[tuple[Exit, str]]) -> list[str]:
+    """A line for each thing that is said, with the ranks that it is said of."""
+    ranks: dict[str, list[int]] = {}
+    for end, text in said:
+        ranks.setdefault(text.partition(": ")[2], []).append(end.rank)
+    return [f"{len(of)} rank{'s' if len(of) > 1 else ''} ({_spans(of)}): {words}" for words, of in ranks.items()]
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """As "0-6, 8-4095"; of many pieces the first few."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in spans[:MOST_SPANS]]
+    return ", ".join([*shown, *(["..."] if len(spans) > MOST_SPANS else [])])
 
 
 def _is_the_same(end: End, cause: End) -> bool:

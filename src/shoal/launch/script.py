@@ -15,7 +15,7 @@ from types import TracebackType
 
 from shoal.launch.environment import place_from
 from shoal.launch.failure import FAILURE_FOLDER, report_failure
-from shoal.launch.rank_process import die_with_parent
+from shoal.launch.orphans import die_with_parent
 
 
 def main(arguments: list[str]) -> None:

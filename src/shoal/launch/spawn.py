@@ -1,6 +1,6 @@
 """Start the ranks of one host, watch them, and exit with the code of the first that failed.
 
-The launcher imports no torch: the ranks do, in parallel, a few hundredths of a second after the command was given.
+Ranks are forks of the launcher where that is safe, so that torch is imported once for all of them (`warm`, `forks`).
 It binds the store's port itself, on loopback, and hands the open socket to rank 0: no port is guessed, none is open to
 the network. What happens then, and which signal goes when, is in `supervision`; whose failure counts, in
 `root_cause`.
@@ -22,7 +22,8 @@ from shoal.launch import sockets
 from shoal.launch.environment import STORE_FD, Environ
 from shoal.launch.failure import FAILURE_FOLDER, read_failures
 from shoal.launch.handshake import make_token
-from shoal.launch.rank_process import LAUNCHER_PID, LAUNCHER_PIPE, HostEntry, RankProcess, rank_environment, start
+from shoal.launch.orphans import LAUNCHER_PID, LAUNCHER_PIPE
+from shoal.launch.rank_process import HostEntry, RankProcess, rank_environment, start
 from shoal.launch.root_cause import ExitCode, exit_code, failure_report, root_cause
 from shoal.launch.store.token import JOB_TOKEN
 from shoal.launch.supervision import Patience, Supervision, Watch, say

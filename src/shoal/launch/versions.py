@@ -27,6 +27,8 @@ EXTRAS = {
     "profile": "py-spy",
     "federated": "cryptography",
     "docs": "sphinx",
+    "jax": "jax",
+    "tensorflow": "tensorflow",
 }
 """The package by which each extra is known to be there."""
 

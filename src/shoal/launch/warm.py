@@ -82,8 +82,13 @@ def start(
 def may_fork(command: Sequence[str]) -> bool:
     """Whether `command` is one of Shoal's own, and this process has made the imports and may be forked."""
     torch = sys.modules.get("torch")
-    own = list(command[:3]) == [sys.executable, *MODULE]
+    own = command[0] == sys.executable and is_shoals_own(command)
     return own and torch is not None and sys.platform == "linux" and not torch.cuda.is_initialized()
+
+
+def is_shoals_own(command: Sequence[str]) -> bool:
+    """Whether `command` is a Python that runs `shoal`."""
+    return tuple(command[1 : 1 + len(MODULE)]) == MODULE
 
 
 def _become(arguments: Sequence[str], env: Mapping[str, str], kept: set[int]) -> NoReturn:
@@ -139,20 +144,32 @@ def _renew_streams() -> None:
 def _renew_libraries() -> None:
     """Draws, threads and the allocator, as a start with this environment would leave them."""
     import numpy as np
-    import torch
 
     tempfile.tempdir = None  # its folder may be another now
     random.seed()
     np.random.seed()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
-    if allocator.TRIM in os.environ and allocator.MMAP in os.environ:
-        told = allocator.Thresholds(int(os.environ[allocator.TRIM]), int(os.environ[allocator.MMAP]))
+    set_threads(os.environ)
+    keep_memory(os.environ)
+
+
+def set_threads(environ: Mapping[str, str]) -> None:
+    """As many threads of torch's as a process with this environment starts with."""
+    import torch
+
+    torch.set_num_threads(int(environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+
+
+def keep_memory(environ: Mapping[str, str]) -> None:
+    """What glibc is told of freed memory by this environment when it starts."""
+    if allocator.TRIM in environ and allocator.MMAP in environ:
+        told = allocator.Thresholds(int(environ[allocator.TRIM]), int(environ[allocator.MMAP]))
         allocator.keep_freed_memory(told, {})
 
 
 def _run(arguments: Sequence[str]) -> int:
     """The module as Python runs it: its exit code, its traceback."""
     sys.argv = [*arguments]
+    sys.modules.pop(f"{arguments[0]}.__main__", None)  # where the command `shoal` has begun with it
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

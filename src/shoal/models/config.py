@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from shoal.config.table import Positive, PositiveFloat, Table, says
+from shoal.models.attention_config import AttentionConfig, Causal
 from shoal.models.foreign_keys import ForeignKeys
 from shoal.models.huggingface.config import TransformersConfig
 
@@ -41,6 +42,7 @@ class GPTConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="gpt"):
     dropout: Annotated[float, says("Share of features dropped, keyed per sample; 0: none.", ge=0, lt=1)] = 0.0
     rope_base: Annotated[float, says("Base of the rotary wavelengths (arXiv:2104.09864).", gt=1, le=1e12)] = 10_000.0
     norm_eps: Annotated[float, says("Added to the mean square in RMSNorm.", gt=0, le=1)] = 1e-5
+    attention: Annotated[AttentionConfig, says("Which tokens before it a token sees; `kind` says which.")] = Causal()
 
     def __post_init__(self) -> None:
         step = 2 * self.heads

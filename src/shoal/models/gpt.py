@@ -17,11 +17,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from shoal.models.attention_config import Causal
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.dropout import KeyedDropout
-from shoal.models.layers import GELU, Attention, SwiGLU, rotations
+from shoal.models.layers import GELU, Attention, CausalAttention, SwiGLU, rotations
 from shoal.models.mixture import Mixture, MixtureOptions
 from shoal.models.roles import ONES, Normal, Part, Role, run_chain
+from shoal.models.sparse_attention import SparseAttention
 
 INIT_STD = 0.02
 
@@ -50,7 +52,7 @@ class GPT(nn.Module):
 
         def block(index: int) -> Block:
             name = f"blocks.{index}"
-            attention = Attention(width, heads=config.heads, kv_heads=config.key_value_heads)
+            attention = Attention(width, heads=config.heads, kv_heads=config.key_value_heads, core=_core(config))
             kind, layer = Block, dense(width, config.hidden_width)
             if mixture is not None and mixture.holds(index):
                 kind, layer = MixtureBlock, Mixture(width, mixture, feed_forward=config.feed_forward, name=name)
@@ -139,6 +141,10 @@ class MixtureBlock(Block):
 
     def _fed_forward(self, x: Tensor, positions: Tensor | None) -> Tensor:
         return self.feed_forward(x, positions)
+
+
+def _core(config: GPTConfig) -> CausalAttention:
+    return CausalAttention() if isinstance(config.attention, Causal) else SparseAttention(config.attention)
 
 
 def _mixture_options(config: MoEConfig) -> MixtureOptions:

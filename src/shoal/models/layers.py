@@ -79,6 +79,8 @@ class CausalAttention(nn.Module):
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions.
 
+    `core` computes it from queries, keys and values; default: causal, over all tokens.
+
     The four projections stay separate layers so that each has one role. How many heads there are is read off their
     outputs: a rank that holds a part of the heads runs the same code. So does one on a grid, whose projections take a
     part of the tokens and give all of them: no length is read off the input either (`takes_blocks`).
@@ -86,14 +88,14 @@ class Attention(nn.Module):
 
     takes_blocks = True
 
-    def __init__(self, width: int, *, heads: int, kv_heads: int) -> None:
+    def __init__(self, width: int, *, heads: int, kv_heads: int, core: CausalAttention | None = None) -> None:
         super().__init__()
         self.head_size = width // heads
         self.query = nn.Linear(width, heads * self.head_size, bias=False)
         self.key = nn.Linear(width, kv_heads * self.head_size, bias=False)
         self.value = nn.Linear(width, kv_heads * self.head_size, bias=False)
         self.output = nn.Linear(heads * self.head_size, width, bias=False)
-        self.core: nn.Module = CausalAttention()
+        self.core: nn.Module = core or CausalAttention()
 
     def forward(self, x: Tensor, factors: Tensor, documents: Tensor | None = None) -> Tensor:
         """`x` `[batch, seq, width]`; `factors` are the positions' `rotations`, `documents` `[batch, seq]` integers."""

@@ -102,6 +102,15 @@ class DeclaresRoles(Protocol):
 
 
 @runtime_checkable
+class DeclaresOwnRoles(Protocol):
+    """A module that says what parameters of its own are, by their names in it, whatever model it is in."""
+
+    def own_roles(self) -> Mapping[str, Role]:
+        """Names to roles."""
+        ...
+
+
+@runtime_checkable
 class DeclaresCounts(Protocol):
     """A module whose forward counts what tensor parallelism splits, such as heads."""
 
@@ -116,12 +125,13 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
     Raises `UserCodeError` for a parameter that a model which declares roles has forgotten.
     """
     if not isinstance(model, DeclaresRoles):
-        tables = tables_in(model)
+        tables, own = tables_in(model), _own_roles(model)
         return {
-            name: _TABLE if name in tables else _role_of_undeclared(parameter)
+            name: own.get(name) or (_TABLE if name in tables else _role_of_undeclared(parameter))
             for name, parameter in model.named_parameters()
         }
-    declared = model.parameter_roles()
+    own = _own_roles(model)
+    declared = own | {pattern: role for pattern, role in model.parameter_roles().items() if pattern not in own}
     return {name: _declared_role(model, declared, name=name) for name, _ in model.named_parameters()}
 
 
@@ -130,9 +140,21 @@ def role_of(model: nn.Module, name: str) -> Role:
     parameter = dict(model.named_parameters(remove_duplicate=False)).get(name)
     if parameter is None:
         raise UserCodeError(f"{type(model).__name__} has no parameter '{name}'; use a name of its named_parameters()")
+    if name in (own := _own_roles(model)):
+        return own[name]
     if not isinstance(model, DeclaresRoles):
         return _TABLE if name in tables_in(model) else _role_of_undeclared(parameter)
     return _declared_role(model, model.parameter_roles(), name=name)
+
+
+def _own_roles(model: nn.Module) -> dict[str, Role]:
+    """What modules of `model` say of parameters of their own, by their names in it."""
+    return {
+        f"{path}.{name}" if path else name: role
+        for path, module in model.named_modules()
+        if isinstance(module, DeclaresOwnRoles)
+        for name, role in module.own_roles().items()
+    }
 
 
 def _role_of_undeclared(parameter: Tensor) -> Role:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.comm.collective import Collective
-from shoal.state.ownership import Owned, same_piece
+from shoal.state.ownership import Owned, is_counted
 
 
 @dataclass(frozen=True)
@@ -92,8 +92,3 @@ class PartSums:
         table.index_add_(0, rows, own.double() * counted[:, None])
         self._group.all_reduce(table).wait()
         return table[rows]
-
-
-def is_counted(own: Owned) -> bool:
-    """Whether this rank is the first of its replica that holds these numbers."""
-    return own.holding.rank == min(same_piece(own.holding, own.holding.holders))

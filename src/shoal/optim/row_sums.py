@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from shoal.optim.declared import Dims
-from shoal.optim.parts import Parts, exchanged, is_counted
-from shoal.state.ownership import Owned, Region
+from shoal.optim.parts import Parts, exchanged
+from shoal.state.ownership import Owned, Region, is_counted
 
 
 class RowSums:

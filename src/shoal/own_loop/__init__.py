@@ -2,6 +2,7 @@
 
 start.py            from the script's objects to a run
 objects.py          what a script may hand over, as the run takes it
+loop_file.py        the run file of a loop, from its tables and what the script hands over
 refusals.py         layouts and strategies that a loop of its own cannot have
 loop.py             `Training`: batches, backward, epochs, the objects of the script
 steps.py            what the loop yields: one step after the other, and its microbatches

@@ -23,7 +23,9 @@ from shoal.data.drawn import as_sampled
 from shoal.data.iterable import IterableSource, as_source, held_out_items
 from shoal.data.loaders import training_loader
 from shoal.errors import UsageError, UserCodeError
+from shoal.launch.environment import place_from
 from shoal.launch.own_script import Reached, reads_for
+from shoal.launch.supervision import say
 
 
 def check_alone() -> None:
@@ -97,6 +99,17 @@ def data_of_script(data: Any) -> tuple[Any, DataLoader | None]:
                 "a table [data]"
             )
     return (_as_inputs(sets[0], loader), _as_inputs(sets[1], held_out_loader or loader)), loader
+
+
+def with_loader(tables: dict[str, Any], data: Any) -> dict[str, Any]:
+    """The tables of a run file, with what a DataLoader says of order and batches where they say nothing."""
+    loader = training_loader(data)
+    if loader is None:
+        return tables
+    for sentence in unread_arguments(loader) if place_from(os.environ) is None else []:
+        say(f"shoal: {sentence}")
+    table = {**order_of_loader(loader, tables["data"]), **tables["data"]}
+    return {**tables, "data": table, "batch": {**batch_of_loader(loader), **tables.get("batch", {})}}
 
 
 def _as_inputs(source: Any, loader: DataLoader | None) -> AsInputs | None:

@@ -8,14 +8,17 @@ microbatch, and ended when the script asks for more: then the update has been ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
+from shoal.assembly.profiled_script import profiled
 from shoal.assembly.run import Run
 from shoal.data.as_inputs import AsInputs
 from shoal.data.sample import Batch, padding_like
 from shoal.engine.loop import Job, PendingStep, steps
 from shoal.engine.meeting import meet
-from shoal.engine.updates import Outcome
+from shoal.engine.updates import Outcome, Work
 from shoal.errors import UserCodeError
 from shoal.own_loop.update import OpenStep, Player, joint_outcome
 
@@ -32,7 +35,7 @@ class OwnSteps:
     ) -> None:
         self.open: OpenStep | None = None
         self.pending: PendingStep | None = None
-        self._run, self._job, self._players = run, job, players
+        self._run, self._job, self._players = run, replace(job, feed=profiled(run, job.feed)), players
         self._compute = run.step.compute
         self._each = self._opened()
         self._leaving, self._after_step = False, after_step
@@ -124,24 +127,30 @@ class OwnSteps:
             work = self._run.step.begin(
                 pending.number, pending.microbatches, lr=None, samples=pending.samples, stop=pending.stop
             )
-            batches = self._alike(pending.microbatches)
-            if len(self._players) > 1 and len(batches) > 1:
-                raise UserCodeError(
-                    f"a step has {len(batches)} microbatches, and a loop with several optimizers takes it in one: "
-                    "leave batch.micro_samples out"
-                )
-            self.pending = pending
-            self.open = OpenStep(work, batches, scale=self._run.step.scale)
-            for player in self._players:
-                player.begin(self.open)
-            yield self.open
-            if not self.open.is_last:
-                raise UserCodeError(f"step {work.step}: the loop did not go beyond {self.open.place}; take them all")
-            updated = [player.leave_step() for player in self._players]
-            if not any(updated):
-                raise UserCodeError(f"step {work.step}: no backward() was called; call it for every batch")
-            outcome = joint_outcome(self._players)
-            pending.lr, pending.result = self._players[0].lr, self._run.step.end(work, outcome)
-            if self._after_step is not None:
-                self._after_step(work.step, outcome)
-            self.open = self.pending = None
+            injector = self._run.process.injector
+            with nullcontext(work) if injector is None else injector.around_own(work) as work:
+                yield from self._taken(pending, work)
+
+    def _taken(self, pending: PendingStep, work: Work) -> Iterator[OpenStep]:
+        """The step, open until the next is asked for; then its result is known."""
+        batches = self._alike(work.batches)
+        if len(self._players) > 1 and len(batches) > 1:
+            raise UserCodeError(
+                f"a step has {len(batches)} microbatches, and a loop with several optimizers takes it in one: "
+                "leave batch.micro_samples out"
+            )
+        self.pending = pending
+        self.open = OpenStep(work, batches, scale=self._run.step.scale)
+        for player in self._players:
+            player.begin(self.open)
+        yield self.open
+        if not self.open.is_last:
+            raise UserCodeError(f"step {work.step}: the loop did not go beyond {self.open.place}; take them all")
+        updated = [player.leave_step() for player in self._players]
+        if not any(updated):
+            raise UserCodeError(f"step {work.step}: no backward() was called; call it for every batch")
+        outcome = joint_outcome(self._players)
+        pending.lr, pending.result = self._players[0].lr, self._run.step.end(work, outcome)
+        if self._after_step is not None:
+            self._after_step(work.step, outcome)
+        self.open = self.pending = None

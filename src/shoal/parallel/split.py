@@ -38,7 +38,8 @@ class Split:
     `shapes` and `roles` are those of all parameters of the unsplit model, in its order, tied ones once; `frozen` those
     that are not trained, `buffers` the names of its buffers that are saved; `holdings` are of the parameters of this
     rank, by the names that they have here. `vocabulary` says how the logits are split over `tensor`, where they are;
-    `columns` and `rows` what layers do to the features, see `TensorPlan`.
+    `columns` and `rows` what layers do to the features, see `TensorPlan`. Of the unsplit model's parameters, `tied` are
+    those that several modules use, and `lookups` those of `nn.Embedding`s.
     """
 
     model: nn.Module
@@ -50,6 +51,8 @@ class Split:
     vocabulary: VocabularySplit | None
     columns: Mapping[str, Inside] = field(default_factory=dict)
     rows: frozenset[str] = frozenset()
+    tied: frozenset[str] = frozenset()
+    lookups: frozenset[str] = frozenset()
 
     @property
     def held(self) -> list[tuple[Holding, Parameter]]:
@@ -99,7 +102,7 @@ def split_model(
         holdings[name] = _holding(mesh, unsplit, name, tensor.parts.get(name), experts.get(name), places)
     return Split(
         model, unsplit.shapes, unsplit.roles, unsplit.frozen, unsplit.buffers, holdings, tensor.vocabulary,
-        tensor.columns, tensor.rows,
+        tensor.columns, tensor.rows, unsplit.tied, unsplit.lookups,
     )  # fmt: skip
 
 
@@ -112,6 +115,12 @@ class _Unsplit:
     frozen: frozenset[str]
     buffers: frozenset[str]
     first: dict[str, str]
+    lookups: frozenset[str]
+
+    @property
+    def tied(self) -> frozenset[str]:
+        """The first names of parameters that have several."""
+        return frozenset(first for name, first in self.first.items() if name != first)
 
     @classmethod
     def of(cls, model: nn.Module) -> _Unsplit:
@@ -121,7 +130,9 @@ class _Unsplit:
         saved = set(model.state_dict(keep_vars=True))
         buffers = frozenset(name for name, _ in model.named_buffers() if name in saved)
         frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-        return cls(shapes, roles_of(model), frozen, buffers, first)
+        embeddings = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+        lookups = frozenset(first[f"{name}.weight"] for name in embeddings)
+        return cls(shapes, roles_of(model), frozen, buffers, first, lookups)
 
 
 def _grid(mesh: Mesh, rows: int) -> Grid:

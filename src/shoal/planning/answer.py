@@ -105,6 +105,7 @@ def planned(
     if measured_step is not None:
         predictor, evidence, how = _calibrated(predictor, cluster, measured_step)
         basis = how if measured_step.tried and evidence != DATA_SHEET else basis + how
+    basis += _partly_trained_text(run_file)
     allowed = allowed_by(run_file)
     found = search_with(run_file, predictor, allowed, keep=keep)
     best = found.best[0]
@@ -164,6 +165,15 @@ def _calibrated(predictor: Predictor, cluster: Path | None, step: MeasuredStep) 
 def _imbalance_text(predictor: Predictor) -> str:
     imbalance = predictor.workload.model.expert_imbalance if predictor.simulates else 1.0
     return "" if imbalance == 1.0 else f", the fullest expert with {imbalance:.3g} times the mean of its layer"
+
+
+def _partly_trained_text(run_file: RunFile) -> str:
+    """What prices do not know of: they are those of the whole model, trained with attention to all tokens."""
+    attends = isinstance(run_file.model, GPTConfig) and run_file.model.attention.sparse
+    tables = {"adapter": run_file.adapter, "freeze": run_file.freeze, "sparsity": run_file.sparsity}
+    given = [f"[{name}]" for name, table in tables.items() if table is not None]
+    given += ["[model.attention]"] if attends else []
+    return f"; as if without {' and '.join(given)}, which saves some of it" if given else ""
 
 
 def _track_record(predictor: Predictor) -> str | None:

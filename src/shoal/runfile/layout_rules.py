@@ -109,6 +109,17 @@ def _heads(run_file: RunFile) -> str | None:
     )
 
 
+def _sparse_attention(run_file: RunFile) -> str | None:
+    """A mask counts tokens from the start of a sequence, of which a context rank has a part."""
+    model, context = run_file.model, run_file.layout.context
+    if not isinstance(model, GPTConfig) or not model.attention.sparse or context == 1:
+        return None
+    return (
+        f'model.attention.kind = "{model.attention.variant}" with layout.context = {context}: ranks that hold parts of '
+        'a sequence exchange all keys; set layout.context = 1, or model.attention.kind = "causal"'
+    )
+
+
 def _feed_forward(run_file: RunFile) -> str | None:
     """On a grid its panels have to come out, which is less: see `grid_rule`."""
     layout, model = run_file.layout, run_file.model
@@ -228,6 +239,7 @@ _RULES: tuple[Rule, ...] = (
     _auto,
     _only_chains,
     _heads,
+    _sparse_attention,
     _feed_forward,
     _experts,
     _sequence,

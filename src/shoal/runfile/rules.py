@@ -22,6 +22,7 @@ from shoal.runfile.microbatches import microbatch_sizes, most_samples
 from shoal.runfile.norm_rules import norm_refusal
 from shoal.runfile.optimizer_rules import optimizer_refusal
 from shoal.runfile.run_file import RunFile, statistics_group, synchronises_norms
+from shoal.runfile.sparsity_rules import partly_trained_refusal
 from shoal.runfile.sync_rules import division_refusal, sync_refusal
 
 
@@ -55,13 +56,36 @@ def refusal(run_file: RunFile) -> str | None:
         wire_refusal,
         sync_refusal,
         division_refusal,
+        watch_refusal,
         elastic_refusal,
         optimizer_refusal,
+        partly_trained_refusal,
         federated_refusal,
     ):
         sentence = rule(run_file)
         if sentence is not None:
             return sentence
+    return None
+
+
+def watch_refusal(run_file: RunFile) -> str | None:
+    """One sentence where evaluations cannot be compared, as `run.stop_when` and `checkpoint.keep_best` ask for."""
+    keys = {"run.stop_when": run_file.run.stop_when, "checkpoint.keep_best": run_file.checkpoint.keep_best}
+    key = next((key for key, table in keys.items() if table is not None), None)
+    if key is None:
+        return None
+    if not run_file.observe.evaluate_every_steps:
+        return f"{key} compares evaluations, and there is one at the end alone: set observe.evaluate_every_steps"
+    if run_file.elastic is not None or run_file.federated is not None:
+        table = "elastic" if run_file.elastic is not None else "federated"
+        return f"{key} with [{table}]: it needs ranks that evaluate together from the first step on; leave one out"
+    if run_file.run.stop_when is not None and (
+        run_file.sync.serving_only or run_file.sync.variant in ("server", "hogwild")
+    ):
+        return (
+            f'run.stop_when with sync.kind = "{run_file.sync.variant}": its ranks count the steps to the last one by '
+            "themselves; leave it out"
+        )
     return None
 
 

@@ -16,7 +16,15 @@ from shoal.codec.config import CodecConfig, NoCodec, ShardCodecConfig
 from shoal.comm.config import WireConfig
 from shoal.config.table import Table, says
 from shoal.data.config import BatchConfig, DataConfig
-from shoal.engine.config import CrossEntropy, Float32, HooksConfig, LossConfig, PrecisionConfig
+from shoal.engine.config import (
+    CrossEntropy,
+    DistillationConfig,
+    Float32,
+    HooksConfig,
+    LossConfig,
+    PrecisionConfig,
+    StopWhen,
+)
 from shoal.federated.config import (
     DeviceConfig,
     FederatedConfig,
@@ -27,13 +35,17 @@ from shoal.federated.config import (
 )
 from shoal.gradients.config import GradientsConfig
 from shoal.memory.config import MemoryConfig
+from shoal.models.adapter_config import AdapterConfig
 from shoal.models.config import ModelConfig
 from shoal.models.foreign_keys import ForeignKeys
+from shoal.models.quantisation_config import QuantisationConfig
 from shoal.observe.config import ObserveConfig
 from shoal.optim.config import AdamW, OptimizerConfig
 from shoal.optim.schedule_config import Schedule
 from shoal.parallel.config import ContextConfig, PipelineConfig
 from shoal.resilience.config import ElasticConfig
+from shoal.sparsity.config import SparsityConfig
+from shoal.sparsity.freeze_config import FreezeConfig
 from shoal.sync.config import AllReduceConfig, SyncConfig
 from shoal.topology.config import LayoutConfig
 
@@ -83,6 +95,13 @@ class RunConfig(Table, frozen=True):
         ),
     ] = False
     warm_start: Annotated[str | None, says("A run directory or checkpoint whose weights alone start this run.")] = None
+    stop_when: Annotated[
+        StopWhen | None,
+        says(
+            "End the run before `steps` when evaluations have stopped improving: their number is "
+            "`observe.evaluate_every_steps`. Default: none."
+        ),
+    ] = None
     nonfinite_limit: Annotated[
         int, says("Non-finite steps in a row, each skipped, after which the run stops with exit 4.", ge=1)
     ] = 5
@@ -116,8 +135,19 @@ class RunFile(Table, frozen=True):
     data: Annotated[DataConfig, says("The data.")]
     batch: BatchConfig
     loss: LossConfig = CrossEntropy()
+    distillation: Annotated[
+        DistillationConfig | None, says("A teacher beside the targets; without this table, none.")
+    ] = None
     optimizer: OptimizerConfig = AdamW()
     schedule: Schedule = Schedule()
+    adapter: Annotated[
+        AdapterConfig | None, says("Small trained parameters in a frozen model; without this table, none.")
+    ] = None
+    quantisation: Annotated[
+        QuantisationConfig | None, says("Forwards with rounded weights; without this table, none.")
+    ] = None
+    freeze: Annotated[FreezeConfig | None, says("Layers that are not trained; without this table, all are.")] = None
+    sparsity: Annotated[SparsityConfig | None, says("Weights that are masked; without this table, none is.")] = None
     precision: PrecisionConfig = Float32()
     layout: LayoutConfig = LayoutConfig()
     pipeline: PipelineConfig = PipelineConfig()

@@ -122,3 +122,8 @@ def owned_gradients(owned: Iterable[Owned]) -> Iterator[tuple[str, Box, Tensor]]
     for each in owned:
         for box, part in each.boxes(each.gradient):
             yield each.name, box, part
+
+
+def is_counted(own: Owned) -> bool:
+    """Whether this rank is the first of its replica that holds these numbers."""
+    return own.holding.rank == min(same_piece(own.holding, own.holding.holders))

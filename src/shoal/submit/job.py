@@ -70,7 +70,8 @@ class SubmittedJob:
     `variables` reach every rank and stand in the job file; `secrets` are names alone, whose values the scheduler adds.
     `restarts` bounds how often the job starts again after 75, a lost host or a lost rank. `folder` is where the job is
     submitted from, and `python` the interpreter there: relative paths of the run file start in the folder. With an
-    `array`, each of its tasks trains a trial of a sweep, and the run file says the sweep's name and folder.
+    `array`, each of its tasks trains a trial of a sweep, and the run file says the sweep's name and folder. With a
+    `script` (its file, its arguments), the ranks run that in the place of the run file, which describes its run.
     """
 
     run_file: RunFile
@@ -81,6 +82,7 @@ class SubmittedJob:
     secrets: tuple[str, ...] = ()
     restarts: int = RESTARTS
     array: Array | None = None
+    script: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -100,7 +102,7 @@ class SubmittedJob:
     def host_command(self, run_file: str, *, directory: str, python: str) -> tuple[str, ...]:
         """The command of each host; its arguments as the hosts see them."""
         launch = ("launch", "--ranks-per-node", str(self.resources.ranks_per_node), "--directory", directory)
-        return (python, "-m", "shoal", *launch, "-m", "shoal", "train", run_file)
+        return (python, "-m", "shoal", *launch, *(self.script or ("-m", "shoal", "train", run_file)))
 
 
 def array_job(job: SubmittedJob, array: Array, *, name: str, directory: str) -> SubmittedJob:

@@ -217,7 +217,8 @@ def _workdir(job: SubmittedJob, options: KubernetesOptions) -> dict[str, str]:
         if not options.workdir.startswith("/"):
             raise UsageError(f"--workdir {options.workdir!r} is no absolute path: pods know no other; write /runs/code")
         return {"workingDir": options.workdir}
-    for key, name in local_names(job.run_file, job.folder).items():
+    there = local_names(job.run_file, job.folder) | ({"the job": job.script[0]} if job.script else {})
+    for key, name in there.items():
         raise UsageError(
             f"{key} needs {name}, which lies in {job.folder}, and pods do not have that folder: copy it into the image "
             f"or onto the volume, and give its folder there with --workdir (such as {RUNS}/code)"

@@ -8,7 +8,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 
-from shoal.launch.rank_process import ask_kernel
+from shoal.launch.orphans import ask_kernel
 
 
 class RayHost:

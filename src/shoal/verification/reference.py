@@ -20,6 +20,7 @@ from torch import Tensor
 
 from shoal.assembly.objects import loss_of, model_of
 from shoal.assembly.run import Run
+from shoal.assembly.sparse import Placed, build_sparse
 from shoal.assembly.splitting import draws_of
 from shoal.comm.collective import Alone
 from shoal.comm.gather import gather_named
@@ -36,7 +37,9 @@ from shoal.optim.parts import Parts
 from shoal.optim.schedule_config import Schedule
 from shoal.optim.transforms import Chain
 from shoal.runfile.run_file import RunFile, declared_group, synchronises_norms
-from shoal.state.ownership import Trained, boxes_in, owned_whole
+from shoal.sparsity.masks import Masks
+from shoal.sparsity.training import SparseTraining
+from shoal.state.ownership import Owned, Trained, boxes_in, owned_whole
 from shoal.topology.box import Box, whole
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
@@ -50,7 +53,8 @@ def reference_of(run: Run) -> Reference:
     trained = [(name, p, roles[name].decay) for name, p in model.named_parameters() if p.requires_grad]
     draws = draws_of(run_file, model)
     randomness = Randomness(model, seed=run_file.run.seed, replica=0, draws=draws)
-    compute = Compute(model, loss_of(run_file.loss, objects), precision, device, randomness)
+    loss, distillation = loss_of(run_file.loss, objects), run.workload.distillation
+    compute = Compute(model, loss, precision, device, randomness, distillation=distillation)
     sparse = [name for name, role in roles.items() if role.kind == "table"]
     kinds = {name: role.kind for name, role in roles.items()}
     optimizer = build_optimizer(run_file.optimizer, trained, lr=1.0, sparse=sparse, kinds=kinds)
@@ -61,7 +65,17 @@ def reference_of(run: Run) -> Reference:
         optimizer.connect(parts)
         compute.announces.append(optimizer.microbatch)
     chain = Chain(run_file.optimizer.transforms, parts, run_file.run.seed)
-    return Reference(compute, optimizer, run_file.optimizer.clip_norm, _arrangement(run), transform=chain)
+    sparse = None if run_file.sparsity is None else _masks(run, optimizer, parts.owned)
+    clip_norm = run_file.optimizer.clip_norm
+    return Reference(compute, optimizer, clip_norm, _arrangement(run), transform=chain, sparse=sparse)
+
+
+def _masks(run: Run, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> SparseTraining:
+    """Those of the layout's layers, decided by this process alone."""
+    split, dtype = run.generation.parts.split, run.workload.precision.parameters
+    return build_sparse(
+        run.run_file, split, owned, optimizer, masks=Masks(), group=Alone(), placed=Placed(run.device, dtype)
+    )
 
 
 def _arrangement(run: Run) -> Arrange | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from shoal.codec.config import CodecConfig, DGCConfig
 from shoal.errors import ConfigError
 from shoal.runfile.run_file import RunFile
+from shoal.sparsity.config import TopKAST
 from shoal.sync.config import GossipConfig, HogwildConfig, ServerConfig, SyncConfig
 
 
@@ -15,6 +16,16 @@ def require_provable(run_file: RunFile) -> None:
     _refuse_timed(run_file.sync)
     if not replicas_differ(run_file.sync):  # else the codec is left out
         _refuse_lost_numbers(run_file.codec)
+    if isinstance(run_file.sparsity, TopKAST):
+        raise ConfigError(
+            'sparsity.kind = "top_kast": ranks keep weights aside that verify does not give to both sides; verify the '
+            'layout with sparsity.kind = "rigl", or without [sparsity]'
+        )
+    if run_file.freeze is not None and run_file.freeze.changes:
+        raise ConfigError(
+            "freeze.later or freeze.progress: verify compares every gradient in every step; verify the layout with "
+            "freeze.layers, or without [freeze]"
+        )
     if run_file.optimizer.sends_momentum:
         kind = run_file.optimizer.variant
         raise ConfigError(

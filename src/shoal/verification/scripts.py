@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from shoal.errors import UsageError
-from shoal.launch.own_script import ScriptCheck
+from shoal.launch.own_script import KEYS, ScriptCheck, divided
 from shoal.launch.root_cause import ExitCode
 from shoal.observe.progress_bar import ProgressBar
 from shoal.temporary_folder import temporary_folder
@@ -24,14 +23,6 @@ from shoal.verification.verdict import Verdict
 
 STEPS = 5
 """Optimizer steps that are compared where nobody says how many."""
-
-KEY = re.compile(r"[a-z_]+(\.[A-Za-z0-9_]+)+=")
-"""How an override of the run file begins; what does not is an argument of the script."""
-
-
-def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Overrides of the run file, and the arguments of the script."""
-    return [one for one in arguments if KEY.match(one)], [one for one in arguments if not KEY.match(one)]
 
 
 def verify_script(
@@ -44,17 +35,17 @@ def verify_script(
     """
     if not script.is_file():
         raise UsageError(f"there is no script {script}")
-    overrides, own = split_arguments(arguments)
-    command = [sys.executable, str(script), *own]
+    keys, own = divided(arguments)
+    command, told = [sys.executable, str(script), *own], {KEYS: json.dumps(keys)}
     with temporary_folder() as folder:
-        check = ScriptCheck(side="plain", folder=str(folder), steps=steps, exact=exact, overrides=tuple(overrides))
+        check = ScriptCheck(side="plain", folder=str(folder), steps=steps, exact=exact)
         bar.update("one process runs the script in plain PyTorch")
-        code, said = _run(command, check)
+        code, said = _run(command, check, told)
         if code == 0 and not (check.trains.exists() or check.initial.exists()):
             raise UsageError(f"{script} came to its end without a call of shoal.start or shoal.train")
         if code == 0:
             bar.update("the layout runs it" if check.initial.exists() else "comparing the layout with one process")
-            code, said = _run(command, msgspec.structs.replace(check, side="layout"))
+            code, said = _run(command, msgspec.structs.replace(check, side="layout"), told)
         bar.close()
         if check.verdict.exists():
             return msgspec.convert(json.loads(check.verdict.read_text(encoding="utf-8")), Verdict)
@@ -67,11 +58,11 @@ def verify_script(
         return ExitCode(code)
 
 
-def _run(command: Sequence[str], check: ScriptCheck) -> tuple[int, str]:
+def _run(command: Sequence[str], check: ScriptCheck, told: Mapping[str, str]) -> tuple[int, str]:
     """The exit code of the script on one side, and all that it said."""
     done = subprocess.run(
         command,
-        env={**os.environ, **check.variables()},
+        env={**os.environ, **told, **check.variables()},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

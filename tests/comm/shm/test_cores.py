@@ -128,9 +128,15 @@ def test_a_rank_that_has_not_called_is_on_no_core(library: ctypes.CDLL) -> None:
     played.close()
 
 
+def forget_core() -> None:
+    """The library that was loaded, and what it is called: a later test of this process has the built one again."""
+    shm_core.load_core.cache_clear()
+    shm_core.core_identity.cache_clear()
+
+
 def times_asked(place, built: str, sync: bool) -> int:
     """By a rank whose core plays `cores.c`: both are on core 0, rank 0 until it asks for another; rank 1 comes late."""
-    shm_core.load_core.cache_clear()
+    forget_core()
     try:
         with mock.patch.object(shm_core, "_library", return_value=Path(built)):
             group = shared(place)
@@ -144,7 +150,7 @@ def times_asked(place, built: str, sync: bool) -> int:
             assert tensor[0] == place.size
         return played.played_askings() - before
     finally:
-        shm_core.load_core.cache_clear()
+        forget_core()
 
 
 @pytest.mark.parametrize("sync", [True, False])

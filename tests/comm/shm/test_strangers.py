@@ -9,9 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shoal.comm.shm.core import Settings
+from shoal.comm.shm.core import Settings, core_settings
 from shoal.comm.shm.segment import Handshake
-from shoal.comm.shm.transport import core_settings
 from tests.waiting import HANG_S
 
 NOBODY = 65534
@@ -43,7 +42,7 @@ def as_stranger(attempt: Callable[[], object]) -> str:
 
 def settings() -> Settings:
     """Of a group of two."""
-    return core_settings(2, timeout_s=HANG_S)
+    return core_settings(2, timeout_s=HANG_S, threads=1)
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
 """The shared-memory core in C, as Python sees it: loaded with ctypes, so that calls leave the interpreter lock.
-What is called most is also called in the interpreter's own way (`load_call`).
+What is called most is also called in the interpreter's own way (`load_call`). It imports neither torch nor NumPy.
 
 The sources lie in `core/`; `core.h` tells how it works. The names and numbers here mirror that file.
 """
@@ -10,21 +10,23 @@ import ctypes
 import functools
 import importlib
 import importlib.machinery
+import os
 import zlib
 from collections.abc import Callable
 from ctypes import POINTER, Structure, c_bool, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 from pathlib import Path
 
-import torch
-
 _FOLDER = Path(__file__).parent
 
 BYTES = 10
 DTYPES = {
-    torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.int8: 4, torch.uint8: 5,
-    torch.int16: 6, torch.int32: 7, torch.int64: 8, torch.bool: 9,
-}  # fmt: skip
+    name: number
+    for number, name in enumerate(
+        ("float32", "float64", "bfloat16", "float16", "int8", "uint8", "int16", "int32", "int64", "bool")
+    )
+}
+"""The core's numbers of what it can reduce, by the names that torch and NumPy share."""
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
 
 
@@ -78,8 +80,44 @@ class Signature(Structure):
     )
 
 
+_PLACES, _PLACE_BYTES, _RING_BYTES = 16, 256 << 10, 1 << 20
+_ONE_SHOT_BYTES = 128 << 10  # for up to 4 ranks: each reads what all have brought
+_SPINS = 100
+
+
+def core_settings(size: int, *, timeout_s: float, threads: int) -> Settings:
+    """For a group of `size` ranks, each of which computes on so many `threads`."""
+    one_shot_bytes = _ONE_SHOT_BYTES * 4 // max(4, size)
+    cores = len(os.sched_getaffinity(0))
+    spins = _SPINS if size <= cores else 0
+    spare_core = size * threads < cores
+    return Settings(_PLACES, _PLACE_BYTES, _RING_BYTES, one_shot_bytes, spins, spare_core, timeout_s)
+
+
 class CoreMissing(Exception):
     """Why there is no core, for people."""
+
+
+def sentence(fault: Fault, rank: int, ours: Signature, theirs: Signature, *, own: int, timeout_s: float) -> str:
+    """Why a call of rank `own` failed, because of `rank`."""
+    return {
+        Fault.PEER_DEAD: f"Connection closed by peer: rank {rank} of the group is gone",
+        Fault.PEER_LEFT: f"rank {rank} of the group has closed it",
+        Fault.PEER_FAILED: f"another rank of the group gave up on rank {rank}",
+        Fault.TIMED_OUT: f"shared memory: Timed out after {timeout_s:g} s waiting for rank {rank} of the group",
+        Fault.DISAGREE: f"rank {own} called {_named(ours)}, rank {rank} of the group {_named(theirs)}: all ranks must "
+        "make the same calls in the same order",
+        Fault.WRONG_SIZE: f"rank {rank} of the group sends {theirs.bytes} bytes, rank {own} expects {ours.bytes}",
+        Fault.CLOSED: "this group is closed",
+        Fault.UNSHARED: f"rank {rank} of the group has not allocated the memory of this call, or another size: all "
+        "ranks must allocate the same in the same order",
+        Fault.NO_MEMORY: "no memory for a message that nobody has asked for yet",
+    }.get(fault, f"shared memory failed ({fault.name})")
+
+
+def _named(call: Signature) -> str:
+    where = f" at byte {call.offset} of shared allocation {call.window}" if call.window else ""
+    return f"{Kind(call.kind).name.lower()} of {call.bytes} bytes{where}"
 
 
 _POINTERS, _COUNTS, _SIGNATURE = POINTER(c_void_p), POINTER(c_uint64), POINTER(Signature)

@@ -33,9 +33,9 @@ from shoal.comm.c10d_forms import (
     ranged,
 )
 from shoal.comm.monitored_barrier import MonitoredBarrier
-from shoal.comm.shm.core import DTYPES, REDUCTIONS, Kind, load_core
+from shoal.comm.shm.core import DTYPES, REDUCTIONS, Kind, core_settings, load_core
 from shoal.comm.shm.host import find_mates
-from shoal.comm.shm.transport import Transport, core_settings
+from shoal.comm.shm.transport import Transport
 from shoal.comm.untraced import untraced
 
 Finish = list[Callable[[], object]]
@@ -44,7 +44,8 @@ Finish = list[Callable[[], object]]
 def _numbers_of(reduction: str) -> dict[torch.dtype, tuple[int, int]]:
     """The core's numbers of dtype and reduction, by dtype: of those that it reduces so."""
     by, halves = REDUCTIONS.index(reduction), {torch.complex64: torch.float32, torch.complex128: torch.float64}
-    numbers = {dtype: (n, by) for dtype, n in DTYPES.items() if reduction != "avg" or dtype.is_floating_point}
+    dtypes = {getattr(torch, name): n for name, n in DTYPES.items()}
+    numbers = {dtype: (n, by) for dtype, n in dtypes.items() if reduction != "avg" or dtype.is_floating_point}
     if reduction in ("sum", "avg"):
         numbers |= {dtype: numbers[half] for dtype, half in halves.items()}
     return numbers
@@ -67,7 +68,7 @@ def share_core(inner: Any, store: Store, *, timeout_s: float, prompt: bool = Fal
     """
     rank, size = inner.rank(), inner.size()
     board = Board(PrefixStore("shm", store), timeout_s=timeout_s)
-    settings = core_settings(size, timeout_s=timeout_s)
+    settings = core_settings(size, timeout_s=timeout_s, threads=torch.get_num_threads())
     mates = find_mates(board, rank, size, settings=settings)
     barrier = MonitoredBarrier(board.under("monitored"), rank=rank, size=size)
     return CoreGroup(inner, Transport(load_core(), mates, rank=rank, settings=settings, prompt=prompt), barrier)

@@ -24,10 +24,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
-from shoal.comm.board import Board
 from shoal.comm.shm.core import CoreMissing, Settings, core_identity
 from shoal.comm.shm.segment import Handshake, MappedSegment
 
@@ -44,6 +44,16 @@ class Apart(Exception):
     def __init__(self, reason: str, hosts: Sequence[str] = ()) -> None:
         super().__init__(reason)
         self.hosts = tuple(hosts)
+
+
+class Meeting(Protocol):
+    """Where ranks tell each other where they are: a `Board`, or that of ranks without torch. Calls end in time."""
+
+    timeout_s: float
+
+    def all_gather(self, key: str, text: str, *, rank: int, ranks: Sequence[int]) -> tuple[str, ...]: ...
+    def publish(self, key: str, value: bytes) -> None: ...
+    def published(self, key: str) -> bool: ...
 
 
 class Introduction(msgspec.Struct, frozen=True):
@@ -64,7 +74,7 @@ class HostMates:
     segments: tuple[MappedSegment, ...]
 
 
-def find_mates(board: Board, rank: int, size: int, *, settings: Settings) -> HostMates:
+def find_mates(board: Meeting, rank: int, size: int, *, settings: Settings) -> HostMates:
     """Blocks until all ranks have called it. Raises `Apart` or `CoreMissing` on all of them, or returns on all."""
 
     def exchange(step: str, answer: str) -> tuple[str, ...]:

@@ -32,24 +32,12 @@ from shoal.comm.shm.segment import create_segment, window_name
 from shoal.comm.shm.work import PATIENCE_S, CoreWork, Kept, UnderWay
 from shoal.errors import CollectiveError
 
-_PLACES, _PLACE_BYTES, _RING_BYTES = 16, 256 << 10, 1 << 20
-_ONE_SHOT_BYTES = 128 << 10  # for up to 4 ranks: each reads what all have brought
-_SPINS = 100
 _LOOKED_AT = 4  # works under way, at each call: more than it adds
 _WHY_NOT = {
     errno.ECHILD: "another process made it",
     errno.ENOTCONN: "it is closed",
     errno.ETIMEDOUT: "a rank of it takes nothing in",
 }
-
-
-def core_settings(size: int, *, timeout_s: float) -> Settings:
-    """For a group of `size` ranks."""
-    one_shot_bytes = _ONE_SHOT_BYTES * 4 // max(4, size)
-    cores = len(os.sched_getaffinity(0))
-    spins = _SPINS if size <= cores else 0
-    spare_core = size * torch.get_num_threads() < cores
-    return Settings(_PLACES, _PLACE_BYTES, _RING_BYTES, one_shot_bytes, spins, spare_core, timeout_s)
 
 
 class Transport:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.seam_work import FutureThreads, complete
-from shoal.comm.shm.core import CallState, Core, Fault, Kind, Signature
+from shoal.comm.shm.core import CallState, Core, Fault, Signature, sentence
 from shoal.comm.typed_future import readable
 from shoal.comm.untraced import untraced
 
@@ -143,26 +143,4 @@ class CoreWork(dist.Work):
         if outcome == CallState.FOREIGN:
             return RuntimeError("a call can be waited for by the process that made it only")
         report = self._report()
-        return RuntimeError(self._sentence(*report[:4]))
-
-    def _sentence(self, fault: Fault, rank: int, ours: Signature, theirs: Signature) -> str:
-        return {
-            Fault.PEER_DEAD: f"Connection closed by peer: rank {rank} of the group is gone",
-            Fault.PEER_LEFT: f"rank {rank} of the group has closed it",
-            Fault.PEER_FAILED: f"another rank of the group gave up on rank {rank}",
-            Fault.TIMED_OUT: f"shared memory: Timed out after {self._timeout_s:g} s waiting for rank {rank} of the "
-            "group",
-            Fault.DISAGREE: f"rank {self._rank} called {_named(ours)}, rank {rank} of the group {_named(theirs)}: all "
-            "ranks must make the same calls in the same order",
-            Fault.WRONG_SIZE: f"rank {rank} of the group sends {theirs.bytes} bytes, rank {self._rank} expects "
-            f"{ours.bytes}",
-            Fault.CLOSED: "this group is closed",
-            Fault.UNSHARED: f"rank {rank} of the group has not allocated the memory of this call, or another size: all "
-            "ranks must allocate the same in the same order",
-            Fault.NO_MEMORY: "no memory for a message that nobody has asked for yet",
-        }.get(fault, f"shared memory failed ({fault.name})")
-
-
-def _named(call: Signature) -> str:
-    where = f" at byte {call.offset} of shared allocation {call.window}" if call.window else ""
-    return f"{Kind(call.kind).name.lower()} of {call.bytes} bytes{where}"
+        return RuntimeError(sentence(*report[:4], own=self._rank, timeout_s=self._timeout_s))

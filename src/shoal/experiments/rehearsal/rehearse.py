@@ -25,7 +25,7 @@ from shoal.experiments.rehearsal.trial import FaultTrial, Setup, play
 from shoal.experiments.rehearsal.two_hosts import why_not_two_hosts
 from shoal.fleet.assignment import REPLICA
 from shoal.launch.environment import place_from
-from shoal.launch.rank_process import LAUNCHER_PID
+from shoal.launch.orphans import LAUNCHER_PID
 from shoal.resilience.config import COORDINATOR
 from shoal.resilience.faults import REHEARSAL
 from shoal.runfile.load import load_run
@@ -87,8 +87,16 @@ class Rehearsal(msgspec.Struct, frozen=True):
         return all(row.kept is not False for row in self.rows)
 
 
+class RehearsedScript(msgspec.Struct, frozen=True):
+    """A script that calls `shoal.train` or `shoal.start`, its own arguments, and its run with all overrides."""
+
+    file: Path
+    arguments: Sequence[str]
+    run_file: RunFile
+
+
 def rehearse(
-    file: Path,
+    file: Path | RehearsedScript,
     overrides: Sequence[str] = (),
     *,
     families: Sequence[str] = FAMILIES,
@@ -106,7 +114,9 @@ def rehearse(
     `EnvironmentFault` where the undisturbed run does not end well.
     """
     _require_no_other_run(environ)
-    run_file = load_run(file, overrides)
+    script = file if isinstance(file, RehearsedScript) else None
+    file = file.file if isinstance(file, RehearsedScript) else file
+    run_file = load_run(file, overrides) if script is None else script.run_file
     _require_nothing_outside(run_file)
     ranks = processes_of(run_file, environ)
     keys = [*_keys(overrides, run_file), *overrides]
@@ -116,6 +126,11 @@ def rehearse(
         if scenario.family in families and only in scenario.name
     ]
     skipped = []
+    if script is not None and any(one.network or one.restarts_coordinator for one in wanted):
+        wanted = [one for one in wanted if not (one.network or one.restarts_coordinator)]
+        skipped.append(
+            "faults of the network and of a coordinator: they start the hosts of a run file, not of a script"
+        )
     if any(scenario.network for scenario in wanted):
         reason = why_not_two_hosts(ranks, elastic=run_file.elastic)
         if reason is not None:
@@ -132,11 +147,12 @@ def rehearse(
         raise UsageError(
             f"no scenario of {', '.join(families)} has {only!r} in its name: leave out --only, or change it"
         )
-    load_run(file, keys)
+    if script is None:
+        load_run(file, keys)
     rows: list[Row] = []
     with temporary_folder() as folder:
         own = {k: v for k, v in environ.items() if k != REHEARSAL}
-        setup = Setup(file, keys, folder, own, limit_s, ranks, run_file.elastic)
+        setup = Setup(file, keys, folder, own, limit_s, ranks, run_file.elastic, script and script.arguments)
         undisturbed = _Undisturbed(setup, note)
         for scenario in wanted:
             reference = undisturbed.like(scenario)

@@ -10,6 +10,7 @@ What is measured, with the clock of this host:
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -30,6 +31,7 @@ from shoal.experiments.rehearsal.scenarios import FULL_BYTES, GOING_S, STOPPED_S
 from shoal.experiments.rehearsal.small_disk import end_fill, fill, small_disk
 from shoal.experiments.rehearsal.two_hosts import CoordinatorProcess, Started, on_two_hosts
 from shoal.launch.children import THROWN_AWAY_S, stop
+from shoal.launch.own_script import KEYS
 from shoal.observe.attempts import attempts
 from shoal.observe.events import Event, read_events
 from shoal.resilience.config import ElasticConfig
@@ -45,7 +47,9 @@ NO_RESTART = (UsageError.exit_code, ConfigError.exit_code, Diverged.exit_code)
 
 @dataclass(frozen=True)
 class Setup:
-    """What all trials of a rehearsal share. `keys` are overrides of the run file, of `ranks` ranks."""
+    """What all trials of a rehearsal share. `keys` are overrides of the run file, of `ranks` ranks. `arguments` are
+    those of `file`, if it is a script; None: it is a run file.
+    """
 
     file: Path
     keys: Sequence[str]
@@ -54,6 +58,17 @@ class Setup:
     limit_s: float
     ranks: int = 1
     elastic: ElasticConfig | None = None
+    arguments: Sequence[str] | None = None
+
+    def command(self, keys: Sequence[str]) -> list[str]:
+        """What a Python is given to train with `keys`."""
+        if self.arguments is not None:
+            return [str(self.file), *self.arguments]
+        return ["-m", "shoal", "train", str(self.file), *self.keys, *keys]
+
+    def variables(self, keys: Sequence[str]) -> dict[str, str]:
+        """What a script is told of them."""
+        return {} if self.arguments is None else {KEYS: json.dumps([*self.keys, *keys])}
 
 
 @dataclass
@@ -147,7 +162,7 @@ def play(setup: Setup, scenario: Scenario) -> FaultTrial:
         f"checkpoint.every_steps={scenario.save_every}",
         f"checkpoint.keep={scenario.keep}",
     ]
-    train = ["-m", "shoal", "train", str(setup.file), *setup.keys, *keys]
+    train, environ = setup.command(keys), environ | setup.variables(keys)
     with ExitStack() as stack:
         joined, coordinator, commands = None, None, [Started([sys.executable, *train], environ)]
         if scenario.fills:

@@ -106,7 +106,8 @@ class Client:
         self.store.keep(ticket, after)
         ended = await (self._upload(update, train) if train.secret is None else self._in_secret(update, train))
         if ended.counted:
-            self.told(f"round {ticket.version + 1}: counted, loss {update.metrics['loss/train']:.4f}")
+            figures = "".join(f", {name} {value:.4f}" for name, value in update.metrics.items())
+            self.told(f"round {ticket.version + 1}: counted{figures.replace('/train', '')}")
         else:
             self.told(f"round {ticket.version + 1}: not counted, {ended.reason or 'its round is over'}")
             if ended.reason.startswith(("client ", "the update of ", "the upload of ")):

@@ -207,9 +207,12 @@ class Host:
         self.row.values |= self.server.advance(updates)
         version, held_out = self.server.version, self.task.data.held_out
         due = version % self.task.federated.evaluate_every == 0 or version == self.rounds.versions
+        trainer = self.task.trainer
         if held_out is not None and due:
-            found = figures(self.task.trainer, self.server.model, held_out, denominator=self.task.denominator)
+            found = figures(trainer, self.server.model, held_out, denominator=self.task.denominator)
             self.row.values |= found.means()
+        if due:
+            self.row.values |= self.task.own.measured(trainer.module, trainer.layout, self.server.model)
         self.store.write_model(version, self.server.state(), self.server.plan())
 
     def finish(self, ready: tuple[Ticket, ...]) -> RoundFigures:

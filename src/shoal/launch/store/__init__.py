@@ -3,5 +3,6 @@
 token.py      which token: the launcher's, else the user's own
 messages.py   requests and replies
 server.py     the store itself, in a thread of the process that hosts it; imports no torch
-client.py     a rank's connection, as a `torch.distributed.Store`
+connection.py a rank's connection; imports no torch
+client.py     the same as a `torch.distributed.Store`
 """

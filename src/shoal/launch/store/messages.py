@@ -15,6 +15,8 @@ Operation = Literal[
     "set", "get", "wait", "check", "add", "append", "compare_set", "delete_key", "num_keys", "list_keys"
 ]
 
+SERVICE = b"store"
+"""What the store's key is derived for (`handshake.key_for`)."""
 MOST_VALUE_BYTES = 16 << 20
 MOST_FRAME_BYTES = 2 * MOST_VALUE_BYTES + (1 << 20)
 """Of two values, which `compare_set` has, and keys."""

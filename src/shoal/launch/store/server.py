@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import resource
 import socket
 import threading
 from collections import defaultdict
@@ -17,10 +18,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from shoal.launch import frames, handshake
-from shoal.launch.store.messages import MOST_FRAME_BYTES, REPLY_BYTES, REQUESTS, Reply, Request
+from shoal.launch.sockets import BACKLOG
+from shoal.launch.store.messages import MOST_FRAME_BYTES, REPLY_BYTES, REQUESTS, SERVICE, Reply, Request
 
-SERVICE = b"store"
-"""What the store's key is derived for (`handshake.key_for`)."""
 LOG = logging.getLogger("shoal.store")
 _GONE = (OSError, TimeoutError, asyncio.IncompleteReadError, frames.FrameError)
 
@@ -29,8 +29,8 @@ _GONE = (OSError, TimeoutError, asyncio.IncompleteReadError, frames.FrameError)
 class Limits:
     """How long a stranger may take for its handshake, and how many may be in theirs at once."""
 
-    handshake_s: float = 5.0
-    strangers: int = 64
+    handshake_s: float = 20.0
+    strangers: int = 8192
 
 
 @dataclass(eq=False)
@@ -143,10 +143,18 @@ class _Peer:
         self.writer.write(frames.encode(reply))
 
 
+def allow_descriptors() -> None:
+    """As many open connections as the system lets this process have: thousands of ranks may come."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 class StoreServer:
     """Serves on a socket that listens, from its creation until `close` or the end of the process."""
 
     def __init__(self, listener: socket.socket, *, token: bytes, limits: Limits = Limits()) -> None:
+        allow_descriptors()
         self._listener, self._key, self._limits = listener, handshake.key_for(token, SERVICE), limits
         self._keys = Keys()
         self._strangers: dict[asyncio.Task[None], None] = {}
@@ -173,7 +181,7 @@ class StoreServer:
             self._loop.run_until_complete(self._serving)
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._connected, sock=self._listener)
+        server = await asyncio.start_server(self._connected, sock=self._listener, backlog=BACKLOG)
         try:
             await server.serve_forever()
         finally:

@@ -45,6 +45,7 @@ class Recorder:
     clock: ClockOffset
     origin_s: float
     _taken: list[_Taken] = field(default_factory=list)
+    _begun: list[tuple[float, float]] = field(default_factory=list)
     _journal: Journal = field(default_factory=Journal)
     _slices: list[Slice] = field(default_factory=list)
     _thread: int = 0
@@ -69,11 +70,24 @@ class Recorder:
 
     def step(self, number: int, take_data: Callable[[], Any], train: Callable[[Any], None]) -> None:
         """One step: what `take_data` returns goes to `train`."""
-        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+        self.begin()
         data = take_data()
-        data_s, data_cpu_s = time.perf_counter(), time.process_time()
+        self.has_data()
         train(data)
+        self.end(number)
+
+    def begin(self) -> None:
+        """A step begins, with the wait for its data."""
+        self._begun = [(time.perf_counter(), time.process_time())]
+
+    def has_data(self) -> None:
+        """Its data is there."""
+        self._begun.append((time.perf_counter(), time.process_time()))
+
+    def end(self, number: int) -> None:
+        """Step `number` is over."""
         self._synchronize()
+        (begin_s, begin_cpu_s), (data_s, data_cpu_s) = self._begun
         end_s, end_cpu_s = time.perf_counter(), time.process_time()
         self._taken.append(_Taken(number, begin_s, data_s, end_s, data_cpu_s - begin_cpu_s, end_cpu_s - data_cpu_s))
 

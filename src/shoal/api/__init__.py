@@ -8,9 +8,12 @@ torchrun and srun alike.
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -23,12 +26,13 @@ from blake3 import blake3
 
 from shoal.assembly.finished_run import chosen_run, intent_of, with_flag
 from shoal.assembly.objects import UserObjects
-from shoal.assembly.start import run
+from shoal.assembly.start import RANK, processes_of, run
 from shoal.assembly.user_code import GIVEN, table_of_object
 from shoal.config.load import apply, dumps, read
 from shoal.errors import RunEnded, RunFailed, RunStopped, ShoalError, UsageError
 from shoal.launch.environment import Place, place_from
-from shoal.launch.own_script import Reached, ScriptCheck, own_command, reads_for, script_check
+from shoal.launch.forks import forked_ranks
+from shoal.launch.own_script import DESCRIBES, Reached, ScriptCheck, own_command, reads_for, script_check
 from shoal.launch.supervision import say
 from shoal.observe.facts import facts_path
 from shoal.planning.arrange import PLANNER
@@ -49,7 +53,6 @@ VERDICT = "SHOAL_VERDICT"
 """The file in which rank 0 of a `verify` leaves what was found, for the process that started the ranks; with the hash
 of a call behind it, what an earlier call has found, for ranks that pass over it.
 """
-
 
 Configuration = str | Path | Mapping[str, Any] | RunFile
 
@@ -128,7 +131,8 @@ def plan(
 
 
 def load_checkpoint(source: str | Path, model: nn.Module | None = None) -> dict[str, Tensor]:
-    """The weights and buffers of a checkpoint, or of a run directory's newest whole one, under the names of the unsplit
+    """The weights and buffers of a checkpoint, or of a run directory's newest whole one (of the best one that
+    `checkpoint.keep_best` keeps: `RUN_DIR/checkpoints/best`), under the names of the unsplit
     model, on the CPU; every byte is verified. They are also copied into `model`, if it is given.
 
     A parameter that a model has under several names is there under the first.
@@ -158,7 +162,7 @@ def _trained(config: Configuration, overrides: Sequence[str], *, model: Any, dat
 
     if _is_for_another_call(directory, str(directory.resolve()), data):
         return directory
-    _run_ranks(run_file, be_rank, directory=directory, file=file, wanted=str(directory.resolve()))
+    _run_ranks(run_file, be_rank, directory=directory, file=file, wanted=str(directory.resolve()), imports=RANK)
     place = place_from(os.environ)
     if place is None and not facts_path(directory).exists():
         raise UsageError(
@@ -176,7 +180,7 @@ def _checked(check: ScriptCheck, config: Configuration, overrides: Sequence[str]
         check.trains.touch()
     else:
         _, keys = intent_of(overrides)
-        _verified(config, [*keys, *check.overrides], objects, steps=check.steps, exact=check.exact)
+        _verified(config, keys, objects, steps=check.steps, exact=check.exact)
     sys.exit(0)
 
 
@@ -210,6 +214,8 @@ def _verified(
         if not verdict.holds:
             raise VerificationFailed(verdict.sentence())
 
+    if DESCRIBES in os.environ:
+        return None  # it trains no run
     if _is_for_another_call(directory, wanted, objects["data"]):
         return json.loads(os.environ[earlier]) if earlier in os.environ else None
     with temporary_folder() as folder:
@@ -220,6 +226,7 @@ def _verified(
             directory=directory,
             file=file,
             wanted=wanted,
+            imports=("shoal.verification.verify",),
             beside={VERDICT: str(verdict)},
             writes=False,
         )
@@ -251,25 +258,30 @@ def _run_ranks(
     directory: Path,
     file: str,
     wanted: str,
+    imports: Sequence[str],
     beside: Mapping[str, str] | None = None,
     writes: bool = True,
 ) -> None:
-    """Starts the ranks with this script for the call `wanted`, or is one. `beside`: more variables that they get.
+    """Starts the ranks with this script for the call `wanted`, or is one. `imports`: the modules that `be_rank` needs.
+    `beside`: more variables that they get.
 
     Raises `RunFailed` and `RunStopped`; a rank that Shoal has started does not return.
     """
-    place = place_from(os.environ)
-    environ = os.environ if place is not None else {**os.environ, ONLY_RUN: wanted, **(beside or {})}
-    code = run(
-        run_file,
-        own_command(),
-        be_rank,
-        directory=directory,
-        file=file,
-        writes=writes,
-        environ=environ,
-        planner=PLANNER,
-    )
+    startable = 0 if place_from(os.environ) or run_file.elastic else processes_of(run_file)
+    with forked_ranks(startable, imports) as forks:
+        place = place_from(os.environ)
+        environ = os.environ if place is not None else {**os.environ, **forks, ONLY_RUN: wanted, **(beside or {})}
+        code = run(
+            run_file,
+            own_command(),
+            be_rank,
+            directory=directory,
+            file=file,
+            writes=writes,
+            environ=environ,
+            planner=PLANNER,
+        )
+    atexit.register(gc.freeze)  # the interpreter's last collection takes down torch, object by object: half a second
     if place is not None and place.launcher == "shoal":
         sys.exit(code)  # this process was made for the call above; what follows in the script runs once, in its parent
     if code != 0:
@@ -368,29 +380,17 @@ def _give_back(model: Any, directory: Path) -> None:
 
 
 def _resolved(config: Configuration, overrides: Sequence[str], **objects: Any) -> tuple[RunFile, str]:
-    if isinstance(config, RunFile):
+    if isinstance(config, RunFile) and not overrides:
         return config, "the configuration"
-    tables, file = _tables(config)
+    tables, file = _tables(tomllib.loads(dumps(config)) if isinstance(config, RunFile) else config)
     for name, value in objects.items():
         if value is not None:
             tables[name] = table_of_object(name, tables.get(name, {}))
     if "torch" in sys.modules and objects.get("data") is not None:
-        tables = _with_loader(tables, objects["data"])
+        from shoal.own_loop.objects import with_loader
+
+        tables = with_loader(tables, objects["data"])
     return run_file_of(apply(tables, overrides, RunFile), file=file), file
-
-
-def _with_loader(tables: dict[str, Any], data: Any) -> dict[str, Any]:
-    """The tables, with what a DataLoader says of order and batches where they say nothing."""
-    from shoal.data.loaders import training_loader
-    from shoal.own_loop.objects import batch_of_loader, order_of_loader, unread_arguments
-
-    loader = training_loader(data)
-    if loader is None:
-        return tables
-    for sentence in unread_arguments(loader) if place_from(os.environ) is None else []:
-        say(f"shoal: {sentence}")
-    table = {**order_of_loader(loader, tables["data"]), **tables["data"]}
-    return {**tables, "data": table, "batch": {**batch_of_loader(loader), **tables.get("batch", {})}}
 
 
 def _tables(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], str]:

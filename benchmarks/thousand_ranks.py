@@ -1,0 +1,213 @@
+"""How a start grows to 4,096 ranks: the job's store with as many real clients, and what a launcher says at the end.
+
+    python -m benchmarks.thousand_ranks --ranks 64,1024,4096
+
+Each client is a connection of its own that has proved the token. Up to 1,024 ranks are threads of a few processes
+that run the code of a rank's start (`Rendezvous`, `Board`); more are coroutines that send the same requests.
+Measured: seconds until all are connected and through
+the first barrier, seconds of an all-gather of what hosts say, requests of a rank, memory of the process that hosts the
+store. The failure of one rank among so many is reported from real records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import resource
+import secrets
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from shoal.comm.packing import packed, unpacked
+from shoal.launch import frames, handshake, sockets
+from shoal.launch.environment import Place
+from shoal.launch.failure import Failure, read_failures, write_failure
+from shoal.launch.root_cause import Exit, failure_report, root_cause
+from shoal.launch.store import server as store_server
+from shoal.launch.store.connection import POLLS_A_SECOND
+from shoal.launch.store.messages import REPLIES, SERVICE, Reply, Request
+from shoal.launch.store.server import Keys, StoreServer
+
+PROCESSES = 2
+TIMEOUT_S = 40.0
+MOST_THREADS = 1024
+"""Ranks that have threads, and run a rank's own code; more only send the same requests."""
+
+
+def main() -> None:
+    """Prints a line for each number of ranks, or one JSON object."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", default="64,1024,4096")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    rows = [measured(int(count)) for count in options.ranks.split(",")]
+    if options.json:
+        print(json.dumps({"bench": "thousand_ranks", "machine": {"cores": os.cpu_count()}, "rows": rows}))
+        return
+    for row in rows:
+        print("  ".join(f"{name} {value:g}" for name, value in row.items()))
+
+
+def measured(ranks: int) -> dict[str, float]:
+    """The figures of a start of `ranks` ranks, and of the report when one of them fails."""
+    count = [0]
+    handle = Keys.handle
+
+    def counted(self: Keys, request: Any, answer: Any) -> Any:
+        count[0] += 1
+        return handle(self, request, answer)
+
+    store_server.Keys.handle = counted  # type: ignore[method-assign]
+    before_mb = _resident_mb()
+    listener, token = sockets.listen_on_loopback(), secrets.token_bytes(32)
+    server = StoreServer(listener, token=token)
+    context = multiprocessing.get_context("spawn")
+    gate, answers = context.Barrier(PROCESSES + 1), context.Queue()
+    shares = [range(start, ranks, PROCESSES) for start in range(PROCESSES)]
+    workers = [
+        context.Process(
+            target=_clients if ranks <= MOST_THREADS else _light_clients,
+            args=(share, ranks, server.port, token, gate, answers),
+        )
+        for share in shares
+    ]
+    for worker in workers:
+        worker.start()
+    gate.wait()
+    begin_s = time.perf_counter()
+    steps = [answers.get(timeout=4 * TIMEOUT_S) for _ in workers]
+    start_s = time.perf_counter() - begin_s
+    server_mb = _resident_mb() - before_mb
+    gate.wait()
+    for worker in workers:
+        worker.join()
+    server.close()
+    store_server.Keys.handle = handle  # type: ignore[method-assign]
+    report_s, lines = _reported(ranks)
+    return {
+        "ranks": ranks, "start_s": start_s, "barrier_s": max(step[0] for step in steps),
+        "gather_s": max(step[1] for step in steps), "requests_a_rank": count[0] / ranks, "store_mb": server_mb,
+        "report_s": report_s, "report_lines": lines,
+    }  # fmt: skip
+
+
+def _clients(share: range, ranks: int, port: int, token: bytes, gate: Any, answers: Any) -> None:
+    from shoal.comm.board import Board
+    from shoal.launch.rendezvous import Rendezvous, connect_store
+
+    threading.stack_size(256 << 10)
+    times: list[tuple[float, float]] = []
+    texts = set()
+
+    def one(rank: int) -> None:
+        place = Place(rank, ranks, rank % 8, 8, rank // 8, "shoal")
+        begin_s = time.perf_counter()
+        store = connect_store(place, "127.0.0.1", port, token=token, timeout_s=TIMEOUT_S)
+        Rendezvous(store, place, timeout_s=TIMEOUT_S).barrier("the store")
+        barrier_s = time.perf_counter() - begin_s
+        board = Board(store, timeout_s=TIMEOUT_S)
+        said = board.all_gather("hosts", f"boot-id-of-host-{rank // 8}/user", rank=rank, ranks=range(ranks))
+        times.append((barrier_s, time.perf_counter() - begin_s - barrier_s))
+        texts.add((len(said), said[0], said[-1]))
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in share]
+    gate.wait()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if len(times) != len(share) or len(texts) != 1:
+        raise RuntimeError(f"{len(share) - len(times)} of {len(share)} clients failed")
+    answers.put((max(t[0] for t in times), max(t[1] for t in times)))
+    gate.wait()
+
+
+def _light_clients(share: range, ranks: int, port: int, token: bytes, gate: Any, answers: Any) -> None:
+    """The same connections, proofs and requests without a thread for each: a few cores play thousands of ranks."""
+    gate.wait()
+    times = asyncio.run(_all_light(share, ranks, port, handshake.key_for(token, SERVICE)))
+    answers.put((max(t[0] for t in times), max(t[1] for t in times)))
+    gate.wait()
+
+
+async def _all_light(share: range, ranks: int, port: int, key: bytes) -> list[tuple[float, float]]:
+    return await asyncio.gather(*(_light(rank, ranks, port, key) for rank in share))
+
+
+async def _light(rank: int, ranks: int, port: int, key: bytes) -> tuple[float, float]:
+    """Seconds until the barrier is passed, and of the gather."""
+    begin_s = time.perf_counter()
+    reader, writer = await _light_connection(port, key)
+
+    async def ask(*given: Any) -> Reply:
+        writer.write(frames.encode(Request(0, *given)))
+        return frames.decode(await frames.read(reader, most_bytes=1 << 26, begin_s=None, rest_s=None), REPLIES)
+
+    await ask("set", [f"barrier/{rank}"], [b"host pid"])
+    if (await ask("add", ["barrier"], [], 1)).amount == ranks:
+        await ask("set", ["barrier/all"], [b""])
+    while not (await ask("wait", ["barrier/all"], [], 0, ranks / POLLS_A_SECOND)).found:
+        await ask("check", ["failed"])
+    barrier_s = time.perf_counter() - begin_s
+    await ask("set", [f"hosts/{rank}"], [b"boot-id-of-host-%d/user" % (rank // 8)])
+    if rank == 0:
+        values: list[bytes] = []
+        names = [f"hosts/{other}" for other in range(ranks)]
+        while len(values) < ranks:
+            values += (await ask("get", names[len(values) :], [], 0, TIMEOUT_S)).values
+        await ask("set", ["hosts/all"], [packed(values)])
+    whole = (await ask("get", ["hosts/all"], [], 0, TIMEOUT_S)).values[0]
+    if len(unpacked(whole)) != ranks:
+        raise RuntimeError(f"rank {rank} was told of {len(unpacked(whole))} ranks")
+    return barrier_s, time.perf_counter() - begin_s - barrier_s
+
+
+async def _light_connection(port: int, key: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    while True:
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            whole = {"most_bytes": handshake.MOST_HANDSHAKE_BYTES, "begin_s": TIMEOUT_S, "rest_s": TIMEOUT_S}
+            greeting = frames.decode(await frames.read(reader, **whole), handshake.HELLOS)
+            proof = handshake.prove(key, greeting)
+            writer.write(frames.encode(proof))
+            answer = frames.decode(await frames.read(reader, **whole), handshake.WELCOMES)
+            handshake.check_welcome(key, greeting, proof, answer)
+            return reader, writer
+        except (OSError, asyncio.IncompleteReadError):
+            await asyncio.sleep(0.25 + random.random() / 2)
+
+
+def _reported(ranks: int) -> tuple[float, int]:
+    """Rank 17 fails, all others lose it: the seconds and lines of the launcher's report, whose first line names it."""
+    with tempfile.TemporaryDirectory() as folder:
+        for rank in range(ranks):
+            lost = rank != 17 % ranks
+            kind, text = ("RuntimeError", "Connection closed by peer") if lost else ("ValueError", "a NaN at step 3")
+            failure = Failure(
+                rank=rank, host="h", pid=rank, time_ns=1 if not lost else 2, kind=kind, message=text,
+                secondary=lost, exit_code=1,
+            )  # fmt: skip
+            write_failure(failure, Path(folder))
+        exits = [Exit(rank=rank, pid=rank, code=1, time_ns=2, by_launcher=False) for rank in range(ranks)]
+        begin_s = time.perf_counter()
+        ends = root_cause(read_failures(Path(folder)), exits)
+        text = failure_report(ends, exits, stopped={}, log_tails={})
+        report_s = time.perf_counter() - begin_s
+    if "a NaN at step 3" not in text.splitlines()[0] + text.splitlines()[1]:
+        raise RuntimeError(f"the cause is not named first: {text[:300]}")
+    return report_s, len(text.splitlines())
+
+
+def _resident_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""`shoal.federate`: a federated run from a script, with its own model, data, training and evaluation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.api import Configuration, _resolved
+from shoal.errors import UsageError
+
+
+@dataclass(frozen=True)
+class FederatedServer:
+    """Serve the rounds over TLS at `address`:`port` (0: any free port); `certificates` is the folder that
+    `shoal federate enrol` made.
+    """
+
+    certificates: str | Path
+    address: str = "127.0.0.1"
+    port: int = 0
+
+
+@dataclass(frozen=True)
+class FederatedClient:
+    """Train as `name`, whose certificate is in the folder `certificates`, for the `server` at HOST:PORT.
+
+    `part`: on that part of the data alone, as `[partition]` cuts it; None: on all of it. `patience_s`: seconds for
+    which the server may be away.
+    """
+
+    server: str
+    certificates: str | Path
+    name: str
+    part: int | None = None
+    patience_s: float = 60.0
+
+
+def federate(
+    config: Configuration,
+    overrides: Sequence[str] = (),
+    *,
+    model: Any = None,
+    data: Any = None,
+    loss: Any = None,
+    train: Callable[..., Any] | None = None,
+    evaluate: Callable[[Any], Any] | None = None,
+    role: FederatedServer | FederatedClient | None = None,
+) -> dict[str, Any] | None:
+    """Play all rounds of a federated run in this process, and return its report; or be its server, or one client.
+
+    `config`, `model`, `data` and `loss` are those of `shoal.train`, with a table `[federated]`. `train` takes the place
+    of a client's local steps: called as train(model, samples, round=number, lr=rate) with the model of the round and
+    the client's samples, it trains the model where it stands, by any optimizer; what it returns are figures by name, of
+    which "steps" counts local steps. `evaluate` is called with the model after a round, at the server, and returns
+    figures by name.
+
+    `role`: None simulates all clients here. A client returns None when the run is over. Raises `ShoalError`: a wrong
+    key, a strategy that an own `train` cannot follow, a server that is away.
+    """
+    from shoal.assembly.federated import Owned, serve, simulate, take_part
+    from shoal.assembly.objects import UserObjects
+    from shoal.federated.own_training import OwnTraining
+
+    run_file, _ = _resolved(config, overrides, model=model, data=data, loss=loss)
+    if run_file.federated is None:
+        raise UsageError('the configuration has no table [federated]: add it, with a strategy such as kind = "fedavg"')
+    owned = Owned(UserObjects(model=model, data=data, loss=loss), OwnTraining(train, evaluate))
+    if role is None:
+        return simulate(run_file, told=_say, owned=owned)
+    if isinstance(role, FederatedServer):
+        return serve(
+            run_file,
+            certificates=Path(role.certificates),
+            address=role.address,
+            port=role.port,
+            listening=lambda number: _say(f"The server listens on {role.address}:{number}"),
+            told=_say,
+            owned=owned,
+        )
+    take_part(
+        run_file,
+        certificates=Path(role.certificates),
+        name=role.name,
+        server=role.server,
+        part=role.part,
+        patience_s=role.patience_s,
+        told=lambda line: _say(f"{role.name}: {line}"),
+        owned=owned,
+    )
+    return None
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,183 @@
+"""What of the model a run does not train, on one membership: masked weights, and layers that are frozen for a while."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.assembly.splitting import Divided, trained_in
+from shoal.checkpoint.load import read_all
+from shoal.checkpoint.verify import checkpoint_in, read_manifest
+from shoal.comm.collective import Collective
+from shoal.comm.exchanges.exchange import AllReduce, NewExchange
+from shoal.comm.mesh import Mesh
+from shoal.engine.state import MODEL, TrainState
+from shoal.engine.updates import LeavesOut
+from shoal.errors import ConfigError
+from shoal.models.roles import Role
+from shoal.optim.schedule import peak_rate, rate
+from shoal.parallel.split import Split
+from shoal.runfile.run_file import RunFile
+from shoal.sparsity.changes import Ticket
+from shoal.sparsity.config import Lottery, Sparse
+from shoal.sparsity.exchange import PackedBy
+from shoal.sparsity.features import feature_groups
+from shoal.sparsity.freezing import Freezing
+from shoal.sparsity.masks import Masks
+from shoal.sparsity.owners import Owners
+from shoal.sparsity.plan import MaskPlan
+from shoal.sparsity.training import SparseTraining, WholeNorm
+from shoal.state.ownership import Owned
+from shoal.topology.box import Dims
+
+DENSE_KINDS = ("embedding", "head", "router", "norm", "table")
+"""What stays dense unless `sparsity.layers` names it."""
+
+
+def masked_layers(run_file: RunFile, split: Split) -> dict[str, Dims]:
+    """The layers that are masked, by name in the unsplit model, and their shapes; the same on all ranks.
+
+    Raises `ConfigError` where there is none, or where one of them is tied.
+    """
+    config = run_file.sparsity
+    assert config is not None, "there is a table [sparsity]"
+    able = {n: shape for n, shape in split.shapes.items() if len(shape) > 1 and n not in split.frozen}
+    patterns = config.layers
+    if patterns is None and config.pattern == "features":
+        patterns = ("*.feed_forward.*",)
+    if patterns is None:
+        found = {n: s for n, s in able.items() if n not in split.lookups and _is_masked_by_default(split.roles[n])}
+    else:
+        _check_patterns(patterns, able)
+        found = {n: s for n, s in able.items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
+    if not found:
+        raise ConfigError(
+            "[sparsity]: this model has no trained weight of two dimensions beside embeddings and its output head; "
+            "name weights in sparsity.layers, or leave [sparsity] out"
+        )
+    tied = next((name for name in found if name in split.tied), None)
+    if tied is not None:
+        raise ConfigError(
+            f"sparsity.layers: {tied} is tied, and one mask cannot be right for the modules that share it; leave it "
+            "out of sparsity.layers, or untie it (model.tied = false)"
+        )
+    return found
+
+
+def _is_masked_by_default(role: Role) -> bool:
+    return role.kind not in DENSE_KINDS
+
+
+def _check_patterns(patterns: tuple[str, ...], able: dict[str, Dims]) -> None:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in able):
+            some = ", ".join(list(able)[:3])
+            raise ConfigError(
+                f"sparsity.layers: {json.dumps(pattern)} matches no trained weight of two dimensions or more; this "
+                f"model has {some}, ..."
+            )
+
+
+def packed_exchange(run_file: RunFile, parts: Divided, mesh: Mesh, masks: Masks, otherwise: NewExchange) -> NewExchange:
+    """An exchange of what masks and freezing leave of gradients where ranks all-reduce them, else `otherwise`."""
+    masked = run_file.sparsity is not None and run_file.sparsity.packed
+    freezes = run_file.freeze is not None and run_file.freeze.changes
+    if not (masked or freezes) or otherwise is not AllReduce or mesh.layout.shard > 1 or mesh.world.size == 1:
+        return otherwise
+    layers = masked_layers(run_file, parts.split) if masked else ()
+    holdings = {t.holding.name: t.holding for t in trained_in(parts) if t.holding.name in layers}
+    return PackedBy(masks, holdings)
+
+
+class Placed(NamedTuple):
+    """Where parameters are, and in which type."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+def build_sparse(
+    run_file: RunFile,
+    split: Split,
+    owned: Sequence[Owned],
+    optimizer: torch.optim.Optimizer,
+    *,
+    masks: Masks,
+    group: Collective,
+    placed: Placed,
+    replica: Collective | None = None,
+) -> SparseTraining:
+    """What masks the gradients and weights of the parts `owned`, which `optimizer` steps; the ranks of `group` have the
+    same masks, those of `replica` (None: of `group`) together one model.
+
+    Raises `ConfigError` for layers or patterns that cannot be.
+    """
+    config, layers = run_file.sparsity, masked_layers(run_file, split)
+    assert config is not None, "there is a table [sparsity]"
+    kinds = {name: split.roles[name].kind for name in layers}
+    groups = feature_groups(layers, kinds) if config.pattern == "features" else []
+    stepped = [own for own in owned if own.name in layers]
+    return SparseTraining(
+        MaskPlan(config, run_file.run.steps),
+        Owners(stepped, layers, group, placed.device, placed.dtype, groups),
+        masks,
+        optimizer,
+        seed=run_file.run.seed,
+        held={own.name for own in owned} | {holding.name for holding, _ in split.held},
+        whole_norm=WholeNorm(owned, replica or group, placed.device),
+        ticket=_ticket(config, placed.device),
+    )
+
+
+def build_freezing(
+    run_file: RunFile,
+    parts: Divided,
+    owned: Sequence[Owned],
+    optimizer: torch.optim.Optimizer,
+    *,
+    masks: Masks,
+    replica: Collective,
+) -> Freezing:
+    """What freezes layers for a part of the run. `replica`: see `build_sparse`."""
+    config, split = run_file.freeze, parts.split
+    assert config is not None, "there is a table [freeze]"
+    peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
+    return Freezing(
+        config,
+        {trained.holding.name: trained.parameter for trained in trained_in(parts)},
+        owned,
+        optimizer,
+        names=[name for name in split.shapes if name not in split.frozen],
+        replica=replica,
+        masks=masks,
+        rate=lambda step: rate(run_file.schedule, peak, step=step, steps=run_file.run.steps),
+    )
+
+
+def left_out_in(state: TrainState) -> list[LeavesOut]:
+    """What of a run's state leaves a part of the model out of its steps: freezing, then masks."""
+    return [section for section in state.others if isinstance(section, Freezing | SparseTraining)]
+
+
+def _ticket(config: Sparse, device: torch.device) -> Ticket | None:
+    """Opens the run that a lottery ticket comes from. Raises `UsageError` where there is no checkpoint."""
+    if not isinstance(config, Lottery):
+        return None
+    folder = checkpoint_in(Path(config.ticket))
+    manifest = read_manifest(folder)
+
+    def weights(name: str) -> Tensor:
+        found = read_all(manifest, folder.parent.parent, f"{MODEL}{name}").get(f"{MODEL}{name}")
+        if found is None:
+            raise ConfigError(
+                f"sparsity.ticket = {json.dumps(config.ticket)} has no {name}: give a run of the same model"
+            )
+        return found.to(device)
+
+    return weights

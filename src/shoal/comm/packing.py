@@ -1,0 +1,28 @@
+"""What many ranks tell each other, put together once: N ranks that read N keys each are N^2 answers of the store."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+
+import msgspec
+
+from shoal.errors import CollectiveError
+
+MANY = 64
+"""From so many ranks on, rank 0 reads what all have published, and publishes it once."""
+MOST_PACKED_BYTES = 64 << 20
+
+
+def packed(values: Iterable[bytes]) -> bytes:
+    """Values of many ranks, which are much alike, in few bytes."""
+    return zlib.compress(msgspec.msgpack.encode(list(values)), 1)
+
+
+def unpacked(content: bytes) -> list[bytes]:
+    """The values. Raises `CollectiveError` for what is too much."""
+    unpacker = zlib.decompressobj()
+    whole = unpacker.decompress(content, MOST_PACKED_BYTES)
+    if unpacker.unconsumed_tail:
+        raise CollectiveError(f"what ranks tell each other has more than {MOST_PACKED_BYTES} bytes: use smaller groups")
+    return msgspec.msgpack.decode(whole, type=list[bytes])

@@ -1,0 +1,173 @@
+"""Horovod's names for PyTorch, over Shoal: a script of Horovod's runs with one changed line.
+
+    import shoal.horovod as hvd          # instead of: import horovod.torch as hvd
+
+    hvd.init()
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+Start it with `shoal launch -n 4 script.py`, torchrun, srun or mpiexec. What is here and what is not: docs/horovod.md.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from shoal.errors import UsageError
+from shoal.horovod.compression import Compression
+from shoal.horovod.engine import Handle, HorovodInternalError
+from shoal.horovod.operations import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    allgather,
+    allgather_async,
+    allgather_object,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    barrier,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    broadcast_object,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    join,
+    poll,
+    reducescatter,
+    synchronize,
+)
+from shoal.horovod.optimizer import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
+from shoal.horovod.process import process
+
+__all__ = [
+    "Adasum", "Average", "Compression", "DistributedOptimizer", "Handle", "HorovodInternalError", "Max", "Min",
+    "Product", "Sum", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
+    "allreduce_async_", "alltoall", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
+    "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "cross_rank", "cross_size", "cuda_built",
+    "gloo_built", "gloo_enabled", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
+    "grouped_allreduce_async_", "grouped_reducescatter", "init", "is_homogeneous", "is_initialized", "join",
+    "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
+    "reducescatter", "rocm_built", "shutdown", "size", "start_timeline", "stop_timeline", "synchronize",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> object:
+    if name == "elastic":
+        raise UsageError(
+            "hvd.elastic is not here: elastic runs are those of `shoal train` with [elastic]; torchrun starts a script "
+            "again, which reads its own checkpoint"
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def init() -> None:
+    """Meets the other ranks of the launcher. Raises `EnvironmentFault` and `CollectiveError` where they do not come."""
+    process().init()
+
+
+def shutdown() -> None:
+    """Ends the connection to the other ranks."""
+    process().shutdown()
+
+
+def is_initialized() -> bool:
+    """Between `init` and `shutdown`."""
+    return process().initialized
+
+
+def rank() -> int:
+    """This process among all."""
+    return process().there().rank
+
+
+def size() -> int:
+    """How many processes there are."""
+    return process().there().world_size
+
+
+def local_rank() -> int:
+    """This process among those of its host: the GPU to take."""
+    return process().there().local_rank
+
+
+def local_size() -> int:
+    """How many processes this host has."""
+    return process().there().local_world_size
+
+
+def cross_rank() -> int:
+    """This host among the hosts."""
+    return process().there().node_rank
+
+
+def cross_size() -> int:
+    """How many hosts there are."""
+    return -(-size() // local_size())
+
+
+def is_homogeneous() -> bool:
+    """Whether all hosts have as many processes."""
+    return size() % local_size() == 0
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Writes what happens to each tensor to `file_path`, for chrome://tracing or Perfetto; see HOROVOD_TIMELINE."""
+    process().timeline.start(Path(file_path), mark_cycles=mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Completes the file of `start_timeline`."""
+    process().timeline.stop()
+
+
+def nccl_built() -> bool:
+    """Whether tensors on GPUs can be exchanged by NCCL."""
+    return torch.distributed.is_nccl_available() and torch.cuda.is_available()
+
+
+def cuda_built() -> bool:
+    """Whether torch knows CUDA."""
+    return torch.version.cuda is not None
+
+
+def rocm_built() -> bool:
+    """Whether torch knows ROCm."""
+    return torch.version.hip is not None
+
+
+def gloo_built() -> bool:
+    """True: what Horovod does over Gloo is done by `shoal.wire`."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """See `gloo_built`."""
+    return True
+
+
+def mpi_built() -> bool:
+    """False: no call goes over MPI, also under mpiexec."""
+    return False
+
+
+def mpi_enabled() -> bool:
+    """See `mpi_built`."""
+    return False
+
+
+def mpi_threads_supported() -> bool:
+    """See `mpi_built`."""
+    return False

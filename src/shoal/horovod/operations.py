@@ -1,0 +1,242 @@
+"""Horovod's operations on torch tensors. Names are optional; all ranks number the calls without one alike.
+
+`..._async` returns a `Handle` for `synchronize` and `poll`; a name with `_` at its end writes into the tensor itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.errors import UsageError
+from shoal.horovod import tree_bytes
+from shoal.horovod.compression import Compression, Compressor
+from shoal.horovod.engine import Handle
+from shoal.horovod.negotiation import Begun, Kind
+from shoal.horovod.process import process
+
+Average, Sum, Min, Max, Product, Adasum = "avg", "sum", "min", "max", "product", "adasum"
+"""Reductions. Adasum is known, and refused."""
+
+
+@cache
+def _numbers(kind: str) -> itertools.count[int]:
+    return itertools.count()
+
+
+def _named(kind: str, name: str | None) -> str:
+    return f"{kind}.{name}" if name else f"{kind}.noname.{next(_numbers(kind))}"
+
+
+def _reduction(average: bool | None, op: str | None) -> str:
+    if average is not None and op is not None:
+        raise UsageError("both average and op are given: give op (hvd.Average or hvd.Sum)")
+    op = (Average if average in (None, True) else Sum) if op is None else op
+    if op == Adasum:
+        raise UsageError("op=hvd.Adasum is not here: use hvd.Average; adaptive sums are not part of Shoal")
+    if op not in (Average, Sum, Min, Max, Product):
+        raise UsageError(f"there is no reduction {op!r}: use hvd.Average, Sum, Min, Max or Product")
+    return op
+
+
+def _begin(kind: Kind, name: str | None, tensors: Sequence[Tensor], **given: Any) -> Handle:
+    begun = Begun(
+        _named(kind, name), kind, tuple(str(t.dtype).removeprefix("torch.") for t in tensors),
+        tuple(tuple(t.shape) for t in tensors), device=tensors[0].device.type if tensors else "cpu", **given,
+    )  # fmt: skip
+    return process().engine.submit(Handle(begun, list(tensors)))
+
+
+def synchronize(handle: Handle) -> Any:
+    """The result of a call, once it is there."""
+    return handle.wait()
+
+
+def poll(handle: Handle) -> bool:
+    """Whether `synchronize` would return at once."""
+    return handle.future.done()
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: str | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> Handle:  # fmt: skip
+    """All of `tensors` at once, in place: none is summed before the last is ready on all ranks."""
+    op = _reduction(average, op)
+    if op == Average and any(not (t.is_floating_point() or t.is_complex()) for t in tensors):
+        raise UsageError("a mean of whole numbers: give op=hvd.Sum")
+    whole = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+    handle = _begin(
+        "allreduce", name, [t.detach() for t in whole], op=op, prescale=prescale_factor, postscale=postscale_factor
+    )  # fmt: skip
+
+    def undo(result: Any) -> list[Tensor]:
+        for tensor, reduced in zip(tensors, result, strict=True):
+            if tensor.data_ptr() != reduced.data_ptr():
+                tensor.data.copy_(reduced)
+        return list(tensors)
+
+    handle.undo = undo
+    return handle
+
+
+def grouped_allreduce_async(tensors: Sequence[Tensor], *given: Any, **named: Any) -> Handle:
+    """See `grouped_allreduce_async_`; the tensors stay as they are."""
+    return grouped_allreduce_async_([tensor.detach().clone() for tensor in tensors], *given, **named)
+
+
+def grouped_allreduce_(tensors: Sequence[Tensor], *given: Any, **named: Any) -> list[Tensor]:
+    """See `grouped_allreduce_async_`."""
+    return synchronize(grouped_allreduce_async_(tensors, *given, **named))
+
+
+def grouped_allreduce(
+    tensors: Sequence[Tensor], *given: Any, compression: type[Compressor] = Compression.none, **named: Any
+) -> list[Tensor]:  # fmt: skip
+    """The sums or means of the ranks' tensors, sent as `compression` says."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    found = synchronize(grouped_allreduce_async([small for small, _ in pairs], *given, **named))
+    return [compression.decompress(each, context) for each, (_, context) in zip(found, pairs, strict=True)]
+
+
+def _first(handle: Handle) -> Handle:
+    undo = handle.undo
+    handle.undo = lambda result: undo(result)[0]
+    return handle
+
+
+def allreduce_async_(tensor: Tensor, *given: Any, **named: Any) -> Handle:
+    """In place; see `grouped_allreduce_async_`."""
+    return _first(grouped_allreduce_async_([tensor], *given, **named))
+
+
+def allreduce_async(tensor: Tensor, *given: Any, **named: Any) -> Handle:
+    """See `grouped_allreduce_async_`; the tensor stays as it is."""
+    return _first(grouped_allreduce_async([tensor], *given, **named))
+
+
+def allreduce_(tensor: Tensor, *given: Any, **named: Any) -> Tensor:
+    """In place; see `allreduce`."""
+    return synchronize(allreduce_async_(tensor, *given, **named))
+
+
+def allreduce(
+    tensor: Tensor, average: bool | None = None, name: str | None = None, *given: Any,
+    compression: type[Compressor] = Compression.none, **named: Any,
+) -> Tensor:  # fmt: skip
+    """The mean (or, by `op`, the sum, ...) of the ranks' tensors, which are of one shape. It has a gradient: the same
+    reduction of the gradient.
+    """
+    return _AllReduce.apply(tensor, average, name, compression, given, named)  # pyright: ignore[reportReturnType]
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        context: Any, tensor: Tensor, average: Any, name: Any, compression: type[Compressor], given: Any, named: Any
+    ) -> Tensor:
+        context.how = (average, name and f"{name}.gradient", compression, given, named)
+        return grouped_allreduce([tensor], average, name, *given, compression=compression, **named)[0]
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        average, name, compression, given, named = context.how
+        return _AllReduce.apply(gradient, average, name, compression, given, named), None, None, None, None, None
+
+
+def allgather_async(tensor: Tensor, name: str | None = None) -> Handle:
+    """See `allgather`."""
+    if tensor.ndim == 0:
+        raise UsageError("allgather of a tensor without dimensions: ranks are joined along the first; use tensor[None]")
+    return _first(_begin("allgather", name, [tensor]))
+
+
+def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
+    """The ranks' tensors along the first dimension, in which they may differ."""
+    return synchronize(allgather_async(tensor, name))
+
+
+def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None) -> Handle:
+    """In place; see `broadcast`."""
+    if not 0 <= root_rank < process().there().world_size:
+        raise UsageError(f"broadcast: there is no rank {root_rank} among {process().there().world_size}")
+    return _first(_begin("broadcast", name, [tensor.detach()], root=root_rank))
+
+
+def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None) -> Handle:
+    """See `broadcast`."""
+    return broadcast_async_(tensor.detach().clone(), root_rank, name)
+
+
+def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
+    """`tensor` becomes that of `root_rank`."""
+    synchronize(broadcast_async_(tensor, root_rank, name))
+    return tensor
+
+
+def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
+    """The tensor of `root_rank`."""
+    return synchronize(broadcast_async(tensor, root_rank, name))
+
+
+def alltoall(tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None) -> Any:
+    """Rows of `tensor` to each rank, as many as `splits` says, else equally many. With them: also the rows of each."""
+    size = process().there().world_size
+    given = splits is not None
+    if splits is None and tensor.shape[0] % size:
+        raise UsageError(f"alltoall of {tensor.shape[0]} rows over {size} ranks: give splits, or as many rows for each")
+    rows = [int(n) for n in splits] if splits is not None else [tensor.shape[0] // size] * size
+    if len(rows) != size or sum(rows) != tensor.shape[0] or min(rows) < 0:
+        raise UsageError(f"alltoall: splits {rows} do not divide {tensor.shape[0]} rows over {size} ranks")
+    found, received = synchronize(_begin("alltoall", name, [tensor], splits=tuple(rows)))
+    return (found, received) if given else found
+
+
+def reducescatter(tensor: Tensor, op: str | None = None, name: str | None = None) -> Tensor:
+    """This rank's rows of the mean of the ranks' tensors; lower ranks have one more where they cannot be divided."""
+    return grouped_reducescatter([tensor], op, name)[0]
+
+
+def grouped_reducescatter(tensors: Sequence[Tensor], op: str | None = None, name: str | None = None) -> list[Tensor]:
+    """See `reducescatter`."""
+    own = [tensor.detach().clone() for tensor in tensors]
+    return synchronize(_begin("reducescatter", name, own, op=_reduction(None, op)))
+
+
+def barrier() -> None:
+    """Returns once all ranks have called it."""
+    synchronize(_begin("barrier", None, []))
+
+
+def join() -> int:
+    """This rank has no more data: it gives zeros to the others' calls until all have joined. Returns the last."""
+    return process().engine.join()
+
+
+def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+    """What `root_rank` passes, on every rank: numbers, strings, tensors, and lists and dictionaries of them.
+
+    Nothing is pickled (`tree_bytes`). Raises `UsageError` for other objects.
+    """
+    place, size = process().there(), torch.zeros(1, dtype=torch.int64)
+    content = torch.zeros(0, dtype=torch.uint8)
+    if place.rank == root_rank:
+        content = torch.frombuffer(bytearray(tree_bytes.encode(value)), dtype=torch.uint8)
+        size[0] = content.numel()
+    size = broadcast(size, root_rank, name and f"{name}.size")
+    if place.rank != root_rank:
+        content = torch.zeros(int(size), dtype=torch.uint8)
+    return tree_bytes.decode(bytes(broadcast(content, root_rank, name and f"{name}.content").numpy()))
+
+
+def allgather_object(value: Any, name: str | None = None) -> list[Any]:
+    """What each rank passes, in rank order; see `broadcast_object`."""
+    content = torch.frombuffer(bytearray(tree_bytes.encode(value)), dtype=torch.uint8)
+    sizes = allgather(torch.tensor([content.numel()]), name and f"{name}.size")
+    whole = allgather(content, name and f"{name}.content")
+    return [tree_bytes.decode(bytes(piece.numpy())) for piece in whole.split(sizes.tolist())]

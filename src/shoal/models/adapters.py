@@ -1,0 +1,179 @@
+"""Adapters: small trained parameters in the linear layers of a frozen model.
+
+    LoRA        y = W x + s B A x                            A [rank, in] normal, B [out, rank] zero   arXiv:2106.09685
+    DoRA        y = (1 + m) |W| / |W + s B A| (W + s B A) x  m [out] zero, norms of rows               arXiv:2402.09353
+    bottleneck  y = z + U relu(D z),  z = W x                D [width, out] normal, U zero             arXiv:1902.00751
+
+A layer computes what it did until its adapter has learned something. It stays an `nn.Linear` under its name, with the
+same weight, so that `run.warm_start` takes a checkpoint of the model without adapters. DoRA's magnitude is relative to
+that of the frozen weight, so that it begins at zero whatever the weights are; its norm counts as a constant in the
+backward, as in section 4.3 of its paper.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.config.table import implementation_of
+from shoal.errors import ConfigError
+from shoal.models.adapter_config import AdapterConfig, BitFit, Bottleneck, DoRA, LoRA
+from shoal.models.roles import ZEROS, Normal, Role
+
+NAMES = ("lora_a", "lora_b", "magnitude", "adapter_down", "adapter_up")
+"""What the parameters of adapters are called in their layers."""
+
+
+HEADS = ("head", "lm_head", "classifier")
+"""What output heads are called, which have no adapter unless they are named."""
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear layer with parameters of its own beside its weight and bias, which are those of `layer`."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def _empty(self, *shape: int) -> nn.Parameter:
+        return nn.Parameter(torch.empty(shape, dtype=self.weight.dtype, device=self.weight.device))
+
+
+class LoRALinear(AdaptedLinear):
+    """See the module's docstring."""
+
+    def __init__(self, layer: nn.Linear, config: LoRA) -> None:
+        super().__init__(layer)
+        self.scale = config.scale
+        self.lora_a, self.lora_b = (
+            self._empty(config.rank, self.in_features),
+            self._empty(self.out_features, config.rank),
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., in]` to `[..., out]`."""
+        return super().forward(input) + F.linear(F.linear(input, self.lora_a), self.lora_b) * self.scale
+
+    def own_roles(self) -> dict[str, Role]:
+        """See `shoal.models.roles`."""
+        return {
+            "lora_a": Role("replicated", Normal(1 / math.sqrt(self.in_features)), decay=False),
+            "lora_b": Role("replicated", ZEROS, decay=False),
+        }
+
+
+class DoRALinear(LoRALinear):
+    """See the module's docstring."""
+
+    def __init__(self, layer: nn.Linear, config: DoRA) -> None:
+        super().__init__(layer, config)
+        self.magnitude = self._empty(self.out_features)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., in]` to `[..., out]`."""
+        factor = (1 + self.magnitude) * _dora_ratio(self.weight, self.lora_a, self.lora_b, self.scale)
+        low_rank = F.linear(F.linear(input, self.lora_a), self.lora_b) * self.scale
+        found = (F.linear(input, self.weight) + low_rank) * factor
+        return found if self.bias is None else found + self.bias
+
+    def own_roles(self) -> dict[str, Role]:
+        """See `shoal.models.roles`."""
+        return super().own_roles() | {"magnitude": Role("replicated", ZEROS, decay=False)}
+
+
+class BottleneckLinear(AdaptedLinear):
+    """See the module's docstring."""
+
+    def __init__(self, layer: nn.Linear, config: Bottleneck) -> None:
+        super().__init__(layer)
+        self.adapter_down = self._empty(config.width, self.out_features)
+        self.adapter_up = self._empty(self.out_features, config.width)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """`[..., in]` to `[..., out]`."""
+        found = super().forward(input)
+        return found + F.linear(F.relu(F.linear(found, self.adapter_down)), self.adapter_up)
+
+    def own_roles(self) -> dict[str, Role]:
+        """See `shoal.models.roles`."""
+        return {
+            "adapter_down": Role("replicated", Normal(1 / math.sqrt(self.out_features)), decay=False),
+            "adapter_up": Role("replicated", ZEROS, decay=False),
+        }
+
+
+@torch.no_grad()
+def _dora_ratio(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
+    """|W| / |W + s B A| of each row."""
+    return weight.norm(dim=1) / (weight + scale * (lora_b @ lora_a)).norm(dim=1)
+
+
+def adapt(model: nn.Module, config: AdapterConfig) -> None:
+    """Freezes `model` and puts adapters into its linear layers, in place. Ties stay ties.
+
+    Raises `ConfigError` where a pattern matches nothing.
+    """
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    trained = ("*.bias", "bias") if isinstance(config, BitFit) else ()
+    _unfreeze(model, config, (*trained, *config.train))
+    if isinstance(config, BitFit):
+        return
+    make = implementation_of(config)
+    for name, layer in chosen_layers(model, config.layers, key="adapter.layers").items():
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, make(layer, config))
+
+
+def chosen_layers(model: nn.Module, patterns: tuple[str, ...], *, key: str) -> dict[str, nn.Linear]:
+    """The linear layers of `model` that `patterns` name; of `("*",)` all but output heads.
+
+    Raises `ConfigError`, which names the `key`, where a pattern matches nothing.
+    """
+    layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in layers):
+            raise ConfigError(
+                f'{key}: "{pattern}" matches no nn.Linear; this model has {", ".join(list(layers)[:3])}, ...'
+            )
+    if patterns == ("*",):
+        return {name: layer for name, layer in layers.items() if name.rpartition(".")[2] not in HEADS}
+    return {n: layer for n, layer in layers.items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
+
+
+def _unfreeze(model: nn.Module, config: AdapterConfig, patterns: tuple[str, ...]) -> None:
+    for pattern in patterns:
+        found = [p for name, p in model.named_parameters() if fnmatchcase(name, pattern)]
+        if not found and pattern in config.train:
+            raise ConfigError(f'adapter.train: "{pattern}" matches no parameter of this model; correct it')
+        for parameter in found:
+            parameter.requires_grad_(True)
+    if isinstance(config, BitFit) and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError('adapter.kind = "bitfit": this model has no biases; use adapter.kind = "lora"')
+
+
+def is_adapter(name: str) -> bool:
+    """Whether the parameter `name` is an adapter's, which a checkpoint of the model without adapters does not have."""
+    return name.rpartition(".")[2] in NAMES
+
+
+@torch.no_grad()
+def merged(weights: Mapping[str, Tensor], config: AdapterConfig) -> dict[str, Tensor]:
+    """The weights of the model without adapters that computes the same; a bottleneck's stay, which no weight can be."""
+    if not isinstance(config, LoRA):
+        return dict(weights)
+    found = {name: weight for name, weight in weights.items() if not is_adapter(name)}
+    for name in [name for name in weights if name.endswith(".lora_a")]:
+        layer = name.removesuffix(".lora_a")
+        weight, a, b = weights[f"{layer}.weight"], weights[name], weights[f"{layer}.lora_b"]
+        found[f"{layer}.weight"] = weight + config.scale * (b @ a)
+        if isinstance(config, DoRA):
+            factor = (1 + weights[f"{layer}.magnitude"]) * _dora_ratio(weight, a, b, config.scale)
+            found[f"{layer}.weight"] *= factor[:, None]
+    return found

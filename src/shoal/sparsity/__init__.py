@@ -1,0 +1,1 @@
+"""Which weights are trained at all: masks that prune and grow, and layers that are frozen."""

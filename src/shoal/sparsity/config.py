@@ -1,0 +1,195 @@
+"""Table `[sparsity]`. Imports no torch: a density or pattern that cannot be is refused before any process starts."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from shoal.config.table import Positive, Table, says
+
+
+class MaskSchedule(Table, frozen=True):
+    """When masks change."""
+
+    shape: Annotated[
+        Literal["cubic", "linear", "one_shot"],
+        says(
+            "How a pruned model's density falls from 1: fast at first (arXiv:1710.01878), evenly, or at once at "
+            "`begin`. Kinds that train a sparse model from the start have their density from the first step."
+        ),
+    ] = "cubic"
+    begin: Annotated[int, says("The first step at which masks may change.", ge=1)] = 1
+    end: Annotated[Positive | None, says("The last one; default: three quarters of `run.steps`.")] = None
+    every: Annotated[int, says("Every so many steps masks change.", ge=1)] = 100
+
+    def __post_init__(self) -> None:
+        if self.end is not None and self.end < self.begin:
+            raise ValueError(f"end = {self.end} is before begin = {self.begin}: raise end, or leave it out")
+
+
+class Sparse(Table, frozen=True, kw_only=True):
+    """The keys of every kind."""
+
+    starts_sparse: ClassVar[bool] = False
+    """Whether the first step has its density already."""
+    reads_gradient: ClassVar[bool] = False
+    """Whether a step that changes masks uses the gradient of weights that are masked."""
+    sends_all: ClassVar[bool] = False
+    """Whether weights that are masked have a gradient in every step."""
+    grows: ClassVar[bool] = False
+    """Whether a change of masks brings weights back."""
+
+    density: Annotated[
+        Annotated[float, says("", gt=0, lt=1)] | None,
+        says('Share of the weights of all masked layers that stays; required, but for a pattern such as "2:4".'),
+    ] = None
+    pattern: Annotated[
+        str,
+        says(
+            'What is kept or masked together: "unstructured" (single weights), "rows" (output features), "columns" '
+            '(input features), "features" (hidden ones, over all layers that make or read them, so that `shoal '
+            'checkpoint shrink` can take them out), "block" (see `block`), or "N:M", such as "2:4": N of every M '
+            "neighbours of a row.",
+            pattern=r"^(unstructured|rows|columns|features|block|[1-9]\d{0,2}:[1-9]\d{0,2})$",
+        ),
+    ] = "unstructured"
+    block: Annotated[tuple[Positive, Positive], says('Rows and columns of the blocks of `pattern = "block"`.')] = (4, 4)
+    layers: (
+        Annotated[
+            tuple[str, ...],
+            says(
+                "Patterns of parameter names (`blocks.*.weight`) that are masked; default: every weight of two "
+                "dimensions or more but embeddings, output heads, routers and norms.",
+                min_length=1,
+            ),
+        ]
+        | None
+    ) = None
+    distribution: Annotated[
+        Literal["uniform", "erk", "global"],
+        says(
+            "The density of each layer: the same, larger for small layers (Erdős–Rényi kernel, arXiv:1911.11134), or "
+            "whatever the scores of all layers together say."
+        ),
+    ] = "uniform"
+    schedule: MaskSchedule = MaskSchedule()
+    packed: Annotated[bool, says("Replicas send the gradients of unmasked weights alone; false: all, with zeros.")] = (
+        True
+    )
+
+    def __post_init__(self) -> None:
+        kept = self.kept_of
+        if kept is None and self.density is None:
+            raise ValueError('density is missing: give the share of weights that stays, or pattern = "2:4"')
+        if kept is not None and kept[0] >= kept[1]:
+            raise ValueError(f'pattern = "{self.pattern}" masks nothing: keep fewer than {kept[1]} of {kept[1]}')
+        if kept is not None and self.density not in (None, kept[0] / kept[1]):
+            raise ValueError(
+                f'density = {self.density} with pattern = "{self.pattern}", which keeps {kept[0]} of {kept[1]}: leave '
+                "density out"
+            )
+        if kept is not None and self.distribution != "uniform":
+            raise ValueError(
+                f'distribution = "{self.distribution}" with pattern = "{self.pattern}", which keeps the same share of '
+                "every layer: leave distribution out"
+            )
+        if kept is not None and self.grows:
+            raise ValueError(
+                f'pattern = "{self.pattern}" with kind = "{self.variant}", which moves weights anywhere in a layer: '
+                'use kind = "magnitude", or another pattern'
+            )
+        if self.pattern == "features" and (self.grows or self.sends_all or self.distribution != "uniform"):
+            raise ValueError(
+                f'pattern = "features" with kind = "{self.variant}" and distribution = "{self.distribution}": a model '
+                'that shrinks keeps as many features in every block; use kind = "magnitude" and leave distribution out'
+            )
+        if self.grows and self.distribution == "global":
+            raise ValueError(
+                f'distribution = "global" with kind = "{self.variant}", whose layers keep their densities: use '
+                '"uniform" or "erk"'
+            )
+
+    @property
+    def kept_of(self) -> tuple[int, int] | None:
+        """(N, M) of a pattern "N:M"; None for the others."""
+        kept, colon, of = self.pattern.partition(":")
+        return (int(kept), int(of)) if colon else None
+
+    @property
+    def final_density(self) -> float:
+        """The share of weights that stays in the end."""
+        kept = self.kept_of
+        if kept is not None:
+            return kept[0] / kept[1]
+        assert self.density is not None, "it is required then"
+        return self.density
+
+
+class Magnitude(Sparse, frozen=True, tag_field="kind", tag="magnitude"):
+    """Keeps the largest weights (Han et al., arXiv:1506.02626)."""
+
+
+class RandomPruning(Sparse, frozen=True, tag_field="kind", tag="random"):
+    """Keeps weights at random: what every other criterion has to beat."""
+
+
+class Snip(Sparse, frozen=True, tag_field="kind", tag="snip"):
+    """Keeps the weights of the largest |gradient x weight| of one step (SNIP, arXiv:1810.02340)."""
+
+    reads_gradient = True
+
+
+class Movement(Sparse, frozen=True, tag_field="kind", tag="movement"):
+    """Keeps the weights that move away from zero: the largest sums of -gradient x weight (arXiv:2005.07683)."""
+
+
+class SET(Sparse, frozen=True, tag_field="kind", tag="set"):
+    """Sparse from the start: drops the smallest weights, and grows as many at random (arXiv:1707.04780)."""
+
+    starts_sparse = True
+    reads_gradient = True
+    grows = True
+    drop: Annotated[
+        float, says("Share of the kept weights that the first change moves; it falls to 0 by a cosine.", gt=0, lt=1)
+    ] = 0.3
+
+
+class RigL(Sparse, frozen=True, tag_field="kind", tag="rigl"):
+    """Sparse from the start: drops the smallest weights, and grows those of the largest gradient (arXiv:1911.11134)."""
+
+    starts_sparse = True
+    reads_gradient = True
+    grows = True
+    drop: Annotated[
+        float, says("Share of the kept weights that the first change moves; it falls to 0 by a cosine.", gt=0, lt=1)
+    ] = 0.3
+
+
+class TopKAST(Sparse, frozen=True, tag_field="kind", tag="top_kast"):
+    """Computes with the largest weights, and trains more of them (Top-KAST, arXiv:2106.03517)."""
+
+    starts_sparse = True
+    sends_all = True
+    trained: Annotated[
+        float, says("Share of the weights that is trained; those that are not computed with wait.", gt=0, le=1)
+    ] = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.trained < self.final_density:
+            raise ValueError(
+                f"trained = {self.trained} with density = {self.final_density}: weights that are computed with are "
+                "trained, so trained is at least density"
+            )
+
+
+class Lottery(Sparse, frozen=True, tag_field="kind", tag="lottery"):
+    """A lottery ticket: the mask of the largest weights of a trained run, from the first step (arXiv:1803.03635).
+
+    The weights come from the seed, or by `run.warm_start` from an early checkpoint of that run (arXiv:1912.05671).
+    """
+
+    starts_sparse = True
+    ticket: Annotated[str, says("The run directory or checkpoint whose weights say which to keep.")]
+
+
+SparsityConfig = Magnitude | RandomPruning | Snip | Movement | SET | RigL | TopKAST | Lottery

@@ -1,0 +1,255 @@
+"""Layers that are not trained: by rule, by schedule, by progress.
+
+What `freeze.layers` names never requires a gradient: it has no bucket, no optimizer state, and autograd keeps no
+activations for it unless something before it is trained.
+
+Layers that are frozen later have both, and give them up: their `.grad` is None in the optimizer's step, their state is
+dropped, replicas do not send their gradients (`shoal.sparsity.exchange`), and autograd does not record what lies before
+the first trained layer. Trained again, their optimizer state begins anew. What is frozen follows from the step alone,
+but for progress, which is saved.
+
+By progress, in the manner of Egeria (arXiv:2201.06227): a block's plasticity is how far it has moved from a reference,
+a copy of its weights that is some steps old, for its size and the learning rate:
+
+    p = |w - w_ref| / (|w_ref| lr every)
+
+A block has settled when p is below a share of the largest that it ever had. Blocks are frozen from the front, each when
+those before it are, because only then its backward is saved; they thaw when the learning rate has fallen.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from shoal.comm.collective import Collective
+from shoal.errors import ConfigError
+from shoal.sparsity.freeze_config import FreezeByProgress, FreezeConfig
+from shoal.sparsity.masks import Masks
+from shoal.state.ownership import Owned, is_counted
+from shoal.state.target import Held, views
+
+REFERENCE = "freeze/reference/"
+_BLOCK = re.compile(r"^(.*?\.\d+)\.")
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern fits the parameter `name`, or a module that it is in."""
+    path = name.split(".")
+    names = [".".join(path[:length]) for length in range(1, len(path) + 1)]
+    return any(fnmatchcase(each, pattern) for pattern in patterns for each in names)
+
+
+def freeze(model: nn.Module, config: FreezeConfig) -> None:
+    """Freezes what `freeze.layers` names, in place. Raises `ConfigError` where a pattern fits nothing, or all is
+    frozen.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for key, patterns in _patterns(config).items():
+        for pattern in patterns:
+            if not any(matches(name, [pattern]) for name in names):
+                raise ConfigError(
+                    f"freeze.{key}: {json.dumps(pattern)} fits no parameter or module of this model, which has "
+                    f"{', '.join(names[:3])}, ..."
+                )
+    for name, parameter in model.named_parameters():
+        if matches(name, config.layers) and not matches(name, config.train):
+            parameter.requires_grad_(False)
+    ever = [name for name, p in model.named_parameters() if p.requires_grad]
+    always = [each.layers for each in config.later if each.at == 1 and each.until is None]
+    if all(any(matches(name, layers) for layers in always) for name in ever):
+        raise ConfigError("[freeze] leaves nothing to train: name fewer layers, or what stays trained in freeze.train")
+
+
+def _patterns(config: FreezeConfig) -> dict[str, tuple[str, ...]]:
+    later = {f"later[{number}].layers": each.layers for number, each in enumerate(config.later)}
+    return {"layers": config.layers, "train": config.train, **later}
+
+
+def frozen_by_schedule(config: FreezeConfig, step: int, names: Iterable[str]) -> frozenset[str]:
+    """What `freeze.later` freezes in `step`."""
+    now = [each.layers for each in config.later if each.at <= step and (each.until is None or step < each.until)]
+    return frozenset(name for name in names if any(matches(name, layers) for layers in now))
+
+
+def blocks_of(names: Iterable[str]) -> list[list[str]]:
+    """The names of parameters by block, front to back: those below `<list>.<number>`. What comes before the first block
+    belongs to it; what follows the last one is in none, and so never frozen by progress.
+    """
+    blocks: dict[str, list[str]] = {}
+    before: list[str] = []
+    for name in names:
+        found = _BLOCK.match(name)
+        if found is not None:
+            blocks.setdefault(found[1], [] if blocks else before).append(name)
+        elif not blocks:
+            before.append(name)
+    return list(blocks.values())
+
+
+@dataclass
+class Plasticity:
+    """How blocks settle, one after the other. Pure: measurements come in, the number of frozen blocks goes out.
+
+    `largest` is the largest plasticity of each block so far, `settled` comparisons in a row in which it was below;
+    `frozen` blocks at the front are frozen, at the learning rate `lr`.
+    """
+
+    config: FreezeByProgress
+    blocks: int
+    frozen: int = 0
+    lr: float = 0.0
+    largest: list[float] = field(default_factory=list)
+    settled: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.largest = self.largest or [0.0] * self.blocks
+        self.settled = self.settled or [0] * self.blocks
+
+    def observe(self, plasticity: Sequence[float], lr: float) -> None:
+        """The plasticity of every block, at a comparison; frozen ones have none."""
+        if self.frozen and lr * self.config.thaw <= self.lr:
+            self.frozen, self.settled = 0, [0] * self.blocks
+            return
+        for block in range(self.frozen, self.blocks):
+            self.largest[block] = max(self.largest[block], plasticity[block])
+            below = plasticity[block] < self.config.below * self.largest[block]
+            self.settled[block] = self.settled[block] + 1 if below else 0
+        most = int(self.config.most * self.blocks)
+        while self.frozen < most and self.settled[self.frozen] >= self.config.patience:
+            self.frozen, self.lr = self.frozen + 1, lr
+
+    def to_state(self) -> dict[str, Any]:
+        return {"frozen": self.frozen, "lr": self.lr, "largest": self.largest, "settled": self.settled}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        self.frozen, self.lr = int(state["frozen"]), float(state["lr"])
+        self.largest, self.settled = list(map(float, state["largest"])), list(map(int, state["settled"]))
+
+
+class Freezing:
+    """Layers that are frozen for a part of a run, on one rank.
+
+    `parameters` are this rank's trained parameters by their names in the unsplit model, `owned` the parts that
+    `optimizer` steps, `names` all trained parameters of the unsplit model; the ranks of `replica` make up one model.
+    `masks` are what the wire reads, `rate` the learning rate of a step.
+    """
+
+    name = "freeze"
+
+    def __init__(
+        self,
+        config: FreezeConfig,
+        parameters: Mapping[str, Parameter],
+        owned: Sequence[Owned],
+        optimizer: torch.optim.Optimizer,
+        *,
+        names: Sequence[str],
+        replica: Collective,
+        masks: Masks,
+        rate: Callable[[int], float],
+    ) -> None:
+        self._config, self._parameters, self._owned, self._optimizer = config, parameters, owned, optimizer
+        self._names, self._replica, self._masks, self._rate = names, replica, masks, rate
+        self._blocks = blocks_of(names)
+        self._progress = None if config.progress is None else Plasticity(config.progress, len(self._blocks))
+        self._references: dict[int, Tensor] = {}
+        if config.progress is not None and len(self._blocks) < 2:
+            raise ConfigError(
+                "freeze.progress: this model has no blocks that follow each other (blocks.0, blocks.1, ...); use "
+                "freeze.later"
+            )
+
+    def frozen(self, step: int) -> frozenset[str]:
+        """The trained parameters of the unsplit model that are frozen in `step`."""
+        front = self._blocks[: self._progress.frozen] if self._progress is not None else []
+        return frozen_by_schedule(self._config, step, self._names) | {name for block in front for name in block}
+
+    def begin(self, step: int) -> bool:
+        """Before the forward of `step`. No weight changes."""
+        frozen = self.frozen(step)
+        for name, parameter in self._parameters.items():
+            parameter.requires_grad_(name not in frozen)
+        if frozen != self._masks.frozen:
+            self._masks.frozen = frozen
+            self._masks.version += 1
+        return False
+
+    def agreed(self, step: int) -> None:
+        """After the backward: the optimizer passes by what is frozen, and keeps nothing of it."""
+        for own in self._owned:
+            if own.name in self._masks.frozen:
+                own.parameter.grad = None
+                self._optimizer.state.pop(own.parameter, None)
+
+    @torch.no_grad()
+    def updated(self, step: int) -> None:
+        """After the update of `step`; all ranks call it together."""
+        progress = self._progress
+        if progress is None or step % progress.config.every:
+            return
+        if self._references:
+            progress.observe(self._plasticity(step, progress.config.every), self._rate(step))
+        self._references = {id(own): own.parameter.detach().clone() for own in self._owned}
+
+    def _plasticity(self, step: int, every: int) -> list[float]:
+        """That of every block, the same on all ranks."""
+        sums = torch.zeros(len(self._blocks), 2, dtype=torch.float64, device=self._device)
+        block_of = {name: number for number, block in enumerate(self._blocks) for name in block}
+        for own in self._owned:
+            if own.name in block_of and is_counted(own):
+                reference = self._references[id(own)].double()
+                moved = (own.parameter.double() - reference).square().sum()
+                sums[block_of[own.name]] += torch.stack([moved, reference.square().sum()])
+        self._replica.all_reduce(sums).wait()
+        moved, size = sums.sqrt().unbind(1)
+        return (moved / (size * self._rate(step) * every).clamp(min=1e-300)).tolist()
+
+    @property
+    def _device(self) -> torch.device:
+        return self._owned[0].parameter.device if self._owned else torch.device("cpu")
+
+    def figures(self) -> dict[str, float]:
+        """`freeze/share`: the share of this rank's trained parameters that is frozen now."""
+        numbers = {name: parameter.numel() for name, parameter in self._parameters.items()}
+        frozen = sum(number for name, number in numbers.items() if name in self._masks.frozen)
+        return {"freeze/share": frozen / max(1, sum(numbers.values()))}
+
+    def tensors(self) -> dict[str, Held]:
+        """The references."""
+        return {
+            f"{REFERENCE}{own.name}": views(
+                self._references[id(own)],
+                ((region.box, region.start) for region in own.regions),
+                global_shape=own.holding.global_shape,
+            )
+            for own in self._owned
+            if id(own) in self._references
+        }
+
+    def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
+        """What a checkpoint that holds `saved` is read into."""
+        there = [own for own in self._owned if f"{REFERENCE}{own.name}" in saved]
+        self._references = {id(own): torch.zeros_like(own.parameter) for own in there}
+        return self.tensors()
+
+    def elsewhere(self, saved: Mapping[str, torch.dtype]) -> set[str]:
+        """Those of other ranks."""
+        return {name for name in saved if name.startswith(REFERENCE)}
+
+    def facts(self) -> dict[str, Any]:
+        """How blocks have settled."""
+        return {} if self._progress is None else self._progress.to_state()
+
+    def load(self, facts: Mapping[str, Any]) -> None:
+        """Goes on from there."""
+        if self._progress is not None:
+            self._progress.load(facts)

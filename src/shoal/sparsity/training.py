@@ -1,0 +1,249 @@
+"""`SparseTraining`: masks in a run. What a step asks of it, what it keeps, and what a checkpoint holds of it.
+
+A step under masks is that of a dense model with three additions, each number by number, so that they know of no layout:
+
+    before the forward   in the first step of a process: masked weights are 0
+    after the backward   masks change where they are due; then the agreed gradient of masked weights is 0, and so is
+                         what the optimizer keeps for them
+    after the update     masked weights are 0, whatever the optimizer made of them
+
+Weights that a change brings back begin at zero, and so does what the optimizer keeps for them. Under
+`kind = "top_kast"` masked weights wait: their values are kept aside, come back for the update, and are set aside again.
+
+A checkpoint holds bits of whole parameters, `sparsity/mask/<name>` and, of Top-KAST, `sparsity/trained/<name>`; and
+numbers that lie as the weights do, `sparsity/movement/<name>` (sums of -gradient x weight) and
+`sparsity/waiting/<name>` (values kept aside).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.comm.collective import Collective
+from shoal.sparsity.changes import MaskChanges, NewMasks, Ticket
+from shoal.sparsity.config import Movement, Sparse, TopKAST
+from shoal.sparsity.masks import Masks, packed_bytes
+from shoal.sparsity.owners import Owners, taken
+from shoal.sparsity.patterns import check_divides
+from shoal.sparsity.plan import MaskPlan
+from shoal.state.ownership import Owned, is_counted
+from shoal.state.target import Held, views
+
+PREFIX = "sparsity/"
+MASK, TRAINED = f"{PREFIX}mask/", f"{PREFIX}trained/"
+MOVEMENT, WAITING = f"{PREFIX}movement/", f"{PREFIX}waiting/"
+
+
+@dataclass(frozen=True)
+class WholeNorm:
+    """The 2-norm of the agreed gradient of the whole model, as it is now: `owned` is all that this rank steps, and the
+    ranks of `replica` together step the model.
+    """
+
+    owned: Sequence[Owned]
+    replica: Collective
+    device: torch.device
+
+    def __call__(self) -> float:
+        """The same on every rank; all call it together."""
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        for own in self.owned:
+            if own.parameter.grad is not None and is_counted(own):
+                gradient = own.parameter.grad
+                square += (gradient._values() if gradient.is_sparse else gradient).double().square().sum()
+        self.replica.all_reduce(square).wait()
+        return math.sqrt(float(square))
+
+
+class SparseTraining:
+    """Masks of the layers that `owners` knows, over the parts that `optimizer` steps. `masks` are what the wire reads.
+
+    `held` are the layers of which this rank has a part; `whole_norm` measures the gradient of the whole model;
+    `ticket`: see `Lottery`. Raises `ConfigError` where the pattern
+    does not divide a layer, or nothing of it would be left.
+    """
+
+    name = "sparsity"
+
+    def __init__(
+        self,
+        plan: MaskPlan,
+        owners: Owners,
+        masks: Masks,
+        optimizer: torch.optim.Optimizer,
+        *,
+        seed: int,
+        held: Iterable[str],
+        whole_norm: WholeNorm,
+        ticket: Ticket | None = None,
+    ) -> None:
+        self._whole_norm = whole_norm
+        self.owners, self.masks, self._optimizer = owners, masks, optimizer
+        self._held = frozenset(held) | {name for name in owners.shapes if owners.owns(name)}
+        self._plan, self._wider = plan, Masks()
+        self._kept: dict[int, Tensor] = {}
+        self._trained: dict[int, Tensor] = {}
+        self._slots: dict[str, dict[int, Tensor]] = {MOVEMENT: {}, WAITING: {}}
+        self._stale, self._density = True, (-1, 1.0)
+        self._changes = MaskChanges(
+            plan, owners, masks, seed, lambda own: self._slots[MOVEMENT][id(own)], ticket=ticket
+        )
+        for name, shape in owners.shapes.items():
+            check_divides(name, shape, self._config)
+        self._changes.counts(self._config.final_density)
+
+    @property
+    def _config(self) -> Sparse:
+        return self._plan.config
+
+    def figures(self) -> dict[str, float]:
+        """`sparsity/density`: the share of weights that is kept now, of the layers whose masks this rank has."""
+        if self._density[0] != self.masks.version:
+            whole = [(self.masks.whole(name, shape), shape) for name, shape in self._shapes.items()]
+            kept = sum(torch.Size(shape).numel() if mask is None else int(mask.sum()) for mask, shape in whole)
+            share = kept / max(1, sum(torch.Size(shape).numel() for _, shape in whole))
+            self._density = self.masks.version, share
+        return {"sparsity/density": self._density[1]}
+
+    @torch.no_grad()
+    def begin(self, step: int) -> bool:
+        """Before the forward of `step`, on all ranks together. Whether weights may have changed: then they are to be
+        gathered.
+        """
+        self.masks.all_sent = self._config.sends_all or (self._config.reads_gradient and self._plan.due(step))
+        if not self._stale:
+            return False
+        self._stale = False
+        if self._config.starts_sparse and not self.masks.bits:
+            self._change(self._changes.first(), self._changes.trained() if self._waits else None)
+            self.updated(step)
+        else:
+            self._take_over()
+            self._mask()
+        return bool(self.masks.bits)
+
+    @torch.no_grad()
+    def agreed(self, step: int) -> float:
+        """After the backward of `step`, on all ranks together: every `.grad` is the agreed one, and finite. It becomes
+        that of the weights which are trained, whose 2-norm over the whole model is returned.
+        """
+        for own, waiting in self._with(WAITING):
+            own.parameter.add_(waiting)
+        self._measure()
+        if self._plan.due(step):
+            self._change(self._changes.next(step), self._changes.trained() if self._waits else None)
+        for own in self.owners.owned:
+            trained = self._trained.get(id(own), self._kept.get(id(own)))
+            if own.parameter.grad is not None and trained is not None:
+                own.parameter.grad.mul_(trained)
+        return self._whole_norm()
+
+    @torch.no_grad()
+    def updated(self, step: int) -> None:
+        """After the update of `step`."""
+        if self._waits:
+            for own in self.owners.owned:
+                self._slots[WAITING][id(own)] = own.parameter * ~self._kept[id(own)]
+        self._mask()
+
+    def tensors(self) -> dict[str, Held]:
+        """What is saved."""
+        bits: dict[str, Held] = {f"{MASK}{name}": each for name, each in self.masks.bits.items()}
+        wider: dict[str, Held] = {f"{TRAINED}{name}": each for name, each in self._wider.bits.items()}
+        numbers: dict[str, Held] = {
+            f"{prefix}{own.name}": views(
+                slot, ((region.box, region.start) for region in own.regions), global_shape=own.holding.global_shape
+            )
+            for prefix in self._slots
+            for own, slot in self._with(prefix)
+        }
+        return bits | wider | numbers
+
+    def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
+        """What a checkpoint that holds `saved` is read into."""
+        for prefix, masks in ((MASK, self.masks), (TRAINED, self._wider)):
+            for name, shape in self._shapes.items():
+                if f"{prefix}{name}" in saved:
+                    length = packed_bytes(torch.Size(shape).numel())
+                    masks.bits[name] = torch.zeros(length, dtype=torch.uint8, device=self.owners.device)
+        for prefix, slot in self._slots.items():
+            for own in self.owners.owned:
+                if f"{prefix}{own.name}" in saved:
+                    slot[id(own)] = torch.zeros_like(own.parameter)
+        self._stale = True
+        self.masks.version += 1
+        return self.tensors()
+
+    def elsewhere(self, saved: Mapping[str, torch.dtype]) -> set[str]:
+        """All: what this rank has no part of, others have."""
+        return {name for name in saved if name.startswith(PREFIX) and name.split("/", 2)[2] in self.owners.shapes}
+
+    def facts(self) -> dict[str, Any]:
+        """There are none."""
+        return {}
+
+    def load(self, facts: Mapping[str, Any]) -> None:
+        """There is nothing to load."""
+
+    @property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the layers whose masks this rank has: it has a part of them, or decides them."""
+        return {name: shape for name, shape in self.owners.shapes.items() if name in self._held}
+
+    @property
+    def _waits(self) -> bool:
+        return isinstance(self._config, TopKAST)
+
+    def _with(self, prefix: str) -> list[tuple[Owned, Tensor]]:
+        """This rank's parts, each with what is kept for it under `prefix`."""
+        slot = self._slots[prefix]
+        return [(own, slot[id(own)]) for own in self.owners.owned if id(own) in slot]
+
+    def _measure(self) -> None:
+        """What a kind adds up in every step."""
+        if isinstance(self._config, Movement):
+            for own in self.owners.owned:
+                sums = self._slots[MOVEMENT].setdefault(id(own), torch.zeros_like(own.parameter))
+                if own.parameter.grad is not None:
+                    sums.addcmul_(own.parameter, own.parameter.grad, value=-1)
+
+    def _change(self, masks: NewMasks, wider: NewMasks | None) -> None:
+        """New masks, which their owners have, come to all ranks, and what the optimizer keeps for masked weights is
+        forgotten; `updated` makes these zero.
+        """
+        self._share(masks, self.masks)
+        if wider is not None:
+            self._share(wider, self._wider)
+        self._take_over()
+        for own in self.owners.owned:
+            trained = self._trained.get(id(own), self._kept[id(own)])
+            for slot in self._optimizer.state.get(own.parameter, {}).values():
+                if isinstance(slot, Tensor) and slot.shape == own.parameter.shape:
+                    slot.mul_(trained)
+
+    def _mask(self) -> None:
+        """Masked weights are zero."""
+        for own in self.owners.owned:
+            if (kept := self._kept.get(id(own))) is not None:
+                own.parameter.mul_(kept)
+
+    def _share(self, new: NewMasks, masks: Masks) -> None:
+        for name in self.owners.shapes:
+            bits = self.owners.share(name, new.get(name))
+            if name in self._held:
+                masks.bits[name] = bits
+        masks.version += 1
+
+    def _take_over(self) -> None:
+        """The masks of this rank's parts, from the bits."""
+        for masks, parts in ((self.masks, self._kept), (self._wider, self._trained)):
+            for own in self.owners.owned:
+                whole = masks.whole(own.name, self.owners.shapes[own.name])
+                if whole is not None:
+                    parts[id(own)] = taken(whole, own)

@@ -1,0 +1,122 @@
+"""What a program hands to the wire, as NumPy sees it: without a copy where it lies on the CPU.
+
+    NumPy arrays                          as they are
+    `__dlpack__` (JAX, torch, CuPy)       on the CPU: the same memory; on another device: a copy on the CPU, which the
+                                          framework itself makes
+    the buffer protocol, `__array__`      the same memory (bytearray, array.array, TensorFlow's eager tensors)
+
+DLPack: https://dmlc.github.io/dlpack/latest/python_spec.html. bfloat16 is NumPy's by the package ml_dtypes, which JAX
+and TensorFlow bring along; DLPack knows it and NumPy does not, so such arrays come by `__array__`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from shoal.comm.shm.core import DTYPES
+from shoal.errors import UsageError
+
+Array = np.ndarray[Any, np.dtype[Any]]
+_CPU = 1  # DLDeviceType
+_AS_PAIRS = {"complex64": "float32", "complex128": "float64"}
+_REAL = ("float16", "bfloat16", "float32", "float64")
+
+
+def as_array(given: Any) -> Array:
+    """`given`, to be read: the same memory where that can be. Raises `UsageError` for what is no array."""
+    if isinstance(given, np.ndarray):
+        return given
+    for look in (_by_dlpack, _by_buffer, _by_array):
+        if (found := look(given)) is not None:
+            return found
+    raise UsageError(
+        f"a {type(given).__name__} is no array: the wire takes NumPy arrays, and what has the buffer protocol, "
+        "`__dlpack__` or `__array__`"
+    )
+
+
+def readable(given: Any) -> Array:
+    """`given` in one piece of memory, row by row; a copy where it is not. Raises `UsageError`."""
+    found = as_array(given)
+    if found.flags.c_contiguous and not found.dtype.hasobject:
+        return found
+    if found.dtype.hasobject:
+        raise UsageError("an array of Python objects cannot be sent: give it a dtype of fixed size")
+    return np.ascontiguousarray(found).reshape(found.shape)
+
+
+def writable(given: Any, *, like: Array, shape: Sequence[int]) -> tuple[Array, Callable[[], object]]:
+    """Memory for a result of `shape` and of the dtype of `like`, and what is to be done when it is there.
+
+    `given` is the caller's `out`, or None: new memory. Raises `UsageError` where `out` cannot hold the result.
+    """
+    if given is None:
+        return np.empty(shape, like.dtype), _nothing
+    target = as_array(given)
+    if target.shape != tuple(shape) or target.dtype != like.dtype:
+        raise UsageError(
+            f"out is {target.dtype} {list(target.shape)}, the result {like.dtype} {list(shape)}: give an array of that "
+            "dtype and shape, or none"
+        )
+    if not target.flags.writeable:
+        raise UsageError(f"out, a {type(given).__name__}, cannot be written: leave it out, and take what is returned")
+    if target.flags.c_contiguous:
+        return target, _nothing
+    flat = np.empty(shape, like.dtype)
+    return flat, lambda: np.copyto(target, flat)
+
+
+def address(array: Array) -> int:
+    """Where its memory begins."""
+    return array.__array_interface__["data"][0]
+
+
+@functools.lru_cache(maxsize=256)
+def reduction_numbers(dtype: np.dtype[Any], op: str) -> int:
+    """The core's number of `dtype` where it is reduced by `op`. Raises `UsageError` where it cannot be."""
+    name = dtype.name
+    if name in _AS_PAIRS and op in ("sum", "avg"):
+        name = _AS_PAIRS[name]
+    elif name in ("uint16", "uint32", "uint64") and op in ("sum", "product"):
+        name = name[1:]  # the same bits
+    if name not in DTYPES or not dtype.isnative or (op == "avg" and name not in _REAL):
+        rule = "a mean is one of floating-point numbers" if op == "avg" else f"the wire reduces {', '.join(DTYPES)}"
+        raise UsageError(f"{dtype} cannot be reduced by {op!r}: {rule}; convert the array")
+    return DTYPES[name]
+
+
+def _by_dlpack(given: Any) -> Array | None:
+    if not hasattr(given, "__dlpack__") or "bfloat16" in str(getattr(given, "dtype", "")):
+        return None
+    try:
+        if given.__dlpack_device__()[0] == _CPU:
+            return np.from_dlpack(given)
+        return np.from_dlpack(given, device="cpu")
+    except (BufferError, RuntimeError, TypeError, ValueError):  # such as a tensor that requires its gradient
+        if hasattr(given, "__array__"):
+            return None
+        raise
+
+
+def _by_buffer(given: Any) -> Array | None:
+    try:
+        return np.asarray(memoryview(given))
+    except (BufferError, TypeError, ValueError):
+        return None
+
+
+def _by_array(given: Any) -> Array | None:
+    if not hasattr(given, "__array__"):
+        return None
+    try:
+        return np.asarray(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"a {type(given).__name__} gives no array ({error}): copy it to the CPU first") from None
+
+
+def _nothing() -> None:
+    """The result is where it should be."""

@@ -1,0 +1,344 @@
+"""`Tcp`: ranks on several hosts, each with one connection to every other.
+
+    reduce         each rank is given one part of the vector by all others, sums it from left to right in rank order,
+                   and (all-reduce) gives it to all: each of n ranks sends 2 (n-1)/n S, the least that there is
+                   (Patarasuk and Yuan, JPDC 69(2), 2009), in two steps instead of a ring's 2 (n-1)
+    others         direct
+
+A frame is a head (operation, tag, bytes) and its content. Both ends of a connection have proved that they know the
+job's token (`launch.handshake`); the content is neither encrypted nor interpreted. A rank takes in whatever arrives
+while it sends, so that two ranks may send to each other at once.
+
+Sums have the bits that shared memory gives: 16-bit floats are summed in float32 and rounded once.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shoal.comm.ledger import Sent
+from shoal.comm.shm.core import Kind
+from shoal.errors import CollectiveError, EnvironmentFault
+from shoal.launch import frames, handshake, sockets
+from shoal.wire.arrays import Array, reduction_numbers
+from shoal.wire.board import StoreBoard
+
+SERVICE = b"wire"
+"""What the key of these connections is derived for (`handshake.key_for`)."""
+MOST_MESSAGE_BYTES = 1 << 36
+ONE_SHOT_BYTES = 4096
+"""Up to so many, each rank sends its whole vector to all: one step instead of two."""
+_HEAD = struct.Struct("!BqQ")
+_LOOK_S = 0.1
+_SENDABLE, _ARRIVED = select.POLLOUT, select.POLLIN | select.POLLHUP | select.POLLERR
+_SHORT = ("float16", "bfloat16")
+
+
+class _Head(NamedTuple):
+    kind: int
+    tag: int
+    size: int
+
+
+class _Peer:
+    """One connection: what is still to be sent, what is arriving, and what arrived before it was asked for."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self.connection = connection
+        self.outgoing: deque[memoryview] = deque()
+        self.head = bytearray()
+        self.arriving: tuple[_Head, memoryview, int] | None = None
+        self.stash: defaultdict[tuple[int, int], deque[memoryview]] = defaultdict(deque)
+        self.over = False
+        self.asked: dict[tuple[int, int], memoryview] = {}
+
+
+class Tcp:
+    """Blocks until all ranks have made it. `hosts` are theirs, in rank order; `address` is this host's own, which the
+    others can reach.
+
+    All methods take arrays in one piece, say what they sent, and raise `CollectiveError` where a rank is gone, late or
+    calls something else.
+    """
+
+    def __init__(
+        self, board: StoreBoard, rank: int, hosts: Sequence[str], *, address: str, token: bytes
+    ) -> None:  # fmt: skip
+        self.rank, self.size, self._timeout_s = rank, (size := len(hosts)), board.timeout_s
+        self._hosts = tuple(hosts)
+        self._calls = 0
+        key = handshake.key_for(token, SERVICE)
+        with sockets.listen_at(address, 0, one_host=True) as listener:
+            here = f"{address} {listener.getsockname()[1]}"
+            doors = board.all_gather("doors", here, rank=rank, ranks=range(size))
+            self._peers = {q: _Peer(_knock(doors[q], rank, q, key)) for q in range(rank)}
+            self._peers |= _let_in(listener, rank, size, key, timeout_s=board.timeout_s)
+        self._poll = select.poll()
+        self._by_descriptor = {peer.connection.fileno(): q for q, peer in self._peers.items()}
+
+    def close(self) -> None:
+        """Ends all connections."""
+        for peer in self._peers.values():
+            peer.connection.close()
+
+    def all_reduce(self, send: Array, receive: Array, op: str) -> Sent:
+        reduction_numbers(send.dtype, op)
+        if send.nbytes <= ONE_SHOT_BYTES:
+            everyone = np.empty((self.size, *send.shape), send.dtype)
+            sent = self.all_gather(send, everyone, kind=Kind.ALL_REDUCE)
+            combine(list(everyone), op, out=receive)
+            return sent
+        parts = _parts(send.reshape(-1), self.size)
+        sent = self._reduced(parts, out := np.empty_like(parts[self.rank]), op, Kind.ALL_REDUCE)
+        into = _parts(receive.reshape(-1), self.size)
+        into[self.rank][...] = out
+        again = self._exchange([out] * self.size, into, Kind.ALL_REDUCE)
+        return Sent(sent.inside_bytes + again.inside_bytes, sent.between_bytes + again.between_bytes)
+
+    def reduce_scatter(self, send: Array, receive: Array, op: str) -> Sent:
+        reduction_numbers(send.dtype, op)
+        parts = list(send.reshape(self.size, -1))
+        return self._reduced(parts, receive.reshape(-1), op, Kind.REDUCE_SCATTER)
+
+    def all_gather(self, send: Array, receive: Array, *, kind: Kind = Kind.ALL_GATHER) -> Sent:
+        blocks = list(receive.reshape(self.size, -1))
+        blocks[self.rank][...] = send.reshape(-1)
+        return self._exchange([send] * self.size, blocks, kind)
+
+    def broadcast(self, array: Array, root: int) -> Sent:
+        return self._move(
+            dict.fromkeys(self._peers, array) if self.rank == root else {},
+            {} if self.rank == root else {root: array}, Kind.BROADCAST, self._next(),
+        )  # fmt: skip
+
+    def all_to_all(self, send: Sequence[Array], receive: Sequence[Array]) -> Sent:
+        if receive[self.rank].nbytes != send[self.rank].nbytes:
+            raise CollectiveError(f"rank {self.rank} sends itself {send[self.rank].nbytes} bytes and expects others")
+        receive[self.rank].reshape(-1)[...] = send[self.rank].reshape(-1)
+        return self._exchange(send, receive, Kind.ALL_TO_ALL)
+
+    def barrier(self) -> Sent:
+        nothing = np.empty(0, np.uint8)
+        return self._exchange([nothing] * self.size, [nothing] * self.size, Kind.BARRIER)
+
+    def send(self, array: Array, to: int, tag: int) -> Sent:
+        return self._move({to: array}, {}, Kind.SEND, tag)
+
+    def receive(self, array: Array, source: int, tag: int) -> Sent:
+        return self._move({}, {source: array}, Kind.SEND, tag)
+
+    def _reduced(self, parts: Sequence[Array], out: Array, op: str, kind: Kind) -> Sent:
+        """This rank's part of the sum, into `out`."""
+        mine = [np.empty_like(out) for _ in range(self.size)]
+        mine[self.rank] = parts[self.rank]
+        sent = self._exchange(parts, mine, kind)
+        combine(mine, op, out=out)
+        return sent
+
+    def _exchange(self, send: Sequence[Array], receive: Sequence[Array], kind: Kind) -> Sent:
+        """`send[q]` to every other rank q, `receive[q]` from it."""
+        return self._move({q: send[q] for q in self._peers}, {q: receive[q] for q in self._peers}, kind, self._next())
+
+    def _next(self) -> int:
+        self._calls += 1
+        return self._calls
+
+    def _move(self, send: Mapping[int, Array], receive: Mapping[int, Array], kind: Kind, tag: int) -> Sent:
+        """Sends and receives until both are done; the bytes that were sent."""
+        key, end_s = (min(kind, Kind.SEND), tag), time.monotonic() + self._timeout_s
+        for rank, array in receive.items():
+            self._ask(rank, key, _bytes_of(array))
+        for rank, array in send.items():
+            content = _bytes_of(array)
+            self._peers[rank].outgoing += (memoryview(_HEAD.pack(kind, tag, len(content))), content)
+        while late := self._unfinished(send, receive, key):
+            if (gone := next((rank for rank in late if self._peers[rank].over), None)) is not None:
+                raise CollectiveError(f"Connection closed by peer: rank {gone} of the group is gone")
+            if not self._wait(end_s) and time.monotonic() > end_s:
+                raise CollectiveError(
+                    f"TCP: Timed out after {self._timeout_s:g} s waiting for rank {late[0]} of the group"
+                )
+        inside = sum(array.nbytes for rank, array in send.items() if self._hosts[rank] == self._hosts[self.rank])
+        return Sent(inside, sum(array.nbytes for array in send.values()) - inside)
+
+    def _ask(self, rank: int, key: tuple[int, int], memory: memoryview) -> None:
+        peer = self._peers[rank]
+        if (waiting := peer.stash.get(key)) is None:
+            peer.asked[key] = memory
+            return
+        content = waiting.popleft()
+        if not waiting:
+            del peer.stash[key]
+        self._check_size(rank, len(content), len(memory))
+        memory[:] = content
+
+    def _unfinished(self, send: Mapping[int, Array], receive: Mapping[int, Array], key: tuple[int, int]) -> list[int]:
+        late = [rank for rank in receive if key in self._peers[rank].asked]
+        return late or [rank for rank in send if self._peers[rank].outgoing]
+
+    def _wait(self, end_s: float) -> bool:
+        """Moves what can be moved; whether anything could."""
+        for descriptor, rank in self._by_descriptor.items():
+            peer = self._peers[rank]
+            if not peer.over:
+                self._poll.register(descriptor, select.POLLIN | (_SENDABLE if peer.outgoing else 0))
+        ready = self._poll.poll(1000 * min(_LOOK_S, max(0.0, end_s - time.monotonic())))
+        for descriptor, events in ready:
+            self._serve(self._by_descriptor[descriptor], events)
+        return bool(ready)
+
+    def _serve(self, rank: int, events: int) -> None:
+        peer = self._peers[rank]
+        try:
+            if events & _SENDABLE:
+                _push(peer)
+            if events & _ARRIVED:
+                self._pull(rank)
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            peer.over = True  # it may have ended after its last call
+            self._poll.unregister(peer.connection.fileno())
+
+    def _pull(self, rank: int) -> None:
+        """Takes in what has arrived from `rank`, into the memory that was asked for, or aside."""
+        peer = self._peers[rank]
+        while True:
+            if peer.arriving is None:
+                peer.head += self._read(rank, _HEAD.size - len(peer.head)) or b""
+                if len(peer.head) < _HEAD.size:
+                    return
+                peer.arriving, peer.head = self._begun(rank, _Head(*_HEAD.unpack(peer.head))), bytearray()
+            head, memory, done = peer.arriving
+            while done < head.size:
+                try:
+                    count = peer.connection.recv_into(memory[done:])
+                except BlockingIOError:
+                    peer.arriving = (head, memory, done)
+                    return
+                if count == 0:
+                    raise EOFError
+                done += count
+            self._arrived(peer, head, memory)
+
+    def _begun(self, rank: int, head: _Head) -> tuple[_Head, memoryview, int]:
+        key = (min(head.kind, Kind.SEND), head.tag)
+        if head.size > MOST_MESSAGE_BYTES or head.kind > Kind.SEND:
+            raise CollectiveError(
+                f"rank {rank} sends what is no message of the wire: run one version of Shoal everywhere"
+            )
+        if (memory := self._peers[rank].asked.get(key)) is not None:
+            self._check_size(rank, head.size, len(memory))
+            return head, memory, 0
+        others = [kind for kind, tag in self._peers[rank].asked if tag == head.tag and kind != Kind.SEND]
+        if head.kind != Kind.SEND and others:
+            raise CollectiveError(
+                f"rank {self.rank} called {Kind(others[0]).name.lower()}, rank {rank} of the group "
+                f"{Kind(head.kind).name.lower()}: all ranks must make the same calls in the same order"
+            )
+        return head, memoryview(bytearray(head.size)), 0
+
+    def _arrived(self, peer: _Peer, head: _Head, memory: memoryview) -> None:
+        key = (min(head.kind, Kind.SEND), head.tag)
+        if peer.asked.get(key) is memory:
+            del peer.asked[key]
+        elif key in peer.asked:  # asked for while it arrived
+            peer.asked.pop(key)[:] = memory
+        else:
+            peer.stash[key].append(memory)
+        peer.arriving = None
+
+    def _read(self, rank: int, count: int) -> bytes | None:
+        try:
+            found = self._peers[rank].connection.recv(count)
+        except BlockingIOError:
+            return None
+        if not found:
+            raise EOFError
+        return found
+
+    def _check_size(self, rank: int, theirs: int, ours: int) -> None:
+        if theirs != ours:
+            raise CollectiveError(f"rank {rank} of the group sends {theirs} bytes, rank {self.rank} expects {ours}")
+
+
+def combine(arrays: Sequence[Array], op: str, *, out: Array) -> None:
+    """The reduction of `arrays`, from left to right, as the core in C makes it."""
+    if out.dtype.kind == "c":  # two numbers each, for the core too
+        real = np.dtype(f"f{out.dtype.itemsize // 2}")
+        combine([array.reshape(-1).view(real) for array in arrays], op, out=out.reshape(-1).view(real))
+        return
+    wide = np.float32 if out.dtype.name in _SHORT else out.dtype
+    total = arrays[0].astype(wide)
+    for array in arrays[1:]:
+        _REDUCTIONS[op](total, array.astype(wide, copy=False), out=total)
+    if op == "avg":
+        np.divide(total, len(arrays), out=total)
+    out.reshape(total.shape)[...] = total.astype(out.dtype)
+
+
+_REDUCTIONS = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum, "product": np.multiply}
+
+
+def _parts(flat: Array, count: int) -> list[Array]:
+    """As equal as can be; views."""
+    return np.array_split(flat, count)
+
+
+def _bytes_of(array: Array) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data if array.size else memoryview(bytearray())
+
+
+def _push(peer: _Peer) -> None:
+    while peer.outgoing:
+        try:
+            sent = peer.connection.sendmsg(list(peer.outgoing)[:8])
+        except BlockingIOError:
+            return
+        while peer.outgoing and sent >= len(peer.outgoing[0]):
+            sent -= len(peer.outgoing.popleft())
+        if sent:
+            peer.outgoing[0] = peer.outgoing[0][sent:]
+
+
+def _knock(door: str, rank: int, other: int, key: bytes) -> socket.socket:
+    address, _, port = door.partition(" ")
+    try:
+        connection = sockets.connected(address, int(port))
+        handshake.shake_hands(connection, key, which=f"the token of this job, as rank {other} has it")
+        connection.sendall(rank.to_bytes(4, "big"))
+    except (OSError, frames.FrameError) as error:
+        raise EnvironmentFault(
+            f"rank {rank} cannot connect to rank {other} at {address}:{port} ({error}): see whether it runs, and "
+            "whether a firewall is between the hosts"
+        ) from None
+    return connection
+
+
+def _let_in(listener: socket.socket, rank: int, size: int, key: bytes, *, timeout_s: float) -> dict[int, _Peer]:
+    """The connections of all higher ranks. Who does not know the token is let go."""
+    found: dict[int, _Peer] = {}
+    end_s = time.monotonic() + timeout_s
+    while missing := [q for q in range(rank + 1, size) if q not in found]:
+        if not sockets.readable(listener, max(0.0, end_s - time.monotonic())):
+            raise CollectiveError(
+                f"rank {rank} waited {timeout_s:g} s for a connection of rank {missing[0]}: see its log"
+            )
+        connection, _ = listener.accept()
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(handshake.ANSWER_S)
+        try:
+            if handshake.admit_one(connection, key) and (other := int.from_bytes(connection.recv(4), "big")) in missing:
+                found[other] = _Peer(connection)
+                continue
+        except (OSError, frames.FrameError):
+            pass
+        connection.close()
+    return found

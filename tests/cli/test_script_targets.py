@@ -1,0 +1,129 @@
+"""Verbs that take a script in the place of a run file: submit, profile, rehearse."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.script_target import command_of_script
+from shoal.errors import UsageError, UserCodeError
+from shoal.launch.own_script import DESCRIBES, KEYS, divided
+from shoal.submit.job import Resources, job_of
+from tests.waiting import HANG_S
+
+HEAD = """
+import sys
+import shoal, torch
+from torch import nn
+torch.manual_seed(0)
+steps = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+x = torch.randn(256, 8)
+train = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+"""
+TRAIN = """
+config = {"run": {"name": "taken", "steps": steps, "processes": 2}, "batch": {"global_samples": 16}}
+shoal.train(config, model=model, data=train)
+"""
+START = """
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+run = shoal.start(
+    {"run": {"name": "kept", "processes": 2}}, model=model, optimizer=optimizer, data=train, batch_samples=16,
+    steps=steps,
+)
+for x, y in run.batches():
+    run.backward(nn.functional.cross_entropy(run.model(x), y))
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def script_in(folder: Path, body: str) -> Path:
+    (folder / "mine.py").write_text(HEAD + body)
+    return folder / "mine.py"
+
+
+def test_keys_are_told_from_a_script_s_own_arguments() -> None:
+    given = ["run.steps=5", "--epochs", "3", "lr=0.1", "data.files=['a']", "optimizer.groups.*.lr=1"]
+    keys, own = divided(given)
+    assert keys == ["run.steps=5", "data.files=['a']", "optimizer.groups.*.lr=1"]
+    assert own == ["--epochs", "3", "lr=0.1"]
+
+
+@pytest.mark.parametrize(("body", "name"), [(TRAIN, "taken"), (START, "kept")])
+def test_a_script_says_which_run_it_trains_and_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, name: str
+) -> None:
+    """With keys on top and its own arguments, whichever loop it has; nothing is left behind in this process."""
+    monkeypatch.chdir(tmp_path)
+    argv = sys.argv
+    found = command_of_script(script_in(tmp_path, body), ["batch.global_samples=32", "70"])
+    assert found is not None
+    assert (found.run_file.run.name, found.run_file.run.steps) == (name, 70)
+    assert found.run_file.batch.global_samples == 32
+    assert found.arguments == ("70",)
+    assert json.loads(found.environ[KEYS]) == ["batch.global_samples=32"]
+    assert not (tmp_path / "runs").exists()
+    assert not {KEYS, DESCRIBES} & set(os.environ)
+    assert sys.argv is argv
+
+
+def test_a_job_runs_the_script_on_every_host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = command_of_script(script_in(tmp_path, TRAIN), [])
+    assert found is not None
+    from dataclasses import replace
+
+    job = replace(job_of(found.run_file, Resources(1, 2), file="mine.py", folder=tmp_path), script=("mine.py", "70"))
+    *_, launch, ranks, two, directory, _, script, argument = job.host_command("unused", directory="D", python="python")
+    assert (launch, ranks, two, directory) == ("launch", "--ranks-per-node", "2", "--directory")
+    assert (script, argument) == ("mine.py", "70")
+
+
+def test_a_script_without_a_call_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserCodeError, match=r"mine\.py was run again, and came to its end without the call"):
+        command_of_script(script_in(tmp_path, ""), [])
+    with pytest.raises(UsageError, match="is missing"):
+        command_of_script(tmp_path / "absent.py", [])
+    assert command_of_script(tmp_path / "run.toml", []) is None
+
+
+def shoal(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "shoal", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG_S)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("body", [TRAIN, START])
+def test_a_script_is_profiled(tmp_path: Path, body: str) -> None:
+    """Its own steps, on every rank; its run directory is not touched."""
+    script_in(tmp_path, body)
+    done = shoal(tmp_path, "profile", "mine.py", "--steps", "8", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    for rank in found["ranks"]:
+        assert rank["step_s"] > 0
+        assert 0 < rank["communication_s"] < rank["step_s"]
+    assert "AdamW" in (tmp_path / "profile.json").read_text()
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("body", [TRAIN, START])
+def test_a_script_is_rehearsed(tmp_path: Path, body: str) -> None:
+    """A kill in a collective, and before and after an update: it ends as the undisturbed run does, to the bit."""
+    script_in(tmp_path, body)
+    done = shoal(tmp_path, "rehearse", "mine.py", "--faults", "rank,optimizer", "--only", "kill", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert len(rows) == 7
+    assert [(row["state"], row["kept"], row["struck_step"] is not None) for row in rows] == [
+        ("bitwise", True, True)
+    ] * 7
+    assert not (tmp_path / "runs").exists()

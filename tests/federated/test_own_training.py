@@ -1,0 +1,158 @@
+"""`shoal.federate` with a script's own training and evaluation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+import shoal
+from shoal.errors import ConfigError, UsageError, UserCodeError
+from tests.ports import free_port
+from tests.waiting import HANG_S
+
+SAMPLES = 60
+
+
+def tables(folder: Path, **federated: Any) -> dict[str, Any]:
+    return {
+        "run": {"name": "own", "steps": 4, "directory": str(folder / "own")},
+        "batch": {"global_samples": SAMPLES},
+        "optimizer": {"kind": "sgd", "lr": 0.2, "weight_decay": 0.0, "clip_norm": None},
+        "schedule": {"kind": "constant", "warmup_steps": 0},
+        "federated": {"kind": "fedavg", "clients": 5, "local_steps": 1, **federated},
+    }
+
+
+def data() -> torch.utils.data.TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 6, generator=generator)
+    return torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def one_step(module: nn.Module, samples: Any, *, round: int, lr: float) -> dict[str, float]:
+    """A step of gradient descent on all of the client's samples, by PyTorch's optimizer."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=lr)
+    pairs = [samples[index] for index in range(len(samples))]
+    loss = F.cross_entropy(module(torch.stack([x for x, _ in pairs])), torch.stack([y for _, y in pairs]))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"loss": float(loss.detach()), "steps": 1}
+
+
+def accuracy(module: nn.Module) -> dict[str, float]:
+    x, y = data().tensors
+    return {"accuracy": float((module(x).argmax(1) == y).float().mean())}
+
+
+def test_an_own_training_function_is_the_local_steps(tmp_path: Path) -> None:
+    """A full-batch step of PyTorch's SGD, and Shoal's of the same batch: one model, one report."""
+    config = tables(tmp_path, local_steps=None, local_epochs=1)
+    shoals = shoal.federate(config, model=model, data=data(), evaluate=accuracy)
+    whole = load_file(tmp_path / "own" / "model.safetensors")
+    own = shoal.federate(config, model=model, data=data(), train=one_step, evaluate=accuracy)
+    found = load_file(tmp_path / "own" / "model.safetensors")
+    assert shoals is not None
+    assert own is not None
+    for name, weight in whole.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
+    rows = own["rounds"]
+    assert len(rows) == 4
+    for row, other in zip(rows, shoals["rounds"], strict=True):
+        assert row["values"]["loss/train"] == pytest.approx(other["values"]["loss/train"], rel=1e-5)
+        assert row["values"]["accuracy"] == other["values"]["accuracy"]
+
+
+def test_what_an_own_function_draws_repeats_itself(tmp_path: Path) -> None:
+    def noisy(module: nn.Module, samples: Any, *, round: int, lr: float) -> None:
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.1)
+
+    found = []
+    for _ in range(2):
+        shoal.federate(tables(tmp_path), model=model, data=data(), train=noisy)
+        found.append(load_file(tmp_path / "own" / "model.safetensors"))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.parametrize(
+    ("returns", "said"),
+    [
+        ("fine", "train returned 'fine': return numbers by name"),
+        ({"steps": 0}, "steps = 0"),
+        ({"a": float("nan")}, "nan"),
+    ],
+)
+def test_what_a_training_function_must_not_return(returns: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserCodeError, match=said):
+        shoal.federate(tables(tmp_path), model=model, data=data(), train=lambda *a, **k: returns)
+
+
+@pytest.mark.parametrize("kind", ["scaffold", "feddyn", "fedprox"])
+def test_a_strategy_with_corrections_is_refused(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="corrects each local step, which an own train function does not know of"):
+        shoal.federate(tables(tmp_path, kind=kind), model=model, data=data(), train=one_step)
+
+
+def test_a_configuration_without_clients_is_refused(tmp_path: Path) -> None:
+    config = {name: table for name, table in tables(tmp_path).items() if name != "federated"}
+    with pytest.raises(UsageError, match="no table \\[federated\\]"):
+        shoal.federate(config, model=model, data=data())
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+sys.path.insert(0, ROOT)
+import shoal
+from tests.federated.test_own_training import accuracy, data, model, one_step, tables
+
+folder, port, name = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+certificates = folder / "certificates"
+if name == "server":
+    role = shoal.FederatedServer(certificates, port=port)
+else:
+    part = int(name.removeprefix("c"))
+    role = shoal.FederatedClient(f"127.0.0.1:{port}", certificates, name, part=part)
+config = tables(folder, local_steps=None, local_epochs=1, clients=2)
+shoal.federate(config, model=model, data=data(), train=one_step, evaluate=accuracy, role=role)
+"""
+
+
+@pytest.mark.stress
+def test_server_and_clients_by_a_script(tmp_path: Path) -> None:
+    """Over TLS on loopback: the weights of the simulation."""
+    from shoal.federated.transport.enrol import enrol
+
+    enrol(tmp_path / "certificates", names=["c0", "c1"], hosts=["127.0.0.1"], days=1)
+    (tmp_path / "script.py").write_text(SCRIPT.replace("ROOT", repr(str(Path(__file__).parents[2]))))
+    port = free_port()
+    parts = [
+        subprocess.Popen([sys.executable, str(tmp_path / "script.py"), str(tmp_path), str(port), name])
+        for name in ("server", "c0", "c1")
+    ]
+    try:
+        assert [part.wait(HANG_S) for part in parts] == [0, 0, 0]
+    finally:
+        for part in parts:
+            part.kill()
+    found = load_file(tmp_path / "own" / "model.safetensors")
+    config = tables(tmp_path / "simulated", local_steps=None, local_epochs=1, clients=2)
+    shoal.federate(config, model=model, data=data(), train=one_step)
+    wanted = load_file(tmp_path / "simulated" / "own" / "model.safetensors")
+    for name, weight in wanted.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,174 @@
+"""Adapters: a frozen model computes what it did, learns by few parameters, and is exported without them."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from shoal.checkpoint.inspect import export, weights_of
+from shoal.errors import ConfigError
+from shoal.models.adapter_config import AdapterConfig, BitFit, Bottleneck, DoRA, LoRA
+from shoal.models.adapters import adapt, is_adapter, merged
+from shoal.models.build import initialise
+from shoal.models.config import GPTConfig
+from shoal.models.gpt import GPT
+from shoal.models.roles import ZEROS, Role, role_of, roles_of
+from tests.assembly.training_ranks import trained as taken
+from tests.sparsity.test_freezing import BASE, LAYOUTS, SUM_ORDER
+from tests.sync.steps import SGD, gap, train
+from tests.verification.layouts import corpus, verified
+
+KINDS: dict[str, AdapterConfig] = {
+    "lora": LoRA(rank=3),
+    "dora": DoRA(rank=3, alpha=2.0),
+    "bottleneck": Bottleneck(width=5, layers=("*.output", "*.down")),
+}
+TABLES: dict[str, dict[str, Any]] = {
+    "lora": {"kind": "lora", "rank": 2},
+    "dora": {"kind": "dora", "rank": 2, "layers": ["*.query", "*.value"]},
+    "bottleneck": {"kind": "bottleneck", "width": 4, "layers": ["*.output"], "train": ["*norm*"]},
+}
+
+
+def small_gpt(adapter: AdapterConfig | None = None) -> GPT:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(vocabulary=31, layers=2, width=16, heads=2))
+        if adapter is not None:
+            adapt(model, adapter)
+    initialise(model, seed=3, device="cpu", dtype=torch.float64)
+    return model
+
+
+@pytest.fixture
+def tokens() -> Tensor:
+    return torch.randint(0, 31, (3, 8), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def learnt(model: nn.Module) -> None:
+    """Gives adapters other numbers than their first."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_computes_what_it_did_before_its_adapters_learn(kind: str, tokens: Tensor) -> None:
+    plain, adapted = small_gpt(), small_gpt(KINDS[kind])
+    assert torch.allclose(adapted(tokens), plain(tokens), rtol=1e-12)
+    learnt(adapted)
+    assert not torch.allclose(adapted(tokens), plain(tokens), rtol=1e-3)
+    assert all(is_adapter(name) == p.requires_grad for name, p in adapted.named_parameters())
+    assert all(not role.decay for name, role in roles_of(adapted).items() if is_adapter(name))
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_merged_weights_compute_what_the_adapted_model_does(kind: str, tokens: Tensor) -> None:
+    adapted, plain = small_gpt(KINDS[kind]), small_gpt()
+    learnt(adapted)
+    plain.load_state_dict(merged(adapted.state_dict(), KINDS[kind]))
+    assert torch.allclose(plain(tokens), adapted(tokens), rtol=1e-10)
+
+
+def test_a_lora_layer_is_its_equation() -> None:
+    layer = nn.Linear(4, 3, dtype=torch.float64)
+    x = torch.randn(2, 4, dtype=torch.float64)
+    model = nn.Sequential(layer)
+    adapt(model, LoRA(rank=2, alpha=3.0))
+    with torch.no_grad():
+        for parameter in (model[0].lora_a, model[0].lora_b):
+            parameter.normal_(generator=torch.Generator().manual_seed(2))
+    wanted = x @ (layer.weight + 1.5 * model[0].lora_b @ model[0].lora_a).T + layer.bias
+    assert torch.allclose(model(x), wanted)
+
+
+def test_a_run_begins_with_weights_of_a_model_without_adapters(ranks, tmp_path: Path) -> None:
+    """`run.warm_start` fills what is frozen; `shoal checkpoint export` writes a model without adapters."""
+    corpus(tmp_path)
+    ranks(1, train, BASE | SGD, str(tmp_path), 0, 3, "base")
+    adapted = BASE | SGD | {"adapter": TABLES["lora"], "run": {"warm_start": str(tmp_path / "base")}}
+    ranks(1, taken, adapted, str(tmp_path), 4)
+    export(tmp_path / "run", tmp_path / "merged.safetensors", change=partial(merged, config=LoRA(rank=2)))
+    base, found = weights_of(tmp_path / "base"), load_file(tmp_path / "merged.safetensors")
+    assert found.keys() == base.keys()
+    assert torch.equal(found["embedding.weight"], base["embedding.weight"])
+    assert not torch.equal(found["blocks.0.attention.query.weight"], base["blocks.0.attention.query.weight"])
+
+
+def test_bitfit_trains_biases_alone() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    adapt(model, BitFit(train=("1.weight",)))
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["0.bias", "1.weight"]
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (LoRA(layers=("*.q_proj",)), r'"\*.q_proj" matches no nn.Linear'),
+        (LoRA(train=("classifier",)), '"classifier" matches no parameter'),
+        (BitFit(), "this model has no biases"),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused(config: AdapterConfig, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        adapt(nn.Sequential(nn.Linear(2, 2, bias=False)), config)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("adapted")
+    corpus(folder)
+    return folder
+
+
+@pytest.mark.matrix(every=4)
+@pytest.mark.parametrize("layout", ["replicate", "ZeRO-1", "ZeRO-3", "pipeline"])
+@pytest.mark.parametrize("kind", TABLES)
+def test_every_layout_trains_adapters_as_one_process(ranks, folder: Path, kind: str, layout: str) -> None:
+    world, tables = LAYOUTS[layout]
+    adapted = BASE | SGD | {"adapter": TABLES[kind]}
+    wanted = ranks(1, train, adapted, str(folder))[0]
+    found = ranks(world, train, adapted | tables, str(folder))[0]
+    assert found.weights.keys() == wanted.weights.keys()
+    for name, tensor in wanted.weights.items():
+        torch.testing.assert_close(found.weights[name], tensor, rtol=SUM_ORDER, atol=SUM_ORDER)
+    verdict, *_ = ranks(world, verified, adapted | tables, str(folder), False, 2)
+    assert verdict["holds"], verdict["sentence"]
+
+
+def test_a_foreign_model_gets_adapters_too(ranks, folder: Path) -> None:
+    """A user's module, built with its own first values; its adapters are those of its name and seed in every layout."""
+    model = {"kind": "python", "build": "tests.sparsity.test_adapters:small_classifier"}
+    data = {"kind": "python", "build": "tests.sparsity.test_training:random_classes"}
+    tables = BASE | {"model": model, "data": data, "adapter": {"kind": "lora", "rank": 2}}
+    wanted = ranks(1, train, tables, str(folder))[0]
+    found = ranks(2, train, tables | LAYOUTS["ZeRO-3"][1], str(folder))[0]
+    assert {"model/0.lora_a", "model/2.lora_b"} <= wanted.state.keys()
+    assert gap(found.weights, wanted.weights) < SUM_ORDER
+
+
+class DeclaresAll(nn.Sequential):
+    """A model that has a role for each of its parameters by name, adapters included, as those of transformers do."""
+
+    def parameter_roles(self) -> dict[str, Role]:
+        return {name: Role("replicated", None, decay=True) for name, _ in self.named_parameters()}
+
+
+def test_a_layer_knows_its_adapter_better_than_its_model() -> None:
+    model = DeclaresAll(nn.Linear(4, 3))
+    adapt(model, LoRA(rank=2))
+    roles = roles_of(model)
+    assert roles["0.lora_b"].init == ZEROS
+    assert roles["0.weight"].init is None
+    assert role_of(model, "0.lora_b") == roles["0.lora_b"]
+
+
+def small_classifier() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 61))

@@ -1,0 +1,204 @@
+"""Layers that are not trained: what they keep, send and compute, in every layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.errors import ConfigError
+from shoal.memory.tracker import measured_activation_bytes
+from shoal.models.config import GPTConfig
+from shoal.models.gpt import GPT
+from shoal.sparsity.freeze_config import FreezeByProgress, FreezeConfig, FreezeLater
+from shoal.sparsity.freezing import Plasticity, blocks_of, freeze, frozen_by_schedule, matches
+from tests.assembly.journey import Leg, travel
+from tests.sync.steps import ADAM, Trained, gap, train
+from tests.verification.layouts import corpus, verified
+
+SMALL = {"kind": "gpt", "vocabulary": 61, "layers": 4, "width": 16, "heads": 2, "feed_forward_width": 24}
+BASE = ADAM | {"model": SMALL}
+HALF = {"freeze": {"layers": ["embedding", "blocks.0", "blocks.1"]}}
+WINDOW = {"freeze": {"later": [{"layers": ["embedding", "blocks.0"], "at": 4, "until": 8}]}}
+PROGRESS = {"freeze": {"progress": {"every": 1, "below": 0.9, "patience": 1}}}
+SUM_ORDER = 1e-8
+"""Weights in float64 after 12 steps of AdamW, relative. Moments that begin anew amplify: 1e-9 was seen, else 1e-12."""
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "replicate": (2, {"layout": {"replicate": 2}}),
+    "ZeRO-1": (2, {"layout": {"shard": 2}, "memory": {"zero": 1}}),
+    "ZeRO-2": (2, {"layout": {"shard": 2}, "memory": {"zero": 2}}),
+    "ZeRO-3": (2, {"layout": {"shard": 2}}),
+    "tensor": (2, {"layout": {"tensor": 2}}),
+    "pipeline": (2, {"layout": {"pipeline": 2}}),
+}
+FROZEN = {"half": HALF, "window": WINDOW, "progress": PROGRESS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("frozen")
+    corpus(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(ranks, folder: Path) -> dict[str, Trained]:
+    """Twelve steps of one process."""
+    return {kind: ranks(1, train, BASE | tables, str(folder))[0] for kind, tables in FROZEN.items()}
+
+
+@pytest.mark.matrix(every=4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", FROZEN)
+def test_every_layout_trains_as_one_process(
+    ranks, folder: Path, alone: dict[str, Trained], kind: str, layout: str
+) -> None:
+    world, tables = LAYOUTS[layout]
+    found = ranks(world, train, BASE | FROZEN[kind] | tables, str(folder))[0]
+    assert found.state.keys() == alone[kind].state.keys()
+    assert gap(found.weights, alone[kind].weights) < SUM_ORDER
+
+
+def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:
+    return {name for name, tensor in after.items() if not torch.equal(before[name], tensor)}
+
+
+def test_what_is_frozen_stays_and_has_no_state(ranks, folder: Path, alone: dict[str, Trained]) -> None:
+    frozen = ("embedding", "blocks.0.", "blocks.1.")
+    first = ranks(1, train, BASE, str(folder), 0, 0)[0].weights
+    after = alone["half"]
+    assert moved(first, after.weights) == {n for n in first if not n.removeprefix("model/").startswith(frozen)}
+    assert not any(name.split("/", 2)[2].startswith(frozen) for name in after.state if name.startswith("optimizer/"))
+
+
+def test_half_a_model_sends_half_of_its_gradients(ranks, folder: Path) -> None:
+    """From the start, and while a schedule freezes it; the masks of neither cost an index on the wire."""
+    tables = BASE | LAYOUTS["replicate"][1]
+    every = ranks(2, train, tables, str(folder), 0, 6)[0].sent[-1]
+    half = ranks(2, train, tables | HALF, str(folder), 0, 6)[0].sent[-1]
+    later = {"freeze": {"later": [{"layers": HALF["freeze"]["layers"], "at": 4}]}}
+    scheduled = ranks(2, train, tables | later, str(folder), 0, 6)[0].sent
+    assert half / every == pytest.approx(0.5, abs=0.05)
+    assert scheduled[-1] == pytest.approx(half, rel=0.01)
+    assert scheduled[2] == pytest.approx(every, rel=0.01)
+
+
+def test_frozen_blocks_keep_no_activations() -> None:
+    """What is saved is that of a model of the trained blocks alone, to the byte."""
+    tokens = torch.zeros(2, 16, dtype=torch.int64)
+
+    def kept(layers: int, frozen: tuple[str, ...]) -> int:
+        model = GPT(GPTConfig(vocabulary=61, layers=layers, width=16, heads=2))
+        if frozen:
+            freeze(model, FreezeConfig(layers=frozen))
+        return measured_activation_bytes(lambda: model(tokens))
+
+    two, four = kept(2, ("embedding",)), kept(4, ())
+    assert kept(4, ("embedding", "blocks.0", "blocks.1")) == two
+    assert two < 0.6 * four
+
+
+def test_a_schedule_freezes_and_thaws(ranks, folder: Path) -> None:
+    """Steps 4 to 7 of 12 leave the first block as it is; afterwards its moments begin anew."""
+    at = {step: ranks(1, train, BASE | WINDOW, str(folder), 0, step)[0].state for step in (3, 7, 8, 12)}
+    own = "blocks.0.attention.query.weight"
+    assert torch.equal(at[3][f"model/{own}"], at[7][f"model/{own}"])
+    assert not torch.equal(at[7][f"model/{own}"], at[8][f"model/{own}"])
+    assert not torch.equal(at[3]["model/head.weight"], at[7]["model/head.weight"])
+    assert f"optimizer/exp_avg/{own}" in at[3]
+    assert f"optimizer/exp_avg/{own}" not in at[7]
+    assert float(at[12][f"optimizer/step/{own}"]) == 5.0
+    assert float(at[12]["optimizer/step/head.weight"]) == 12.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [("window", ["replicate", "ZeRO-3"]), ("progress", ["ZeRO-1", "replicate"]), ("progress", ["tensor", "ZeRO-3"])],
+)
+def test_a_run_resumes_while_layers_are_frozen(ranks, kind: str, layouts: list[str], tmp_path: Path) -> None:
+    corpus(tmp_path)
+
+    def leg(layout: str, name: str, steps: int) -> Leg:
+        world, tables = LAYOUTS[layout]
+        return ranks(world, travel, BASE | FROZEN[kind] | tables, str(tmp_path), name, steps)[0]
+
+    whole = leg(layouts[0], "whole", 9)
+    first, second = leg(layouts[0], "halves", 5), leg(layouts[0], "halves", 4)
+    assert first.losses + second.losses == whole.losses
+    assert all(torch.equal(second.left[name], tensor) for name, tensor in whole.left.items())
+    begun, gone_on = leg(layouts[0], "abroad", 5), leg(layouts[1], "abroad", 4)
+    assert all(torch.equal(gone_on.came[name], tensor) for name, tensor in begun.left.items())
+    assert gone_on.losses == pytest.approx(whole.losses[5:], rel=1e-12)
+
+
+def test_progress_freezes_blocks_from_the_front(alone: dict[str, Trained]) -> None:
+    """The optimizer has no state for the first block, and has it for the last one."""
+    states = {name.split("/", 2)[2] for name in alone["progress"].state if name.startswith("optimizer/exp_avg/")}
+    assert not any(name.startswith(("embedding", "blocks.0.")) for name in states)
+    assert any(name.startswith("blocks.3.") for name in states)
+    assert "head.weight" in states
+
+
+def test_a_block_freezes_when_it_and_those_before_it_have_settled() -> None:
+    progress = Plasticity(FreezeByProgress(below=0.5, patience=2, most=0.75, thaw=10.0), blocks=4)
+    observed = [
+        ([1.0, 1.0, 1.0, 1.0], 0),
+        ([0.4, 0.4, 1.0, 1.0], 0),  # settled once
+        ([0.6, 0.4, 1.0, 1.0], 0),  # the first has moved again; the second waits for it
+        ([0.4, 0.4, 1.0, 1.0], 0),
+        ([0.4, 0.4, 1.0, 1.0], 2),
+        ([0.0, 0.0, 0.1, 0.1], 2),
+        ([0.0, 0.0, 0.1, 0.1], 3),  # at most three quarters
+        ([0.0, 0.0, 0.0, 0.1], 3),
+    ]
+    for plasticity, frozen in observed:
+        progress.observe(plasticity, lr=1.0)
+        assert progress.frozen == frozen
+    progress.observe([0.0] * 4, lr=0.2)
+    assert progress.frozen == 3
+    progress.observe([0.0] * 4, lr=0.1)
+    assert progress.frozen == 0, "the learning rate has fallen by ten"
+    other = Plasticity(progress.config, blocks=4)
+    other.load(progress.to_state())
+    assert other == progress
+
+
+def test_a_pattern_names_parameters_or_modules() -> None:
+    assert matches("blocks.0.attention.query.weight", ["blocks.0"])
+    assert matches("blocks.0.attention.query.weight", ["*.query.weight"])
+    assert not matches("blocks.10.attention.query.weight", ["blocks.1"])
+    names = ["embedding.weight", "blocks.0.a", "blocks.0.b", "blocks.1.a", "norm.weight"]
+    assert blocks_of(names) == [["embedding.weight", "blocks.0.a", "blocks.0.b"], ["blocks.1.a"]]
+    config = FreezeConfig(later=(FreezeLater(layers=("blocks.0",), at=3, until=5),))
+    assert [len(frozen_by_schedule(config, step, names)) for step in (2, 3, 4, 5)] == [0, 2, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (FreezeConfig(layers=("blocks.7",)), '"blocks.7" fits no parameter or module'),
+        (FreezeConfig(layers=("*",)), "leaves nothing to train"),
+        (FreezeConfig(layers=("*",), train=("head",)), 'freeze.train: "head" fits no'),
+    ],
+)
+def test_what_cannot_be_frozen_is_refused(config: FreezeConfig, sentence: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=sentence):
+        freeze(model, config)
+
+
+def test_what_is_named_in_train_stays_trained() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    freeze(model, FreezeConfig(layers=("*",), train=("*.bias",)))
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["0.bias", "1.bias"]
+
+
+@pytest.mark.matrix(every=2)
+@pytest.mark.parametrize("layout", ["replicate", "ZeRO-3", "pipeline", "tensor"])
+def test_verify_proves_a_half_frozen_model(ranks, folder: Path, layout: str) -> None:
+    world, tables = LAYOUTS[layout]
+    verdict, *_ = ranks(world, verified, BASE | HALF | tables, str(folder), False, 2)
+    assert verdict["holds"], verdict["sentence"]

@@ -1,0 +1,155 @@
+"""Groups of ranks without torch: every call gives what NumPy gives, over each transport, and faults are named."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from tests.waiting import HANG_S
+from tests.wire.processes import EPILOGUE, POISON, PRELUDE, run, run_codes, started
+
+HOSTS = {"SharedMemory": (), "Tcp": ("a", "b", "c", "d"), "TwoLevels": ("a", "a", "b", "b")}
+
+EVERY_CALL = """
+from hashlib import sha256
+n, me = group.size, group.rank
+every = [np.random.default_rng(r).standard_normal((n * 3, 5)) for r in range(n)]
+x = every[me]
+right = {
+    "sum": np.allclose(group.all_reduce(x), sum(every)),
+    "strides": np.allclose(group.all_reduce(x[::2, ::-1]), sum(every)[::2, ::-1]),
+    "avg": np.allclose(group.all_reduce(x, op="avg"), sum(every) / n),
+    "max": np.array_equal(group.all_reduce(x, op="max"), np.max(every, axis=0)),
+    "scatter": np.allclose(group.reduce_scatter(x), sum(every)[3 * me : 3 * me + 3]),
+    "gather": np.array_equal(group.all_gather(x), np.stack(every)),
+    "broadcast": np.array_equal(group.broadcast(x, root=n - 1), every[n - 1]),
+    "exchange": np.array_equal(group.all_to_all(np.arange(n) + 10 * me), 10 * np.arange(n) + me),
+    "uneven": [a.size - me for a in group.all_to_all_uneven([np.ones(q + me) for q in range(n)])] == list(range(n)),
+    "empty": group.all_reduce(np.zeros(0)).size == 0,
+    "large": np.array_equal(group.all_reduce(np.full(300_001, me, np.int64)), np.full(300_001, n * (n - 1) // 2)),
+}
+own = x.copy()
+group.all_reduce(own, out=own)
+right["in place"] = np.allclose(own, sum(every))
+big = np.full(1 << 20, me, np.uint8)
+if me < 2:  # both send first: nobody waits for ever
+    if me == 0:
+        group.send(big, to=1, tag=7)
+        right["message"] = group.receive(np.empty(9), source=1)[0] == 3.0
+    else:
+        right["message"] = not group.receive(big, source=0, tag=7).any()
+        group.send(np.full(9, 3.0), to=0)
+group.barrier()
+wrong = [name for name, holds in right.items() if not holds]
+result = [type(group._transport).__name__, wrong, group.ledger.total().calls]
+"""
+
+
+@pytest.mark.parametrize("transport", HOSTS)
+def test_every_call_gives_what_numpy_gives(transport: str) -> None:
+    for name, wrong, calls in run(4, EVERY_CALL, hosts=HOSTS[transport]):
+        assert (name, wrong) == (transport, [])
+        assert calls >= 13
+
+
+BITS = """
+import ml_dtypes
+from hashlib import sha256
+result = {}
+names = "float32 float64 float16 bfloat16 int8 uint8 int32 int64 bool complex64 uint32"
+for name in names.split():
+    dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
+    for op in ("sum", "avg", "max", "min", "product"):
+        x = (100 * np.random.default_rng(group.rank).standard_normal(1501)).astype(dtype)
+        try:
+            result[f"{name} {op}"] = sha256(group.all_reduce(x, op=op).tobytes()).hexdigest()
+        except Exception as error:
+            result[f"{name} {op}"] = type(error).__name__
+"""
+
+
+def test_tcp_sums_to_the_bits_of_shared_memory() -> None:
+    """All dtypes and reductions; what one refuses, the other does."""
+    pytest.importorskip("ml_dtypes", reason="bfloat16 of NumPy is that of ml_dtypes, which JAX brings along")
+    here, apart = run(3, BITS), run(3, BITS, hosts=("a", "b", "c"))
+    assert here[0] == here[1] == here[2] == apart[0] == apart[1] == apart[2]
+    assert sum(len(value) == 64 for value in here[0].values()) > 40
+    assert here[0]["int32 avg"] == "UsageError"
+
+
+MIXED = """
+import os, sys
+import numpy as np
+x = np.random.default_rng(int(os.environ["RANK"])).standard_normal(70_001).astype(np.float32)
+"""
+NUMPY = MIXED + "sys.modules['torch'] = None\nfrom shoal import wire\ny = wire.init().all_reduce(x)\n"
+JAX = MIXED + (
+    "sys.modules['torch'] = None\nimport jax.numpy as jnp\nfrom shoal import wire\n"
+    "y = wire.init().all_reduce(jnp.asarray(x))\n"
+)
+TORCH = MIXED + (
+    "import torch, shoal.c10d\nshoal.c10d.init_process_group()\n"
+    "t = torch.from_numpy(x)\ntorch.distributed.all_reduce(t)\ny = t.numpy()\n"
+)
+DIGEST = "from hashlib import sha256\nimport json\nresult = sha256(y.tobytes()).hexdigest()" + EPILOGUE
+
+
+def test_numpy_jax_and_torch_ranks_sum_to_the_same_bits() -> None:
+    pytest.importorskip("jax", reason="a rank of this group is JAX's")
+    found = run_codes([code + DIGEST for code in (NUMPY, TORCH, JAX)])
+    assert len(set(found)) == 1
+
+
+def test_nothing_of_the_wire_imports_torch() -> None:
+    """Where torch cannot be imported, the wire can, and its start takes no event loop; the poison itself works."""
+    look = "import sys; from shoal import wire; wire.init(); print('asyncio' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", POISON + look], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["False"]
+    poisoned = subprocess.run([sys.executable, "-c", POISON + "import shoal.c10d"], capture_output=True, text=True)
+    assert "ModuleNotFoundError" in poisoned.stderr
+
+
+FAULTS = {
+    "another call": (
+        "group.barrier() if group.rank else group.all_reduce(np.ones(4000))",
+        "same calls in the same order",
+    ),
+    "another size": ("group.all_gather(np.ones(2000 + group.rank))", "bytes"),
+}
+
+
+@pytest.mark.parametrize("transport", ["SharedMemory", "Tcp"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_calls_that_differ_are_named(fault: str, transport: str) -> None:
+    call, sentence = FAULTS[fault]
+    body = f"try:\n    {call}\n    result = ''\nexcept Exception as error:\n    result = str(error)\n"
+    found = run(2, body, hosts=HOSTS[transport][:2])
+    assert any(sentence in each for each in found)
+    assert all(each for each in found)
+
+
+@pytest.mark.parametrize("transport", ["SharedMemory", "Tcp"])
+def test_a_rank_that_is_killed_is_named(transport: str) -> None:
+    """Survivors are told at once, and by name."""
+    dies = POISON + PRELUDE + f"group.barrier()\nos.kill(os.getpid(), {int(signal.SIGKILL)})"
+    lives = POISON + PRELUDE + "group.barrier()\ngroup.all_reduce(np.ones(10_000))"
+    with tempfile.TemporaryDirectory() as folder:
+        processes = started([lives, dies], hosts=HOSTS[transport][:2], folder=folder)
+        survivor, victim = (process.communicate(timeout=HANG_S) for process in processes)
+    assert processes[0].returncode == 1
+    assert "rank 1 of the group is gone" in survivor[1]
+    assert processes[1].returncode == -signal.SIGKILL
+    assert not victim[0]
+
+
+def test_a_rank_may_leave_after_its_last_call() -> None:
+    """Ranks that are done end while the others still talk to each other."""
+    body = "group.barrier()\nif group.rank < 2:\n    import time; time.sleep(0.3)\n"
+    body += (
+        "    if group.rank: group.send(np.ones(5), to=0)\n    else: group.receive(np.empty(5), source=1)\nresult = 1\n"
+    )
+    assert run(3, body, hosts=("a", "b", "c")) == [1, 1, 1]

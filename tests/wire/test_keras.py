@@ -1,0 +1,49 @@
+"""Keras models train on ranks as on one process with the whole batch, on TensorFlow and on JAX."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import numpy as np
+import pytest
+
+from tests.wire.processes import EPILOGUE, PRELUDE, run_codes
+
+CLOSE = 1e-4  # float32
+FITS = """
+os.environ["KERAS_BACKEND"], os.environ["TF_CPP_MIN_LOG_LEVEL"], os.environ["CUDA_VISIBLE_DEVICES"] = BACKEND, "3", ""
+import keras
+import shoal.keras as hvd
+hvd.world = lambda: group
+
+def model(optimizer):
+    keras.utils.set_random_seed(1)
+    found = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+    found.compile(optimizer=optimizer, loss="mse")
+    return found
+
+draw = np.random.default_rng(0)
+x, y = draw.standard_normal((32, 6)).astype("float32"), draw.standard_normal((32, 1)).astype("float32")
+share = slice(group.rank * 16, (group.rank + 1) * 16)
+calls = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+ours = model(hvd.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.5)))
+if group.rank:
+    ours.set_weights([w + 1 for w in ours.get_weights()])
+seen = ours.fit(x[share], y[share], batch_size=16, epochs=3, shuffle=False, verbose=0, callbacks=calls)
+alone = model(keras.optimizers.SGD(0.1, momentum=0.5))
+want = alone.fit(x, y, batch_size=32, epochs=3, shuffle=False, verbose=0)
+flat = lambda m: np.concatenate([w.ravel() for w in m.get_weights()]).tolist()
+result = [flat(ours), flat(alone), seen.history["loss"], want.history["loss"]]
+"""
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+def test_a_keras_model_fits_as_in_one_process(backend: str) -> None:
+    for package in ("keras", backend):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    first, second = run_codes([PRELUDE + FITS.replace("BACKEND,", f"{backend!r},", 1) + EPILOGUE] * 2)
+    assert first[0] == second[0]
+    assert np.allclose(first[0], first[1], rtol=CLOSE, atol=CLOSE)
+    assert first[2] == second[2] == pytest.approx(first[3], rel=CLOSE)
