@@ -59,6 +59,16 @@ def memory_size(value: float) -> str:
     return f"{value:.0f} B" if unit == 1 else f"{_three_digits(value / unit)} {name}"
 
 
+MEMORY_SIZE = r"^[0-9]+(\.[0-9]+)? ?(B|KiB|MiB|GiB|TiB)$"
+"""How a run file writes a size of memory, as `memory_size` does: "512 MiB"."""
+
+
+def memory_bytes(text: str) -> int:
+    """Bytes of a size that is written as `MEMORY_SIZE` says."""
+    digits = text.rstrip("BKMGTi").rstrip()
+    return int(float(digits) * {name: unit for unit, name in _BINARY}[text[len(digits) :].lstrip()])
+
+
 def seconds(value: float) -> str:
     """A time that is compared with others, three digits: 850 ns, 12.3 ms, 4.56 s; from two minutes on `duration`."""
     if not math.isfinite(value):

@@ -25,6 +25,15 @@ def test_each_change_is_named_with_what_it_frees() -> None:
     assert memory_advice(load_run(RECIPES / "stdlib-gpt.toml", taken)).startswith("What frees memory: batch.micro")
 
 
+@pytest.mark.parametrize("recipe", ["stdlib-gpt.toml", "digits.toml"])
+def test_state_on_the_host_frees_all_but_three_parts(recipe: str) -> None:
+    """Of a GPT by closed forms, and of a traced model; at the default size of a part these small ones gain nothing."""
+    given = ["run.processes=1", 'memory.offload.part="1 KiB"', 'optimizer.kind="adamw"']
+    advice = memory_advice(load_run(RECIPES / recipe, given))
+    assert 'memory.offload.optimizer="host" ' in advice
+    assert "memory.offload" not in memory_advice(load_run(RECIPES / recipe, [given[0], given[2]]))
+
+
 def test_a_model_without_closed_forms_is_traced() -> None:
     """A convolutional net: smaller microbatches keep less for the backward, and each change has its figure."""
     advice = memory_advice(load_run(RECIPES / "digits.toml", ["run.processes=2"]))

@@ -12,6 +12,7 @@ from torch import nn
 
 from shoal.assembly.objects import model_of
 from shoal.assembly.run import Run
+from shoal.assembly.run_gradients import zero_of
 from shoal.checkpoint.load import read_into
 from shoal.checkpoint.objects import Places
 from shoal.checkpoint.verify import checkpoint_in, read_manifest
@@ -58,7 +59,7 @@ def unsplit_model(run: Run) -> nn.Module:
 
     Raises `CorruptCheckpoint` where that is not whole.
     """
-    if run.mesh.layout.replica_size == 1:
+    if run.mesh.layout.replica_size == 1 and zero_of(run.run_file.memory, run.mesh) is None:
         return run.model
     model = model_of(run.run_file, run.workload.objects, device=run.device, dtype=run.workload.precision.parameters)
     directory = run_directory(run.run_file)

@@ -13,11 +13,12 @@ from shoal.assembly.microbatching import Microbatching
 from shoal.assembly.process import Process
 from shoal.assembly.run_gradients import build_run_gradients
 from shoal.assembly.sparse import packed_exchange
-from shoal.assembly.splitting import Divided, build_forward_backward, compiled, divided, draw_parts
+from shoal.assembly.splitting import Divided, build_forward_backward, compiled, divided, draw_parts, trained_in
 from shoal.assembly.workload import Workload
 from shoal.codec.config import AutoConfig
 from shoal.comm.exchanges.coded import CodedExchanges
 from shoal.comm.exchanges.exchange import AllReduce
+from shoal.comm.exchanges.pieces import PieceHome
 from shoal.comm.mesh import Mesh
 from shoal.engine.forward_backward import ForwardBackward
 from shoal.engine.statistics_exchange import connect_norms
@@ -28,6 +29,7 @@ from shoal.observe.facts import read_facts
 from shoal.optim.adopt import OwnOptimizer
 from shoal.runfile.run_file import RunFile, run_directory, synchronises_norms
 from shoal.sparsity.masks import Masks
+from shoal.state.ownership import Trained
 from shoal.sync.build import build_sync
 from shoal.sync.event_order import Rounds
 from shoal.sync.strategy import Agreement, Replica, Sync
@@ -50,6 +52,11 @@ class Generation:
     masks: Masks = field(default_factory=Masks)
 
     @property
+    def trained(self) -> list[Trained]:
+        """The parameters that this rank trains, and where each stands in the unsplit model."""
+        return trained_in(self.parts)
+
+    @property
     def looks_up(self) -> bool:
         """Whether a forward asks servers for rows of tables, which they answer in their rounds alone."""
         return self.agreement.served is not None and bool(tables_in(self.parts.split.model))
@@ -62,8 +69,11 @@ def build_generation(
     mesh: Mesh,
     plan: Microbatching,
     rounds: Rounds | None,
+    home: PieceHome | None = None,
 ) -> Generation:
-    """This rank's part of it. Blocks until all ranks of `mesh` are here; the model becomes a part of it."""
+    """This rank's part of it. Blocks until all ranks of `mesh` are here; the model becomes a part of it. `home`: see
+    `build_run_gradients`.
+    """
     model = workload.model
     if not workload.drawn_later:
         _start_equal(model, mesh)
@@ -93,6 +103,7 @@ def build_generation(
         partition=AllReduce if coded is None else coded.partition,
         one_host=process.place.one_host,
         optimizers=workload.optimizers,
+        home=home,
     )
     agreement = _agreement(
         run_file,

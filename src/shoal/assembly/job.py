@@ -20,7 +20,7 @@ from shoal import units
 from shoal.assembly.metering import layer_norms, replica_speeds, scaling
 from shoal.assembly.proofs import missing_proof
 from shoal.assembly.run import Run
-from shoal.assembly.run_gradients import gathering_of
+from shoal.assembly.run_gradients import gathering_of, zero_of
 from shoal.assembly.saving import CopySender, build_saver, fetch_newer, save_interval, share_between_hosts
 from shoal.assembly.unkeyed_draws import UnkeyedDraws
 from shoal.assembly.user_code import find_named, users_traceback
@@ -97,15 +97,19 @@ def build_job(
 ) -> Job:
     """What the loop of this rank is made of; `stack` closes it. `exchange` is what saves go by, a board on the run's
     store if there is none; `copies` sends them to a remote store, None: one that ends with `stack`. `own_loop`: the
-    script sets learning rates, evaluates and runs the model. Raises `UsageError` for a state that no checkpoint holds.
+    script sets learning rates, evaluates and runs the model. Raises `UsageError` for a state that no checkpoint holds,
+    and `ConfigError` for what only steps of its own keep.
     """
+    if own_loop:
+        run.tiers.check_own_loop()
     run_file, mesh, injector = run.run_file, run.mesh, run.process.injector
     run.state.watch.require_evaluations(held_out=run.workload.data.held_out is not None, own_loop=own_loop)
     saver = build_saver(run, directory, exchange)
     saver.check(run.state.tensors(), run.state.to_json(), generation=mesh.generation)
     (copies or stack.enter_context(CopySender())).send(run, saver, directory, sinks)
     feed = stack.enter_context(run.feed())
-    forward = mesh.layout.replica_size == 1 and not own_loop and not run.generation.looks_up
+    whole = mesh.layout.replica_size == 1 and zero_of(run_file.memory, mesh) is None
+    forward = whole and not own_loop and not run.generation.looks_up
     unkeyed = UnkeyedDraws(run)
     return Job(
         state=run.state,
@@ -289,5 +293,6 @@ def _figures(run: Run, sinks: Sinks, unkeyed: UnkeyedDraws) -> dict[str, float]:
     coded = run.generation.coded
     for line in [] if coded is None else coded.take_lines():
         sinks.note(line)
-    own = {} if coded is None else coded.take_figures()
-    return {**own, **run.generation.agreement.take_figures(), **run.state.figures()}
+    measured = {} if coded is None else coded.take_figures()
+    agreed, kept = run.generation.agreement.take_figures(), run.tiers.take_figures()
+    return {**measured, **agreed, **kept, **run.state.figures()}

@@ -25,7 +25,7 @@ from shoal.assembly.objects import UserObjects
 from shoal.assembly.process import Process, open_process
 from shoal.assembly.reading import reader_opener, slow_reads
 from shoal.assembly.run_state import build_state
-from shoal.assembly.splitting import trained_in
+from shoal.assembly.tiers import Tiers
 from shoal.assembly.train_step import build_step
 from shoal.assembly.workload import Workload, build_workload
 from shoal.comm.mesh import Mesh, build_mesh
@@ -57,6 +57,7 @@ class Run:
     step: TrainStep
     trained: Sequence[Trained]
     """The parameters that this rank trains, and where each stands in the unsplit model."""
+    tiers: Tiers
 
     @property
     def mesh(self) -> Mesh:
@@ -70,6 +71,7 @@ class Run:
         self.mesh.abort()
         self.generation.gradients.close()
         self.state.close()
+        self.tiers.close()
 
     def default_group(self) -> AbstractContextManager[None]:
         """PyTorch's default process group on these ranks, for the user's code."""
@@ -162,7 +164,7 @@ class Run:
         """
         batches = track(self.held_out(), bar or ProgressBar(), "evaluating: batches of held-out samples")
         shown = self.state.averages_shown(self.generation.gradients.gather)
-        with self.generation.agreement.looking_up(), shown:
+        with self.generation.agreement.looking_up(), shown, self.tiers.counting():
             return evaluate(self.generation.forward_backward, batches, group=self.mesh.world, device=self.device)
 
 
@@ -212,8 +214,14 @@ def run_in_generation(
         layout, process.place.rank, store=process.store, device=process.device, generation=number, wire=run_file.wire,
         conditions=process.conditions,
     )  # fmt: skip
-    generation = build_generation(run_file, process, workload, mesh, plan, rounds)
-    scaler, trained = scaler_of(run_file.precision), trained_in(generation.parts)
-    state = build_state(run_file, generation, workload, scaler)
+    tiers = Tiers(run_file, process.device)
+    with tiers.building():
+        generation = build_generation(run_file, process, workload, mesh, plan, rounds, tiers.home)
+        scaler, trained = scaler_of(run_file.precision), generation.trained
+        state = build_state(run_file, generation, workload, scaler)
+    tiers.keep_activations(generation.parts, mesh.layout.index("pipeline", mesh.rank))
+    tiers.keep_state(state.optimizers)
+    tiers.hold(generation.parts.split.model, generation.gradients, state.optimizers)
     step = build_step(run_file, generation, state, scaler)
-    return Run(run_file, process, workload, generation, state, step, trained)
+    step.counting = tiers.counting
+    return Run(run_file, process, workload, generation, state, step, trained, tiers)

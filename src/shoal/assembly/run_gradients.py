@@ -6,6 +6,7 @@ The gradients of a run whose model has embedding tables: theirs are sparse, and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from shoal import units
 from shoal.assembly.coding import piece_codecs
@@ -13,6 +14,7 @@ from shoal.assembly.splitting import Divided, blocks_in, trained_in
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.credited import NewPartitionSum
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
+from shoal.comm.exchanges.pieces import PieceHome
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
 from shoal.gradients.build import Summing, build_gradients
@@ -96,7 +98,11 @@ _NORM_AXES: Mapping[bool, tuple[Axis, ...]] = {
 
 
 def zero_of(memory: MemoryConfig, mesh: Mesh) -> int | None:
-    """The stage of ZeRO; None if no rank shares its copy of the model with ranks that see other samples."""
+    """The stage of ZeRO; None if no rank shares its copy of the model with ranks that see other samples. Parameters
+    that live on the host are gathered on one rank, too.
+    """
+    if memory.offload.parameters != "device":
+        return ZERO_OF_SHARD
     return None if mesh.layout.shard == 1 else memory.zero or ZERO_OF_SHARD
 
 
@@ -133,8 +139,10 @@ def build_run_gradients(
     partition: NewPartitionSum = AllReduce,
     one_host: bool,
     optimizers: Sequence[OwnOptimizer] = (),
+    home: PieceHome | None = None,
 ) -> Gradients:
-    """How this rank's gradients are reduced, and what its optimizer runs on. The parameters' memory may be moved.
+    """How this rank's gradients are reduced, and what its optimizer runs on. The parameters' memory may be moved, under
+    ZeRO-3 to `home`.
 
     Ranks that sum a gradient do so by `exchange`; under a schedule by priority, by `partition`. `one_host`: all ranks
     are on one host. `optimizers` are a script's own; several have gradients apart.
@@ -178,7 +186,7 @@ def build_run_gradients(
                 exchange,
                 lockstep=None if several else mesh.axis(*sync.lockstep_axes),
                 undivided=None if whole else max(undivided, ALIGNMENT),
-                pieces=piece_codecs(run_file.shard_codec),
+                pieces=replace(piece_codecs(run_file.shard_codec), home=home),
             ),
         )
 

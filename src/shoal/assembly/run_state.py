@@ -63,7 +63,7 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     }
     model, owned, names = ModelSection(split.model), None, ()
     layout = generation.mesh.layout
-    if layout.replica_size > 1:
+    if layout.replica_size > 1 or zero_of(run_file.memory, generation.mesh) is not None:
         owned, names = gradients.owned, {*split.shapes, *split.buffers}
         model = ModelSection(split.model, _held(run_file.memory, generation), owned, names)
     elif served is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from shoal.assembly.run import Run
+from shoal.assembly.run_gradients import zero_of
 from shoal.checkpoint.agreement import MessageExchange
 from shoal.checkpoint.directories import Below, Directories, find_directories, share_newest
 from shoal.checkpoint.objects import Places, unheard
@@ -48,6 +49,7 @@ def build_saver(run: Run, directory: Path, exchange: MessageExchange | None) -> 
         timeout_s=run_file.wire.timeout_s,
         object_bytes=run_file.checkpoint.object_bytes,
         split=mesh.layout.replica_size > 1
+        or zero_of(run_file.memory, mesh) is not None
         or not run.generation.sync.keeps_replicas_equal
         or run.generation.coded is not None
         or not run.state.is_whole_on_replicas,

@@ -180,7 +180,8 @@ def _repeatable(run_file: RunFile, parts: Divided, mesh: Mesh) -> bool:
     """Can this rank repeat a forward by itself? Ranks exchange nothing in one, and it adds nothing up."""
     layout = mesh.layout
     whole = parts.table is None and layout.tensor == layout.context == layout.expert == 1
-    gathers = layout.shard > 1 and run_file.memory.zero not in (1, 2)
+    away = run_file.memory.offload.parameters != "device"
+    gathers = away or (layout.shard > 1 and run_file.memory.zero not in (1, 2))
     exchanges = gathers or synchronises_norms(run_file.model)
     return whole and not exchanges and repeats_alike(parts.split.model)
 

@@ -19,6 +19,8 @@ def markdown(root: type[Table], *, title: str) -> str:
         lines += [f"## `[{key.name}]`", ""]
         for kind, table in variants_of(key.type).items():
             lines += _section(key, kind, table)
+        for inner in _tables_in(key):
+            lines += [f"### `[{key.name}.{inner.name}]`", "", *_section(inner, None, inner.type)]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -35,7 +37,19 @@ def _section(key: Key, kind: str | None, table: type[Table]) -> Iterator[str]:
     yield ""
 
 
+def _tables_in(key: Key) -> list[Key]:
+    """Its keys that are tables of one kind, themselves tables of keys."""
+    tables = [table for kind, table in variants_of(key.type).items() if kind is None]
+    return [inner for table in tables for inner in keys_of(table).values() if _is_table(inner)]
+
+
+def _is_table(key: Key) -> bool:
+    return isinstance(key.type, type) and issubclass(key.type, Table) and key.type.__struct_config__.tag is None
+
+
 def _row(key: Key) -> str:
+    if _is_table(key):
+        return f"| `{key.name}` | table, see below | — | {key.sentence} |"
     default = "required" if key.required else "—" if key.default is None else f"`{_toml(key.default)}`"
     return f"| `{key.name}` | {_type(key)} | {default} | {key.sentence} |"
 

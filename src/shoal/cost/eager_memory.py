@@ -127,7 +127,7 @@ def eager_footprint(
     given = {
         "weights": weights,
         "gradients": gradients,
-        "optimizer": optimizer,
+        "optimizer": state.on_device(optimizer),
         "activations": activations,
         "recomputed": recomputed,
         "logits": logits,

@@ -41,7 +41,8 @@ class StateBytes:
     """Bytes a parameter has in each kind of state; `wire` is the dtype in which gradients are summed over ranks.
 
     `stream` are those of the residual stream, which autocast leaves in the parameters' dtype; `saved` those of what the
-    optimizer keeps, in a checkpoint, where they are others.
+    optimizer keeps, in a checkpoint, where they are others. `streamed_bytes`: so much of the optimizer's at most is on
+    the device, in all, because the rest lives elsewhere; None: all of it.
     """
 
     weight: float
@@ -51,6 +52,7 @@ class StateBytes:
     wire: float
     stream: float = 2
     saved: float | None = None
+    streamed_bytes: float | None = None
 
     def sharded(self, zero: Zero, ranks: int) -> tuple[float, float, float]:
         """(weight, gradient, optimizer) bytes of one parameter on one of `ranks` ranks."""
@@ -59,6 +61,10 @@ class StateBytes:
             self.gradient / (ranks if zero >= 2 else 1),
             self.optimizer / (ranks if zero >= 1 else 1),
         )
+
+    def on_device(self, optimizer_bytes: float) -> float:
+        """What of a rank's optimizer state its device holds at its peak."""
+        return optimizer_bytes if self.streamed_bytes is None else min(optimizer_bytes, self.streamed_bytes)
 
 
 MEGATRON_FP16 = StateBytes(weight=2, gradient=4, optimizer=12, activation=2, wire=2)
@@ -130,11 +136,11 @@ def footprint(
     activations, recomputed, logits = _activations(model, plan, rank, sequence, kept)
     gathered = _gathered(model, plan, state)
     buckets = 2 * overheads.bucket_bytes if plan.data_parallel * plan.layout.context > 1 else 0.0
-    given = sum(own) + activations + recomputed + logits + gathered + buckets
+    given = own[0] + own[1] + state.on_device(own[2]) + activations + recomputed + logits + gathered + buckets
     return Footprint(
         weights=own[0],
         gradients=own[1],
-        optimizer=own[2],
+        optimizer=state.on_device(own[2]),
         activations=activations,
         recomputed=recomputed,
         logits=logits,

@@ -129,7 +129,7 @@ class Injector:
         optimizer.register_step_post_hook(lambda *_: self.reached("optimizer/after"))
         policy = _Struck(step.policy, self, model, optimizer)
         self._struck_step = policy.struck
-        return TrainStep(step.context, policy, step.agreement)
+        return step.by(policy)
 
     def around_own(self, work: Work) -> AbstractContextManager[Work]:
         """A step of a script's own loop, from its begin to its update, after a call of `around`: what it works on."""

@@ -342,6 +342,11 @@ class TrainState:
         return not any(slot.whole for section in self._optimizers for slot in section.slots)
 
     @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those whose state it holds."""
+        return [section.optimizer for section in self._optimizers]
+
+    @property
     def _optimizers(self) -> list[OptimizerSection]:
         return [section for section in self._sections if isinstance(section, OptimizerSection)]
 

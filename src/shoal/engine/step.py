@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from shoal.comm.collective import Collective
@@ -25,6 +26,8 @@ class TrainStep:
 
     def __init__(self, context: RankContext, policy: UpdatePolicy, agreement: Agreement) -> None:
         self.context, self.policy, self.agreement = context, policy, agreement
+        self.counting: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Around what a step computes: what a simulated device counts."""
 
     @property
     def lockstep(self) -> Collective:
@@ -47,7 +50,16 @@ class TrainStep:
         compute = replace(context.forward_backward.compute, precision=precision)
         forward_backward = replace(context.forward_backward, compute=compute)  # type: ignore[type-var]
         context = replace(context, forward_backward=forward_backward, scaler=scaler)
-        return TrainStep(context, self.policy, self.agreement)
+        return self._like(context, self.policy)
+
+    def by(self, policy: UpdatePolicy) -> TrainStep:
+        """The same step, whose updates `policy` makes."""
+        return self._like(self.context, policy)
+
+    def _like(self, context: RankContext, policy: UpdatePolicy) -> TrainStep:
+        step = TrainStep(context, policy, self.agreement)
+        step.counting = self.counting
+        return step
 
     def __call__(
         self,
@@ -68,16 +80,17 @@ class TrainStep:
         """
         if self.agreement.skips_step:
             return self._skip(step, stop=stop)
-        work = self.begin(
-            step,
-            batches,
-            lr=lr,
-            samples=samples,
-            stop=stop,
-            on_gradients=on_gradients,
-            on_microbatch=on_microbatch,
-        )
-        return self.end(work, self.policy(self.context, work))
+        with self.counting():
+            work = self.begin(
+                step,
+                batches,
+                lr=lr,
+                samples=samples,
+                stop=stop,
+                on_gradients=on_gradients,
+                on_microbatch=on_microbatch,
+            )
+            return self.end(work, self.policy(self.context, work))
 
     def begin(
         self,

@@ -7,7 +7,7 @@ back when the exchange has taken it in (ZeRO-2). Gradients of 16 bits are summed
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -47,7 +47,7 @@ class Bucket:
     `buffer` is kept; None: it is lent, and `flight` counts those on their way. `counted` are the parameters whose
     numbers in the result this rank counts in the norm. `norm_share`: if all ranks of a group count the same result,
     the part of it whose norm this rank computes. `missing` counts gradients that are not final yet; the reducer writes
-    it.
+    it. `kept` is told the bytes of a result that a lent buffer was taken into.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Bucket:
         counted: Collection[int] = (),
         norm_share: slice | None = None,
         flight: Flight | None = None,
+        kept: Callable[[int], None] | None = None,
     ) -> None:
         first = next(iter(parameters.values()))
         self.parameters, self.layout, self.exchange, self.counted = parameters, layout, exchange, counted
@@ -68,6 +69,7 @@ class Bucket:
         self.keeps, self.missing = buffer is not None and self.dtype == first.dtype, 0
         self._kept, self._buffer, self._norm_share = buffer is not None, buffer, norm_share
         self._flight, self._flying = flight or Flight(), False
+        self._told = kept
         self._views = {} if buffer is None else self._views_of(buffer)
         self.pieces = self._pieces(rank)
 
@@ -100,6 +102,8 @@ class Bucket:
         """Returns when a lent buffer has been taken in, and gives it back."""
         if self._flying:
             self.exchange.land()
+            if self._told is not None:
+                self._told(self.exchange.result.nbytes)
             self._buffer, self._views, self._flying = None, {}, False
 
     def settle(self) -> None:

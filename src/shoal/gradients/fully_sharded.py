@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
@@ -60,6 +60,8 @@ class FullyShardedGradients(ShardedBase):
             trained, parts, stores, stage=3, groups=groups, replica=replica, exchange=exchange, undivided=undivided,
             pieces=pieces,
         )  # fmt: skip
+        self.gathered: Sequence[Tensor] = [store.whole for store in stores]
+        """The buffers that units are gathered into; empty while they are released."""
         self._rest = Unit(_of_unit(parts, stores, -1), passes=False)
         passing = [Unit(_of_unit(parts, stores, number), passes=True) for number in range(len(blocks))]
         chained(passing)

@@ -91,7 +91,7 @@ class ShardedBase(OverReplica):
     """What the stages have in common: buckets, pieces and their gradients. The norm adds up over `replica`.
 
     `stores` hold the parameters of `parts`. `undivided`: so many numbers of a parameter stay together on a rank; None:
-    all of them. `pieces` code what the ranks of `shard` send each other.
+    all of them. `pieces` code what the ranks of `shard` send each other; their home is that of sums of lent buckets.
     """
 
     tuned = None
@@ -272,7 +272,7 @@ def _bucket(
     undivided: int | None,
     pieces: PieceCodecs,
 ) -> Bucket:
-    """A bucket whose pieces are agreed on by `exchange`. With a `flight` its buffer is lent."""
+    """A bucket whose pieces are agreed on by `exchange`. With a `flight` it is lent."""
     parameters, layout = flat(trained, part, groups, undivided=undivided)
     shard, beyond = groups(part.shard), groups(beyond_shard(trained, part))
     dtype = torch.float32 if parameters[0].dtype.itemsize == 2 else parameters[0].dtype
@@ -281,7 +281,7 @@ def _bucket(
         buffer = shard.allocate(layout.numel, dtype=dtype, device=device)
         piece = buffer[layout.mine(shard.rank)]
     else:
-        piece = torch.zeros(layout.piece, dtype=dtype, device=device)
+        piece = pieces.zeros(layout.piece, dtype=dtype, device=device)
     holdings = {index: trained[index].holding for index in part.indices}
     return Bucket(
         dict(zip(part.indices, parameters, strict=True)),
@@ -291,6 +291,7 @@ def _bucket(
         buffer=buffer,
         counted=[i for i, h in holdings.items() if h.rank == min(same_piece(h, h.holders))],
         flight=flight,
+        kept=None if flight is None or pieces.home is None else pieces.home.kept,
     )
 
 

@@ -88,7 +88,8 @@ class ShardedParameters:
     ) -> None:
         self._parameters, self._layout, self._shard, self._codecs = parameters, layout, shard, codecs
         self._whole = flattened(parameters, layout)
-        self.piece = self._whole[layout.mine(shard.rank)].clone()
+        own = self._whole[layout.mine(shard.rank)]
+        self.piece = codecs.zeros(own.numel(), dtype=own.dtype, device=own.device).copy_(own)
         self._views = [self._whole[layout.slice(n)].view(p.shape) for n, p in enumerate(parameters)]
         nothing = torch.full((), math.nan, dtype=self._whole.dtype, device=self._whole.device)
         self._released = [nothing.expand(p.shape) for p in parameters]
@@ -98,12 +99,17 @@ class ShardedParameters:
         self.here = True
         self.release()
 
+    @property
+    def whole(self) -> Tensor:
+        """The buffer that it is gathered into."""
+        return self._whole
+
     def start_gather(self, *, exact: bool = False) -> None:
         """Begins to bring the pieces of all ranks; `exact`: as they are, and not coded."""
         if self.here or self._handle is not None:
             return
         self._whole.untyped_storage().resize_(self._bytes)
-        codecs = PieceCodecs() if exact else self._codecs
+        codecs = self._codecs.exact() if exact else self._codecs
         self._handle = codecs.gather(self._shard, self._whole, self.piece)
 
     def gather(self, *, exact: bool = False) -> None:

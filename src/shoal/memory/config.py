@@ -7,6 +7,64 @@ from typing import Annotated, Literal
 import msgspec
 
 from shoal.config.table import Table, says
+from shoal.units import MEMORY_SIZE, memory_bytes
+
+Size = Annotated[str, msgspec.Meta(pattern=MEMORY_SIZE)]
+
+
+class OffloadConfig(Table, frozen=True):
+    """Where a rank keeps what it does not use at the moment: on the device, on the host, or on disk.
+
+    Moved bytes are exact, and so is the update: with `activation_bits` left out, losses are the same to the last bit.
+    """
+
+    optimizer: Annotated[
+        Literal["device", "host", "disk"],
+        says(
+            "Home of the optimizer's state between two updates. It comes to the device for the update of its "
+            "parameters, a part at a time, and leaves again beside the next ones (arXiv:2101.06840, arXiv:2104.07857)."
+        ),
+    ] = "device"
+    parameters: Annotated[
+        Literal["device", "host"],
+        says(
+            "Home of parameters and gradients: a block's come to the device for its forward and its backward, by "
+            "memory.zero = 3, and its gradient leaves (arXiv:2104.07857). Their update is the host's; on CPUs."
+        ),
+    ] = "device"
+    activations: Annotated[
+        Literal["device", "host"],
+        says(
+            "Home of what blocks save for their backward: it leaves behind the forward, and comes before the backward."
+        ),
+    ] = "device"
+    activation_bits: Annotated[
+        Literal[8] | None,
+        says(
+            "Bits of a number that a block saves for its backward, in blocks of 256 with a scale: each is off by at "
+            "most 1/254 of the largest of its block (arXiv:2206.11357). Default: as it was computed."
+        ),
+    ] = None
+    part: Annotated[
+        Size, says("Parameters whose state moves together; that of three such parts is on the device at a time.")
+    ] = "32 MiB"
+    pool: Annotated[
+        Size, says("Host memory for what is read ahead from disk, and as much for what is still to be written.")
+    ] = "256 MiB"
+    folder: Annotated[
+        str | None,
+        says("Folder of the spill files, which have no names and end with their rank; default: the run directory."),
+    ] = None
+
+    @property
+    def part_bytes(self) -> int:
+        """`part` in bytes."""
+        return memory_bytes(self.part)
+
+    @property
+    def pool_bytes(self) -> int:
+        """`pool` in bytes."""
+        return memory_bytes(self.pool)
 
 
 class MemoryConfig(Table, frozen=True):
@@ -39,3 +97,29 @@ class MemoryConfig(Table, frozen=True):
             le=1 << 12,
         ),
     ] = 1
+    offload: Annotated[OffloadConfig, says("Where a rank keeps what it does not use at the moment.")] = OffloadConfig()
+    budget: Annotated[
+        Size | None,
+        says(
+            'On CPUs: what a rank\'s device may hold, such as "512 MiB". Before any rank starts, mixtures of recompute '
+            "and offload are tried from the cheapest on, by two steps each; the first that fits is used. "
+            "Losses stay the same to the last bit. The bill is memory.json in the run directory."
+        ),
+    ] = None
+    simulate_device: Annotated[
+        Size | None,
+        says(
+            'On CPUs: a device of this size, such as "512 MiB", in ordinary memory. What a step allocates beyond it is '
+            "refused, with what holds most of it; what is offloaded does not count."
+        ),
+    ] = None
+
+    @property
+    def budget_bytes(self) -> int | None:
+        """`budget` in bytes."""
+        return None if self.budget is None else memory_bytes(self.budget)
+
+    @property
+    def simulated_bytes(self) -> int | None:
+        """`simulate_device` in bytes."""
+        return None if self.simulate_device is None else memory_bytes(self.simulate_device)

@@ -65,6 +65,7 @@ class Lion(Common, frozen=True, tag_field="kind", tag="lion"):
     """
 
     implemented_by: ClassVar[str] = "shoal.optim.adaptive:lion"
+    updates_apart: ClassVar[bool] = True
 
     lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 1e-4
     beta1: Annotated[float, says("Share of the momentum in what the sign is taken of.", ge=0, lt=1)] = 0.9

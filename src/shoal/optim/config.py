@@ -23,6 +23,7 @@ class AdamW(Common, frozen=True, tag_field="kind", tag="adamw"):
     """AdamW (arXiv:1711.05101), PyTorch's fused kernel."""
 
     implemented_by: ClassVar[str] = "shoal.optim.build:adamw"
+    updates_apart: ClassVar[bool] = True
 
     lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 3e-4
     beta1: Annotated[float, says("Decay of the first moment.", ge=0, lt=1)] = 0.9
@@ -45,6 +46,7 @@ class AdamW8bit(AdamW, frozen=True, tag_field="kind", tag="adamw_8bit"):
     """AdamW with moments in 8 bits (arXiv:2110.02861): 2 bytes a parameter instead of 8, from 4,096 numbers on."""
 
     implemented_by: ClassVar[str] = "shoal.optim.adamw_8bit:build"
+    updates_apart: ClassVar[bool] = True
     undivided: ClassVar[int] = BLOCK
     least_numbers: ClassVar[int] = 4096
 
@@ -64,6 +66,7 @@ class SGD(Common, frozen=True, tag_field="kind", tag="sgd"):
     """Stochastic gradient descent, PyTorch's fused kernel."""
 
     implemented_by: ClassVar[str] = "shoal.optim.build:sgd"
+    updates_apart: ClassVar[bool] = True
 
     lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 0.1
     momentum: Annotated[float, says("Momentum.", ge=0, lt=1)] = 0.0

@@ -99,6 +99,9 @@ class Common(Table, frozen=True):
     sends_momentum: ClassVar[bool] = False
     """Whether ranks sum momenta, coded, instead of gradients (`OneBit`)."""
 
+    updates_apart: ClassVar[bool] = False
+    """Whether the update of some parameters needs nothing but their own state, which may then lie elsewhere."""
+
     keeps_average: ClassVar[bool] = False
     """Whether one of its slots is an average, under which the run is evaluated (`shoal.optim.average`)."""
 

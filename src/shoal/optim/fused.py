@@ -7,9 +7,9 @@ the same bits (but for SGD with parameters in half precision on a CPU: see `HALV
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,29 @@ class Work(NamedTuple):
     gradients: list[Tensor]
 
 
+class Part(NamedTuple):
+    """Parameters that are updated together, and what updates them."""
+
+    parameters: list[Parameter]
+    update: Callable[[], None]
+
+
+class StateHome(Protocol):
+    """Where the state of an optimizer lives between updates, if not on the device. Parts have `part_bytes` of
+    parameters, or one that is larger.
+    """
+
+    part_bytes: int
+
+    def stream(self, parts: Sequence[Any], state: Any) -> None:
+        """Runs all updates in order, each with its state on the device."""
+        ...
+
+    def put_away(self, state: Any) -> None:
+        """Takes all of the state out, as after a checkpoint was read into it."""
+        ...
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """A `torch.optim.Optimizer` whose step is one kernel for all tensors of a device and dtype.
 
@@ -35,6 +58,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     grad_scale: Tensor | None = None  # of the class: a copy of an optimizer has none of its attributes
     found_inf: Tensor | None = None
+    home: StateHome | None = None
+    """Set it before the first step, where the optimizer `takes_home`."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
         super().__init__(groups, options)  # pyright: ignore[reportArgumentType]
@@ -78,10 +103,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Whether the kernels do, and leave the state as it is."""
         return self.takes_scale
 
+    @property
+    def takes_home(self) -> bool:
+        """Whether some parameters are updated as all are, with nothing but their own state."""
+        return type(self).update_all is FusedOptimizer.update_all
+
     def update_all(self, work: list[Work]) -> None:
         """Updates everything that has a gradient."""
-        for one in work:
-            self.update(one.group, one.parameters, one.gradients)
+        if self.home is None:
+            for one in work:
+                self.update(*one)
+        else:
+            parts = [part for one in work for part in _parts(one, self.home.part_bytes)]
+            self.home.stream([Part(part.parameters, partial(self.update, *part)) for part in parts], self.state)
 
     def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
         """Updates these parameters, which have one device and dtype, with the options of their group."""
@@ -231,6 +265,17 @@ def _plain_step(
             kept = buffers[i].copy_(update) if is_first_step else buffers[i].mul_(group["momentum"]).add_(update)
             update = update.add(kept, alpha=group["momentum"]) if group["nesterov"] else kept
         parameter.add_(update, alpha=-group["lr"])
+
+
+def _parts(work: Work, part_bytes: int) -> Iterator[Work]:
+    """The same in order, a part at a time."""
+    start = size_bytes = 0
+    for number, parameter in enumerate(work.parameters):
+        if number > start and size_bytes + parameter.nbytes > part_bytes:
+            yield Work(work.group, work.parameters[start:number], work.gradients[start:number])
+            start, size_bytes = number, 0
+        size_bytes += parameter.nbytes
+    yield Work(work.group, work.parameters[start:], work.gradients[start:])
 
 
 def _alike(parameters: list[Parameter]) -> list[list[Parameter]]:

@@ -13,10 +13,12 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
 
 from shoal.errors import UsageError
 from shoal.optim.declared import Dims, Slot
 from shoal.optim.dynamic import Quantised
+from shoal.optim.fused import FusedOptimizer, StateHome
 
 
 @runtime_checkable
@@ -37,12 +39,19 @@ class KeepsWhole(Protocol):
         ...
 
 
+@runtime_checkable
+class StoredElsewhere(Protocol):
+    """What stands in the state for a tensor that is on disk."""
+
+    def read(self) -> Tensor: ...
+
+
 def named_slots(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Tensor]:
     """Every tensor of the state, by slot and parameter name. Empty before the first step."""
     return {
         f"{slot}/{name}": value.decoded() if isinstance(value, Quantised) else local(value)
         for name, parameter in parameters
-        for slot, value in optimizer.state.get(parameter, {}).items()
+        for slot, value in tree_map_only(StoredElsewhere, _read, dict(optimizer.state.get(parameter, {}))).items()
         if isinstance(value, Tensor | Quantised)
     }
 
@@ -60,6 +69,7 @@ def make_slots(
     `UsageError` for a saved slot that it does not have.
     """
     owners, declared, made = dict(parameters), {slot.name: slot for slot in slots}, {}
+    device = None if _home(optimizer) is None else torch.device("cpu")
     for key, dtype in saved.items():
         slot, name = slot_and_parameter(key)
         if name not in owners:
@@ -73,7 +83,9 @@ def make_slots(
         own = tuple(parameter.shape)
         shape = optimizer.whole_shape(parameter) if isinstance(optimizer, KeepsWhole) else own
         if shape is not None or declared[slot].like_parameter or declared[slot].with_parts:
-            value = optimizer.state[parameter][slot] = _empty_slot(declared[slot], parameter, shape or own, dtype)
+            value = optimizer.state[parameter][slot] = _empty_slot(
+                declared[slot], parameter, shape or own, dtype, device or parameter.device
+            )
             made[key] = local(value)
     return made
 
@@ -82,6 +94,8 @@ def pack_slots(optimizer: torch.optim.Optimizer) -> None:
     """After everything was read: what the optimizer keeps in 8 bits is brought there."""
     if isinstance(optimizer, Packs):
         optimizer.pack()
+    if (home := _home(optimizer)) is not None:
+        home.put_away(optimizer.state)
 
 
 def slot_and_parameter(key: str) -> tuple[str, str]:
@@ -96,7 +110,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _empty_slot(slot: Slot, parameter: Parameter, shape: Dims, dtype: torch.dtype) -> Tensor:
+def _empty_slot(slot: Slot, parameter: Parameter, shape: Dims, dtype: torch.dtype, device: torch.device) -> Tensor:
     if slot.like_parameter:
-        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+        return torch.zeros_like(parameter, dtype=dtype, device=device, memory_format=torch.contiguous_format)
     return torch.zeros(slot.shape(shape), dtype=dtype, device=parameter.device)
+
+
+def _home(optimizer: torch.optim.Optimizer) -> StateHome | None:
+    return optimizer.home if isinstance(optimizer, FusedOptimizer) else None
+
+
+def _read(stored: StoredElsewhere) -> Tensor:
+    return stored.read()

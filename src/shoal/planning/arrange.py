@@ -1,4 +1,6 @@
-"""What the planner does for a start: `layout.auto`, and advice when memory ran out. It is imported only when asked."""
+"""What the planner does for a start: `layout.auto`, `memory.budget`, and advice when memory ran out. It is imported
+only when asked.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,29 @@ from shoal.runfile.run_file import RunFile
 
 
 def arranged(run_file: RunFile, place: Place | None) -> RunFile:
-    """The run file with a layout, if it leaves that to the planner; whoever started the run is told which and why.
+    """The run file with a layout and a use of memory, if it leaves those to the planner; whoever started the run is
+    told which and why.
 
     `place` is None in the process that starts the ranks.
     """
-    if not run_file.layout.auto:
-        return run_file
-    from shoal.planning.auto_layout import with_layout
+    tells = place is None or (place.rank == 0 and place.launcher != "shoal")
+    if run_file.layout.auto:
+        from shoal.planning.auto_layout import with_layout
 
-    chosen = with_layout(run_file, place)
-    if place is None or (place.rank == 0 and place.launcher != "shoal"):
-        print(chosen.why, file=sys.stderr, flush=True)
-    return chosen.run_file
+        chosen = with_layout(run_file, place)
+        run_file = chosen.run_file
+        _say(chosen.why, tells)
+    if run_file.memory.budget is not None:
+        from shoal.planning.memory_budget import with_budget
+
+        run_file, why = with_budget(run_file, place)
+        _say(why, tells)
+    return run_file
+
+
+def _say(why: str, tells: bool) -> None:
+    if tells:
+        print(why, file=sys.stderr, flush=True)
 
 
 def memory_advice(run_file: RunFile) -> str:

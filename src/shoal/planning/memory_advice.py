@@ -13,6 +13,7 @@ from shoal.planner.predict.predictor import Predictor
 from shoal.planning.answer import predictor_on, tensor_bytes
 from shoal.planning.optimizers import with_optimizer
 from shoal.planning.plan_file import chunk_choices, written_plan
+from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile
 from shoal.topology.cluster_file import cluster_from
 
@@ -21,6 +22,7 @@ _KEYS = {
     "batch.micro_samples": "smaller microbatches",
     "memory.recompute": "activations computed again in the backward",
     "memory.loss_chunks": "logits of a part of the tokens at a time",
+    "memory.offload.optimizer": "the optimizer's state on the host",
     "layout.shard": "model and optimizer split over the ranks",
 }
 
@@ -76,5 +78,10 @@ def _changes(run_file: RunFile) -> Iterator[tuple[str, RunFile]]:
         shard = layout.shard * layout.replicate
         split = replaced(run_file.layout, replicate=1, shard=shard)
         yield f"layout.replicate=1 layout.shard={shard}", replaced(run_file, layout=split)
+    if run_file.optimizer.updates_apart and run_file.memory.offload.optimizer == "device":
+        offload = replaced(run_file.memory.offload, optimizer="host")
+        moved = replaced(run_file, memory=replaced(run_file.memory, offload=offload))
+        if refusal(moved) is None:
+            yield 'memory.offload.optimizer="host"', moved
     if (optimizer := in_8_bits(run_file.optimizer)) is not None:
         yield f'optimizer.kind="{optimizer.variant}"', replaced(run_file, optimizer=optimizer)

@@ -22,10 +22,11 @@ from shoal.runfile.run_file import RunFile
 def with_optimizer(predictor: Predictor, run_file: RunFile) -> Predictor:
     """The same with what the optimizer of `run_file` keeps and moves."""
     stack, other = predictor.stack, stack_of(run_file, predictor.cluster)
-    state = replace(stack.state, optimizer=other.state.optimizer, saved=other.state.saved)
+    kept = other.state
+    state = replace(stack.state, optimizer=kept.optimizer, saved=kept.saved, streamed_bytes=kept.streamed_bytes)
     if state == stack.state and other.update_bytes == stack.update_bytes:
         return predictor
-    changed = replace(stack, state=state, update_bytes=other.update_bytes)
+    changed = replace(stack, state=state, update_bytes=other.update_bytes, state_home=other.state_home)
     return predictor.on(predictor.cluster, measured=predictor.measured, stack=changed)
 
 

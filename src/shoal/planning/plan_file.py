@@ -68,6 +68,17 @@ def _check_priced(run_file: RunFile) -> None:
             f"pipeline.schedule = {run_file.pipeline.schedule!r}: plans are priced with one update a step; set it to "
             '"1F1B", whose order is the same, for the time of a step without its updates'
         )
+    offload = run_file.memory.offload
+    elsewhere = offload.activations != "device" or offload.parameters != "device"
+    if elsewhere or offload.activation_bits is not None:
+        raise LayoutError(
+            "memory.offload: plans are priced with parameters and all that blocks save on the device, as it was "
+            "computed; leave activations, activation_bits and parameters out for an upper bound of the memory"
+        )
+    if run_file.memory.budget is not None:
+        raise LayoutError(
+            "memory.budget: what it becomes is tried when the run starts; leave it out for the plan of the run without"
+        )
     if run_file.layout.tensor_grid is not None:
         raise LayoutError(
             "layout.tensor_grid: plans are priced with matrices that are split along one side; leave it out for the "

@@ -31,6 +31,12 @@ CODED_ON_CORES = 32.0
 """The same of the loop in C, which computes for as long as so many bytes take (`benchmarks/adamw_8bit.py`)."""
 
 
+MOVED_PASSES = 4
+"""State that comes and goes is read and written on either way."""
+PARTS = 3
+"""Parts of the parameters whose state is on the device at a time (`shoal.memory.streamed_state`)."""
+
+
 def stack_of(run_file: RunFile, cluster: Cluster, *, times: tuple[CodecTime, ...] = ()) -> Stack:
     """What Shoal does: PyTorch's fused attention, gradients summed while the backward runs, eager operators.
 
@@ -47,15 +53,20 @@ def stack_of(run_file: RunFile, cluster: Cluster, *, times: tuple[CodecTime, ...
     plain = sum(slot.planned_numbers(hidden) for slot in slots if slot.number_bytes is None)
     moved = 4 + 2 * plain + (2 if run_file.optimizer.clip_norm else 0)
     coded = len(kept) * (CODED_ON_CORES if on_cpu else CODED_BYTES)
+    optimizer, offload = plain * state.weight + sum(kept), run_file.memory.offload
+    away = offload.optimizer != "device"
+    copied = MOVED_PASSES * optimizer if away and on_cpu else 0.0
     return Stack(
         name="Shoal",
         state=replace(
             state,
-            optimizer=plain * state.weight + sum(kept),
+            optimizer=optimizer,
+            streamed_bytes=PARTS * offload.part_bytes * optimizer / state.weight if away else None,
             saved=plain * state.weight + len(kept) * FLOAT_BYTES if kept else None,
         ),
         dtype=dtype,
-        update_bytes=moved * state.weight + coded,
+        update_bytes=moved * state.weight + coded + copied,
+        state_home=offload.optimizer,
         eager=not run_file.run.compile,
         own_blocks=not run_file.run.compile,
         stops_early=True,

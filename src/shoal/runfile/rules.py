@@ -18,6 +18,7 @@ from shoal.runfile.codec_rules import codec_refusal, pipeline_codec_refusal, sha
 from shoal.runfile.elastic_rules import elastic_refusal
 from shoal.runfile.federated_rules import federated_refusal
 from shoal.runfile.layout_rules import layout_refusal
+from shoal.runfile.memory_rules import memory_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
 from shoal.runfile.norm_rules import norm_refusal
 from shoal.runfile.optimizer_rules import optimizer_refusal
@@ -46,6 +47,7 @@ def refusal(run_file: RunFile) -> str | None:
         norm_refusal,
         _float8_rule,
         loss_chunks_refusal,
+        memory_refusal,
         pipedream_refusal,
         noise_refusal,
         layer_norms_refusal,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,12 +25,41 @@ from shoal.comm.collective import Collective, Handle
 from shoal.comm.exchanges.exchange import Exchange, ReduceScatter
 
 
+class PieceHome(Protocol):
+    """Where a rank's pieces of parameters and gradients live under ZeRO-3, if not on the device."""
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros, one-dimensional."""
+        ...
+
+    def fetched(self, size_bytes: int) -> None:
+        """A piece of parameters came to the device."""
+        ...
+
+    def kept(self, size_bytes: int) -> None:
+        """A piece of gradients left it."""
+        ...
+
+
 @dataclass(frozen=True)
 class PieceCodecs:
-    """The codecs of pieces of `weights` and of `gradients`, not linear; None: as they are."""
+    """The codecs of pieces of `weights` and of `gradients`, not linear; None: as they are. `home`: where pieces live
+    under ZeRO-3; None: on the device.
+    """
 
     weights: Codec | None = None
     gradients: Codec | None = None
+    home: PieceHome | None = None
+
+    def exact(self) -> PieceCodecs:
+        """The same without codecs."""
+        return PieceCodecs(home=self.home)
+
+    def zeros(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A piece."""
+        if self.home is None:
+            return torch.zeros(numel, dtype=dtype, device=device)
+        return self.home.allocate(numel, dtype)
 
     def scatter(self, shard: Collective, piece: Tensor, follow: Exchange) -> Exchange:
         """The exchange that ends with this rank's part of a sum over `shard` in `piece`; see `ReduceScatter`."""
@@ -41,6 +71,8 @@ class PieceCodecs:
         """Begins to write every rank's `piece` `[numel]`, as all ranks of `shard` decode it, into `whole`
         `[size * numel]`.
         """
+        if self.home is not None:
+            self.home.fetched(piece.nbytes)
         if self.weights is None or shard.size == 1:
             return shard.all_gather(whole, piece)
         packed = pack(self.weights, self.weights.encode(piece))

@@ -85,11 +85,24 @@ def coding_s(plan: Plan, stage: Stage, machine: Machine, *, beside_s: float) -> 
 
 
 def optimizer_s(plan: Plan, stage: Stage, machine: Machine) -> float:
-    """Passes over the state of the parameters that this rank updates."""
+    """Passes over the state of the parameters that this rank updates, and beside them its way there and back."""
     share = plan.state_ranks if plan.zero else 1
     numbers = stage.numbers / share
     passes = machine.prices(plan.world_size).update(numbers, update_bytes=machine.stack.update_bytes)
-    return passes + machine.constants.optimizer_start_s
+    return max(passes, _moves_s(numbers, machine)) + machine.constants.optimizer_start_s
+
+
+def _moves_s(numbers: float, machine: Machine) -> float:
+    """Of the state of so many parameters that lives elsewhere: over the link to the host in both directions at once,
+    to and from the disk of a node one after the other. On cores a move is a pass over memory, of `update_bytes`.
+    """
+    stack, cluster = machine.stack, machine.cluster
+    state_bytes = numbers * stack.state.optimizer
+    if stack.state_home == "device":
+        return 0.0
+    if stack.state_home == "disk":
+        return 2 * state_bytes * cluster.machine.devices / (cluster.reliability.storage_gb_s * 1e9)
+    return state_bytes / (cluster.reliability.staging_gb_s * 1e9)
 
 
 def _tied_s(plan: Plan, stage: Stage, machine: Machine) -> float:

@@ -8,6 +8,7 @@ What a program codes on the wire, as data: the tables of a run file that say so,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from shoal.codec.config import BlockwiseConfig, CastConfig, CodecConfig, NoCodec, ShardCodecConfig
 from shoal.cost.activations import Kept
@@ -57,13 +58,15 @@ class Stack:
     values, all of it seen; None: gathers of keys, hidden behind attention. `update_bytes`: what a step of the
     optimizer moves for a parameter, Megatron's by default: copy of the gradient 6, unscale and norm 12, Adam in
     float32 28, cast to half 6. `float8`: which linear layers of a block compute in float8, `float8_casts` whose they
-    are; `gathers_float8`: ZeRO gathers their weights in it. `codecs`: what is coded on the wire.
+    are; `gathers_float8`: ZeRO gathers their weights in it. `codecs`: what is coded on the wire. `state_home`:
+    where the optimizer's state lives between updates.
     """
 
     name: str
     state: StateBytes
     dtype: str = "bfloat16"
     update_bytes: float = 52.0
+    state_home: Literal["device", "host", "disk"] = "device"
     eager: bool = False
     own_blocks: bool = False
     stops_early: bool = False

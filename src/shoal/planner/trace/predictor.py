@@ -56,7 +56,7 @@ def traced_footprint(
     given = {
         "weights": numbers * weight,
         "gradients": trained * gradient,
-        "optimizer": trained * optimizer,
+        "optimizer": state.on_device(trained * optimizer),
         "activations": kept,
         "recomputed": beside,
         "logits": 0.0,

@@ -1,0 +1,174 @@
+"""What of a rank's memory lies elsewhere than on its device, and what the device may hold, as `[memory]` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from shoal.assembly.splitting import Divided, blocks_in
+from shoal.errors import ConfigError
+from shoal.gradients.fully_sharded import FullyShardedGradients
+from shoal.gradients.gradients import Gradients
+from shoal.memory.config import MemoryConfig
+from shoal.memory.host_pieces import HostPieces, HostUpdates
+from shoal.memory.offloaded_activations import SavedTensors
+from shoal.memory.simulated_device import ACTIVATIONS, SimulatedDevice
+from shoal.memory.spill_file import SpillFile
+from shoal.memory.streamed_state import StreamedState
+from shoal.memory.tiers import DiskTier, HostTier
+from shoal.memory.traffic import DiskTraffic, Traffic
+from shoal.optim.fused import FusedOptimizer
+from shoal.runfile.run_file import RunFile, run_directory
+
+SPILL_FOLDER = "spill"
+
+
+class Tiers:
+    """Of one rank in one generation. `device` is the ledger of a simulated device, None elsewhere."""
+
+    def __init__(self, run_file: RunFile, device: torch.device) -> None:
+        memory = run_file.memory
+        self._config, self._torch_device = memory.offload, device
+        self._folder = Path(memory.offload.folder or run_directory(run_file) / SPILL_FOLDER)
+        self._traffic = Traffic()
+        if memory.budget is not None:
+            raise ConfigError(
+                f'memory.budget = "{memory.budget}" is met where ranks are started: train by shoal train, or write the '
+                "keys that its run.toml has"
+            )
+        self._state: StreamedState | HostUpdates | None = None
+        self.home = HostPieces(self._traffic) if memory.offload.parameters == "host" else None
+        if self.home is not None and device.type != "cpu":
+            raise ConfigError(
+                f'memory.offload.parameters = "host" on a {device.type} device: it runs on CPUs, with '
+                "memory.simulate_device; split them over ranks by layout.shard and memory.zero = 3"
+            )
+        self._activations: SavedTensors | None = None
+        self.device = None
+        if memory.simulated_bytes is not None:
+            if device.type != "cpu":
+                raise ConfigError(
+                    f'memory.simulate_device = "{memory.simulate_device}" on a {device.type} device, which has memory '
+                    'of its own: set run.device = "cpu", or leave it out'
+                )
+            self.device = SimulatedDevice(memory.simulated_bytes, advice=_advice(memory))
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything lies elsewhere."""
+        return self.home is not None or self._state is not None or self._activations is not None
+
+    def check_own_loop(self) -> None:
+        """Raises `ConfigError` for what a script's own loop would leave uncounted."""
+        if self.device is not None:
+            raise ConfigError(
+                "memory.simulate_device counts what the run's own steps compute, and this loop is the script's: leave "
+                "it out, or train by shoal train"
+            )
+
+    def keep_state(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Gives the state of `optimizers`, which have not stepped yet, its home. Raises `ConfigError` for one whose
+        parameters are not updated one by one."""
+        if self._config.optimizer == "device":
+            return
+        for optimizer in optimizers:
+            if not isinstance(optimizer, FusedOptimizer) or not optimizer.takes_home:
+                raise ConfigError(
+                    f'memory.offload.optimizer = "{self._config.optimizer}" with {type(optimizer).__name__}, which '
+                    "needs the state of all parameters at once or updates them itself: choose optimizer.kind = "
+                    '"adamw", "adamw_8bit", "sgd" or "lion", or leave the key out'
+                )
+            optimizer.home = self._state = self._home_of_state()
+
+    def keep_activations(self, parts: Divided, rank: int) -> None:
+        """Gives what the blocks of this rank's part of the model save its home. Raises `ConfigError` without blocks."""
+        config = self._config
+        if config.activations == "device" and config.activation_bits is None:
+            return
+        blocks = blocks_in(parts.split.model, parts.stages, rank)
+        if not blocks:
+            raise ConfigError(
+                f"memory.offload moves what blocks save, and {type(parts.split.model).__name__} has none: hold its "
+                "layers in an nn.ModuleList and call them as modules, or leave activations and activation_bits out"
+            )
+        self._activations = SavedTensors(
+            self._torch_device, self._traffic, to_host=config.activations == "host", bits=config.activation_bits
+        )
+        self._activations.use_in(blocks)
+
+    def counting(self) -> AbstractContextManager[None]:
+        """Around what computes on the device."""
+        return nullcontext() if self.device is None else self.device.counting()
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Around what builds what lives between steps."""
+        counted = self.device is not None and self.home is None
+        with self.device.building() if counted and self.device is not None else nullcontext():
+            yield
+
+    def hold(self, model: nn.Module, gradients: Gradients, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Enters the model into the ledger, and tells it what is what."""
+        if self.device is None:
+            return
+        own = [*model.parameters(), *model.buffers()]
+        if isinstance(gradients, FullyShardedGradients):
+            own += gradients.gathered
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        stepped = [p for group in groups for p in group["params"]] if self.home is None else []
+
+        def holders() -> Mapping[str, Iterable[Tensor]]:
+            state = [x for o in optimizers for slots in o.state.values() for x in slots.values()]
+            return {
+                "parameters": [*own, *stepped],
+                "gradients": [p.grad for p in (*own, *stepped) if p.grad is not None],
+                OPTIMIZER_STATE: [x for x in state if isinstance(x, Tensor)],
+            }
+
+        self.device.holders = holders
+        self.device.hold(tensor for tensor in (*own, *stepped) if tensor.device.type == "cpu")
+
+    def take_figures(self) -> dict[str, float]:
+        """What the step just taken moved, and the most that its device held."""
+        found = self._traffic.take_figures() if self.moves else {}
+        if self.device is not None:
+            found["memory/device_peak_bytes"] = self.device.take_peak()
+        return found
+
+    def close(self) -> None:
+        """Ends threads, and gives the spill file's space back."""
+        for each in (self._state, self._activations):
+            if each is not None:
+                each.close()
+
+    def _home_of_state(self) -> StreamedState | HostUpdates:
+        config, on_disk = self._config, self._config.optimizer == "disk"
+        on_device = self.home is None
+        traffic = self._traffic if on_device else DiskTraffic(self._traffic)
+        tier: HostTier | DiskTier = HostTier(self._torch_device, traffic)
+        if on_disk:
+            tier = DiskTier(SpillFile(self._folder), self._torch_device, traffic, pool_bytes=config.pool_bytes)
+        streamed = StreamedState(tier, self._torch_device, traffic, part_bytes=config.part_bytes)
+        if on_device:
+            return streamed
+        on_host = nullcontext if self.device is None else self.device.on_host
+        return HostUpdates(on_host, streamed if on_disk else None, part_bytes=config.part_bytes)
+
+
+OPTIMIZER_STATE = "optimizer state"
+
+
+def _advice(memory: MemoryConfig) -> dict[str, str]:
+    """The key that frees what holds most, where it is not set already."""
+    found = {}
+    if memory.offload.optimizer == "device":
+        found[OPTIMIZER_STATE] = 'memory.offload.optimizer = "host"'
+    if memory.recompute == "none":
+        found[ACTIVATIONS] = 'memory.recompute = "full"'
+    elif memory.offload.activations == "device":
+        found[ACTIVATIONS] = 'memory.offload.activations = "host"'
+    return found

@@ -1,0 +1,141 @@
+"""A rank's spill file: what it keeps on disk between two uses, past the page cache, with a checksum for each piece.
+
+The file has no name (`O_TMPFILE`), so that the kernel frees it when the process ends, however it ends: after `kill -9`
+nothing is left to sweep. Where a file system knows no such files, it is made under a name that is removed at once; the
+next start removes what a kill between the two has left. It holds nothing that outlives the run: that is in checkpoints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from shoal import units
+from shoal.errors import EnvironmentFault, VerificationFailed
+
+BLOCK_BYTES = 4096
+"""What offsets, lengths and addresses are multiples of under `O_DIRECT`."""
+PREFIX = ".shoal-spill-"
+
+Transfer = Callable[[int, list[memoryview], int], int]
+"""`os.preadv` or `os.pwritev`: from a file, buffers and an offset to the bytes that were moved."""
+
+
+def rounded(size_bytes: int) -> int:
+    """The next multiple of `BLOCK_BYTES`."""
+    return -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def aligned_buffer(size_bytes: int, device: torch.device) -> Tensor:
+    """Host memory of whole blocks, uint8, aligned to them; pinned where `device` is a GPU."""
+    if device.type == "cuda":
+        return torch.empty(rounded(size_bytes), dtype=torch.uint8, pin_memory=True)
+    return torch.from_numpy(np.frombuffer(mmap.mmap(-1, rounded(size_bytes)), dtype=np.uint8))
+
+
+@dataclass
+class Piece:
+    """A place in the file. `digest` is that of what was written last; empty before."""
+
+    offset: int
+    size_bytes: int
+    digest: bytes = b""
+
+
+class SpillFile:
+    """A file in `folder`, which is made where it is missing. `direct` says whether it goes past the page cache.
+
+    `read` and `write` move bytes; tests put faults there.
+    """
+
+    def __init__(self, folder: Path, *, read: Transfer = os.preadv, write: Transfer = os.pwritev) -> None:
+        self._folder, self._read, self._write = folder, read, write
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            _sweep(folder)
+            self._fd, self.direct = _opened(folder)
+        except OSError as error:
+            raise self._fault("be made", error) from error
+        self.size_bytes = 0
+
+    def allocate(self, size_bytes: int) -> Piece:
+        """A new place. Raises `EnvironmentFault` where the disk is full: before anything is lost."""
+        piece = Piece(self.size_bytes, size_bytes)
+        try:
+            os.posix_fallocate(self._fd, piece.offset, rounded(size_bytes))
+        except OSError as error:
+            raise self._fault(f"grow by {units.memory_size(size_bytes)}", error) from error
+        self.size_bytes += rounded(size_bytes)
+        return piece
+
+    def write(self, piece: Piece, buffer: Tensor) -> int:
+        """Writes `buffer`, from `aligned_buffer`. The bytes that went to the disk. Raises `EnvironmentFault`."""
+        view = memoryview(buffer.numpy())  # pyright: ignore[reportArgumentType]
+        piece.digest = blake3(view[: piece.size_bytes]).digest()
+        return self._move(self._write, piece, view, "be written")
+
+    def read(self, piece: Piece, buffer: Tensor) -> int:
+        """Fills `buffer`. The bytes that came from the disk. Raises `VerificationFailed` for other bytes than were
+        written, `EnvironmentFault` for none."""
+        view = memoryview(buffer.numpy())  # pyright: ignore[reportArgumentType]
+        moved = self._move(self._read, piece, view, "be read")
+        if blake3(view[: piece.size_bytes]).digest() != piece.digest:
+            raise VerificationFailed(
+                f"the disk under {self._folder} gave back other bytes than were written to the spill file: check the "
+                "disk, or set memory.offload.folder to another one; the newest checkpoint is whole, start again from it"
+            )
+        return moved
+
+    def close(self) -> None:
+        """Gives its space back."""
+        os.close(self._fd)
+
+    def _move(self, transfer: Transfer, piece: Piece, view: memoryview, what: str) -> int:
+        done, length = 0, rounded(piece.size_bytes)
+        try:
+            while done < length:
+                moved = transfer(self._fd, [view[done:length]], piece.offset + done)
+                if moved <= 0:
+                    raise OSError(errno.EIO, "the file ended")
+                done += moved
+        except OSError as error:
+            raise self._fault(what, error) from error
+        return done
+
+    def _fault(self, what: str, error: OSError) -> EnvironmentFault:
+        free = ""
+        with contextlib.suppress(OSError):
+            there = os.statvfs(self._folder)
+            free = f", of whose disk {units.memory_size(there.f_bavail * there.f_frsize)} are free"
+        return EnvironmentFault(
+            f"the spill file in {self._folder}{free} could not {what} ({error.strerror}): free space there, or set "
+            "memory.offload.folder to a folder on another disk; the newest checkpoint is whole, start again from it"
+        )
+
+
+def _opened(folder: Path) -> tuple[int, bool]:
+    """A file without a name, and whether it goes past the page cache."""
+    for direct in (os.O_DIRECT, 0):
+        with contextlib.suppress(OSError):
+            return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | direct, 0o600), bool(direct)
+    fd, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
+    os.unlink(name)
+    return fd, False
+
+
+def _sweep(folder: Path) -> None:
+    """What was killed between making a name and removing it. Another rank that is just there has its file open."""
+    for path in folder.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            path.unlink()

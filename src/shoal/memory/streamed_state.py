@@ -1,0 +1,150 @@
+"""State of an optimizer that lives on the host or on disk, and is on the device for its parameter's update alone.
+
+    bring in part i + 1   |  update part i, by the optimizer's own kernel  |  take out part i - 1
+
+(ZeRO-Offload, arXiv:2101.06840, and ZeRO-Infinity, arXiv:2104.07857, update on the host instead; decision 0064 says why
+not.) So at most three parts are on the device at a time, and the update is the same to the last bit. Bytes of a step,
+for S bytes of state: S to the device and S back, from the second step on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, MutableMapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from shoal.memory.tiers import Image, Lane, Tier, exposed
+from shoal.memory.traffic import Traffic
+
+LEAST_BYTES = 16 << 10
+"""Smaller tensors, such as the moments of biases and counters of steps, stay on the device."""
+
+State = MutableMapping[Parameter, dict[str, Any]]
+
+
+class Part(NamedTuple):
+    """Parameters that are updated together, and what updates them."""
+
+    parameters: Sequence[Parameter]
+    update: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Away:
+    """Stands in the state for a tensor on disk."""
+
+    read: Callable[[], Tensor]
+
+
+@dataclass
+class _Home:
+    """Where the state of one parameter lies: `away` are the numbers of its leaves that are in `image`."""
+
+    image: Image
+    spec: TreeSpec
+    away: Sequence[int]
+
+
+class StreamedState:
+    """Keeps the state of an optimizer in `tier`; parts have `part_bytes` of parameters, or one that is larger."""
+
+    def __init__(self, tier: Tier, device: torch.device, traffic: Traffic, *, part_bytes: int) -> None:
+        self._tier, self._device, self._traffic, self.part_bytes = tier, device, traffic, part_bytes
+        self._homes: dict[Parameter, _Home] = {}
+        self._coming, self._going = Lane(device, "state-in"), Lane(device, "state-out")
+        self._order: list[Parameter] = []
+
+    def stream(self, parts: Sequence[Part], state: State) -> None:
+        """Runs all updates in order, each with its state on the device."""
+        arriving: deque[list[_Arrival]] = deque()
+        leaving: deque[list[Future[None]]] = deque()
+        for number in range(len(parts) + 1):
+            self._wait(leaving, most=1)
+            if number < len(parts):
+                arriving.append([self._bring(p) for p in parts[number].parameters if p in self._homes])
+            if number:
+                part = parts[number - 1]
+                self._arrive(arriving.popleft(), state)
+                part.update()
+                leaving.append([self._take_out(parameter, state) for parameter in part.parameters])
+        self._wait(leaving, most=0)
+        self._order = [parameter for part in parts for parameter in part.parameters]
+        self.ahead()
+
+    def ahead(self) -> None:
+        """Begins to bring nearer what the next update needs first."""
+        self._tier.ahead([self._homes[p].image for p in self._order if p in self._homes])
+
+    def put_away(self, state: State) -> None:
+        """Takes all of the state out, as after a checkpoint was read into it."""
+        for parameter in list(state):
+            self._take_out(parameter, state).result()
+
+    def close(self) -> None:
+        """Ends its threads, and frees what is on disk."""
+        for each in (self._coming, self._going, self._tier):
+            each.close()
+
+    def _wait(self, leaving: deque[list[Future[None]]], *, most: int) -> None:
+        """Until the last `most` parts alone are still on their way out."""
+        with exposed(self._traffic):
+            while len(leaving) > most:
+                for move in leaving.popleft():
+                    move.result()
+
+    def _bring(self, parameter: Parameter) -> _Arrival:
+        image = self._homes[parameter].image
+        tensors = [place.empty(self._device) for place in image.places]
+        return _Arrival(parameter, tensors, self._coming.submit(partial(self._tier.fetch, image, tensors)))
+
+    def _arrive(self, arrivals: Sequence[_Arrival], state: State) -> None:
+        with exposed(self._traffic):
+            for arrival in arrivals:
+                arrival.move.result()
+        for parameter, tensors, _ in arrivals:
+            home = self._homes[parameter]
+            leaves, _ = tree_flatten(state[parameter])
+            for number, tensor in zip(home.away, tensors, strict=True):
+                leaves[number] = tensor
+            state[parameter] = tree_unflatten(leaves, home.spec)
+
+    def _take_out(self, parameter: Parameter, state: State) -> Future[None]:
+        leaves, spec = tree_flatten(state.get(parameter, {}))
+        away = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.nbytes >= LEAST_BYTES]
+        if not away:
+            return self._going.submit(_nothing)
+        tensors = [leaves[number] for number in away]
+        home = self._homes.get(parameter)
+        if home is None or [leaf.shape for leaf in tensors] != [torch.Size(p.shape) for p in home.image.places]:
+            home = self._homes[parameter] = _Home(self._tier.image(tensors), spec, away)
+        home.spec, home.away = spec, away
+        move = self._going.submit(partial(self._tier.keep, home.image, tensors))
+        for place, number in enumerate(away):
+            leaves[number] = self._stand_in(home.image, place)
+        state[parameter] = tree_unflatten(leaves, spec)
+        return move
+
+    def _stand_in(self, image: Image, place: int) -> Tensor | Away:
+        if image.memory is not None:
+            return image.places[place].view(image.memory)
+        return Away(lambda: self._tier.host_tensors(image)[place])
+
+
+class _Arrival(NamedTuple):
+    """A parameter's state on its way to the device."""
+
+    parameter: Parameter
+    tensors: list[Tensor]
+    move: Future[None]
+
+
+def _nothing() -> None:
+    """For a parameter whose whole state is small."""

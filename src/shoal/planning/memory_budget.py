@@ -1,0 +1,208 @@
+"""`memory.budget`: the cheapest mixture that fits, measured before any rank starts; what was chosen is written down.
+
+A mixture is a set of keys of `[memory]` that leaves every bit of the losses as it is: recomputation, and where state,
+activations and parameters live. They are tried from the cheapest on, each by two steps of the run itself on a simulated
+device that refuses nothing. Its peak is that of every later step, because what a step allocates does not depend on its
+data, and the run is then held to the budget by the same ledger.
+
+The choice lies in `memory.json` of the run directory, with the bill: ranks read it, and a run that goes on keeps it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from shoal import units
+from shoal.config.load import dumps
+from shoal.errors import ConfigError, LayoutError
+from shoal.files import read_json
+from shoal.launch.devices import gpus
+from shoal.launch.environment import Place
+from shoal.memory.config import MemoryConfig, OffloadConfig
+from shoal.observe.events import read_events
+from shoal.observe.facts import replace_file
+from shoal.runfile.rules import refusal
+from shoal.runfile.run_file import RunFile, run_directory
+
+FILE_NAME = "memory.json"
+MOST_BYTES = 1 << 20
+TRIED_STEPS = 2
+"""State is made in the first, and comes and goes in the second."""
+PART_SHARE, LEAST_PART, MOST_PART = 32, 64 << 10, 32 << 20
+"""A part of the state is such a share of the budget, within bounds: three of them are on the device."""
+BOUNDLESS = "1024 GiB"
+
+MIXTURES: tuple[dict[str, Any], ...] = (
+    {},
+    {"optimizer": "host"},
+    {"optimizer": "host", "recompute": "selective"},
+    {"optimizer": "host", "recompute": "operators"},
+    {"optimizer": "host", "activations": "host"},
+    {"optimizer": "host", "recompute": "full"},
+    {"optimizer": "host", "recompute": "full", "activations": "host"},
+    {"optimizer": "host", "recompute": "full", "activations": "host", "parameters": "host"},
+)
+"""The cheapest first."""
+HOMES = ("optimizer", "activations", "parameters")
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """A mixture, what it says in a run file, and its peak on the fullest rank; None: it did not run, for `why`."""
+
+    keys: str
+    memory: dict[str, Any]
+    peak_bytes: int | None
+    why: str = ""
+
+
+class Bill(msgspec.Struct, frozen=True):
+    """What was tried for a budget, of a run file whose `digest` says which; the last one is what the run uses."""
+
+    budget: str
+    digest: str
+    tried: list[Tried]
+
+
+def with_budget(run_file: RunFile, place: Place | None) -> tuple[RunFile, str]:
+    """The run file with the mixture, and a sentence on it. `place` is None in the process that starts the ranks.
+
+    Raises `ConfigError` where nothing can be tried, `LayoutError` where nothing fits.
+    """
+    path, digest = run_directory(run_file) / FILE_NAME, _digest(run_file)
+    bill = _kept(path)
+    if bill is None or bill.digest != digest:
+        if place is not None:
+            raise ConfigError(
+                f"memory.budget under {place.launcher}: what fits is tried once, by whoever starts the ranks; start "
+                "the run with shoal train, or write the keys that its run.toml has"
+            )
+        bill = _try(run_file, digest)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, msgspec.json.encode(bill) + b"\n")
+    return _replaced(run_file, bill.tried[-1].memory, run_file.memory.budget), _said(bill)
+
+
+def mixtures(run_file: RunFile) -> Iterator[tuple[str, dict[str, Any], RunFile]]:
+    """(keys as a run file has them, the table's values, the run file with them), of those that this run can use. What
+    the run file says itself stays.
+    """
+    seen = set()
+    for mixture in MIXTURES:
+        memory = _memory_with(run_file.memory, mixture)
+        changed = _replaced(run_file, memory, BOUNDLESS)
+        keys = _keys(run_file.memory, memory)
+        if keys not in seen and refusal(changed) is None:
+            seen.add(keys)
+            yield keys, memory, changed
+
+
+def _try(run_file: RunFile, digest: str) -> Bill:
+    budget = run_file.memory.budget_bytes or 0
+    if run_file.run.device == "cuda" or (run_file.run.device == "auto" and gpus(os.environ)):
+        raise ConfigError(
+            'memory.budget is tried on CPUs, by a simulated device: set run.device = "cpu", or choose with shoal plan'
+        )
+    tried: list[Tried] = []
+    for keys, memory, changed in mixtures(run_file):
+        peak_bytes, why = _peak_of(changed)
+        tried.append(Tried(keys, memory, peak_bytes, why))
+        if peak_bytes is not None and peak_bytes <= budget:
+            return Bill(run_file.memory.budget or "", digest, tried)
+    if not tried:
+        as_it_is = _replaced(run_file, _memory_with(run_file.memory, {}), run_file.memory.budget)
+        raise ConfigError(f"memory.budget needs a simulated device: {refusal(as_it_is)}")
+    raise LayoutError(_short(run_file, tried, budget))
+
+
+def _short(run_file: RunFile, tried: list[Tried], budget: int) -> str:
+    ran = [one for one in tried if one.peak_bytes is not None]
+    if not ran:
+        return f"memory.budget: none of {len(tried)} mixtures ran; the first: {tried[0].why}"
+    least = min(ran, key=lambda one: one.peak_bytes or 0)
+    peak_bytes = least.peak_bytes or 0
+    return (
+        f'memory.budget = "{run_file.memory.budget}" is short by {units.memory_size(peak_bytes - budget)}: the least '
+        f"is {units.memory_size(peak_bytes)}, with {least.keys}; raise it to that, lower batch.micro_samples, or split "
+        "the model over more ranks"
+    )
+
+
+def _said(bill: Bill) -> str:
+    *others, used = bill.tried
+    beside = "; ".join(f"{one.keys} needs {_size(one.peak_bytes)}" for one in others)
+    return f'memory.budget = "{bill.budget}": {used.keys} needs {_size(used.peak_bytes)}' + (
+        f" ({beside})" if beside else ""
+    )
+
+
+def _size(size_bytes: int | None) -> str:
+    return "more than there is" if size_bytes is None else units.memory_size(size_bytes)
+
+
+def _memory_with(memory: MemoryConfig, mixture: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a mixture, in the places of those that are at their defaults."""
+    default, homes = OffloadConfig(), {name: getattr(memory.offload, name) for name in HOMES}
+    offload = {name: mixture.get(name, "device") if home == "device" else home for name, home in homes.items()}
+    recompute = mixture.get("recompute", "none") if memory.recompute == "none" else memory.recompute
+    part = min(MOST_PART, max(LEAST_PART, (memory.budget_bytes or MOST_PART) // PART_SHARE))
+    given = memory.offload.part != default.part
+    return {**offload, "recompute": recompute, "part": memory.offload.part if given else f"{part >> 10} KiB"}
+
+
+def _replaced(run_file: RunFile, memory: Mapping[str, Any], limit: str | None) -> RunFile:
+    """Held to `limit`, and without a budget to be met."""
+    values = dict(memory)
+    recompute, replaced = values.pop("recompute"), msgspec.structs.replace
+    offload = replaced(run_file.memory.offload, **values)
+    own = replaced(run_file.memory, recompute=recompute, offload=offload, budget=None, simulate_device=limit)
+    return replaced(run_file, memory=own)
+
+
+def _keys(before: MemoryConfig, memory: Mapping[str, Any]) -> str:
+    """What the mixture adds, as one writes it."""
+    names = [name for name in HOMES if memory[name] != "device"]
+    added = [f'memory.offload.{name} = "{memory[name]}"' for name in names]
+    if memory["recompute"] != "none":
+        added.append(f'memory.recompute = "{memory["recompute"]}"')
+    return " and ".join(added) or "the run as it is"
+
+
+def _digest(run_file: RunFile) -> str:
+    """Of what decides the peak: all but how long it runs and what it tells."""
+    own = msgspec.structs.replace(run_file, run=msgspec.structs.replace(run_file.run, steps=1, name="", directory=None))
+    return blake3(dumps(own).encode()).hexdigest()
+
+
+def _kept(path: Path) -> Bill | None:
+    if not path.is_file():
+        return None
+    return read_json(path, Bill, limit_bytes=MOST_BYTES, error=ConfigError, repair="remove it; it is written anew")
+
+
+def _peak_of(run_file: RunFile) -> tuple[int | None, str]:
+    """The peak of the fullest rank in some steps of the run, in a folder that is thrown away; or why there is none."""
+    with TemporaryDirectory(prefix="shoal-budget-") as folder:
+        directory = Path(folder) / "run"
+        path = Path(folder) / "run.toml"
+        path.write_text(dumps(run_file), encoding="utf-8")
+        command = [
+            sys.executable, "-m", "shoal", "train", str(path), f"run.directory={directory}",
+            f"run.steps={TRIED_STEPS}", "checkpoint.every_steps=0", "observe.evaluate_every_steps=0",
+            "observe.report=false", "observe.evaluate_samples=1",
+        ]  # fmt: skip
+        ran = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+        if ran.returncode != 0:
+            return None, ran.stderr.strip().splitlines()[-1] if ran.stderr.strip() else f"exit code {ran.returncode}"
+        ranks = [read_events(directory, rank=rank) for rank in range(run_file.run.processes or 1)]
+        peaks = [event.get("memory/device_peak_bytes") for own in ranks for event in own]
+        found = [int(peak) for peak in peaks if peak is not None]
+        return (max(found), "") if found else (None, "it took no step")

@@ -1,0 +1,162 @@
+"""Runs whose state lies elsewhere: the same bits, less on the device, and checkpoints that go anywhere."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.assembly.run import open_run
+from shoal.launch.environment import Place
+from shoal.models.build import build, parameter_count
+from shoal.models.config import GPTConfig
+from shoal.runfile.rules import refusal
+from tests.assembly.journey import Leg, travel
+from tests.ranks import TestPlace
+from tests.verification.layouts import GPT, corpus, run_file_of
+
+MODEL = GPT | {"layers": 6, "width": 96, "feed_forward_width": 192}
+ROOMY = {"simulate_device": "1 GiB"}
+PART = {"part": "16 KiB", "pool": "64 KiB"}
+HOMES: dict[str, dict[str, Any]] = {
+    "host": {"offload": {"optimizer": "host", **PART}},
+    "disk": {"offload": {"optimizer": "disk", **PART}},
+    "activations": {"offload": {"activations": "host"}},
+    "parameters": {"zero": 3, "offload": {"parameters": "host", "optimizer": "host"}},
+    "all": {"offload": {"optimizer": "disk", "activations": "host", **PART}, "recompute": "full"},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one process": {},
+    "ZeRO-1": {"layout": {"shard": 2}, "memory": {"zero": 1}},
+    "ZeRO-3": {"layout": {"shard": 2}, "memory": {"zero": 3}},
+    "pipeline": {"layout": {"pipeline": 2}, "batch": {"micro_samples": 2}},
+}
+CASES = [(list(LAYOUTS)[k], list(HOMES)[(k + j) % 5]) for k in range(4) for j in range(5)]
+"""So that every sixth is another layout and another home."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tiers")
+    corpus(folder)
+    return folder
+
+
+def tables(layout: str, memory: dict[str, Any]) -> dict[str, Any]:
+    own = LAYOUTS[layout]
+    batch = {"sequence": 64, **own.get("batch", {})}
+    return {**own, "model": MODEL, "batch": batch, "memory": {**own.get("memory", {}), **memory}}
+
+
+def trained(place: TestPlace, given: dict[str, Any], folder: str, steps: int) -> tuple[list[float], dict[str, float]]:
+    """The losses of some steps, and the last one's figures of memory."""
+    run_file = run_file_of(Path(folder), **given)
+    run = open_run(run_file, Place(place.rank, place.size, place.rank, place.size, 0, "shoal"), store=place.store)
+    losses, figures = [], {}
+    with closing(run.feed()) as feed:
+        for _ in range(steps):
+            fed = feed.next()
+            run.state.progress.advance(fed.interval)
+            losses.append(run.step(run.state.progress.step, fed.microbatches, lr=2e-3).loss)
+            figures = run.tiers.take_figures()
+    run.end()
+    return losses, figures
+
+
+@pytest.mark.matrix(every=6)
+@pytest.mark.parametrize(("layout", "home"), CASES)
+def test_losses_are_the_same_to_the_bit_and_less_is_on_the_device(ranks, folder: Path, layout: str, home: str) -> None:
+    world = 1 if layout == "one process" else 2
+    plain = ranks(world, trained, tables(layout, ROOMY), str(folder), 3)
+    moved = ranks(world, trained, tables(layout, ROOMY | HOMES[home]), str(folder), 3)
+    for (losses, at_once), (same, in_turn) in zip(plain, moved, strict=True):
+        assert losses == same
+        assert in_turn["memory/device_peak_bytes"] <= at_once["memory/device_peak_bytes"]
+        assert in_turn["memory/to_device_bytes"] > 0
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_state_of_four_times_the_device_trains_to_the_same_bits(ranks, folder: Path, world: int, home: str) -> None:
+    """16 bytes for each parameter, divided over the ranks; peak, losses and moved bytes in every step."""
+    layout = {"layout": {"shard": world}} if world > 1 else {}
+    sizes = {"layers": 24, "width": 96, "feed_forward_width": 256, "vocabulary": 61}
+    deep = {**layout, "model": GPT | sizes, "batch": {"sequence": 16 * world}}
+    parameters = model_parameters(deep, folder)
+    size = f"{16 * parameters // world // 4 // 1024} KiB"
+    elsewhere = {"parameters": "host", "optimizer": home, "activations": "host", **PART}
+    plain = ranks(world, trained, deep, str(folder), 3)
+    small = deep | {"memory": {"simulate_device": size, "recompute": "full", "offload": elsewhere}}
+    for (losses, _), (same, found) in zip(plain, ranks(world, trained, small, str(folder), 3), strict=True):
+        assert losses == same
+        assert 4 * found["memory/device_peak_bytes"] <= 16 * parameters / world
+        blocks = parameters - OUTSIDE * sizes["width"]
+        inputs = 23 * 8 * 16 * sizes["width"] * 4
+        assert found["memory/to_device_bytes"] - inputs == pytest.approx(4 * (parameters + blocks) / world, rel=0.02)
+        assert found["memory/to_host_bytes"] == pytest.approx(4 * parameters / world + inputs * 24 / 23, rel=0.02)
+        if home == "disk":
+            assert found["memory/disk_read_bytes"] == pytest.approx(8 * parameters / world, rel=0.15)
+
+
+def model_parameters(tables: dict[str, Any], folder: Path) -> int:
+    """Those of its GPT."""
+    model = run_file_of(folder, **tables).model
+    assert isinstance(model, GPTConfig)
+    with torch.device("meta"):
+        return parameter_count(build(model))
+
+
+OUTSIDE = 2 * 61 + 1
+"""Rows of the width outside of blocks: embedding, head and the last norm."""
+
+
+def test_a_step_that_does_not_fit_is_refused_and_fits_with_the_key_that_is_named(ranks, folder: Path) -> None:
+    """The device is as large as the peak of the run with the key; without it the refusal names that key."""
+    offloaded = HOMES["activations"]
+    needed = ranks(1, trained, tables("one process", ROOMY | offloaded | {"recompute": "full"}), str(folder), 2)[0][1]
+    size = f"{int(needed['memory/device_peak_bytes'] / 1024) + 1} KiB"
+    small = {"simulate_device": size}
+    ranks(1, trained, tables("one process", small | offloaded | {"recompute": "full"}), str(folder), 2)
+    with pytest.raises(AssertionError, match=r"OutOfMemory: .*short by .*memory\.recompute = \"full\""):
+        ranks(1, trained, tables("one process", small), str(folder), 2)
+
+
+def test_checkpoints_go_from_tier_to_tier_and_world_to_world(ranks, folder: Path) -> None:
+    """Device, disk and host of one process continue each other to the bit; two ranks under ZeRO-3 go on as well."""
+    straight: Leg = ranks(1, travel, tables("one process", {}), str(folder), "straight", 8)[0]
+    legs = [
+        ranks(1, travel, tables("one process", HOMES.get(home, {})), str(folder), "journey", 2)[0]
+        for home in ("disk", "parameters", "host", "device")
+    ]
+    assert [loss for leg in legs for loss in leg.losses] == straight.losses
+    for name, value in straight.left.items():
+        assert value.equal(legs[-1].left[name]), name
+    further: Leg = ranks(2, travel, tables("ZeRO-3", HOMES["parameters"]), str(folder), "journey", 1)[0]
+    for name, value in straight.left.items():
+        assert value.equal(further.came[name]), name
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"optimizer": {"kind": "muon"}}, 'optimizer.kind = "muon"'),
+        ({"optimizer": {"kind": "adamw", "average": {"kind": "ema"}}}, "optimizer.average"),
+        ({"gradients": {"schedule": "priority"}, "layout": {"replicate": 2}}, "priority"),
+        ({"sync": {"kind": "server"}, "layout": {"replicate": 2}}, 'sync.kind = "server"'),
+    ],
+)
+def test_what_needs_the_state_elsewhere_is_refused(tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    sentence = refusal(run_file_of(tmp_path, **given, memory=HOMES["host"]))
+    assert sentence is not None
+    assert sentence.startswith("memory.offload.optimizer")
+    assert said in sentence
+
+
+def test_a_compiled_model_has_no_ledger(tmp_path: Path) -> None:
+    for memory in (ROOMY, HOMES["activations"]):
+        sentence = refusal(run_file_of(tmp_path, run={"compile": True}, memory=memory))
+        assert sentence is not None
+        assert "run.compile" in sentence

@@ -1,0 +1,162 @@
+"""State of an optimizer on the host and on disk: the same update to the last bit, and the bytes that it moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from shoal.config.table import implementation_of
+from shoal.errors import EnvironmentFault
+from shoal.memory.spill_file import SpillFile, rounded
+from shoal.memory.streamed_state import LEAST_BYTES, StreamedState
+from shoal.memory.tiers import DiskTier, HostTier, Pool
+from shoal.memory.traffic import Traffic
+from shoal.optim.adaptive_config import Lion
+from shoal.optim.config import SGD, AdamW, AdamW8bit, OptimizerConfig
+from shoal.optim.fused import FusedOptimizer
+from shoal.optim.slots import make_slots, named_slots, pack_slots
+
+CPU = torch.device("cpu")
+SHAPES = [(96, 64), (64, 80), (200, 100), (8,), (1 << 13,), (64, 64)]
+PART_BYTES = 64 << 10
+KINDS: dict[str, OptimizerConfig] = {
+    "adamw": AdamW(weight_decay=0.1), "adamw_8bit": AdamW8bit(), "sgd": SGD(momentum=0.9), "lion": Lion(),
+}  # fmt: skip
+
+
+def parameters() -> list[Parameter]:
+    draws = torch.Generator().manual_seed(3)
+    return [Parameter(torch.randn(shape, generator=draws)) for shape in SHAPES]
+
+
+def optimizer_of(kind: str, own: list[Parameter]) -> FusedOptimizer:
+    made = implementation_of(KINDS[kind])(KINDS[kind], [{"params": own, "weight_decay": 0.1}], 1e-2)
+    assert isinstance(made, FusedOptimizer)
+    return made
+
+
+def home(tier: str, folder: Path, traffic: Traffic, *, pool_bytes: int = 1 << 20) -> StreamedState:
+    made = (
+        HostTier(CPU, traffic) if tier == "host" else DiskTier(SpillFile(folder), CPU, traffic, pool_bytes=pool_bytes)
+    )
+    return StreamedState(made, CPU, traffic, part_bytes=PART_BYTES)
+
+
+def gradients(own: list[Parameter], steps: int) -> Iterator[None]:
+    """Before each step; in the second one some parameters have none."""
+    draws = torch.Generator().manual_seed(4)
+    for step in range(steps):
+        for number, parameter in enumerate(own):
+            drawn = torch.randn(parameter.shape, generator=draws)
+            parameter.grad = None if step == 1 and number in (0, 3) else drawn
+        yield
+
+
+def slots_of(optimizer: FusedOptimizer, own: list[Parameter]) -> dict[str, torch.Tensor]:
+    return named_slots(optimizer, [(str(number), each) for number, each in enumerate(own)])
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_the_update_is_the_same_to_the_bit(kind: str, tier: str, tmp_path: Path) -> None:
+    plain, moved = parameters(), parameters()
+    first, second = optimizer_of(kind, plain), optimizer_of(kind, moved)
+    second.home = home(tier, tmp_path, Traffic(), pool_bytes=PART_BYTES)
+    for _ in zip(gradients(plain, 4), gradients(moved, 4), strict=True):
+        first.step()
+        second.step()
+    assert all(map(torch.equal, plain, moved))
+    slots, others = slots_of(first, plain), slots_of(second, moved)
+    assert slots.keys() == others.keys()
+    assert all(torch.equal(value, others[name]) for name, value in slots.items())
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_moved_bytes_are_those_of_the_closed_form(tier: str, tmp_path: Path) -> None:
+    """Two moments of float32 for each number of a large parameter, in each direction; nothing comes in the first."""
+    own, traffic = parameters(), Traffic()
+    optimizer = optimizer_of("adamw", own)
+    optimizer.home = home(tier, tmp_path, traffic)
+    large = [p for p in own if p.nbytes >= LEAST_BYTES]
+    state = sum(2 * p.nbytes for p in large)
+    for step, _ in enumerate(gradients(own, 1)):
+        optimizer.step()
+        found = traffic.take_figures()
+        assert found["memory/to_device_bytes"] == (state if step else 0)
+        assert found["memory/to_host_bytes"] == state
+    for parameter in own:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert traffic.take_figures()["memory/to_device_bytes"] == state
+    if tier == "disk":
+        slots_of(optimizer, own)  # reads all of it, behind what is still to be written
+        found = traffic.take_figures()
+        assert found["memory/disk_read_bytes"] >= sum(rounded(2 * p.nbytes) for p in large)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_saved_state_goes_on_elsewhere(tier: str, tmp_path: Path) -> None:
+    """From the device to the tier by a checkpoint's slots, whatever was read ahead before."""
+    plain, moved = parameters(), parameters()
+    first, second = optimizer_of("adamw", plain), optimizer_of("adamw", moved)
+    second.home = home(tier, tmp_path, Traffic())
+    for _ in zip(gradients(plain, 1), gradients(moved, 1), strict=True):
+        second.step()
+    for _ in gradients(plain, 2):
+        first.step()
+    with torch.no_grad():
+        for mine, given in zip(moved, plain, strict=True):
+            mine.copy_(given)
+    saved = slots_of(first, plain)
+    named = [(str(number), each) for number, each in enumerate(moved)]
+    places = make_slots(second, named, {name: x.dtype for name, x in saved.items()}, slots=AdamW().all_slots)
+    for name, place in places.items():
+        place.copy_(saved[name])
+    pack_slots(second)
+    for _ in zip(gradients(plain, 1), gradients(moved, 1), strict=True):
+        first.step()
+        second.step()
+    assert all(map(torch.equal, plain, moved))
+
+
+def test_a_disk_that_fails_ends_the_update_with_its_sentence(tmp_path: Path) -> None:
+    """Whichever write it is, with a pool that holds one part: nothing waits for a buffer that never comes."""
+
+    def failing(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    own, traffic = parameters(), Traffic()
+    optimizer = optimizer_of("adamw", own)
+    tier = DiskTier(SpillFile(tmp_path, write=failing), CPU, traffic, pool_bytes=PART_BYTES)
+    optimizer.home = StreamedState(tier, CPU, traffic, part_bytes=PART_BYTES)
+
+    def train() -> None:
+        for _ in gradients(own, 3):
+            optimizer.step()
+
+    with pytest.raises(EnvironmentFault, match="Input/output error"):
+        train()
+    optimizer.home.close()
+
+
+def test_kinds_that_say_that_they_update_apart_do() -> None:
+    """And no other kind is taken by mistake."""
+    for kind, config in KINDS.items():
+        assert config.updates_apart
+        assert optimizer_of(kind, parameters()).takes_home
+
+
+def test_a_pool_lends_what_it_has() -> None:
+    """One buffer may be larger than the pool; then none is left until it comes back."""
+    pool = Pool(1 << 14, CPU)
+    large = pool.take(1 << 16)
+    assert large is not None
+    assert pool.take(1) is None
+    pool.give(large)
+    assert all(pool.take(1 << 13) is not None for _ in range(2))
+    assert pool.take(1) is None
+    assert pool.take(1, beyond=True) is not None
