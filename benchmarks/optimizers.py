@@ -1,7 +1,7 @@
 """`python -m benchmarks.optimizers`: steps of training with each optimizer, beside AdamW by PyTorch's fused kernel.
 
 Each trains the same GPT as AdamW in the same loop, in turn with it, under ZeRO-1; one side is AdamW itself (A/A). Muon
-is also measured on replicas, with owners and computed redundantly, on every rank. A step of SOAP or Shampoo that
+is also measured on replicas, with owners and computed redundantly, on every rank. A step of SOAP, Shampoo or K-FAC that
 decomposes is dearer than the others, so their cost is that of all steps: the mean.
 """
 
@@ -38,10 +38,11 @@ from shoal.models.roles import roles_of
 from shoal.optim.adaptive_config import Adafactor, Lion
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import AdamW, OptimizerConfig
+from shoal.optim.layer_statistics import SeesLayers, layers_in
 from shoal.optim.layerwise_config import LAMB, LARS
 from shoal.optim.muon_config import Dion, Muon
 from shoal.optim.parts import Parts, SeesParts
-from shoal.optim.preconditioned_config import SOAP, Shampoo
+from shoal.optim.preconditioned_config import KFAC, SOAP, Shampoo
 from shoal.state.ownership import Trained
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
@@ -56,9 +57,10 @@ KINDS: dict[str, OptimizerConfig] = {
     "dion": Dion(),
     "soap": SOAP(),
     "shampoo": Shampoo(),
+    "kfac": KFAC(),
 }
 OWNED, REDUNDANT, BASE = "muon, replicas", "redundant", "adamw"
-MOST = {"lamb": 1.2, "muon": 1.15, "soap": 1.3, "shampoo": 1.3}
+MOST = {"lamb": 1.2, "muon": 1.15, "soap": 1.3, "shampoo": 1.3, "kfac": 1.5}
 """Times AdamW's step, at most."""
 LEAST_GAIN = 1.5
 """Of owners over redundant work, of what is beyond AdamW's step on the same replicas."""
@@ -145,18 +147,29 @@ class _Side:
         owned = [(o.name, o.parameter, len(o.holding.global_shape) > 1) for o in self.gradients.owned]
         kinds: dict[str, str] = {name: role.kind for name, role in roles_of(self.model).items()}
         self.optimizer = build_optimizer(config, owned, lr=config.lr, shapes=shapes, kinds=kinds)
+        self.seeing, self.steps = self.optimizer if isinstance(self.optimizer, SeesLayers) else None, 0
+        if self.seeing is not None:
+            names = {id(p): name for name, p in self.model.named_parameters()}
+            self.seeing.watch(layers_in(self.model, names), mesh.world)
         if connected and isinstance(self.optimizer, SeesParts):
             self.optimizer.connect(Parts(self.gradients.owned, replica, mesh.world))
         self.batches = ByteSamples(corpus, samples=samples, sequence=SEQUENCE, rank=mesh.rank)
 
     def step(self) -> float:
         """Makes one update and returns its loss."""
+        self.steps += 1
         self.gradients.start()
         batch = self.batches.next()
+        if self.seeing is not None:
+            self.seeing.begin(self.steps)
+            self.seeing.microbatch(torch.ones(batch[:, 1:].shape))
         loss = F.cross_entropy(self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         with self.gradients.backward(last=True):
             (loss / self.world_size).backward()
         norm = float(self.gradients.reduce())
+        if self.seeing is not None:
+            terms = batch[:, 1:].numel() * self.world_size
+            self.seeing.agree(scale=1 / terms, terms=terms)
         if norm > 1.0:
             self.gradients.scale(1.0 / norm)
         self.optimizer.step()

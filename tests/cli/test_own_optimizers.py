@@ -17,6 +17,7 @@ from shoal.optim.adafactor import OwnedAdafactor
 from shoal.optim.adaptive import LionSign
 from shoal.optim.dion import OwnedDion
 from shoal.optim.layerwise import LayerwiseAdam, LayerwiseSGD
+from shoal.optim.kfac import OwnedKFAC
 from shoal.optim.muon import OwnedMuon
 from shoal.optim.schedule_free import AveragedAdamW
 from shoal.optim.shampoo import OwnedShampoo
@@ -43,6 +44,7 @@ OPTIMIZERS = {
     "soap": "OwnedSOAP(model.parameters(), lr=0.02, every=2)",
     "shampoo": "OwnedShampoo(model.parameters(), lr=0.02, every=2, start=1)",
     "adafactor": "OwnedAdafactor(model.parameters())",
+    "kfac": "OwnedKFAC(model.parameters(), lr=0.1, every=2)",
     "schedule-free": "AveragedAdamW(model.parameters(), lr=0.02)",
 }
 LAYOUTS = {
@@ -73,3 +75,13 @@ def test_a_script_trains_as_in_one_process(tmp_path: Path, kind: str, layout: st
     assert len(plain) == 6
     assert plain[-1] < plain[0]
     assert found == pytest.approx(plain, rel=OTHER_BASIS if kind == "soap" else SAME)
+
+
+def test_steps_of_a_script_grow(tmp_path: Path) -> None:
+    """`batch.schedule` under ZeRO-3, whose ranks have as many microbatches as a step asks for."""
+    text = SCRIPT.replace("OPTIMIZER", "torch.optim.SGD(model.parameters(), lr=0.1)")
+    grows = "batch.schedule=[{samples=4, until=9}]"
+    plain = ran(tmp_path / "plain", text, FLOAT64, grows, world=1)
+    found = ran(tmp_path / "two", text, FLOAT64, grows, "batch.micro_samples=2", *LAYOUTS["ZeRO-3"], world=2)
+    assert plain != pytest.approx(ran(tmp_path / "even", text, FLOAT64, world=1))
+    assert found == pytest.approx(plain, rel=SAME)

@@ -29,7 +29,9 @@ def run_with_losses(folder: Path, losses: list[float], text: str = "[run]\n") ->
             values = {"loss/train": loss, "grad/norm": loss, "samples/consumed": 5 * step}
             writer.write(step, values, time_s=float(step))
     assert save(saver_for(folder), 2).committed
-    return write_capsule(folder, FAILED, seed=7, global_samples=5, checkpoint=folder / "checkpoints/step-00000002")
+    return write_capsule(
+        folder, FAILED, seed=7, samples_at=lambda _: 5, checkpoint=folder / "checkpoints/step-00000002"
+    )
 
 
 def test_a_capsule_names_the_step_behind_the_last_finite_one(tmp_path: Path) -> None:
@@ -58,7 +60,7 @@ def test_after_a_restart_the_last_start_counts(tmp_path: Path) -> None:
             for step, loss in enumerate(losses, start=3):
                 values = {"loss/train": loss, "grad/norm": loss, "samples/consumed": 5 * step}
                 writer.write(step, values, time_s=10.0 + step)
-        found = read_capsule(write_capsule(tmp_path, FAILED, seed=7, global_samples=5, checkpoint=None))
+        found = read_capsule(write_capsule(tmp_path, FAILED, seed=7, samples_at=lambda _: 5, checkpoint=None))
         return found.step, found.start, found.stop
 
     assert capsule_after() == (3, 10, 15)

@@ -118,3 +118,13 @@ def test_a_run_that_ends_early_says_where() -> None:
     assert status.summary(Ending("failed")) == "failed at step 0 of 100: 0 steps in 0 s"
     status.update(7, VALUES, time_s=START_S)
     assert status.summary(Ending("stopped")).startswith("stopped at step 7 of 100: 1 step in")
+
+
+def test_the_critical_batch_stays_until_it_is_measured_again() -> None:
+    """It is not measured in every step, and not a number where the signal is lost in noise."""
+    status = status_of(Clock())
+    status.update(1, VALUES, time_s=START_S)
+    assert not any("critical" in part for part in status.measurements())
+    for step, more in enumerate(({"noise/scale": 1236.6}, {}, {"noise/scale": math.nan}), start=2):
+        status.update(step, VALUES | more, time_s=START_S)
+        assert "critical batch 1.24k" in status.measurements()

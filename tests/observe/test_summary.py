@@ -18,7 +18,7 @@ from shoal.observe.goodput import DETECTING, RESTARTING, goodput_of
 from shoal.observe.record import read_record
 from shoal.observe.sink import RunStart
 from shoal.observe.status import Status
-from shoal.observe.summary import Summary, _goodput, summarize
+from shoal.observe.summary import Summary, _goodput, key_numbers, summarize
 from shoal.page.lead import Lead
 from tests.observe.synthetic import START_S, write_run
 
@@ -128,3 +128,17 @@ def test_what_changes_of_the_membership_cost_is_said_beside_the_goodput(tmp_path
     entry = _goodput(found)
     assert entry is not None
     assert "500 ms until losses were known, 3.0 s to the next steps" in entry[2]
+
+
+def test_the_head_says_what_twice_the_batch_would_save(tmp_path: Path) -> None:
+    """With a noise scale of 48 and steps of 16, 2.5 / 4 of the steps (arXiv:1812.06162, eq. 2.7)."""
+    write_run(tmp_path)
+    with (tmp_path / "run.toml").open("a") as file:
+        file.write("\n[batch]\nglobal_samples = 16\n")
+    with EventWriter(tmp_path, rank=0, generation=1) as writer:
+        writer.write(41, {"loss/train": 1.0, "noise/scale": 48.0}, time_s=START_S + 50)
+        writer.write(42, {"loss/train": 1.0, "noise/scale": math.nan}, time_s=START_S + 51)
+    record = read_record(tmp_path)
+    text = key_numbers(record, summarize(record))
+    assert "critical batch</dt><dd>48<small>" in text
+    assert f"a batch of 32 would take {units.percent(2.5 / 4)} of the steps" in text

@@ -66,7 +66,7 @@ def epoch_samples(batch: BatchConfig, samples: int) -> int:
 def epoch_steps(batch: BatchConfig, samples: int, epochs: int) -> int:
     """Steps in so many `epochs` over `samples` samples."""
     positions, size = epoch_samples(batch, samples), batch.global_samples
-    return epochs * -(-positions // size) if batch.epoch_end == "short" else -(-epochs * positions // size)
+    return epochs * -(-positions // size) if batch.epoch_end == "short" else batch.steps_to(epochs * positions)
 
 
 def short_epoch(batch: BatchConfig, samples: int) -> int | None:

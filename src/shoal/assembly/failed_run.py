@@ -88,7 +88,7 @@ def _leave_capsule(run_file: RunFile, directory: Path, code: ExitCode, *, since_
             directory,
             Failed(int(code), code.rank, code.sentence, code.text),
             seed=run_file.run.seed,
-            global_samples=run_file.batch.global_samples,
+            samples_at=run_file.batch.samples_at,
             checkpoint=None if manifest is None else Places(directory).step(manifest.step),
         )
     except (ShoalError, OSError, ValueError) as error:

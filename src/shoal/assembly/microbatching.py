@@ -36,7 +36,11 @@ def microbatching(run_file: RunFile, layout: Layout) -> Microbatching:
     if layout.replica_size == 1 and not synchronises_norms(run_file.model):
         return Microbatching(default_micro_samples(run_file), None, 1)
     sizes = microbatch_sizes(run_file, shares=layout.replicate * layout.shard)
-    return Microbatching(sizes.samples, Uniform(sizes.rounds * sizes.in_flight, sizes.samples), sizes.in_flight)
+    counts = {sizes.rounds * sizes.in_flight}
+    for phase in run_file.batch.schedule:
+        rounds = -(-(phase.samples // (layout.replicate * layout.shard)) // (sizes.samples * sizes.in_flight))
+        counts.add(rounds * sizes.in_flight)
+    return Microbatching(sizes.samples, Uniform(sorted(counts), sizes.samples), sizes.in_flight)
 
 
 def global_batch_of(run_file: RunFile, mesh: Mesh) -> GlobalBatch:

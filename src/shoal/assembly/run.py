@@ -70,6 +70,7 @@ class Run:
         """
         self.mesh.abort()
         self.generation.gradients.close()
+        self.state.close()
         self.tiers.close()
 
     def default_group(self) -> AbstractContextManager[None]:
@@ -112,6 +113,7 @@ class Run:
                 micro_samples=micro_samples or self.generation.microbatching.samples,
                 group=statistics_group(run_file.model),
                 epoch=short_epoch(run_file.batch, len(data)),
+                schedule=run_file.batch.schedule,
             ),
             denominator=run_file.batch.denominator,
             start=self.state.progress.cursor if cursor is None else cursor,
@@ -136,7 +138,7 @@ class Run:
     def rate(self, number: int) -> float:
         """The learning rate of step `number`."""
         run_file = self.run_file
-        peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
+        peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.samples_of(number))
         return rate(run_file.schedule, peak, step=number, steps=run_file.run.steps)
 
     def held_out(self) -> Iterator[Batch]:

@@ -87,6 +87,9 @@ ZERO_OF_SHARD = 3
 """The stage of ZeRO over `layout.shard` if `memory.zero` is left out: everything is divided, as users of FSDP expect.
 """
 
+SAME_LAYERS: tuple[Axis, ...] = ("replicate", "shard", "context", "tensor")
+"""The axes of the ranks that hold the same layers."""
+
 _NORM_AXES: Mapping[bool, tuple[Axis, ...]] = {
     False: ("pipeline", "shard", "context", "tensor"),
     True: ("shard", "context", "tensor"),

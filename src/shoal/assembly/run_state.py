@@ -13,6 +13,7 @@ from shoal.assembly.run_gradients import parts_on, zero_of
 from shoal.assembly.sameness import contents_of
 from shoal.assembly.sparse import Placed, build_freezing, build_sparse
 from shoal.assembly.splitting import trained_in
+from shoal.assembly.train_step import watch_layers
 from shoal.assembly.trained_set import FrozenParameters
 from shoal.assembly.workload import Workload
 from shoal.engine.best import Watch
@@ -143,7 +144,10 @@ def _refuse_own(run_file: RunFile) -> None:
 
 
 def _connected(optimizer: torch.optim.Optimizer, run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
-    """The same; one that asks something of whole parameters is told where their parts are."""
+    """The same; one that asks something of whole parameters is told where their parts are, and one that sees layers is
+    given them. Raises `ConfigError` where layers are not whole.
+    """
+    watch_layers(optimizer, run_file, generation)
     if isinstance(optimizer, SeesParts) and generation.agreement.served is None:
         parts = parts_on(run_file, generation.gradients.owned, generation.mesh, generation.sync)
         optimizer.connect(parts.of(optimizer))

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from shoal.assembly.generation import Generation
-from shoal.assembly.run_gradients import parts_on
+from shoal.assembly.run_gradients import SAME_LAYERS, parts_on
 from shoal.assembly.sparse import left_out_in
 from shoal.assembly.splitting import trained_in
 from shoal.engine.forward_backward import PipelinedForwardBackward
@@ -21,13 +21,12 @@ from shoal.engine.transforms import Transform, by_numbers, clip_by_global_norm
 from shoal.engine.updates import AtOnce, ByBucket, ByMicrobatch, LeavesOut, UpdatePolicy
 from shoal.errors import ConfigError, UserCodeError
 from shoal.gradients.priority import PriorityGradients
+from shoal.optim.layer_statistics import SeesLayers, layers_in
 from shoal.optim.transforms import Chain
 from shoal.parallel.pipeline.stages import Stages
+from shoal.runfile.optimizer_rules import layers_refusal
 from shoal.runfile.run_file import RunFile
 from shoal.topology.axes import Axis
-
-_SAME_LAYERS: tuple[Axis, ...] = ("replicate", "shard", "context", "tensor")
-"""The axes of the ranks that hold the same layers."""
 
 
 def build_step(
@@ -40,7 +39,7 @@ def build_step(
     and `UserCodeError` for parameters that several stages of PipeDream use.
     """
     mesh, axes = generation.mesh, generation.sync.lockstep_axes
-    same_layers: list[Axis] = [axis for axis in _SAME_LAYERS if axis in axes]
+    same_layers: list[Axis] = [axis for axis in SAME_LAYERS if axis in axes]
     place = mesh.layout.coordinate(mesh.rank)
     context = RankContext(
         generation.forward_backward,
@@ -53,6 +52,19 @@ def build_step(
     optimizer = generation.agreement.stepped_by(state.optimizer.optimizer)
     policy = _update_policy(run_file, generation, optimizer, left_out_in(state))
     return TrainStep(context, policy, generation.agreement)
+
+
+def watch_layers(optimizer: torch.optim.Optimizer, run_file: RunFile, generation: Generation) -> None:
+    """Gives `optimizer` the layers of this rank, if it sees layers. Raises `ConfigError` where they are not whole."""
+    if not isinstance(optimizer, SeesLayers):
+        return
+    reduces = optimizer.weight_sharing == "reduce"
+    if (refused := layers_refusal(run_file, type(optimizer).__name__, reduces=reduces)) is not None:
+        raise ConfigError(refused)
+    names = {id(trained.parameter): trained.holding.name for trained in trained_in(generation.parts)}
+    axes: list[Axis] = [axis for axis in SAME_LAYERS if axis in generation.sync.lockstep_axes]
+    optimizer.watch(layers_in(generation.parts.split.model, names), generation.mesh.axis(*axes))
+    generation.forward_backward.compute.announces.append(optimizer.microbatch)
 
 
 def _update_policy(

@@ -121,10 +121,24 @@ BuiltInData = SourceData | Mixture | Stream
 DataConfig = BuiltInData | PythonData
 
 
+class BatchPhase(Table, frozen=True):
+    """Steps of `samples` samples, until so many samples have been trained on."""
+
+    samples: Annotated[Positive, says("Samples in one optimizer step, over all ranks.")]
+    until: Annotated[Positive, says("Steps that begin before so many samples of the run are of this size.")]
+
+
 class BatchConfig(Table, frozen=True):
     """How many samples a step takes, and what its loss is averaged over."""
 
     global_samples: Annotated[int, says("Samples in one optimizer step, over all ranks.", ge=1, le=2**40)]
+    schedule: Annotated[
+        tuple[BatchPhase, ...],
+        says(
+            "Phases of smaller steps at the start of the run (AdaBatch, arXiv:1712.02029); all steps after them have "
+            "`global_samples`."
+        ),
+    ] = ()
     micro_samples: Annotated[
         Annotated[int, msgspec.Meta(ge=1)] | None,
         says("Samples of one forward and backward on one replica; default: all of its share."),
@@ -157,4 +171,43 @@ class BatchConfig(Table, frozen=True):
             raise ValueError(
                 f"micro_samples = {self.micro_samples} is more than global_samples = {self.global_samples}: a "
                 "microbatch is a part of the step, lower it or leave it out"
+            )
+        self._check_schedule()
+
+    def samples_at(self, position: int) -> int:
+        """Samples of the step that begins at `position`, which counts the samples before it. Pure."""
+        return next((phase.samples for phase in self.schedule if position < phase.until), self.global_samples)
+
+    def steps_to(self, position: int) -> int:
+        """Steps until at least so many samples are trained on."""
+        steps = begins = 0
+        for phase in (*self.schedule, BatchPhase(self.global_samples, max(1, position))):
+            own = max(0, -(-(min(phase.until, position) - begins) // phase.samples))
+            steps, begins = steps + own, begins + own * phase.samples
+        return steps
+
+    def samples_of(self, step: int) -> int:
+        """Samples of step `step` (1 is the first)."""
+        before = begins = 0
+        for phase in self.schedule:
+            own = max(0, -(-(phase.until - begins) // phase.samples))
+            if step <= before + own:
+                return phase.samples
+            before, begins = before + own, begins + own * phase.samples
+        return self.global_samples
+
+    def _check_schedule(self) -> None:
+        ends = [phase.until for phase in self.schedule]
+        if ends != sorted(set(ends)):
+            raise ValueError(f"schedule has phases until {ends}: give them in ascending order, each once")
+        for phase in self.schedule:
+            if phase.samples > self.global_samples:
+                raise ValueError(
+                    f"schedule has a phase of {phase.samples} samples, and global_samples = {self.global_samples} is "
+                    "the largest step: raise global_samples, or lower the phase"
+                )
+        if self.schedule and self.epoch_end != "straddle":
+            raise ValueError(
+                f'schedule with epoch_end = "{self.epoch_end}": steps of several sizes go on into the next epoch; '
+                "leave epoch_end out"
             )

@@ -23,7 +23,7 @@ from typing import Self
 import numpy as np
 
 from shoal.data.batches import BatchRead, BatchReader, OrderOfSamples, SourceReader, read_batch, where_of
-from shoal.data.config import Denominator
+from shoal.data.config import BatchPhase, Denominator
 from shoal.data.cursor import Cursor, Interval
 from shoal.data.order import microbatches, share
 from shoal.data.read_ahead import Foresees, ReadAhead
@@ -59,6 +59,7 @@ class StepShare:
             replicas is divided evenly.
         epoch: no step goes on behind a multiple of so many positions, so that the last one before it may be shorter;
             None: all steps are of one size.
+        schedule: phases of smaller steps at the start (`BatchConfig.schedule`).
 
     Raises:
         ConfigError: the samples of a step or of a microbatch are not whole groups.
@@ -72,6 +73,7 @@ class StepShare:
     group: int = 1
     speeds: tuple[float, ...] | None = None
     epoch: int | None = None
+    schedule: tuple[BatchPhase, ...] = ()
 
     def __post_init__(self) -> None:
         if self.micro_samples is not None and self.micro_samples % self.group:
@@ -79,13 +81,13 @@ class StepShare:
                 f"batch.micro_samples = {self.micro_samples} would cut statistics groups of {self.group}: "
                 "make it a multiple."
             )
-        self._own(Interval(0, self.global_samples))
+        for samples in {self.global_samples, *(phase.samples for phase in self.schedule)}:
+            self._own(Interval(0, samples))
 
     def samples_at(self, position: int) -> int:
         """Samples of the step that begins at `position`."""
-        return (
-            self.global_samples if self.epoch is None else min(self.global_samples, self.epoch - position % self.epoch)
-        )
+        samples = next((phase.samples for phase in self.schedule if position < phase.until), self.global_samples)
+        return samples if self.epoch is None else min(samples, self.epoch - position % self.epoch)
 
     def stand_in(self, step: Interval) -> Interval | None:
         """Whose copies, with weight 0, this replica computes where a short `step` has no samples for it."""

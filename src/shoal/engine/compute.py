@@ -54,7 +54,8 @@ class Compute:
     """One rank's means. `cut` gives this rank's part of every sample, where samples are split along the sequence;
     `gathered` the outputs over all classes, where ranks have parts of them; `global_batch` the samples of other ranks,
     for losses that couple samples (None: this process computes all of them); `programs` are what model and loss were
-    compiled to, None: they are called as they are; `distillation` adds a teacher's part to losses that are trained on.
+    compiled to, None: they are called as they are; `announces` are called before each forward of a step with the
+    weights of this rank's part of its samples; `distillation` adds a teacher's part to losses that are trained on.
     """
 
     model: nn.Module
@@ -66,6 +67,7 @@ class Compute:
     gathered: Callable[[Any], Any] = field(default=as_it_is)
     global_batch: GlobalBatch | None = None
     programs: LossPrograms | None = None
+    announces: list[Callable[[Tensor], None]] = field(default_factory=list)
     distillation: Distillation | None = None
     frozen: Sequence[nn.Module] = field(init=False)
     buffers: StepBuffers = field(init=False)
@@ -89,6 +91,8 @@ class Compute:
         """Tells the model which samples come next; their losses will be multiplied by `factor()`."""
         batch = microbatch.batch
         self.buffers.rewind()
+        for announced in self.announces:
+            announced(batch.weights)
         if self.synchronised_norms:
             real = batch.positions >= 0
             for norm in self.synchronised_norms:

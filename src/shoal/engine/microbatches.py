@@ -20,16 +20,22 @@ from shoal.data.sample import Batch, Tree, first_leaf, map_tree, padding_like
 
 @dataclass(frozen=True)
 class Uniform:
-    """`count` microbatches of `samples` samples in every step of every rank."""
+    """Microbatches of `samples` samples, as many in a step on every rank: the least of `counts`, ascending, that holds
+    this rank's share, which is as large as that of others where there are several counts.
+    """
 
-    count: int
+    counts: Sequence[int]
     samples: int
 
     def __call__(self, batches: Sequence[Batch]) -> list[Batch]:
         """The same samples in the same order, padded. There is at least one sample."""
         filler = padding_like(batches[0], self.samples)
         padded = [_padded(batch, self.samples) for batch in batches]
-        return [*padded, *[filler] * (self.count - len(padded))]
+        return [*padded, *[filler] * (self.count(len(padded)) - len(padded))]
+
+    def count(self, own: int) -> int:
+        """Microbatches of a step of which this rank has `own`."""
+        return next(count for count in self.counts if own <= count)
 
 
 def _padded(batch: Batch, samples: int) -> Batch:

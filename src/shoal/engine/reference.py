@@ -24,6 +24,7 @@ from shoal.engine.compute import Compute
 from shoal.engine.loss import weighted_losses, weighted_sum
 from shoal.engine.microbatches import leaves
 from shoal.optim.build import set_rate
+from shoal.optim.layer_statistics import SeesLayers
 from shoal.sparsity.training import SparseTraining
 
 Arrange = Callable[[Sequence[Batch]], Sequence[Batch]]
@@ -76,6 +77,9 @@ class Reference:
         for parameter in self.compute.model.parameters():
             parameter.grad = None
         denominator, total = sum(batch.weight for batch in batches), 0.0
+        seeing = self.optimizer if isinstance(self.optimizer, SeesLayers) else None
+        if seeing is not None:
+            seeing.begin(step)
         for raw in self._arranged(batches):
             microbatch = self.compute.prepared(raw)
             self.compute.announce(microbatch, lambda: 1.0 / denominator)
@@ -84,6 +88,8 @@ class Reference:
             with self.compute.randomness.drawing():
                 (loss_sum / denominator * self.scale).backward()
             total += float(loss_sum.detach().double())
+        if seeing is not None:
+            seeing.agree(scale=self.scale / denominator, terms=denominator)
         if self.sparse is not None:
             self.sparse.agreed(step)
         zero = {name: torch.zeros_like(parameter) for name, parameter in self.weights.items()}

@@ -31,6 +31,7 @@ from shoal.engine.extra_state import ExtraSection
 from shoal.errors import UsageError, UserCodeError
 from shoal.optim.average import averages_shown
 from shoal.optim.declared import Slot
+from shoal.optim.layer_statistics import SeesLayers
 from shoal.optim.slots import local, make_slots, named_slots, pack_slots, slot_and_parameter
 from shoal.state.ownership import Owned
 from shoal.state.section import Section
@@ -323,6 +324,12 @@ class TrainState:
     def averages_shown(self, gather: Callable[[], None]) -> AbstractContextManager[None]:
         """See `shoal.optim.average`."""
         return averages_shown([section.optimizer for section in self._optimizers], gather)
+
+    def close(self) -> None:
+        """Takes the hooks of optimizers off the model."""
+        for section in self._optimizers:
+            if isinstance(section.optimizer, SeesLayers):
+                section.optimizer.close()
 
     def figures(self) -> dict[str, float]:
         """What sections measure."""

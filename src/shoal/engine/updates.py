@@ -31,6 +31,7 @@ from shoal.gradients.gradients import Gradients
 from shoal.gradients.priority import PriorityGradients
 from shoal.optim.build import part_of, set_rate
 from shoal.optim.fused import FusedOptimizer
+from shoal.optim.layer_statistics import SeesLayers
 
 OnGradients = Callable[[float], None]
 """Called with the 2-norm of the agreed gradient of the whole model."""
@@ -141,6 +142,7 @@ class AtOnce:
         fused = optimizer if isinstance(optimizer, FusedOptimizer) and optimizer.takes_scale else None
         self._fused = None if seen else fused
         self._votes_ahead = votes_ahead
+        self._sees_layers = optimizer if isinstance(optimizer, SeesLayers) else None
 
     def __call__(self, context: RankContext, work: Work) -> Outcome:
         self.begin(work)
@@ -157,6 +159,8 @@ class AtOnce:
         """Before the first backward of an update."""
         if self._noise is not None:
             self._noise.start(work.step)
+        if self._sees_layers is not None:
+            self._sees_layers.begin(work.step)
         changed = [each.begin(work.step) for each in self._leaves_out]
         if any(changed):
             self.gradients.gather()
@@ -195,6 +199,10 @@ class AtOnce:
         if work.on_gradients is not None:
             work.on_gradients(norm)
         noise = self._measure(work.batches, tally, norm, scale) if finite else None
+        if finite and self._sees_layers is not None:
+            terms = tally.denominator if denominator is None else denominator
+            factor = loss_scale / terms if denominator is None else loss_scale
+            self._sees_layers.agree(scale=factor, terms=terms)
         if finite:
             gradient = AgreedGradient(self.gradients, norm, factor=1.0 / scale, step=work.step)
             more = () if clip_norm is None else (clip_by_global_norm(clip_norm),)

@@ -18,7 +18,7 @@ import time
 import tomllib
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -94,13 +94,16 @@ def shoal_version() -> str:
         return "not installed"
 
 
-def write_capsule(directory: Path, failed: Failed, *, seed: int, global_samples: int, checkpoint: Path | None) -> Path:
+def write_capsule(
+    directory: Path, failed: Failed, *, seed: int, samples_at: Callable[[int], int], checkpoint: Path | None
+) -> Path:
     """Writes the capsule of the run in `directory`, in place of an earlier one; its path.
 
-    `checkpoint`: the folder of the newest whole one. Raises `OSError`, and `UsageError` for damaged facts.
+    `samples_at`: samples of the step that begins at a position. `checkpoint`: the folder of the newest whole one.
+    Raises `OSError`, and `UsageError` for damaged facts.
     """
     facts, events = read_facts(directory), read_events(directory)
-    step, start = _failed_step(events, global_samples)
+    step, start = _failed_step(events, samples_at)
     holds, first = _checkpoint_files(checkpoint), 0 if checkpoint is None else int(checkpoint.name.split("-")[1])
     data = facts.get("data")
     samples = data.get("train/samples") if isinstance(data, dict) else None
@@ -115,7 +118,7 @@ def write_capsule(directory: Path, failed: Failed, *, seed: int, global_samples:
         ranks=int(facts.get("world", 1)),
         step=step,
         start=start,
-        stop=start + global_samples,
+        stop=start + samples_at(start),
         samples=samples if isinstance(samples, int) else None,
         losses={str(s): loss for s, loss in _losses(events).items() if s > first},
         checkpoint=None if checkpoint is None else first,
@@ -199,7 +202,7 @@ def _unpack(path: Path, folder: Path) -> None:
         archive.extractall(folder)
 
 
-def _failed_step(events: list[Event], global_samples: int) -> tuple[int, int]:
+def _failed_step(events: list[Event], samples_at: Callable[[int], int]) -> tuple[int, int]:
     """The step that failed, and the first position of its samples: after the last step that came to a finite loss.
 
     Where the last start took no step, it is the first that this start had before it.
@@ -214,7 +217,7 @@ def _failed_step(events: list[Event], global_samples: int) -> tuple[int, int]:
     if math.isfinite(last.get("loss/train") or 0.0) and math.isfinite(last.get("grad/norm") or 0.0):
         return last.step + 1, consumed
     before = _consumed(events, last.step - 1)
-    return last.step, before or max(0, consumed - global_samples)
+    return last.step, before or max(0, consumed - samples_at(0))
 
 
 def _consumed(events: list[Event], step: int) -> int:

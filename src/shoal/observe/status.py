@@ -6,6 +6,7 @@ looks.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -58,6 +59,7 @@ class Status:
         self.step = run.first_step - 1
         self.values: Mapping[str, float] = {}
         self.held_out: dict[str, float] = {}
+        self.critical_batch: float | None = None
         self.activity, self.membership = "", run.membership
         self.totals = Totals()
         self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT_STEPS)
@@ -75,6 +77,8 @@ class Status:
         for name in ("loss/eval", "accuracy/eval"):
             if name in values:
                 self.held_out[name] = values[name]
+        if math.isfinite(noise := values.get("noise/scale", math.nan)):
+            self.critical_batch = noise
         if "loss/train" in values or "loss/eval" not in values:
             self.values = values
             self.totals.add(values)
@@ -118,7 +122,7 @@ class Status:
             if f"throughput/{name}_per_second" in values:
                 parts.append(f"{units.count(self._pace(name))} {unit}")
                 break
-        return [*parts, *self._epoch(), *self._waits(), *self._memory(), *self._rate()]
+        return [*parts, *self._epoch(), *self._waits(), *self._memory(), *self._rate(), *self._noise()]
 
     def _pace(self, name: str) -> float:
         """Of the last steps together: one step alone jumps with whatever else its host does."""
@@ -188,6 +192,11 @@ class Status:
 
     def _rate(self) -> list[str]:
         return [f"lr {self.values['lr']:.2e}"] if "lr" in self.values else []
+
+    def _noise(self) -> list[str]:
+        """The last that was measured: it is not measured in every step."""
+        found = self.critical_batch
+        return [] if found is None else [f"critical batch {units.count(round(found))}"]
 
 
 def packed(parts: Sequence[str], columns: int, lines: int) -> list[str]:

@@ -124,7 +124,8 @@ def header(record: Record, summary: Summary) -> str:
 def key_numbers(record: Record, summary: Summary) -> str:
     """A row of figures; those that were not measured are left out."""
     found = [_train_loss(summary), _held_out_headline(summary), _accuracy(summary), _pace(summary), _time(summary)]
-    found += [_exposed(summary), _goodput(summary), _memory(record), _parameters(record), _ranks(record)]
+    found += [_exposed(summary), _goodput(summary), _critical_batch(record), _memory(record), _parameters(record)]
+    found += [_ranks(record)]
     cells = "".join(
         f"<div><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for label, value, note in (entry for entry in found if entry is not None)
@@ -258,6 +259,18 @@ def _goodput(summary: Summary) -> Entry:
         noticed, restarted = units.duration(summary.detecting_s), units.duration(summary.restarting_s)
         of += f"; changes of the membership: {noticed} until losses were known, {restarted} to the next steps"
     return "goodput", units.percent(summary.goodput), of
+
+
+def _critical_batch(record: Record) -> Entry:
+    """The last gradient noise scale, and what it says of a batch twice as large."""
+    noise = _last(curves.finite(series(record.events, "noise/scale")[1]))
+    if noise is None:
+        return None
+    batch, note = record.setting("batch", "global_samples"), "samples, the gradient noise scale"
+    if isinstance(batch, int) and batch > 0 and noise > 0:
+        share = (1 + noise / (2 * batch)) / (1 + noise / batch)
+        note += f"; a batch of {2 * batch:,} would take {units.percent(share)} of the steps"
+    return "critical batch", units.count(round(noise)), note
 
 
 def _memory(record: Record) -> Entry:

@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from shoal.errors import UserCodeError
 from shoal.optim.declared import Granularity, Slot, counter
+from shoal.optim.layer_statistics import SeesLayers
 from shoal.optim.separable import step_of, tried, twin_of
 
 ON_ELEMENTS = {"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"}
@@ -141,7 +142,9 @@ def own_optimizers(optimizers: Sequence[Any], model: nn.Module) -> list[OwnOptim
 def _own(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OwnOptimizer:
     groups = [[names[id(p)] for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
     own = OwnOptimizer(optimizer, groups, slots_of(optimizer), works_on(optimizer))
-    return own if own.works_on == "elements" else replace(own, **tried(optimizer)._asdict())
+    if own.works_on == "elements" or isinstance(optimizer, SeesLayers):  # one that sees layers cannot step without
+        return own
+    return replace(own, **tried(optimizer)._asdict())
 
 
 def _placeholder(optimizer: torch.optim.Optimizer, device: torch.device) -> Parameter:

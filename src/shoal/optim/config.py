@@ -15,7 +15,7 @@ from shoal.optim.adaptive_config import Adafactor, Lion, NAdam, RAdam, RMSprop
 from shoal.optim.declared import BLOCK, Common, Granularity, Slot, counter
 from shoal.optim.layerwise_config import LAMB, LARS
 from shoal.optim.muon_config import Dion, Muon
-from shoal.optim.preconditioned_config import SOAP, Shampoo
+from shoal.optim.preconditioned_config import KFAC, SOAP, Shampoo
 from shoal.optim.schedule_free_config import ScheduleFreeAdamW, ScheduleFreeSGD
 
 
@@ -203,6 +203,7 @@ OptimizerConfig = (
     | Dion
     | SOAP
     | Shampoo
+    | KFAC
     | ScheduleFreeAdamW
     | ScheduleFreeSGD
     | OneBitAdam

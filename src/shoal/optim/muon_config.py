@@ -13,7 +13,7 @@ HIDDEN = ("column", "row", "packed", "replicated", "expert")
 """Roles of parameters whose matrices map activations to activations."""
 
 
-class _HiddenMatrices(Common, frozen=True):
+class HiddenMatrices(Common, frozen=True):
     """Keys of optimizers of hidden matrices that leave the rest to AdamW."""
 
     works_on: ClassVar[Granularity] = "matrices"
@@ -30,16 +30,19 @@ class _HiddenMatrices(Common, frozen=True):
         PositiveFloat | None, says("Largest global gradient norm; larger gradients are scaled down.")
     ] = 1.0
 
+    def takes(self, parameter: Described) -> bool:
+        """Whether it is one of the matrices, if no pattern of `adamw` fits it."""
+        return parameter.decays and parameter.kind in HIDDEN and len(parameter.shape) > 1
+
     def options(self, parameter: Described) -> dict[str, Any]:
         """`whole`: it is one of the matrices; `rate`: what the others' rate is of theirs."""
-        hidden = parameter.decays and parameter.kind in HIDDEN and len(parameter.shape) > 1
-        whole = hidden and not any(fnmatchcase(parameter.name, pattern) for pattern in self.adamw)
+        whole = self.takes(parameter) and not any(fnmatchcase(parameter.name, pattern) for pattern in self.adamw)
         own = getattr(self, "lr")  # noqa: B009
         rate = 1.0 if whole or self.adamw_lr is None or own == 0 else self.adamw_lr / own
         return {"whole": whole, **({} if rate == 1 else {"rate": rate})}
 
 
-class Muon(_HiddenMatrices, frozen=True, tag_field="kind", tag="muon"):
+class Muon(HiddenMatrices, frozen=True, tag_field="kind", tag="muon"):
     """Muon (Jordan et al., 2024): momentum whose singular values are made equal, for hidden matrices; AdamW for
     embeddings, heads, biases and norms.
     """
@@ -88,7 +91,7 @@ def dion_rank(shape: Dims, fraction: float) -> int:
     return max(1, round(fraction * min(shape[0], prod(shape[1:]))))
 
 
-class Dion(_HiddenMatrices, frozen=True, tag_field="kind", tag="dion"):
+class Dion(HiddenMatrices, frozen=True, tag_field="kind", tag="dion"):
     """Dion (arXiv:2504.05295): orthonormal updates of low rank, for hidden matrices; AdamW for everything else."""
 
     implemented_by: ClassVar[str] = "shoal.optim.dion:build"

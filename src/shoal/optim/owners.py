@@ -14,7 +14,7 @@ travel together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -119,15 +119,37 @@ class Owners:
         self._exchange(sent, into)
         return found
 
-    def _exchange(self, sent: Sequence[Sequence[Tensor]], into: Sequence[Sequence[Tensor]]) -> None:
-        """`sent[r]` become `into[me]` on rank r. A list is in the same order on both sides."""
+    def share(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
+        """`tensors` belong to what this rank holds; those of the owner, of any shapes, become those of all holders.
+        They are in float32, or in the parameters' type where that is wider.
+        """
+        me = self._group.rank
+        sent: list[list[Tensor]] = [[] for _ in range(self._group.size)]
+        into: list[list[Tensor]] = [[] for _ in range(self._group.size)]
+        for name in sorted(self.shapes):
+            owner = self.owner[name]
+            for rank, held in enumerate(self._held):
+                if rank != owner and name in held:
+                    sent[rank] += tensors[name] if me == owner else ()
+                    into[owner] += tensors[name] if me == rank else ()
+        self._exchange(sent, into, {torch.promote_types(own, torch.float32) for own in self._dtypes.values()})
+
+    def _exchange(
+        self,
+        sent: Sequence[Sequence[Tensor]],
+        into: Sequence[Sequence[Tensor]],
+        dtypes: Collection[torch.dtype] | None = None,
+    ) -> None:
+        """`sent[r]` become `into[me]` on rank r. A list is in the same order on both sides. `dtypes`: those of the
+        tensors, the same on all ranks; None: those of the parameters.
+        """
         me = self._group.rank
         for source, target in zip(sent[me], into[me], strict=True):
             target.copy_(source.view(target.shape))
         if not self._travels:
             return
         handles: list[tuple[Handle, Tensor, Tensor, list[Tensor]]] = []
-        for dtype in sorted(set(self._dtypes.values()), key=str):
+        for dtype in sorted(set(self._dtypes.values()) if dtypes is None else dtypes, key=str):
             out = [[t.reshape(-1) for t in one if t.dtype == dtype] if r != me else [] for r, one in enumerate(sent)]
             back = [[t for t in one if t.dtype == dtype] if r != me else [] for r, one in enumerate(into)]
             sizes, wanted = [_numel(one) for one in out], [_numel(one) for one in back]

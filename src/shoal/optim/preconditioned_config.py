@@ -1,14 +1,14 @@
-"""The tables of optimizers with a matrix for each side of a matrix: SOAP and Shampoo. Imports no torch."""
+"""The tables of optimizers with a matrix for each side of a matrix: SOAP, Shampoo and K-FAC. Imports no torch."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from shoal.config.table import Positive, PositiveFloat, says
 from shoal.optim.declared import Common, Described, Dims, Granularity, Slot, counter
-from shoal.optim.muon_config import HIDDEN
+from shoal.optim.muon_config import HIDDEN, HiddenMatrices
 
 
 def sides(shape: Dims) -> tuple[int, int]:
@@ -108,4 +108,68 @@ class Shampoo(_Preconditioned, frozen=True, tag_field="kind", tag="shampoo"):
             Slot("graft_avg_sq", of="hidden", planned=1.0, whole=True),
             *(Slot(f"{of}_{name}", side(n), of="hidden", planned=1.0, whole=True)
               for n, name in enumerate(("rows", "columns")) for of in ("mean", "root")),
+        )  # fmt: skip
+
+
+class KFAC(HiddenMatrices, frozen=True, tag_field="kind", tag="kfac"):
+    """K-FAC (arXiv:1503.05671): the gradient of a layer times the inverse of its Fisher block, which is the product of
+    two factors, of its inputs and of its outputs' gradients; AdamW for what is no linear, convolution or embedding.
+    """
+
+    implemented_by: ClassVar[str] = "shoal.optim.kfac:build"
+
+    lr: Annotated[float, says("Peak learning rate of preconditioned weights.", ge=0, le=1e3)] = 0.02
+    adamw_lr: Annotated[PositiveFloat | None, says("Peak learning rate of the others; without it, `lr`.")] = 1e-3
+    momentum: Annotated[float, says("Momentum of preconditioned gradients.", ge=0, lt=1)] = 0.9
+    damping: Annotated[PositiveFloat, says("Added to every eigenvalue of a Fisher block before it is inverted.")] = 1e-3
+    kl_clip: Annotated[
+        PositiveFloat | None,
+        says("The most that an update may change the model's outputs, as a divergence (arXiv:2007.00784, 3.3)."),
+    ] = 1e-3
+    every: Annotated[Positive, says("Steps between two measurements of the factors, and decompositions.")] = 10
+    factor_beta: Annotated[float, says("Decay of the factors, for each measurement.", ge=0, lt=1)] = 0.95
+    weight_sharing: Annotated[
+        Literal["expand", "reduce"],
+        says("Positions of a sample count one by one, or as their mean and sum (arXiv:2311.00636, 3.2 and 3.3)."),
+    ] = "expand"
+    decompositions: Annotated[
+        Literal["owner", "all"],
+        says(
+            "Who keeps them (arXiv:2107.01739): one rank for each matrix, which sends its update to replicas in every "
+            "step; or every rank that has the matrix, which takes more memory and sends no updates."
+        ),
+    ] = "owner"
+    largest_side: Annotated[Positive, says("Sides of more rows or columns are not preconditioned.")] = 4096
+    weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
+        0.01
+    )
+    clip_norm: Annotated[
+        PositiveFloat | None, says("Largest global gradient norm; larger gradients are scaled down.")
+    ] = None
+
+    def takes(self, parameter: Described) -> bool:
+        """Also embeddings, where no pattern of `adamw` fits them."""
+        return parameter.decays and parameter.kind in (*HIDDEN, "embedding") and len(parameter.shape) > 1
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The momentum, the mean, the eigenvalues and the eigenbasis of each factor, on the owner; both moments of
+        AdamW's.
+        """
+
+        def side(number: int, dims: int) -> Any:
+            def shape(whole: Dims) -> Dims:
+                length = sides(whole)[number]
+                return (length,) * dims if length <= self.largest_side else (0,) * dims
+
+            return shape
+
+        return (
+            Slot("exp_avg", of="rest"),
+            Slot("exp_avg_sq", of="rest"),
+            counter("step"),
+            Slot("kfac_momentum", of="hidden", planned=1.0, whole=True),
+            Slot("mean_tokens", lambda whole: whole[:1], of="hidden", planned=0.0, whole=True),
+            *(Slot(f"{of}_{name}", side(n, dims), of="hidden", planned=float(dims - 1), whole=True)
+              for n, name in enumerate(("rows", "columns")) for of, dims in (("mean", 2), ("basis", 2), ("values", 1))),
         )  # fmt: skip

@@ -9,8 +9,8 @@ lies whole with the owner (`Slot.whole`), and nowhere else.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -19,6 +19,14 @@ from shoal.optim.declared import Dims, Granularity
 from shoal.optim.fused import FusedAdamW, FusedOptimizer, Work
 from shoal.optim.owners import Owners
 from shoal.optim.parts import Parts
+
+
+class Whole(NamedTuple):
+    """A whole matrix on the rank that updates it: its group, its direction and its state."""
+
+    group: dict[str, Any]
+    direction: Tensor
+    state: dict[str, Any]
 
 
 class WholeOptimizer(FusedAdamW):
@@ -35,9 +43,11 @@ class WholeOptimizer(FusedAdamW):
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
         FusedOptimizer.__init__(self, _groups(params), **options)
         self._shapes: dict[int, Dims] = {}
+        self._names: dict[int, str] = {}
 
     def connect(self, parts: Parts) -> None:
         """Matrices become whole on their owners."""
+        self._names = {id(own.parameter): own.name for own in parts.owned}
         self._shapes = {id(own.parameter): own.holding.global_shape for own in parts.owned}
         if parts.equal.size > 1:
             whole = {id(p) for group in self.param_groups if group["whole"] for p in group["params"]}
@@ -82,15 +92,21 @@ class WholeOptimizer(FusedAdamW):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
             p.add_(update.view(p.shape), alpha=-group["lr"] * scale)
 
+    def updates(self, own: Mapping[str, Whole]) -> dict[str, Tensor]:
+        """`updated` of every matrix that this rank updates, by name. All ranks call it, whatever they own."""
+        return {name: self.updated(one.group, one.direction, one.state) for name, one in own.items()}
+
     def _updates(self, groups: list[dict[str, Any]], held: list[Parameter], directions: list[Tensor]) -> list[Tensor]:
         """The update of each part, flat or in its shape."""
-        if self._owners is None:
-            return [self.updated(g, d, self.state[p]) for g, p, d in zip(groups, held, directions, strict=True)]
-        names = [self._owners.names[id(p)] for p in held]
-        own = {name: (group, self.state[p]) for name, group, p in zip(names, groups, held, strict=True)}
-        gathered = self._owners.gather(dict(zip(names, directions, strict=True)))
-        found = {name: self.updated(own[name][0], tensor, own[name][1]) for name, tensor in gathered.items()}
-        parts = self._owners.scatter(found)
+        names = [self._names.get(id(p), str(id(p))) for p in held]
+        own = {name: (group, p) for name, group, p in zip(names, groups, held, strict=True)}
+        whole = dict(zip(names, directions, strict=True))
+        if self._owners is not None:
+            whole = self._owners.gather(whole)
+        found = self.updates(
+            {name: Whole(own[name][0], tensor, self.state[own[name][1]]) for name, tensor in whole.items()}
+        )
+        parts = found if self._owners is None else self._owners.scatter(found)
         return [parts[name] for name in names]
 
 

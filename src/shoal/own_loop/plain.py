@@ -331,8 +331,9 @@ def _with_norms_of_pytorch(run_file: RunFile) -> RunFile:
 def _whole_steps(run_file: RunFile, source: Any, order: Any) -> Feed:
     """The global batches of the run, each in one piece."""
     epoch = short_epoch(run_file.batch, len(source))
-    share = StepShare(run_file.batch.global_samples, epoch=epoch, micro_samples=run_file.batch.global_samples)
-    return Feed(source, order, share, denominator=run_file.batch.denominator, prefetch_steps=1)
+    batch = run_file.batch
+    share = StepShare(batch.global_samples, epoch=epoch, micro_samples=batch.global_samples, schedule=batch.schedule)
+    return Feed(source, order, share, denominator=batch.denominator, prefetch_steps=1)
 
 
 def _generators() -> str:

@@ -115,7 +115,7 @@ class OwnSteps:
     def _alike(self, batches: Sequence[Batch]) -> list[Batch]:
         """As many microbatches as the other ranks of a sharded model have. None is padded: the loss is its mean."""
         uniform = self._run.generation.microbatching.uniform
-        missing = 0 if uniform is None else uniform.count - len(batches)
+        missing = 0 if uniform is None else uniform.count(len(batches)) - len(batches)
         return [*batches, *[padding_like(batches[-1], 1)] * missing]
 
     def _opened(self) -> Iterator[OpenStep]:

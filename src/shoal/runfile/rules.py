@@ -22,7 +22,7 @@ from shoal.runfile.memory_rules import memory_refusal
 from shoal.runfile.microbatches import microbatch_sizes, most_samples
 from shoal.runfile.norm_rules import norm_refusal
 from shoal.runfile.optimizer_rules import optimizer_refusal
-from shoal.runfile.run_file import RunFile, statistics_group
+from shoal.runfile.run_file import RunFile, statistics_group, synchronises_norms
 from shoal.runfile.sparsity_rules import partly_trained_refusal
 from shoal.runfile.sync_rules import division_refusal, sync_refusal
 
@@ -40,6 +40,7 @@ def refusal(run_file: RunFile) -> str | None:
         _batch_rule,
         _groups_rule,
         _epoch_end_rule,
+        _batch_schedule_rule,
         _vocabulary_rule,
         _packing_rule,
         layout_refusal,
@@ -131,6 +132,48 @@ def _epoch_end_rule(run_file: RunFile) -> str | None:
             'microbatches there; set it to "drop" or "straddle"'
         )
     return None
+
+
+def _batch_schedule_rule(run_file: RunFile) -> str | None:
+    """Every rank has samples in every phase, and where replicas are split, as many as the others."""
+    batch, layout, group = run_file.batch, run_file.layout, statistics_group(run_file.model)
+    if not batch.schedule:
+        return None
+    processes = run_file.run.processes or layout.default_processes or 1
+    shares = max(1, processes // (layout.pipeline * layout.context * layout.tensor))
+    split = layout.pipeline * layout.context * layout.tensor * layout.shard > 1 or synchronises_norms(run_file.model)
+    for phase in batch.schedule:
+        if phase.samples < shares * group or phase.samples % group:
+            return (
+                f"batch.schedule has a phase of {phase.samples} samples for {shares} shares of groups of {group}: each "
+                f"needs a whole group; use a multiple of {group} from {shares * group} on"
+            )
+    sizes = [batch.global_samples, *(phase.samples for phase in batch.schedule)]
+    odd = next((size for size in sizes if split and size % (shares * group)), None)
+    if odd is not None:
+        return (
+            f"batch.schedule with steps of {odd} samples over {shares} shares of a split model: ranks must have as "
+            f"many as one another; use multiples of {shares * group} for global_samples and every phase"
+        )
+    found = next(_against_batch_schedule(run_file), None)
+    return None if found is None else f"batch.schedule with {found[0]}: {found[1]}"
+
+
+def _against_batch_schedule(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do)"""
+    sync = run_file.sync
+    if sync.replicas_are != "lockstep":
+        yield f'sync.kind = "{sync.variant}"', 'replicas count steps by themselves; set it to "allreduce"'
+    if sync.in_canonical_order:
+        yield 'sync.order = "canonical"', "every step has the same logical shards; leave one of the two out"
+    if run_file.pipeline.asynchronous:
+        yield f"pipeline.schedule = {run_file.pipeline.schedule!r}", "every step has the same microbatches; use 1F1B"
+    if run_file.elastic is not None:
+        yield "[elastic]", "replicas are compared by steps of one size; leave one of the two out"
+    if run_file.batch.division == "by_speed":
+        yield 'batch.division = "by_speed"', "speeds are measured on steps of one size; leave one of the two out"
+    if run_file.federated is not None or run_file.privacy is not None:
+        yield "[federated] or [privacy]", "clients and accountants count steps of one size; leave one of the two out"
 
 
 def _vocabulary_rule(run_file: RunFile) -> str | None:

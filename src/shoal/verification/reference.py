@@ -32,6 +32,7 @@ from shoal.engine.reference import Arrange, Reference, joined
 from shoal.models.mixture_routes import UNKNOWN, ReplayRoutes, RouteDifference, Routes, set_routes
 from shoal.models.roles import roles_of
 from shoal.optim.build import build_optimizer
+from shoal.optim.layer_statistics import SeesLayers, layers_in
 from shoal.optim.parts import Parts
 from shoal.optim.schedule_config import Schedule
 from shoal.optim.transforms import Chain
@@ -59,6 +60,10 @@ def reference_of(run: Run) -> Reference:
     optimizer = build_optimizer(run_file.optimizer, trained, lr=1.0, sparse=sparse, kinds=kinds)
     alone = [(held(Layout(), 0, name, tuple(p.shape)), p) for name, p, _ in trained]
     parts = Parts([owned_whole(Trained(holding, p)) for holding, p in alone], Alone(), Alone())
+    if isinstance(optimizer, SeesLayers):
+        optimizer.watch(layers_in(model, {id(p): name for name, p, _ in trained}), Alone())
+        optimizer.connect(parts)
+        compute.announces.append(optimizer.microbatch)
     chain = Chain(run_file.optimizer.transforms, parts, run_file.run.seed)
     sparse = None if run_file.sparsity is None else _masks(run, optimizer, parts.owned)
     clip_norm = run_file.optimizer.clip_norm
@@ -186,7 +191,7 @@ def rate_findings(run: Run) -> list[Finding]:
 
 def _plain_rate(run_file: RunFile, step: int) -> float:
     optimizer, schedule = run_file.optimizer, run_file.schedule
-    ratio = run_file.batch.global_samples / (optimizer.lr_for_samples or run_file.batch.global_samples)
+    ratio = 1.0 if optimizer.lr_for_samples is None else _plain_samples(run_file, step) / optimizer.lr_for_samples
     peak = optimizer.lr * (math.sqrt(ratio) if optimizer.lr_scaling == "square_root" else ratio)
     warmup, steps, final = schedule.warmup_steps, run_file.run.steps, schedule.final_fraction
     if step <= warmup and not (schedule.kind == "one_cycle" and step < warmup):
@@ -207,6 +212,16 @@ def _plain_rate(run_file: RunFile, step: int) -> float:
         "chained": lambda: _plain_phases(schedule, steps - warmup)[step - warmup],
     }
     return peak * shares[schedule.kind]()
+
+
+def _plain_samples(run_file: RunFile, step: int) -> int:
+    """The samples of step `step`, counted step by step."""
+    position = size = 0
+    for _ in range(step):
+        sizes = [phase.samples for phase in run_file.batch.schedule if position < phase.until]
+        size = sizes[0] if sizes else run_file.batch.global_samples
+        position += size
+    return size
 
 
 def _plain_phases(schedule: Schedule, steps: int) -> list[float]:

@@ -1,0 +1,285 @@
+"""K-FAC (Martens and Grosse, arXiv:1503.05671): natural gradients, by a Fisher matrix in blocks that are products.
+
+For the gradient V of a layer's weights `[outputs, inputs]`, and the factors A and G that `shoal.optim.layer_statistics`
+measures every `every` steps:
+
+    A' <- b A' + (1 - b) A,  A' = Q_A diag(a) Q_A^T,      G' likewise
+    U = Q_G [ (Q_G^T V Q_A) / (g a^T + damping) ] Q_A^T                   the inverse of G' x A' + damping I
+    n = min(1, sqrt(kl_clip / (lr^2 sum of U V)))                         the sum over all matrices
+    M <- momentum M + n U,      X <- (1 - lr w) X - lr M
+
+The inverse by eigenvalues is that of George et al., arXiv:1806.03884, without their rescaling; n is that of Ba et al.
+(ICLR 2017) as Pauloski et al. have it (arXiv:2007.00784, 3.3). A side without a factor has eigenvalues of 1. Of a
+convolution, inputs are the numbers of a patch; an embedding's gradient is `[tokens, width]`, with the frequencies of
+tokens for G' and no basis on that side.
+
+Factors are summed over all ranks that see samples. A matrix has an owner, which decomposes its factors; who keeps
+them, and so who sends what, is the trade-off of KAISA (Pauloski et al., arXiv:2107.01739): the owner alone, which sends
+updates (`decompositions = "owner"`), or every rank that has the matrix ("all"). What has no factors is AdamW's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from shoal.comm.collective import Alone, Collective
+from shoal.errors import UserCodeError
+from shoal.optim.declared import Dims
+from shoal.optim.layer_statistics import Factors, LayerStatistics, WeightSharing
+from shoal.optim.owners import Owners
+from shoal.optim.parts import Parts
+from shoal.optim.preconditioned_config import KFAC, sides
+from shoal.optim.whole import Whole, WholeOptimizer, as_matrix
+
+_SIDES = ("rows", "columns")
+
+
+def build(config: KFAC, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    """The optimizer of the run file."""
+    return OwnedKFAC(
+        groups,
+        lr=lr,
+        momentum=config.momentum,
+        damping=config.damping,
+        kl_clip=config.kl_clip,
+        every=config.every,
+        factor_beta=config.factor_beta,
+        weight_sharing=config.weight_sharing,
+        decompositions=config.decompositions,
+        largest_side=config.largest_side,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        adamw_rate=1.0 if config.adamw_lr is None or config.lr == 0 else config.adamw_lr / config.lr,
+    )
+
+
+class OwnedKFAC(WholeOptimizer):
+    """K-FAC for the groups that say `whole`, AdamW for the others. It implements `SeesLayers`: call `watch` first.
+
+    Args:
+        params: Dictionaries with `params` and their options; of plain parameters those of two dimensions are `whole`.
+        lr: The learning rate.
+        options: `momentum`, `damping`, `kl_clip` (None: no limit), `every`, `factor_beta`, `weight_sharing`,
+            `decompositions` and `largest_side` are the keys of `[optimizer]`, with its defaults; `betas`, `eps` and
+            `weight_decay` are AdamW's, and `adamw_rate` what the rate is multiplied by of weights that turn out to have
+            no layer.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.02, **options: Any) -> None:
+        config = KFAC()
+        own = (
+            "momentum",
+            "damping",
+            "kl_clip",
+            "every",
+            "factor_beta",
+            "weight_sharing",
+            "decompositions",
+            "largest_side",
+        )
+        defaults = {
+            **{name: getattr(config, name) for name in own},
+            "betas": (config.beta1, config.beta2),
+            "eps": config.eps,
+            "weight_decay": config.weight_decay,
+            "adamw_rate": 1.0,
+        }
+        if unknown := options.keys() - defaults.keys():
+            raise TypeError(f"OwnedKFAC has no option {sorted(unknown)[0]!r}; it has {', '.join(sorted(defaults))}")
+        super().__init__(params, lr=lr, **{**defaults, **options})
+        self.slots = KFAC(largest_side=self.defaults["largest_side"]).slots
+        self.weight_sharing: WeightSharing = self.defaults["weight_sharing"]
+        self._statistics: LayerStatistics | None = None
+        self._factors: dict[str, Factors] = {}
+        self._begun: bool | None = None
+        self._due = False
+        self._equal: Collective = Alone()
+        self._sharing: Owners | None = None
+
+    def watch(self, layers: Mapping[str, nn.Module], group: Collective) -> None:
+        """Measures `layers` over the ranks of `group`. Weights of none of them become AdamW's."""
+        self._statistics = LayerStatistics(layers, group, self.weight_sharing, self.defaults["largest_side"])
+        self._names = {id(module.weight): name for name, module in layers.items()}
+
+    def connect(self, parts: Parts) -> None:
+        """Matrices become whole on their owners; or these decompose factors for all."""
+        self._names = {id(own.parameter): own.name for own in parts.owned}
+        self._leave_others_to_adamw()
+        super().connect(parts)
+        self._equal = parts.equal
+        if self.defaults["decompositions"] == "all":
+            self._sharing, self._owners = self._owners, None
+
+    def begin(self, step: int) -> None:
+        """Measures in every step after `every` others, and until there is something to invert."""
+        if self._begun is None:
+            self._begun = self._has_factors_anywhere(self._watching.group)
+        self._due = (step - 1) % self.defaults["every"] == 0 or not self._begun
+        if self._due:
+            self._watching.begin()
+        else:
+            self._watching.stop()
+
+    def microbatch(self, weights: Tensor) -> None:
+        """The weights of the samples of the next forward."""
+        self._watching.microbatch(weights)
+
+    def agree(self, *, scale: float, terms: float) -> None:
+        """Sums over ranks what a step has measured, if it has."""
+        self._factors = self._watching.agree(scale=scale, terms=terms) if self._due else {}
+
+    def close(self) -> None:
+        """Takes its hooks off the layers."""
+        self._watching.close()
+
+    def updates(self, own: Mapping[str, Whole]) -> dict[str, Tensor]:
+        """M of every matrix that this rank updates. Raises `UserCodeError` for one whose layer was not called."""
+        assert self._watching, "it sees layers"
+        self._follow(own)
+        turned = {name: self._preconditioned(name, one) for name, one in own.items()}
+        ratio = self._clipping(own, turned)
+        found: dict[str, Tensor] = {}
+        for name, one in own.items():
+            if "kfac_momentum" not in one.state:
+                one.state["kfac_momentum"] = torch.zeros_like(one.direction)
+            kept = one.state["kfac_momentum"]
+            found[name] = kept.mul_(one.group["momentum"]).add_(turned[name].view(kept.shape), alpha=ratio)
+        return found
+
+    def direction(self, group: dict[str, Any], parameter: Parameter, gradient: Tensor) -> Tensor:
+        """The gradient in the shape of the matrix: a rank that steps it has the whole of it."""
+        return gradient.view(self._shapes.get(id(parameter), gradient.shape))
+
+    def cost(self, shape: Dims) -> float:
+        """Floating-point operations of an update, with its share of the decompositions (about 9 n^3 each)."""
+        rows, columns = sides(shape)
+        largest = self.defaults["largest_side"]
+        lengths = [length for length in (rows, columns) if length <= largest]
+        return 4.0 * rows * columns * sum(lengths) + 9.0 * sum(n**3 for n in lengths) / self.defaults["every"]
+
+    @property
+    def _watching(self) -> LayerStatistics:
+        if self._statistics is None:
+            raise UserCodeError(
+                "OwnedKFAC sees no layers: call its watch(layers_in(model, names), group) before the first step, or "
+                "hand it to shoal.start, which does"
+            )
+        return self._statistics
+
+    def _leave_others_to_adamw(self) -> None:
+        """What is `whole` and of no layer forms groups of its own."""
+        layers, others = self._watching.layers, []
+        for group in self.param_groups:
+            away = [p for p in group["params"] if group["whole"] and self._names.get(id(p)) not in layers]
+            if away:
+                kept = {id(p) for p in away}
+                group["params"] = [p for p in group["params"] if id(p) not in kept]
+                rate = group.get("rate", 1.0) * self.defaults["adamw_rate"]
+                others.append({**group, "params": away, "whole": False, "rate": rate})
+        self.param_groups = [group for group in self.param_groups if group["params"]] + others
+
+    def _has_factors_anywhere(self, group: Collective) -> bool:
+        """Whether a rank that holds the same layers has factors: of a checkpoint, an owner alone does."""
+        own = any("kfac_momentum" in state for state in self.state.values())
+        if group.size == 1:
+            return own
+        found = torch.tensor(float(own), device=_device_of(self))
+        group.all_reduce(found, "max").wait()
+        return bool(found > 0)
+
+    def _follow(self, own: Mapping[str, Whole]) -> None:
+        """The factors of this step go into the means, which are decomposed, here or by the owner."""
+        factors, self._factors = self._factors, {}
+        if not self._due:
+            return
+        self._due, self._begun = False, True
+        mine = None if self._sharing is None else set(self._sharing.mine)
+        for name, one in own.items():
+            if name in factors:
+                _average(one, factors[name], beta=one.group["factor_beta"])
+                _decompose(one.state, really=mine is None or name in mine)
+        if self._sharing is not None:
+            self._sharing.share({name: _decomposition(one.state) for name, one in own.items()})
+
+    def _preconditioned(self, name: str, one: Whole) -> Tensor:
+        """U."""
+        gradient, state = as_matrix(one.direction), one.state
+        if not {"mean_tokens", "values_rows", "values_columns"} & state.keys():
+            if bool(gradient.any()):
+                raise UserCodeError(
+                    f'optimizer.kind = "kfac": {name} has a gradient, and its layer was not called in the forward, or '
+                    "both its sides are longer than optimizer.largest_side: add the name to optimizer.adamw"
+                )
+            return gradient.clone()
+        return preconditioned(gradient, state, damping=one.group["damping"])
+
+    def _clipping(self, own: Mapping[str, Whole], turned: Mapping[str, Tensor]) -> float:
+        """n."""
+        limit = self.defaults["kl_clip"]
+        if limit is None:
+            return 1.0
+        counted = own if self._sharing is None else [name for name in self._sharing.mine if name in own]
+        total = torch.zeros((), dtype=torch.float64, device=_device_of(self))
+        for name in sorted(counted):
+            one = own[name]
+            product = (turned[name].double() * as_matrix(one.direction).double()).sum()
+            total += product * one.group["lr"] ** 2
+        if self._equal.size > 1:
+            self._equal.all_reduce(total).wait()
+        change = float(total)
+        return min(1.0, (limit / change) ** 0.5) if change > 0 else 1.0
+
+
+def preconditioned(gradient: Tensor, state: Mapping[str, Tensor], *, damping: float) -> Tensor:
+    """(G' x A' + damping I)^(-1) of `gradient` `[rows, columns]`, by the decompositions in `state`."""
+    rows, columns = (state.get(f"values_{name}") for name in _SIDES)
+    rows = state.get("mean_tokens", gradient.new_ones(gradient.shape[0])) if rows is None else rows
+    columns = gradient.new_ones(gradient.shape[1]) if columns is None else columns
+    x = gradient.to(rows.dtype)
+    x = state["basis_rows"].mT @ x if "basis_rows" in state else x
+    x = x @ state["basis_columns"] if "basis_columns" in state else x
+    x = x / (rows[:, None] * columns + damping)
+    x = state["basis_rows"] @ x if "basis_rows" in state else x
+    x = x @ state["basis_columns"].mT if "basis_columns" in state else x
+    return x.to(gradient.dtype)
+
+
+def _average(one: Whole, factors: Factors, *, beta: float) -> None:
+    """The factors of a step go into the means; the first ones are these."""
+    if factors.inputs is not None and factors.inputs.ndim == 1:
+        named = {"mean_tokens": factors.inputs, "mean_columns": factors.outputs}
+    else:
+        named = {"mean_rows": factors.outputs, "mean_columns": factors.inputs}
+    for name, factor in named.items():
+        if factor is None:
+            continue
+        if name in one.state:
+            one.state[name].lerp_(factor, 1 - beta)
+        else:
+            one.state[name] = factor.clone()
+
+
+def _decompose(state: dict[str, Any], *, really: bool) -> None:
+    """The eigenvalues and the eigenbasis of each mean; or room for them."""
+    for name in _SIDES:
+        mean = state.get(f"mean_{name}")
+        if mean is not None and really:
+            values, basis = torch.linalg.eigh(mean)
+            state[f"values_{name}"], state[f"basis_{name}"] = values.clamp_(min=0), basis.contiguous()
+        elif mean is not None:
+            state[f"values_{name}"], state[f"basis_{name}"] = torch.empty_like(mean[0]), torch.empty_like(mean)
+
+
+def _decomposition(state: Mapping[str, Tensor]) -> list[Tensor]:
+    """What one rank finds for all that have the matrix, in one order."""
+    return [state[f"{of}_{name}"] for name in _SIDES for of in ("values", "basis") if f"{of}_{name}" in state]
+
+
+def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return parameters[0].device if parameters else torch.device("cpu")

@@ -1,0 +1,254 @@
+"""What K-FAC needs of a layer: the second moments of what goes into it, and of the gradients of what comes out.
+
+    A = sum over rows of a a^T / R,     G = sum over rows of g g^T / L
+
+A row is one application of the weights: a position of a sample in a linear layer or an embedding, a patch of an image
+in a convolution. There are R rows, over all ranks, and L terms in the mean loss; g is the gradient of a term, not of
+the mean. A x G is then the empirical Fisher matrix of the layer, as if its applications were independent (Martens and
+Grosse, arXiv:1503.05671; Grosse and Martens, arXiv:1602.01407; for weights that positions share Eschenhagen et al.,
+arXiv:2311.00636, 3.2: "expand"). In the form "reduce" (3.3) a sample is one row: the mean of its inputs, and the sum
+of its gradients. An embedding's input is one-hot, so that its A is a diagonal: how often each token stands there.
+
+Samples that weigh nothing are no rows. Sums are added up in the backward: a forward that is repeated counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.comm.collective import Collective
+from shoal.errors import UserCodeError
+from shoal.optim.parts import SeesParts
+
+WeightSharing = Literal["expand", "reduce"]
+
+
+@runtime_checkable
+class SeesLayers(SeesParts, Protocol):
+    """An optimizer that sees what goes into layers, and what comes back to them."""
+
+    weight_sharing: WeightSharing
+
+    def watch(self, layers: Mapping[str, nn.Module], group: Collective) -> None:
+        """Before it is connected: the layers by the names of their weights, and the ranks that hold the same ones and
+        see other samples.
+        """
+        ...
+
+    def begin(self, step: int) -> None:
+        """Before the first forward of a step."""
+        ...
+
+    def microbatch(self, weights: Tensor) -> None:
+        """Before each forward of a step: the weights of its samples, `[samples]` or `[samples, positions]`."""
+        ...
+
+    def agree(self, *, scale: float, terms: float) -> None:
+        """After the last backward, on all ranks: the loss was `scale` times the sum of so many `terms`."""
+        ...
+
+    def close(self) -> None:
+        """Takes its hooks off the layers."""
+        ...
+
+
+class Factors(NamedTuple):
+    """Of a layer: A and G; None where a side is too long. Of an embedding, A is a vector."""
+
+    inputs: Tensor | None
+    outputs: Tensor | None
+
+
+class _Rows(NamedTuple):
+    """One application of the weights a row: `[samples, positions, width]`, and which of them count."""
+
+    inputs: Tensor
+    gradients: Tensor
+    real: Tensor
+
+
+@dataclass
+class _Sums:
+    """Of one layer, over the rows of this rank."""
+
+    inputs: Tensor | None
+    outputs: Tensor | None
+    rows: Tensor
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (self.inputs, self.outputs, self.rows) if tensor is not None]
+
+
+def layers_in(model: nn.Module, names: Mapping[int, str]) -> dict[str, nn.Module]:
+    """The layers of `model` that have statistics, by the names of their weights: `names`, by the parameter's id.
+
+    A weight that several layers share is not among them, nor are those that a module uses without calling the layer.
+    """
+    inside = {id(part) for m in model.modules() if isinstance(m, nn.MultiheadAttention) for part in m.modules()}
+    found: dict[str, list[nn.Module]] = {}
+    for module in model.modules():
+        own = names.get(id(getattr(module, "weight", None)))
+        if own is not None:
+            found.setdefault(own, []).append(module)
+    alone = {name: modules[0] for name, modules in found.items() if len(modules) == 1}
+    return {name: module for name, module in alone.items() if _is_known(module) and id(module) not in inside}
+
+
+def _is_known(module: nn.Module) -> bool:
+    if isinstance(module, nn.Conv2d):
+        return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
+    return type(module) is nn.Linear or (isinstance(module, nn.Embedding) and not module.sparse)
+
+
+@dataclass
+class LayerStatistics:
+    """Measures `layers` in the steps from `begin` to `agree`, over the ranks of `group`.
+
+    `largest`: longer sides are left out. Raises `UserCodeError` in a forward whose rows are not those of the batch.
+    """
+
+    layers: Mapping[str, nn.Module]
+    group: Collective
+    weight_sharing: WeightSharing
+    largest: int
+    _sums: dict[str, _Sums] | None = field(default=None, init=False)
+    _weights: Tensor | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._hooks = [
+            module.register_forward_hook(self._forward_hook(name), with_kwargs=True)
+            for name, module in self.layers.items()
+        ]
+
+    def close(self) -> None:
+        """Takes the hooks off the layers."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def begin(self) -> None:
+        """From now on backwards are added up."""
+        self._sums = {name: self._empty(module) for name, module in self.layers.items()}
+
+    def stop(self) -> None:
+        """What was added up is forgotten."""
+        self._sums = None
+
+    def microbatch(self, weights: Tensor) -> None:
+        """The weights of the samples of the next forward."""
+        self._weights = weights
+
+    def agree(self, *, scale: float, terms: float) -> dict[str, Factors]:
+        """The factors of all ranks' samples, by layer; without those that no sample has passed. All ranks call it."""
+        sums, self._sums, self._weights = self._sums, None, None
+        assert sums is not None, "begin was called"
+        self._sum_over_ranks([tensor for own in sums.values() for tensor in own.tensors()])
+        return {
+            name: Factors(
+                None if own.inputs is None else own.inputs.div_(own.rows),
+                None if own.outputs is None else own.outputs.div_(scale**2 * terms),
+            )
+            for name, own in sums.items()
+            if float(own.rows) > 0
+        }
+
+    def _sum_over_ranks(self, tensors: list[Tensor]) -> None:
+        if self.group.size == 1 or not tensors:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self.group.all_reduce(flat).wait()
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, part in zip(tensors, parts, strict=True):
+            tensor.copy_(part.view(tensor.shape))
+
+    def _empty(self, module: nn.Module) -> _Sums:
+        weight: Any = module.weight
+        like = {"device": weight.device, "dtype": torch.promote_types(weight.dtype, torch.float32)}
+        inputs, outputs = _widths(module)
+        side = lambda length: torch.zeros(length, length, **like) if length <= self.largest else None  # noqa: E731
+        first = torch.zeros(inputs, **like) if isinstance(module, nn.Embedding) else side(inputs)
+        return _Sums(first, side(outputs), torch.zeros((), **like))
+
+    def _forward_hook(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+            if self._sums is None or not torch.is_grad_enabled() or not output.requires_grad:
+                return
+            inputs, weights = (args[0] if args else kwargs["input"]).detach(), self._weights
+            output.register_hook(lambda gradient: self._add(name, module, inputs, gradient, weights))
+
+        return hook
+
+    @torch.no_grad()
+    def _add(self, name: str, module: nn.Module, inputs: Tensor, gradient: Tensor, weights: Tensor | None) -> None:
+        if self._sums is None:  # another backward than a step's
+            return
+        sums, rows = self._sums[name], _rows(name, module, inputs, gradient, weights)
+        if isinstance(module, nn.Embedding):
+            assert sums.inputs is not None, "a diagonal is never too long"
+            sums.inputs += torch.bincount(rows.inputs[rows.real], minlength=module.num_embeddings)
+            taken = (None, rows.gradients[rows.real])
+        elif self.weight_sharing == "expand":
+            taken = (rows.inputs[rows.real], rows.gradients[rows.real])
+        else:
+            taken = _reduced(rows)
+        sums.rows += len(taken[1])
+        for total, values in zip((sums.inputs, sums.outputs), taken, strict=True):
+            if total is not None and values is not None:
+                wide = values.to(total.dtype)
+                total.addmm_(wide.mT, wide)
+
+
+def _widths(module: nn.Module) -> tuple[int, int]:
+    """The rows of A and of G."""
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    if isinstance(module, nn.Conv2d):
+        return module.in_channels * module.kernel_size[0] * module.kernel_size[1], module.out_channels
+    assert isinstance(module, nn.Linear)
+    return module.in_features, module.out_features
+
+
+def _rows(name: str, module: nn.Module, inputs: Tensor, gradient: Tensor, weights: Tensor | None) -> _Rows:
+    if isinstance(module, nn.Conv2d):
+        kernel, padding = module.kernel_size, module.padding
+        assert not isinstance(padding, str)
+        patches = F.unfold(inputs, kernel, dilation=module.dilation, padding=padding, stride=module.stride)  # pyright: ignore[reportArgumentType]
+        inputs, gradient = patches.mT, gradient.flatten(2).mT
+    lead = gradient.shape[:-1]
+    real = torch.ones(lead, dtype=torch.bool, device=gradient.device) if weights is None else None
+    real = _real(name, weights, lead) if weights is not None else real
+    assert real is not None
+    by_sample = (lead[0], -1) if len(lead) > 1 else (lead[0], 1)
+    width = () if isinstance(module, nn.Embedding) else inputs.shape[-1:]
+    return _Rows(
+        inputs.reshape(*by_sample, *width), gradient.reshape(*by_sample, gradient.shape[-1]), real.reshape(by_sample)
+    )
+
+
+def _real(name: str, weights: Tensor, lead: Iterable[int]) -> Tensor:
+    """Which rows of a layer's output `[*lead, width]` belong to something that weighs."""
+    lead, counted = tuple(lead), weights > 0
+    if lead == tuple(weights.shape) or (len(lead) == 1 and lead[0] == weights.numel()):
+        return counted.reshape(lead)
+    if lead[0] == len(weights):
+        return counted.reshape(len(weights), -1).any(1).view(-1, *[1] * (len(lead) - 1)).expand(lead)
+    if bool(counted.all()):
+        return torch.ones(lead, dtype=torch.bool, device=weights.device)
+    raise UserCodeError(
+        f'optimizer.kind = "kfac": the output of the layer of {name} has {list(lead)} rows for a batch of '
+        f"{list(weights.shape)}, some of which is padding, so that it cannot be told which rows count: add the name to "
+        "optimizer.adamw"
+    )
+
+
+def _reduced(rows: _Rows) -> tuple[Tensor, Tensor]:
+    """One row a sample: the mean of its inputs, and the sum of its gradients."""
+    counts = rows.real.sum(1)
+    own, real = counts > 0, rows.real[..., None]
+    inputs = (rows.inputs * real).sum(1)[own] / counts[own, None]
+    return inputs, (rows.gradients * real).sum(1)[own]

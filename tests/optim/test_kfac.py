@@ -1,0 +1,263 @@
+"""K-FAC beside its equations in float64: factors by loops over samples, and inverses of whole Fisher blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from shoal.comm.collective import Alone
+from shoal.errors import UserCodeError
+from shoal.optim.kfac import OwnedKFAC
+from shoal.optim.layer_statistics import Factors, LayerStatistics, layers_in
+from shoal.optim.parts import Parts
+from shoal.state.ownership import Trained, owned_whole
+from shoal.topology.holding import held
+from shoal.topology.layout import Layout
+
+SAME = 1e-9
+"""Eigenvectors of small eigenvalues amplify last bits of float64."""
+BLOCK_INVERSE = 1e-6
+SAMPLES, LR, DAMPING = 6, 0.1, 1e-2
+
+
+class Net(nn.Module):
+    """Two linear layers, the second without a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2, bias=False)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+def drawn(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def connected(model: nn.Module, **options: Any) -> OwnedKFAC:
+    """On one process, over all parameters of `model`."""
+    named = dict(model.named_parameters())
+    optimizer = OwnedKFAC(named.values(), **options)
+    optimizer.watch(layers_in(model, {id(p): name for name, p in named.items()}), Alone())
+    own = [owned_whole(Trained(held(Layout(), 0, name, tuple(p.shape)), p)) for name, p in named.items()]
+    optimizer.connect(Parts(own, Alone(), Alone()))
+    return optimizer
+
+
+def measured(
+    module: nn.Module, inputs: Tensor, loss_of: Callable[[Tensor], Tensor], weights: Tensor, **keys: Any
+) -> Factors:
+    """The factors of one layer; `loss_of` has the loss of each sample, or position, that weighs."""
+    statistics = LayerStatistics({"w": module}, Alone(), **{"weight_sharing": "expand", "largest": 100, **keys})
+    statistics.begin()
+    statistics.microbatch(weights)
+    scale = 0.5
+    (loss_of(module(inputs)) * weights).sum().mul(scale).backward()
+    return statistics.agree(scale=scale, terms=float(weights.sum()))["w"]
+
+
+def squared(output: Tensor) -> Tensor:
+    """A loss for each sample."""
+    return output.square().flatten(1).sum(1)
+
+
+def outer(rows: list[Tensor]) -> Tensor:
+    return sum(torch.outer(row, row) for row in rows)  # pyright: ignore[reportReturnType]
+
+
+def close(found: Tensor | None, wanted: Tensor) -> bool:
+    assert found is not None
+    return bool((found - wanted).abs().max() <= 1e-12 * wanted.abs().max())
+
+
+def test_a_linear_layer_has_the_moments_of_its_samples() -> None:
+    """One by one; the sample that weighs nothing is not among them."""
+    layer, x = nn.Linear(3, 4).double(), drawn(SAMPLES, 3)
+    weights = torch.ones(SAMPLES, dtype=torch.float64)
+    weights[2] = 0
+    factors = measured(layer, x, squared, weights)
+    real = [n for n in range(SAMPLES) if n != 2]
+    gradients = [2 * layer(x[n]).detach() for n in real]
+    assert close(factors.inputs, outer([x[n] for n in real]) / len(real))
+    assert close(factors.outputs, outer(gradients) / len(real))
+
+
+@pytest.mark.parametrize("form", ["expand", "reduce"])
+def test_positions_count_one_by_one_or_together(form: str) -> None:
+    """With padding in one of the samples."""
+    layer, x = nn.Linear(3, 4).double(), drawn(SAMPLES, 5, 3)
+    weights = torch.ones(SAMPLES, 5, dtype=torch.float64)
+    weights[1, 3:] = 0
+    factors = measured(layer, x, lambda y: y.square().sum(-1), weights, weight_sharing=form)
+    terms = float(weights.sum())
+    gradients = 2 * layer(x).detach()
+    kept = [[t for t in range(5) if weights[n, t] > 0] for n in range(SAMPLES)]
+    if form == "expand":
+        places = [(n, t) for n in range(SAMPLES) for t in kept[n]]
+        inputs, outputs = outer([x[p] for p in places]) / len(places), outer([gradients[p] for p in places]) / terms
+    else:
+        inputs = outer([x[n, kept[n]].mean(0) for n in range(SAMPLES)]) / SAMPLES
+        outputs = outer([gradients[n, kept[n]].sum(0) for n in range(SAMPLES)]) / terms
+    assert close(factors.inputs, inputs)
+    assert close(factors.outputs, outputs)
+
+
+def test_a_convolution_has_those_of_its_patches() -> None:
+    """With a stride, padding and dilation."""
+    layer = nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=1, dilation=(1, 2)).double()
+    x, weights = drawn(SAMPLES, 2, 6, 5), torch.ones(SAMPLES, dtype=torch.float64)
+    factors = measured(layer, x, squared, weights)
+    output = layer(x).detach()
+    padded, patches, gradients = F.pad(x, (1, 1, 1, 1)), [], []
+    for n in range(SAMPLES):
+        for i in range(output.shape[2]):
+            for j in range(output.shape[3]):
+                patches.append(padded[n, :, 2 * i : 2 * i + 3, j : j + 3 : 2].flatten())
+                gradients.append(2 * output[n, :, i, j])
+    assert close(factors.inputs, outer(patches) / len(patches))
+    assert close(factors.outputs, outer(gradients) / SAMPLES)
+
+
+def test_an_embedding_has_the_frequencies_of_tokens() -> None:
+    """A diagonal, without the padding."""
+    layer, ids = nn.Embedding(5, 3).double(), torch.tensor([[0, 1, 1], [4, 1, 0]])
+    weights = torch.tensor([[1.0, 1, 1], [1, 1, 0]], dtype=torch.float64)
+    factors = measured(layer, ids, lambda y: y.square().sum(-1), weights)
+    gradients = 2 * layer(ids).detach()
+    assert close(factors.inputs, torch.tensor([1.0, 3, 0, 0, 1], dtype=torch.float64) / 5)
+    assert close(factors.outputs, outer([gradients[p] for p in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]]) / 5)
+
+
+def step(model: nn.Module, optimizer: OwnedKFAC, number: int) -> None:
+    """One of training, on the mean over samples of their losses."""
+    x = drawn(SAMPLES, 3, seed=number)
+    optimizer.zero_grad()
+    optimizer.begin(number)
+    optimizer.microbatch(torch.ones(SAMPLES))
+    squared(model(x)).mean().backward()
+    optimizer.agree(scale=1 / SAMPLES, terms=SAMPLES)
+    optimizer.step()
+
+
+def by_samples(model: Net, number: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """By weight: its gradient, A and G, sample by sample."""
+    found: dict[str, list[Tensor]] = {"first": [], "second": []}
+    inputs: dict[str, list[Tensor]] = {"first": [], "second": []}
+    for row in drawn(SAMPLES, 3, seed=number):
+        hidden = model.first(row)
+        output = model.second(torch.tanh(hidden))
+        gradients = torch.autograd.grad(output.square().sum(), [hidden, output])
+        for name, gradient, own in zip(found, gradients, [row, torch.tanh(hidden).detach()], strict=True):
+            found[name].append(gradient)
+            inputs[name].append(own)
+    return {
+        f"{name}.weight": (
+            sum(torch.outer(g, a) for g, a in zip(found[name], inputs[name], strict=True)) / SAMPLES,
+            outer(inputs[name]) / SAMPLES,
+            outer(found[name]) / SAMPLES,
+        )
+        for name in found
+    }  # pyright: ignore[reportReturnType]
+
+
+def test_the_preconditioner_is_the_inverse_of_the_block() -> None:
+    """On two layers: of the matrix G x A + damping I itself, which is written out."""
+    model, before = Net(), Net()
+    optimizer = connected(model, lr=LR, momentum=0.0, kl_clip=None, damping=DAMPING, weight_decay=0.0)
+    step(model, optimizer, 1)
+    for name, (gradient, a, g) in by_samples(before, 1).items():
+        block = torch.kron(g, a) + DAMPING * torch.eye(gradient.numel(), dtype=torch.float64)
+        wanted = torch.linalg.solve(block, gradient.flatten()).view_as(gradient)
+        found = (before.get_parameter(name) - model.get_parameter(name)).detach() / LR
+        assert float((found - wanted).norm() / wanted.norm()) < BLOCK_INVERSE
+
+
+def test_updates_are_those_of_the_equations() -> None:
+    """Over twenty steps: means of factors, every third decomposed, clipping, momentum, decay, and AdamW's bias."""
+    model, plain = Net(), Net()
+    keys = {"every": 3, "factor_beta": 0.8, "momentum": 0.9, "kl_clip": 1e-2, "weight_decay": 0.1}
+    optimizer = connected(model, lr=LR, damping=DAMPING, **keys)
+    adamw = torch.optim.AdamW([plain.first.bias], lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
+    means: dict[str, list[Tensor]] = {}
+    kept: dict[str, Tensor] = {}
+    for number in range(1, 21):
+        step(model, optimizer, number)
+        own, turned = by_samples(plain, number), {}
+        plain.zero_grad()
+        squared(plain(drawn(SAMPLES, 3, seed=number))).mean().backward()
+        for name, (gradient, a, g) in own.items():
+            if number % 3 == 1:
+                old = means.get(name, [a, g])
+                means[name] = [0.8 * o + 0.2 * new for o, new in zip(old, (a, g), strict=True)]
+            a, g = means[name]
+            block = torch.kron(g, a) + DAMPING * torch.eye(gradient.numel(), dtype=torch.float64)
+            turned[name] = torch.linalg.solve(block, gradient.flatten()).view_as(gradient)
+        change = LR**2 * sum(float((turned[name] * own[name][0]).sum()) for name in own)
+        factor = min(1.0, (1e-2 / change) ** 0.5)
+        adamw.step()
+        for name in own:
+            kept[name] = 0.9 * kept.get(name, 0) + factor * turned[name]
+            weight = plain.get_parameter(name).data
+            weight.mul_(1 - LR * 0.1).sub_(LR * kept[name])
+    for name, parameter in model.named_parameters():
+        wanted = plain.get_parameter(name)
+        assert float((parameter - wanted).detach().norm() / wanted.detach().norm()) < SAME, name
+
+
+class Odd(nn.Module):
+    """Layers that have no statistics, beside one that has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.grouped = nn.Conv2d(4, 4, 3, groups=2)
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.other.weight = self.one.weight
+        self.alone = nn.Linear(4, 4)
+
+
+def test_what_has_no_statistics_is_left_to_adamw() -> None:
+    """Weights that are shared, used by another module, or of a grouped convolution."""
+    model = Odd()
+    optimizer = connected(model, adamw_rate=0.5)
+    whole = [p for group in optimizer.param_groups if group["whole"] for p in group["params"]]
+    assert [id(p) for p in whole] == [id(model.alone.weight)]
+    away = [group for group in optimizer.param_groups if group.get("rate") == 0.5]
+    assert {id(p) for group in away for p in group["params"]} == {
+        id(p) for p in model.parameters() if p.ndim == 2 and p is not model.alone.weight
+    }
+
+
+def test_a_layer_that_the_forward_goes_round_is_named() -> None:
+    """Its gradient has no factors: nothing is made up in their place."""
+    model = Net()
+    optimizer = connected(model)
+    optimizer.begin(1)
+    optimizer.microbatch(torch.ones(SAMPLES))
+    squared(torch.tanh(model.first(drawn(SAMPLES, 3))) @ model.second.weight.mT).mean().backward()
+    optimizer.agree(scale=1 / SAMPLES, terms=SAMPLES)
+    with pytest.raises(UserCodeError, match=r"second\.weight has a gradient, and its layer was not called"):
+        optimizer.step()
+
+
+def test_a_forward_that_is_repeated_counts_once() -> None:
+    """As recomputation does it."""
+    model, twice = Net(), Net()
+    x, factors = drawn(SAMPLES, 3), []
+    for own, again in ((model, False), (twice, True)):
+        statistics = LayerStatistics({"w": own.first}, Alone(), "expand", 100)
+        statistics.begin()
+        statistics.microbatch(torch.ones(SAMPLES))
+        hidden = checkpoint(own.first, x, use_reentrant=False) if again else own.first(x)
+        squared(own.second(torch.tanh(hidden))).mean().backward()
+        factors.append(statistics.agree(scale=1 / SAMPLES, terms=SAMPLES)["w"])
+    assert all(close(a, b) for a, b in zip(*factors, strict=True))
