@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shoal.assembly.draws import draws_of
 from shoal.assembly.microbatching import Microbatching, global_batch_of
 from shoal.comm.mesh import Mesh
 from shoal.engine.compiled import LossPrograms, compile_blocks
@@ -27,10 +28,8 @@ from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
 from shoal.memory.recompute import check_recompute, recompute
 from shoal.models.build import PartOf, initialise_parts
-from shoal.models.checkpointed_draws import key_checkpoints
-from shoal.models.config import ForeignModel
 from shoal.models.draw_watch import repeats_alike
-from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
+from shoal.models.keyed_draws import Extent, Slices
 from shoal.models.roles import DeclaresParts
 from shoal.parallel.context.shard import positions
 from shoal.parallel.pipeline.stages import Stages, balanced_cut, cut_at, estimated_costs, staged
@@ -164,16 +163,6 @@ def compiled(run_file: RunFile, parts: Divided, mesh: Mesh, *, loss: Loss, own_l
         model.compile()
     chunked = run_file.memory.loss_chunks > 1
     return None if own_loop or chunked else LossPrograms(model, loss, whole=whole)
-
-
-def draws_of(run_file: RunFile, model: nn.Module, *, one_at_a_time: bool = True) -> KeyedDraws | None:
-    """The mode that keys what a user's module draws; None for Shoal's own, for one that draws nothing, and for one that
-    is compiled.
-    """
-    if not isinstance(run_file.model, ForeignModel) or run_file.run.compile or draws_nothing(model):
-        return None
-    key_checkpoints()
-    return KeyedDraws(model, seed=run_file.run.seed, one_at_a_time=one_at_a_time)
 
 
 def _repeatable(run_file: RunFile, parts: Divided, mesh: Mesh) -> bool:

@@ -28,11 +28,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
+from shoal.assembly.draws import draws_of
 from shoal.assembly.epoch_end import epoch_samples, order_of, short_epoch
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.process import settle
 from shoal.assembly.sameness import samples_of
-from shoal.assembly.splitting import draws_of
 from shoal.assembly.workload import load_workload
 from shoal.data.as_inputs import AsInputs
 from shoal.data.feed import Feed, StepShare, evaluation_batches

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.assembly.draws import draws_of
 from shoal.assembly.objects import loss_of, model_of
 from shoal.assembly.run import Run
 from shoal.assembly.sparse import Placed, build_sparse
-from shoal.assembly.splitting import draws_of
 from shoal.comm.collective import Alone
 from shoal.comm.gather import gather_named
 from shoal.data.sample import Batch, map_tree
