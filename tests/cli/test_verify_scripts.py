@@ -108,6 +108,41 @@ def test_what_the_script_must_not_do_twice_differently_is_a_sentence(tmp_path: P
     assert "the script built another model when it was started again" in said
 
 
+def test_a_loop_that_is_left_early_is_compared_up_to_there(tmp_path: Path) -> None:
+    """By break and close(), or at the end of the script."""
+    text = SCRIPT.replace(
+        "    optimizer.zero_grad()", "    optimizer.zero_grad()\n    if run.update and run.steps_done == 1: break"
+    )
+    for end in ("run.close()\n", ""):
+        (tmp_path / (folder := f"closed {bool(end)}")).mkdir()
+        verdict = compared(text + end, tmp_path / folder)
+        assert isinstance(verdict, Verdict), verdict
+        assert verdict.holds
+        assert {finding.step for finding in verdict.findings} == {1, 2}
+
+
+def test_data_that_draws_where_it_is_read_is_a_sentence(tmp_path: Path) -> None:
+    """Not a difference of the layout."""
+    draws = "class Draws(torch.utils.data.Dataset):\n    def __len__(self): return 48\n"
+    draws += "    def __getitem__(self, i): return x[i] + torch.randn(6), y[i]\n"
+    text = SCRIPT.replace("optimizer = ", draws + "optimizer = ").replace(
+        "torch.utils.data.TensorDataset(x, y)", "Draws()"
+    )
+    said = compared(text, tmp_path)
+    assert isinstance(said, str)
+    assert "returns another sample when one is read again" in said
+
+
+def test_what_is_on_one_side_only_is_said_and_null_in_json(tmp_path: Path) -> None:
+    text = SCRIPT.replace(
+        "    optimizer.step()", "    if run.world_size > 1: model[0].bias.grad = None\n    optimizer.step()"
+    )
+    verdict = compared(text, tmp_path)
+    assert isinstance(verdict, Verdict), verdict
+    assert "at step 1 the gradient of 0.bias on rank 0 is on one side only" in verdict.sentence()
+    assert json.loads(json.dumps(verdict.to_json(), allow_nan=False))["first"]["difference"] is None
+
+
 def test_the_plain_loop_has_the_calls_of_a_run() -> None:
     """Whatever a script may call is there, with the same parameters."""
 
@@ -122,8 +157,12 @@ def test_the_plain_loop_has_the_calls_of_a_run() -> None:
 
 
 def test_on_the_command_line(tmp_path: Path) -> None:
-    """Code 6, what differs, and JSON alone; a script without a call. Nothing is left behind."""
-    (tmp_path / "mine.py").write_text("print('what it says')\n" + SCRIPT.replace(*FAULTS["a sum for a mean"]))
+    """Code 6, what differs, and JSON alone, whatever the script prints and leaves running; a script without a call.
+    Nothing is left behind.
+    """
+    child = "import atexit, subprocess, sys\nchild = subprocess.Popen(['sleep', '300'])\natexit.register(child.kill)\n"
+    speaks = "sys.stdout.buffer.write(b'\\xff what it says\\n')\n"
+    (tmp_path / "mine.py").write_text(child + speaks + SCRIPT.replace(*FAULTS["a sum for a mean"]))
     environ = {**os.environ, "TMPDIR": str(tmp_path)}
     run = partial(programs.run, cwd=tmp_path, env=environ, timeout_s=HANG_S)
     bad = run(["-m", "shoal", "verify", "mine.py", "run.processes=2", "--json"])

@@ -60,16 +60,16 @@ def federate(
     `role`: None simulates all clients here. A client returns None when the run is over. Raises `ShoalError`: a wrong
     key, a strategy that an own `train` cannot follow, a server that is away.
     """
-    from shoal.assembly.federated import Owned, serve, simulate, take_part
+    from shoal.assembly.federated import FromScript, serve, simulate, take_part
     from shoal.assembly.objects import UserObjects
     from shoal.federated.own_training import OwnTraining
 
     run_file, _ = _resolved(config, overrides, model=model, data=data, loss=loss)
     if run_file.federated is None:
         raise UsageError('the configuration has no table [federated]: add it, with a strategy such as kind = "fedavg"')
-    owned = Owned(UserObjects(model=model, data=data, loss=loss), OwnTraining(train, evaluate))
+    script = FromScript(UserObjects(model=model, data=data, loss=loss), OwnTraining(train, evaluate))
     if role is None:
-        return simulate(run_file, told=_say, owned=owned)
+        return simulate(run_file, told=_say, script=script)
     if isinstance(role, FederatedServer):
         return serve(
             run_file,
@@ -78,7 +78,7 @@ def federate(
             port=role.port,
             listening=lambda number: _say(f"The server listens on {role.address}:{number}"),
             told=_say,
-            owned=owned,
+            script=script,
         )
     take_part(
         run_file,
@@ -88,7 +88,7 @@ def federate(
         part=role.part,
         patience_s=role.patience_s,
         told=lambda line: _say(f"{role.name}: {line}"),
-        owned=owned,
+        script=script,
     )
     return None
 

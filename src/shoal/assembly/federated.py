@@ -34,14 +34,14 @@ from shoal.runfile.run_file import RunFile, run_directory
 
 
 @dataclass(frozen=True)
-class Owned:
+class FromScript:
     """What a script hands over: model, data and loss in the place of the run file's, and functions of its own."""
 
     objects: UserObjects = field(default_factory=UserObjects)
     own: OwnTraining = field(default_factory=OwnTraining)
 
 
-def federated_task(run_file: RunFile, owned: Owned = Owned(), *, real: bool = False) -> Task:
+def federated_task(run_file: RunFile, script: FromScript = FromScript(), *, real: bool = False) -> Task:
     """Builds what clients train; `real` ones take their noise from the system's entropy.
 
     Raises `ConfigError` for a run file without `[federated]`, and `UserCodeError`.
@@ -49,8 +49,8 @@ def federated_task(run_file: RunFile, owned: Owned = Owned(), *, real: bool = Fa
     if run_file.federated is None:
         raise ConfigError('the run file has no table [federated]: add it, with a strategy such as kind = "fedavg"')
     assert isinstance(run_file.optimizer, SGD), "a rule of the run file asks for it"
-    owned.own.require_possible(run_file.federated, run_file.privacy)
-    objects = owned.objects
+    script.own.require_possible(run_file.federated, run_file.privacy)
+    objects = script.objects
     model_dtype = precision_of(run_file.precision).parameters
     model = model_of(run_file, objects, device=torch.device("cpu"), dtype=model_dtype)
     layout, data = layout_of(model), data_of(run_file, objects)
@@ -86,7 +86,7 @@ def federated_task(run_file: RunFile, owned: Owned = Owned(), *, real: bool = Fa
         shuffle=run_file.data.shuffle,
         privacy=run_file.privacy,
         secure=run_file.secure_aggregation,
-        own=owned.own,
+        own=script.own,
     )
 
 
@@ -94,13 +94,13 @@ def _decays(model: torch.nn.Module) -> dict[str, float]:
     return {name: float(role.decay) for name, role in roles_of(model).items()}
 
 
-def simulate(run_file: RunFile, *, told: Callable[[str], object], owned: Owned = Owned()) -> dict[str, Any]:
+def simulate(run_file: RunFile, *, told: Callable[[str], object], script: FromScript = FromScript()) -> dict[str, Any]:
     """Plays all rounds; leaves the report and the model in the run directory. `told` hears a line for each round.
 
     Returns what the report says. Raises as `federated_task` and `Simulation.run`.
     """
     refused: list[str] = []
-    simulation = Simulation(federated_task(run_file, owned), told=lambda s: (refused.append(s), told(f"refused: {s}")))
+    simulation = Simulation(federated_task(run_file, script), told=lambda s: (refused.append(s), told(f"refused: {s}")))
     told(report.heading())
     began_s = time.perf_counter()
     rows = simulation.run(lambda row: told(report.line_of(row)))
@@ -129,7 +129,7 @@ def serve(
     port: int,
     listening: Callable[[int], object],
     told: Callable[[str], object],
-    owned: Owned = Owned(),
+    script: FromScript = FromScript(),
 ) -> dict[str, Any]:
     """Serves all rounds to clients; leaves the report and the model in the run directory, and returns the report.
 
@@ -147,7 +147,7 @@ def serve(
         refused.append(sentence)
         told(sentence)
 
-    host = Host(federated_task(run_file, owned), Store(directory / "federated"), clock=time.monotonic, told=say)
+    host = Host(federated_task(run_file, script), Store(directory / "federated"), clock=time.monotonic, told=say)
     try:
         told(report.heading())
         service = Service(host, on_round=lambda row: told(report.line_of(row)))
@@ -171,7 +171,7 @@ def take_part(
     part: int | None,
     patience_s: float,
     told: Callable[[str], object],
-    owned: Owned = Owned(),
+    script: FromScript = FromScript(),
 ) -> None:
     """Trains as the client `name` until the run is over. `server`: HOST:PORT. `part`: of the data of the run file, that
     which `[partition]` gives to the client of this number; None: all of it.
@@ -183,7 +183,7 @@ def take_part(
     from shoal.federated.transport.enrol import tls_context
 
     tls = tls_context(certificates, name, server=False)
-    task = federated_task(run_file, owned, real=True)
+    task = federated_task(run_file, script, real=True)
     data = _clients_data(task, part)
     store = ClientStore(run_directory(run_file) / "clients" / name)
     url = f"https://{server}"

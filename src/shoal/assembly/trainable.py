@@ -7,10 +7,10 @@ would add, update and save them in another way.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from shoal.errors import UserCodeError
 
@@ -18,6 +18,10 @@ from shoal.errors import UserCodeError
 def require_trainable(model: nn.Module) -> None:
     """Raises `UserCodeError` for a parameter that cannot be trained on many ranks as on one."""
     for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise UserCodeError(
+                f"the parameter {name} has no shape before the model's first forward: call the model on a sample first"
+            )
         _refuse_complex(name, parameter)
         _refuse_updates_in_backward(name, parameter)
         _refuse_repeated_numbers(name, parameter)
@@ -60,19 +64,19 @@ def _sharing(model: nn.Module) -> Iterator[tuple[str, str]]:
         if parameter.device.type != "meta" and parameter.numel():
             by_storage.setdefault(parameter.untyped_storage().data_ptr(), []).append((name, parameter))
     for found in by_storage.values():
-        for (one, first), (other, second) in combinations(found, 2):
-            if _may_meet(first, second) and torch.isin(_places(first), _places(second)).any():
-                yield one, other
+        open_ones: list[tuple[str, Tensor]] = []
+        for name, tensor in sorted(found, key=lambda each: each[1].storage_offset()):
+            open_ones = [(other, one) for other, one in open_ones if _last(one) >= tensor.storage_offset()]
+            for other, one in open_ones:
+                if torch.isin(_places(one), _places(tensor)).any():
+                    yield other, name
+            open_ones.append((name, tensor))
 
 
-def _may_meet(first: Tensor, second: Tensor) -> bool:
-    """Whether the runs of their storage from the first to the last element have one in common."""
-    (a, b), (c, d) = ((t.storage_offset(), t.storage_offset() + _reach(t)) for t in (first, second))
-    return a <= d and c <= b
-
-
-def _reach(tensor: Tensor) -> int:
-    return sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+def _last(tensor: Tensor) -> int:
+    """Where its last element stands in its storage."""
+    reach = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + reach)
 
 
 def _places(tensor: Tensor) -> Tensor:

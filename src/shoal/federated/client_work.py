@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.data.drawn import Picked
 from shoal.federated.local_data import ClientData, CohortBatch, cohort_batch
-from shoal.federated.own_training import Came, ClientSamples, train_own
+from shoal.federated.own_training import TrainedOnce, train_own
 from shoal.federated.rounds import Ticket
 from shoal.federated.strategy import Outcome, Plan, Strategy, Update
 from shoal.federated.task import Task
@@ -79,7 +80,7 @@ def _train(
             plan,
             work,
             starts,
-            Came(trained.deltas[i], trained.steps[i], {"loss/train": float(trained.losses[i])}),
+            TrainedOnce(trained.deltas[i], trained.steps[i], {"loss/train": float(trained.losses[i])}),
             local,
         )
         for i, work in enumerate(works)
@@ -101,7 +102,7 @@ def _train_own(
         task.trainer.module,
         task.trainer.layout,
         start,
-        ClientSamples(task.data.train, work.data.ids),
+        Picked(task.data.train, work.data.ids),
         round=ticket.version + 1,
         lr=task.rate(ticket.version + 1),
         seed=key_of(task.seed, "own", ticket.version, ticket.client) % 2**63,
@@ -115,7 +116,7 @@ def _finished(
     plan: Plan,
     work: Work,
     starts: Tensor,
-    came: Came,
+    came: TrainedOnce,
     local: Tensor | None,
 ) -> tuple[Update, ClientState]:
     delta, steps, own = came.delta, came.steps, None

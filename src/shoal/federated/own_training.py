@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.data.sample import Source
+from shoal.data.drawn import Picked
 from shoal.errors import ConfigError, UserCodeError
 from shoal.federated.config import FederatedConfig, PrivacyConfig
 from shoal.federated.vector import VectorLayout, vector_of, write_vector
@@ -63,21 +63,8 @@ class OwnTraining:
             return numbers(self.evaluate(module), "evaluate")
 
 
-class ClientSamples:
-    """The samples `ids` (int64) of a source, as one client sees them."""
-
-    def __init__(self, source: Source, ids: np.ndarray) -> None:
-        self.source, self.ids = source, ids
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.source[int(self.ids[index])]
-
-
 @dataclass(frozen=True)
-class Came:
+class TrainedOnce:
     """What one client's training came to: `delta` [numel], its steps, and figures by name."""
 
     delta: Tensor
@@ -90,12 +77,12 @@ def train_own(
     module: nn.Module,
     layout: VectorLayout,
     start: Tensor,
-    samples: ClientSamples,
+    samples: Picked,
     *,
     round: int,
     lr: float,
     seed: int,
-) -> Came:
+) -> TrainedOnce:
     """One client's round from the model `start` [numel]. What `train` draws from PyTorch's generator follows from
     `seed`. Raises `UserCodeError` for what it must not return.
     """
@@ -107,7 +94,7 @@ def train_own(
     steps = said.pop("steps", 1.0)
     if not steps.is_integer() or steps < 1:
         raise UserCodeError(f"train returned steps = {steps:g}: it is how many local steps were taken, at least 1")
-    return Came(vector_of(module, layout) - start, int(steps), {f"{name}/train": said[name] for name in said})
+    return TrainedOnce(vector_of(module, layout) - start, int(steps), {f"{name}/train": said[name] for name in said})
 
 
 def numbers(returned: Any, function: str) -> dict[str, float]:
@@ -116,9 +103,12 @@ def numbers(returned: Any, function: str) -> dict[str, float]:
         return {}
     if not isinstance(returned, Mapping) or not all(_is_number(value) for value in returned.values()):
         raise UserCodeError(f"{function} returned {returned!r}: return numbers by name, or None")
+    endless = next((name for name, value in returned.items() if not math.isfinite(float(value))), None)
+    if endless is not None:
+        raise UserCodeError(f"{function} returned {endless} = {float(returned[endless])}: what it trained is of no use")
     return {str(name): float(value) for name, value in returned.items()}
 
 
 def _is_number(value: Any) -> bool:
-    whole = isinstance(value, int | float | np.number) or (isinstance(value, Tensor) and value.numel() == 1)
-    return whole and math.isfinite(float(value))
+    tensor = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    return tensor or isinstance(value, int | float | np.integer | np.floating)

@@ -43,6 +43,11 @@ from shoal.topology.box import whole
 
 NOTE = "one process ran the script's own loop in plain PyTorch, each global batch whole"
 CODED = "[codec] and [shard_codec] were left out: this compares gradients that are sent as they are"
+LIKELY = (
+    ". Is the loss a mean over the samples of the microbatch (else pass weight=), of each sample by itself (else "
+    "shoal.gather_samples)? docs/own-loop-situations.md lists what people met"
+)
+"""What a difference that is no rounding comes from, most often."""
 DREW = (
     "the loop draws random numbers, and outside of the model's forward each rank draws others: draw them in the "
     "forward, or from a generator that is seeded by what they are for"
@@ -127,7 +132,7 @@ class Comparison:
         """All that the script does in a step is done: whether the comparison is over. Every rank calls it."""
         wanted = self._wanted(step, "state/")
         if wanted is None:  # plain PyTorch's loop has ended before
-            return self._conclude(over=True)
+            return self.conclude(over=True)
         with safe_open(self._check.step(step), "pt") as file:
             said = file.metadata()
         loss, norm, limits = float(said["loss"]), float(said["norm"]), self._tolerances
@@ -143,7 +148,7 @@ class Comparison:
         weights, buffers = ([p for p in parts if (p.name in trained) is kind] for kind in (True, False))
         self._found(compare_weights(step, weights, wanted, tolerance=limits.weight))
         self._found(compare_weights(step, buffers, wanted, tolerance=limits.gradient, quantity="buffer"))
-        return self._conclude(over=step == self._steps)
+        return self.conclude(over=step == self._steps)
 
     def _wanted(self, step: int, kind: str) -> dict[str, Tensor] | None:
         """What plain PyTorch has in that step; None: it took fewer."""
@@ -166,7 +171,7 @@ class Comparison:
         rank = self._run.mesh.rank
         return [Finding(step, quantity, name, rank, math.inf, 0.0) for name in sorted(sides[0] ^ sides[1])]
 
-    def _conclude(self, *, over: bool) -> bool:
+    def conclude(self, *, over: bool) -> bool:
         """Whether it is over: after the last step, or because a rank has found a difference. Then rank 0 leaves the
         verdict.
         """
@@ -183,6 +188,7 @@ class Comparison:
                 "findings": [asdict(finding) for finding in findings],
                 "notes": self._notes,
                 "unkeyed": DREW if self._drew and not holds else "",
+                "likely": LIKELY,
             }
             self._check.verdict.write_text(json.dumps(verdict), encoding="utf-8")
         return over

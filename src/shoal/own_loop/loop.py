@@ -23,6 +23,7 @@ of a part nothing is due yet: what the loop does behind it (a scheduler, a test)
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -285,6 +286,8 @@ class Training:
             self._steps.finish()
         elif self.steps_done < self._job.cadence.steps:
             self._steps.leave()
+        if self._comparison is not None:
+            self._comparison.conclude(over=True)
         self._leave_script()
         done, steps_wanted = self.steps_done, self._job.cadence.steps
         if done < steps_wanted:
@@ -323,7 +326,10 @@ class Training:
         assert self._comparison is not None, "only a comparison calls this"
         if self._comparison.after_step(step, outcome):
             self._closed = True
-            self._stack.__exit__(SystemExit, SystemExit(0), None)
+            self._leave_script()
+            self._job.sinks.finish(Ending("stopped", "the steps that were to be compared are taken"))
+            self._stack.close()
+            sys.exit(0)
 
     def _leave_script(self) -> None:
         """The script's model and optimizers are its own again."""

@@ -15,7 +15,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -32,9 +32,11 @@ from shoal.assembly.draws import draws_of
 from shoal.assembly.epoch_end import epoch_samples, order_of, short_epoch
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.process import settle
-from shoal.assembly.sameness import samples_of
+from shoal.assembly.sameness import RANDOM, samples_of
+from shoal.assembly.trainable import require_trainable
 from shoal.assembly.workload import load_workload
 from shoal.data.as_inputs import AsInputs
+from shoal.data.dataset import Dataset
 from shoal.data.feed import Feed, StepShare, evaluation_batches
 from shoal.data.sample import Batch
 from shoal.engine.compute import Compute, Microbatch
@@ -59,6 +61,7 @@ class PlainTraining:
     rank, world_size = 0, 1
 
     def __init__(self, run_file: RunFile, objects: UserObjects, check: ScriptCheck) -> None:
+        require_trainable(objects.model)
         if check.exact:
             objects.model.double()
         save_file(state_of(objects.model), check.initial)
@@ -84,7 +87,7 @@ class PlainTraining:
         models = list(self.model) if isinstance(self.model, nn.ModuleList) else [self.model]
         self._draws = DrawsBySample(models, self._compute, inside=lambda: self._open is not None)
         self._closed, self._random = False, ""
-        check.samples.write_text("\n".join(samples_of(data, first=run_file.batch.global_samples)), encoding="utf-8")
+        check.samples.write_text("\n".join(_samples_of(data, run_file)), encoding="utf-8")
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         self._compute.train()
@@ -210,7 +213,8 @@ class PlainTraining:
 
     def _close_at_exit(self) -> None:
         if getattr(sys, "last_value", None) is None:  # the script has not failed
-            self.close()
+            with suppress(SystemExit):
+                self.close()
 
     def __enter__(self) -> PlainTraining:
         return self
@@ -245,6 +249,8 @@ class PlainTraining:
 
     def _next(self) -> Any:
         """The next step's batch; ends the step before it, and the process after the last."""
+        if self._closed:  # the script has caught its end
+            sys.exit(0)
         self._end_step()
         number = self.steps_done + 1
         fed = self._feed.next()
@@ -279,10 +285,9 @@ class PlainTraining:
 
     def _leave(self) -> NoReturn:
         """The comparison ends here, whatever the script would do next."""
+        self._closed = True
         self._feed.close()
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(0)
+        sys.exit(0)
 
 
 class _Player:
@@ -326,6 +331,17 @@ def _with_norms_of_pytorch(run_file: RunFile) -> RunFile:
     if not isinstance(model, ForeignKeys) or model.batch_norm != "synchronised":
         return run_file
     return msgspec.structs.replace(run_file, model=msgspec.structs.replace(model, batch_norm=None))
+
+
+def _samples_of(data: Dataset, run_file: RunFile) -> list[str]:
+    """Lines for some of the samples. Raises `UserCodeError` where one is another at each reading."""
+    lines = samples_of(data, first=run_file.batch.global_samples)
+    if any(line.startswith("training") and line.endswith(f": {RANDOM}") for line in lines):
+        raise UserCodeError(
+            "the data set returns another sample when one is read again, so there is nothing to compare: draw by "
+            "data.augment, which keys what it draws on the sample, or seed a generator by the index"
+        )
+    return lines
 
 
 def _whole_steps(run_file: RunFile, source: Any, order: Any) -> Feed:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 
 from shoal.errors import UsageError
+from shoal.launch.children import wait_for
 from shoal.launch.own_script import KEYS, ScriptCheck, divided
 from shoal.launch.root_cause import ExitCode
 from shoal.observe.progress_bar import ProgressBar
@@ -23,6 +27,12 @@ from shoal.verification.verdict import Verdict
 
 STEPS = 5
 """Optimizer steps that are compared where nobody says how many."""
+PATIENCE_S = 20.0
+"""How long the script may take for its end after Ctrl-C."""
+IN_FLOAT64 = (
+    "shoal: --exact computes in float64: what the script makes in float32 beside the model, such as weights of "
+    "classes, must take the model's type; or leave --exact out\n"
+)
 
 
 def verify_script(
@@ -60,13 +70,25 @@ def verify_script(
 
 def _run(command: Sequence[str], check: ScriptCheck, told: Mapping[str, str]) -> tuple[int, str]:
     """The exit code of the script on one side, and all that it said."""
-    done = subprocess.run(
-        command,
-        env={**os.environ, **told, **check.variables()},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    kept = [line for line in done.stdout.splitlines(keepends=True) if check.folder not in line]  # that is removed
-    return done.returncode, "".join(kept)
+    environ, output = {**os.environ, **told, **check.variables()}, check.path / "said.txt"
+    with output.open("wb") as file, _interrupted_by_sigterm():  # no pipe: what the script leaves running may hold it
+        code = wait_for(subprocess.Popen(command, env=environ, stdout=file, stderr=file), patience_s=PATIENCE_S)
+    lines = output.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    said = "".join(line for line in lines if check.folder not in line)  # that is removed
+    if code != 0 and check.exact and "Double" in said:
+        said += IN_FLOAT64
+    return code if code >= 0 else 128 - code, said
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends what is under way as Ctrl-C does."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

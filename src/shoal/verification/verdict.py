@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -34,6 +35,8 @@ _SUBJECTS: dict[Quantity, str] = {
 }
 
 
+FAR = 1e4
+"""Times the tolerance: no rounding of float32 is so large."""
 IN_FLOAT64 = "To rule out rounding, which statistics over few numbers enlarge, compare in float64: --exact"
 
 
@@ -41,8 +44,9 @@ IN_FLOAT64 = "To rule out rounding, which statistics over few numbers enlarge, c
 class Verdict:
     """Everything that was compared. `axes` says for each parameter over which axes it is summed and split.
 
-    `unkeyed`: a sentence about random numbers that depend on the layout, "" where the model draws none. `rule`: how
-    replicas agree, as the one process plays it; "" where they are never different.
+    `likely`: what a difference far beyond the tolerance comes from. `unkeyed`: a sentence about random numbers that
+    depend on the layout, "" where the model draws none. `rule`: how replicas agree, as the one process plays it; ""
+    where they are never different.
     """
 
     layout: str
@@ -52,6 +56,7 @@ class Verdict:
     notes: tuple[str, ...] = ()
     unkeyed: str = ""
     rule: str = ""
+    likely: str = ""
 
     @property
     def holds(self) -> bool:
@@ -80,13 +85,13 @@ class Verdict:
         others = f"; with it {len(broken) - 1} others of its kind" if len(broken) > 1 else ""
         return (
             f"{self.layout} differs from one process: at step {first.step} {_SUBJECTS.get(first.quantity, 'the ')}"
-            f"{first.name}{where} is off by {first.difference:.1e} of its scale (tolerance {first.tolerance:.0e})"
+            f"{first.name}{where} {_by_how_much(first)}"
             f"{axes}{others}{self._repair(first)}"
         )
 
     def to_json(self) -> dict[str, Any]:
         """The worst of each quantity in each step, and the first that differs."""
-        rows = [asdict(finding) | {"holds": finding.holds} for finding in self._worst()]
+        rows = [_row(finding) | {"holds": finding.holds} for finding in self._worst()]
         first = self.first
         return {
             "layout": self.layout,
@@ -95,7 +100,7 @@ class Verdict:
             "holds": self.holds,
             "compared": len(self.findings),
             "rows": rows,
-            "first": None if first is None else asdict(first) | {"axes": self.axes.get(first.name, "").strip(", ")},
+            "first": None if first is None else _row(first) | {"axes": self.axes.get(first.name, "").strip(", ")},
             "notes": [*self.notes, *([self.unkeyed] if self.unkeyed else [])],
         }
 
@@ -130,6 +135,8 @@ class Verdict:
             return f". Gradients and the replicas' own updates were right; the agreement is not {self.rule}"
         if self.unkeyed:
             return f". This need not be a mistake: {self.unkeyed}"
+        if first.difference > FAR * first.tolerance:
+            return self.likely
         return "" if self.exact else f". {IN_FLOAT64}"
 
     def _told(self) -> Iterator[tuple[Finding, int]]:
@@ -146,3 +153,14 @@ class Verdict:
         for step, quantity in kinds:
             same = (f for f in self.findings if f.step == step and f.quantity == quantity)
             yield max(same, key=lambda finding: finding.difference)
+
+
+def _by_how_much(finding: Finding) -> str:
+    if math.isinf(finding.difference):
+        return "is on one side only, or is no number"
+    return f"is off by {finding.difference:.1e} of its scale (tolerance {finding.tolerance:.0e})"
+
+
+def _row(finding: Finding) -> dict[str, Any]:
+    """Its fields; a difference without a number is null, as JSON has it."""
+    return asdict(finding) | ({"difference": None} if math.isinf(finding.difference) else {})
