@@ -13,11 +13,12 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constrain
 
 OLDEST := .venv-oldest
 
-.PHONY: help demo test test-oldest gpu check docs bench bench-wire bench-link bench-plan bench-zero bench-memory bench-pipeline bench-noise bench-check verify-matrix sanitize stress clean
+.PHONY: help demo quick test test-oldest gpu check docs bench bench-wire bench-link bench-plan bench-zero bench-memory bench-pipeline bench-noise bench-check verify-matrix sanitize stress clean
 
 help:
 	@echo "make demo    trains a small GPT on this machine's Python library (about 2 minutes) and writes a report"
 	@echo "make test    runs the tests; installs what they need besides (200 packages, once)"
+	@echo "make quick   runs the tests of the rooms below the others, in a minute and a half, at each change"
 	@echo "make test-oldest   runs the fast part of the tests on the oldest PyTorch that Shoal admits, in an environment of its own"
 	@echo "make gpu     on a machine with a GPU: tests and measurements there, in four minutes; docs/benchmarks/gpu.json"
 	@echo "make check   runs lint, format, types and the floors"
@@ -37,6 +38,13 @@ demo: $(READY)
 	$(BIN)/shoal train recipes/stdlib-gpt.toml
 	@$(BIN)/shoal plan recipes/stdlib-gpt.toml --elsewhere runs/stdlib-gpt
 	@echo "Open runs/stdlib-gpt/report.html in a browser."
+
+# A change is tried on the rooms of which nearly every other is made, in a minute and a half; `make test` before it is handed on.
+QUICK := tests/config tests/runfile tests/topology tests/schedules tests/collectives tests/maths tests/cost tests/state tests/codec \
+	tests/gradients tests/optim tests/own_loop tests/test_structure.py tests/cli/test_verify_scripts.py
+
+quick: $(ALL)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -q $(QUICK)
 
 test: $(ALL)
 	$(BIN)/python -m pytest -n 2 --dist loadfile

@@ -55,9 +55,8 @@ CODED_TOLERANCE = 0.15
 """Relative, above the end of the run without a codec: what was sent late, or lost, is a small part of all."""
 
 
-@pytest.mark.parametrize(
-    "kind", ["top-k", *(pytest.param(kind, marks=pytest.mark.stress) for kind in CODED if kind != "top-k")]
-)
+@pytest.mark.stress
+@pytest.mark.parametrize("kind", CODED)
 def test_replicas_that_send_coded_gradients_come_and_go(tmp_path: Path, kind: str) -> None:
     """kill -9 of one of three, another joins, one is asked to leave: each goes on with what it has not sent."""
     own = gpt_project(tmp_path, CODED[kind], THREE)

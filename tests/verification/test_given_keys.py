@@ -13,7 +13,7 @@ from torch import nn
 from shoal.api import _resolved
 from shoal.config.check import Key, choices_of, keys_of, variants_of
 from shoal.errors import ConfigError, ShoalError
-from shoal.own_loop.start import _run_file
+from shoal.own_loop.loop_file import run_file_of_loop
 from shoal.runfile.run_file import RunFile
 
 BASE: dict[str, dict[str, Any]] = {
@@ -110,7 +110,7 @@ def test_a_key_means_the_same_to_a_loop_of_ones_own(table: str, tmp_path: Path) 
         (whole, _, _), (bare, overrides, _) = three_ways(*case, tmp_path)
         found = [
             outcome(
-                lambda way=way: _run_file(
+                lambda way=way: run_file_of_loop(
                     way[0], way[1], file="f", loader=None, data=given, samples=8, epochs=None, steps=None
                 )
             )

@@ -49,6 +49,7 @@ def by_evidence(calibrated: list[Machine]) -> dict[Evidence, Ratios]:
     return ratios_by_evidence(calibrated)
 
 
+@pytest.mark.stress
 def test_the_kept_quantiles_are_those_of_the_tables(by_evidence: dict[Evidence, Ratios]) -> None:
     """Of step times and of peak memory, with as many rows."""
     sizes = [cell.paper / cell.simulated for cell in peak_memory(PUBLISHED)]
