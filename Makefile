@@ -40,7 +40,7 @@ demo: $(READY)
 	@echo "Open runs/stdlib-gpt/report.html in a browser."
 
 # A change is tried on the rooms of which nearly every other is made, in a minute and a half; `make test` before it is handed on.
-QUICK := tests/config tests/runfile tests/topology tests/schedules tests/collectives tests/maths tests/cost tests/state tests/codec \
+QUICK := tests/config tests/runfile tests/topology tests/schedules tests/collectives tests/maths tests/cost tests/codec \
 	tests/gradients tests/optim tests/own_loop tests/test_structure.py tests/cli/test_verify_scripts.py
 
 quick: $(ALL)
