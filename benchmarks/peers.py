@@ -56,9 +56,10 @@ def peers(
 def _rows(*command: str) -> list[dict[str, Any]]:
     """The rows of a benchmark, which says on standard error how far it is."""
     done = subprocess.run([sys.executable, "-m", *command], stdout=subprocess.PIPE, text=True, check=False)
-    if not done.stdout.strip():
+    lines = done.stdout.splitlines()
+    if not lines:
         raise typer.Exit(done.returncode or 1)
-    return json.loads(done.stdout)["rows"]
+    return json.loads(lines[-1])["rows"]  # what peers print stands before it
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path, load: str) -> None:
