@@ -17,7 +17,7 @@ import hashlib
 import numpy as np
 import torch
 
-from shoal.data.order import permuted
+from shoal.data.order import EpochInMemory, permuted
 from shoal.errors import UserCodeError
 from shoal.maths.counter import key_of, uniform
 
@@ -25,39 +25,18 @@ WINDOW = 64
 """Steps whose samples are sorted together."""
 
 
-class LengthOrder:
+class LengthOrder(EpochInMemory):
     """The order of samples of which sample i has the length `lengths[i]`, in steps of `step` samples, which `straddle`
     the ends of epochs or not.
     """
 
     def __init__(self, lengths: np.ndarray, seed: int, *, step: int, straddle: bool = False) -> None:
         self._lengths, self._seed, self._step, self._straddle = lengths, seed, step, straddle
-        self._epoch: tuple[int, np.ndarray] | None = None
 
     @property
     def samples(self) -> int:
         """Samples of an epoch."""
         return len(self._lengths)
-
-    def ids(self, positions: np.ndarray) -> np.ndarray:
-        """Sample ids at global positions, int64 of the shape of `positions` (int64, none negative)."""
-        epochs, indices = np.divmod(np.asarray(positions, dtype=np.int64), self.samples)
-        ids = np.empty_like(indices)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            ids[here] = self._in_epoch(int(epoch))[indices[here]]
-        return ids
-
-    def epochs(self, positions: np.ndarray) -> np.ndarray:
-        """The epoch in which each position falls, int64."""
-        return np.asarray(positions, dtype=np.int64) // self.samples
-
-    def _in_epoch(self, epoch: int) -> np.ndarray:
-        """The ids of an epoch in order, int64 [samples]. Several threads may ask: the newest is kept."""
-        kept = self._epoch
-        if kept is None or kept[0] != epoch:
-            kept = self._epoch = epoch, self._drawn(epoch)
-        return kept[1]
 
     def _drawn(self, epoch: int) -> np.ndarray:
         key, samples, step = f"{self._seed}/{epoch}/lengths", self.samples, self._step

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -95,6 +96,41 @@ class Order:
         runs = permuted(places[inside] // run, max(1, whole_runs), key=f"{key}/runs")
         places[inside] = runs * run + places[inside] % run
         return places
+
+
+class EpochInMemory(ABC):
+    """An order whose epochs are drawn whole, of which it keeps the newest: 8 bytes a sample."""
+
+    _epoch: tuple[int, np.ndarray] | None = None
+
+    @property
+    @abstractmethod
+    def samples(self) -> int:
+        """Samples of an epoch."""
+
+    @abstractmethod
+    def _drawn(self, epoch: int) -> np.ndarray:
+        """The ids of an epoch in order, int64 [samples]."""
+
+    def ids(self, positions: np.ndarray) -> np.ndarray:
+        """Sample ids at global positions, int64 of the shape of `positions` (int64, none negative)."""
+        epochs, indices = np.divmod(np.asarray(positions, dtype=np.int64), self.samples)
+        ids = np.empty_like(indices)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            ids[here] = self._in_epoch(int(epoch))[indices[here]]
+        return ids
+
+    def epochs(self, positions: np.ndarray) -> np.ndarray:
+        """The epoch in which each position falls, int64."""
+        return np.asarray(positions, dtype=np.int64) // self.samples
+
+    def _in_epoch(self, epoch: int) -> np.ndarray:
+        """The ids of an epoch in order, int64 [samples]. Several threads may ask: the newest is kept."""
+        kept = self._epoch
+        if kept is None or kept[0] != epoch:
+            kept = self._epoch = epoch, self._drawn(epoch)
+        return kept[1]
 
 
 class WithinEpochs(Protocol):

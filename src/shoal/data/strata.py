@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shoal.data.order import permuted
+from shoal.data.order import EpochInMemory, permuted
 from shoal.data.sample import Source, describe
 from shoal.errors import DataError, UserCodeError
 from shoal.maths.counter import key_of, uniform
@@ -28,7 +28,7 @@ INSIDE = ("source", "records", "dataset")
 """Attributes by which a source that changes samples holds the one that it reads."""
 
 
-class StratifiedOrder:
+class StratifiedOrder(EpochInMemory):
     """The order of samples of which sample i has the class `strata[i]` (int64 [samples])."""
 
     def __init__(self, strata: np.ndarray, seed: int) -> None:
@@ -36,32 +36,11 @@ class StratifiedOrder:
         by_class = np.argsort(strata, kind="stable")
         edges = np.flatnonzero(np.diff(strata[by_class])) + 1
         self._members = np.split(by_class, edges)
-        self._epoch: tuple[int, np.ndarray] | None = None
 
     @property
     def samples(self) -> int:
         """Samples of all classes."""
         return sum(map(len, self._members))
-
-    def ids(self, positions: np.ndarray) -> np.ndarray:
-        """Sample ids at global positions, int64 of the shape of `positions` (int64, none negative)."""
-        epochs, indices = np.divmod(np.asarray(positions, dtype=np.int64), self.samples)
-        ids = np.empty_like(indices)
-        for epoch in np.unique(epochs):
-            here = epochs == epoch
-            ids[here] = self._in_epoch(int(epoch))[indices[here]]
-        return ids
-
-    def epochs(self, positions: np.ndarray) -> np.ndarray:
-        """The epoch in which each position falls, int64."""
-        return np.asarray(positions, dtype=np.int64) // self.samples
-
-    def _in_epoch(self, epoch: int) -> np.ndarray:
-        """The ids of an epoch in order, int64 [samples]. Several threads may ask: the newest is kept."""
-        kept = self._epoch
-        if kept is None or kept[0] != epoch:
-            kept = self._epoch = epoch, self._drawn(epoch)
-        return kept[1]
 
     def _drawn(self, epoch: int) -> np.ndarray:
         keys, ids = [], []
