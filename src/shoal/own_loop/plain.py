@@ -137,6 +137,7 @@ class PlainTraining:
         """`weight` changes nothing: this batch is the whole of its step."""
         self._batch("backward()")
         player = self._player(optimizer)
+        player.backwards = True
         player.deferred = loss if player.deferred is None else player.deferred + loss
         if more:
             return
@@ -273,6 +274,8 @@ class PlainTraining:
             return
         self._open, self.steps_done = None, self.steps_done + 1
         done = self.update
+        if not any(player.backwards for player in self._players):
+            raise UserCodeError(f"step {self.steps_done}: no backward() was called; call it for every batch")
         if done is None:
             raise UserCodeError(f"step {self.steps_done}: the optimizer's step() was not called")
         gradients = {f"gradient/{name}": each for player in self._players for name, each in player.taken.items()}
@@ -297,13 +300,14 @@ class _Player:
         self.optimizer, self.trained = optimizer, trained
         self.deferred: Tensor | None = None
         self.loss = self.norm = 0.0
-        self.stepped, self.taken = False, dict[str, Tensor]()
+        self.stepped, self.backwards, self.taken = False, False, dict[str, Tensor]()
         self.inputs = None if alone else list(trained.values())
         optimizer.register_step_pre_hook(self._before)
 
     def begin(self) -> None:
         """A step begins, without gradients."""
-        self.deferred, self.loss, self.norm, self.stepped, self.taken = None, 0.0, 0.0, False, {}
+        self.deferred, self.loss, self.norm, self.taken = None, 0.0, 0.0, {}
+        self.stepped = self.backwards = False
         for parameter in self.trained.values():
             parameter.grad = None
 
