@@ -24,6 +24,24 @@ class Chatter(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Chatter())
 '''
+GPT = """
+[run]
+name = "gpt"
+steps = 4
+[model]
+kind = "gpt"
+vocabulary = 256
+width = 16
+layers = 2
+heads = 2
+[data]
+kind = "stdlib"
+[batch]
+global_samples = 4
+sequence = 16
+[optimizer]
+lr = 0.01
+"""
 SWEEP = """
 name = "chatter"
 run = "run.toml"
@@ -44,8 +62,8 @@ VERBS = {
     "checkpoint verify": "checkpoint verify runs/own",
     "checkpoint diff": "checkpoint diff runs/own runs/own",
     "diff": "diff runs/own runs/own",
-    "plan": "plan run.toml run.processes=1",
-    "simulate": "simulate run.toml run.processes=1",
+    "plan": "plan gpt.toml",
+    "simulate": "simulate gpt.toml",
     "profile": "profile run.toml run.processes=1",
     "split": "split run.toml",
     "rehearse": "rehearse run.toml run.processes=2 --faults save",
@@ -63,6 +81,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Project:
     assert done.returncode == 0, done.stderr
     (made.folder / "own.py").write_text("print('a script that prints')\n" + (made.folder / "own.py").read_text())
     (made.folder / "sweep.toml").write_text(SWEEP)
+    (made.folder / "gpt.toml").write_text(GPT)
     (made.folder / "noise").mkdir()
     (made.folder / "noise/sitecustomize.py").write_text(CHATTER)
     return made
