@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from shoal.runfile.load import load_run
+from shoal.verification.verdict import Verdict
 from tests.cli.project import Project
+from tests.cli.warm_scripts import compare_script, run_script
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -81,6 +83,17 @@ def test_every_line_does_something_in_its_order(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
     failed = [run_in_order(tmp_path, line, number) for number, line in enumerate([*DEMO, *lines()])]
     assert [one for one in failed if one] == []
+
+
+def test_the_script_of_the_first_screen_trains_and_is_the_same_model(tmp_path: Path) -> None:
+    """As it stands, and as `shoal verify` of the line above it finds it."""
+    (script,) = re.findall(r"```python\n(.*?)```", README.partition("\n## ")[0], flags=re.DOTALL)
+    (tmp_path / "mine.py").write_text(script)
+    assert run_script(tmp_path / "mine.py", tmp_path, world=2) == [0, 0], (tmp_path / "rank-0.txt").read_text()
+    assert (tmp_path / "runs/first/report.html").exists()
+    verdict = compare_script(tmp_path / "mine.py", tmp_path, "layout.shard=2", "memory.zero=3", world=2)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.holds, "\n".join(verdict.lines())
 
 
 def test_the_script_of_ones_own_model_trains(tmp_path: Path) -> None:

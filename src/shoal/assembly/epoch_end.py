@@ -41,8 +41,8 @@ def chosen_samples(run_file: RunFile, data: Dataset) -> dict[str, str]:
     found: dict[str, str] = {} if run_file.data.stratify is None else {"data.stratify": run_file.data.stratify}
     if data.drawn is not None:
         found["the weights of the samples"] = data.drawn.digest
-    if data.picked is not None:
-        found["data.subset"] = data.picked.digest
+    if data.subset is not None:
+        found["data.subset"] = data.subset.digest
     order = order_of(run_file, data) if data.lengths is not None else None
     inner = order.order if isinstance(order, WholeSteps) else order
     if isinstance(inner, LengthOrder):

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.assembly.choosing import chosen
 from shoal.assembly.partly_trained import partly_trained
+from shoal.assembly.sampling import sampled
 from shoal.assembly.trainable import require_trainable
 from shoal.assembly.user_code import call_named, find_named
 from shoal.data import build as data_build
@@ -147,7 +147,7 @@ def check_layout_independent(model: nn.Module, *, shares: int, global_samples: i
 
 def data_of(run_file: RunFile, given: UserObjects, environ: Mapping[str, str] = os.environ) -> Dataset:
     """The data to train and evaluate on. A user's function returns a data set, or a pair (training, held out)."""
-    return chosen(run_file.data, _opened_data(run_file, given, environ), run_file.run.seed)
+    return sampled(run_file.data, _opened_data(run_file, given, environ), run_file.run.seed)
 
 
 def _opened_data(run_file: RunFile, given: UserObjects, environ: Mapping[str, str]) -> Dataset:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from shoal.config.table import Positive, Table, says
-from shoal.data.reading import Choosing, Reading
+from shoal.data.reading import Reading, Sampling
 from shoal.data.record_config import END_TOKEN, PACKING, TOKENIZER, Packing, RecordData, Records, Stream
 
 Denominator = Literal["auto", "samples", "tokens", "weights"]
@@ -15,14 +15,14 @@ EpochEnd = Literal["straddle", "short", "drop"]
 TokenType = Literal["uint8", "uint16", "uint32"]
 
 
-class StdlibText(Choosing, frozen=True, kw_only=True, tag_field="kind", tag="stdlib"):
+class StdlibText(Sampling, frozen=True, kw_only=True, tag_field="kind", tag="stdlib"):
     """The source of this interpreter's standard library as bytes: a corpus that is already on the machine."""
 
     held_out_fraction: Annotated[float, says("Share of the files kept for evaluation.", gt=0, lt=1)] = 0.05
     packing: Annotated[Packing, says(PACKING)] = "concatenate"
 
 
-class TextFiles(Choosing, frozen=True, kw_only=True, tag_field="kind", tag="text"):
+class TextFiles(Sampling, frozen=True, kw_only=True, tag_field="kind", tag="text"):
     """The user's own text files, as bytes or as a tokenizer's tokens."""
 
     files: Annotated[list[str], says("Paths or globs (** goes down folders) of the files.", min_length=1)]
@@ -37,7 +37,7 @@ class TextFiles(Choosing, frozen=True, kw_only=True, tag_field="kind", tag="text
             raise ValueError("end_token names a token of a tokenizer: give the tokenizer too")
 
 
-class Tokens(Choosing, frozen=True, kw_only=True, tag_field="kind", tag="tokens"):
+class Tokens(Sampling, frozen=True, kw_only=True, tag_field="kind", tag="tokens"):
     """Files of token ids without a header, little-endian, mapped into memory."""
 
     path: Annotated[str, says("The token file to train on.")]
@@ -45,7 +45,7 @@ class Tokens(Choosing, frozen=True, kw_only=True, tag_field="kind", tag="tokens"
     dtype: Annotated[TokenType | None, says("Type of one id; default: the smallest that holds the vocabulary.")] = None
 
 
-class ArrayFiles(Choosing, frozen=True, kw_only=True, tag_field="kind", tag="arrays"):
+class ArrayFiles(Sampling, frozen=True, kw_only=True, tag_field="kind", tag="arrays"):
     """Arrays in .npy files, mapped into memory; the first dimension counts samples."""
 
     inputs: Annotated[str, says("The .npy file of the inputs, [samples, ...].")]
@@ -59,11 +59,11 @@ class ArrayFiles(Choosing, frozen=True, kw_only=True, tag_field="kind", tag="arr
             raise ValueError("only one of held_out_inputs and held_out_targets is given: give both or neither")
 
 
-class Digits(Choosing, frozen=True, kw_only=True, tag_field="kind", tag="digits"):
+class Digits(Sampling, frozen=True, kw_only=True, tag_field="kind", tag="digits"):
     """The 1,797 handwritten digits that scikit-learn carries (extra `vision`); a fixed fifth is held out."""
 
 
-class PythonData(Choosing, frozen=True, kw_only=True, tag_field="kind", tag="python"):
+class PythonData(Sampling, frozen=True, kw_only=True, tag_field="kind", tag="python"):
     """The user's own data sets."""
 
     build: Annotated[

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.data.drawn import Drawn, DrawnOrder, Picked
+from shoal.data.drawn import Drawn, DrawnOrder, SampleSubset
 from shoal.data.iterable import IterableSource
 from shoal.data.lengths import LengthOrder
 from shoal.data.mixture import MixtureOrder
@@ -57,10 +57,10 @@ class Dataset:
         return next(found, None)
 
     @property
-    def picked(self) -> Picked | None:
+    def subset(self) -> SampleSubset | None:
         """The samples that `data.subset` leaves."""
         source: object = self.train
-        while source is not None and not isinstance(source, Picked):
+        while source is not None and not isinstance(source, SampleSubset):
             source = getattr(source, "source", None)
         return source
 

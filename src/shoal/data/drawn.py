@@ -28,7 +28,7 @@ from shoal.errors import UserCodeError
 from shoal.maths.counter import key_of, uniform
 
 
-class Picked:
+class SampleSubset:
     """The samples of `source` at `indices`, int64, in natural order.
 
     Raises `UserCodeError` for numbers that are none of samples, or that name one twice.

@@ -60,7 +60,7 @@ class Reading(Table, frozen=True):
                 )
 
 
-class Choosing(Reading, frozen=True):
+class Sampling(Reading, frozen=True):
     """What data with a known number of samples has beside: which of its samples are trained on, and how often."""
 
     subset: Annotated[

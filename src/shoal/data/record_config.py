@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from shoal.config.table import Positive, says
-from shoal.data.reading import Choosing, Reading
+from shoal.data.reading import Reading, Sampling
 
 Packing = Literal["concatenate", "pad", "documents"]
 PACKING = (
@@ -18,7 +18,7 @@ TOKENIZER = "A tokenizer's JSON file, as the package `tokenizers` saves it; defa
 END_TOKEN = "The token that ends each document; default: none, and byte 0 without a tokenizer."
 
 
-class Records(Choosing, frozen=True, kw_only=True):
+class Records(Sampling, frozen=True, kw_only=True):
     """What every kind with fields has: which of them make a sample."""
 
     inputs: Annotated[
@@ -81,7 +81,7 @@ class WebDataset(RecordFiles, frozen=True, kw_only=True, tag_field="kind", tag="
     """Tar files in WebDataset's form: neighbours that share a name are a sample, a field is a file's extension."""
 
 
-class ImageFolders(Choosing, frozen=True, kw_only=True, tag_field="kind", tag="images"):
+class ImageFolders(Sampling, frozen=True, kw_only=True, tag_field="kind", tag="images"):
     """A folder for each class with its images (extra `data`); samples are (image, number of the class)."""
 
     folder: Annotated[str, says("The folder that holds the classes' folders.")]

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.drawn import Picked
+from shoal.data.drawn import SampleSubset
 from shoal.federated.local_data import ClientData, CohortBatch, cohort_batch
-from shoal.federated.own_training import TrainedOnce, train_own
+from shoal.federated.own_training import ClientResult, train_own
 from shoal.federated.rounds import Ticket
 from shoal.federated.strategy import Outcome, Plan, Strategy, Update
 from shoal.federated.task import Task
@@ -80,7 +80,7 @@ def _train(
             plan,
             work,
             starts,
-            TrainedOnce(trained.deltas[i], trained.steps[i], {"loss/train": float(trained.losses[i])}),
+            ClientResult(trained.deltas[i], trained.steps[i], {"loss/train": float(trained.losses[i])}),
             local,
         )
         for i, work in enumerate(works)
@@ -102,7 +102,7 @@ def _train_own(
         task.trainer.module,
         task.trainer.layout,
         start,
-        Picked(task.data.train, work.data.ids),
+        SampleSubset(task.data.train, work.data.ids),
         round=ticket.version + 1,
         lr=task.rate(ticket.version + 1),
         seed=key_of(task.seed, "own", ticket.version, ticket.client) % 2**63,
@@ -116,7 +116,7 @@ def _finished(
     plan: Plan,
     work: Work,
     starts: Tensor,
-    came: TrainedOnce,
+    came: ClientResult,
     local: Tensor | None,
 ) -> tuple[Update, ClientState]:
     delta, steps, own = came.delta, came.steps, None

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.data.drawn import Picked
+from shoal.data.drawn import SampleSubset
 from shoal.errors import ConfigError, UserCodeError
 from shoal.federated.config import FederatedConfig, PrivacyConfig
 from shoal.federated.vector import VectorLayout, vector_of, write_vector
@@ -64,7 +64,7 @@ class OwnTraining:
 
 
 @dataclass(frozen=True)
-class TrainedOnce:
+class ClientResult:
     """What one client's training came to: `delta` [numel], its steps, and figures by name."""
 
     delta: Tensor
@@ -77,12 +77,12 @@ def train_own(
     module: nn.Module,
     layout: VectorLayout,
     start: Tensor,
-    samples: Picked,
+    samples: SampleSubset,
     *,
     round: int,
     lr: float,
     seed: int,
-) -> TrainedOnce:
+) -> ClientResult:
     """One client's round from the model `start` [numel]. What `train` draws from PyTorch's generator follows from
     `seed`. Raises `UserCodeError` for what it must not return.
     """
@@ -94,7 +94,7 @@ def train_own(
     steps = said.pop("steps", 1.0)
     if not steps.is_integer() or steps < 1:
         raise UserCodeError(f"train returned steps = {steps:g}: it is how many local steps were taken, at least 1")
-    return TrainedOnce(vector_of(module, layout) - start, int(steps), {f"{name}/train": said[name] for name in said})
+    return ClientResult(vector_of(module, layout) - start, int(steps), {f"{name}/train": said[name] for name in said})
 
 
 def numbers(returned: Any, function: str) -> dict[str, float]:

@@ -142,26 +142,23 @@ class Movement(Sparse, frozen=True, tag_field="kind", tag="movement"):
     """Keeps the weights that move away from zero: the largest sums of -gradient x weight (arXiv:2005.07683)."""
 
 
-class SET(Sparse, frozen=True, tag_field="kind", tag="set"):
+class Regrowing(Sparse, frozen=True):
+    """Sparse from the start: drops the smallest weights, and grows as many others."""
+
+    starts_sparse = True
+    reads_gradient = True
+    grows = True
+    drop: Annotated[
+        float, says("Share of the kept weights that the first change moves; it falls to 0 by a cosine.", gt=0, lt=1)
+    ] = 0.3
+
+
+class SET(Regrowing, frozen=True, tag_field="kind", tag="set"):
     """Sparse from the start: drops the smallest weights, and grows as many at random (arXiv:1707.04780)."""
 
-    starts_sparse = True
-    reads_gradient = True
-    grows = True
-    drop: Annotated[
-        float, says("Share of the kept weights that the first change moves; it falls to 0 by a cosine.", gt=0, lt=1)
-    ] = 0.3
 
-
-class RigL(Sparse, frozen=True, tag_field="kind", tag="rigl"):
+class RigL(Regrowing, frozen=True, tag_field="kind", tag="rigl"):
     """Sparse from the start: drops the smallest weights, and grows those of the largest gradient (arXiv:1911.11134)."""
-
-    starts_sparse = True
-    reads_gradient = True
-    grows = True
-    drop: Annotated[
-        float, says("Share of the kept weights that the first change moves; it falls to 0 by a cosine.", gt=0, lt=1)
-    ] = 0.3
 
 
 class TopKAST(Sparse, frozen=True, tag_field="kind", tag="top_kast"):

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.assembly.choosing import chosen
+from shoal.assembly.sampling import sampled
 from shoal.data.build import from_objects
 from shoal.data.config import PythonData
 from shoal.data.dataset import Dataset
@@ -43,7 +43,7 @@ def named(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]], s
 
 
 def opened(**keys: Any) -> Dataset:
-    return chosen(PythonData(build="a:b", **keys), from_objects(Numbers()), seed=3)
+    return sampled(PythonData(build="a:b", **keys), from_objects(Numbers()), seed=3)
 
 
 def taken(data: Dataset, samples: int, *, step: int = 4) -> list[int]:
@@ -137,7 +137,7 @@ def test_what_functions_must_not_return(keys: dict, gives: list, said: str, name
 
 def test_an_iterable_has_no_samples_to_choose_among() -> None:
     with pytest.raises(ConfigError, match=r"data\.subset chooses among samples that are numbered"):
-        chosen(PythonData(build="a:b", subset=0.5), from_objects(lambda: iter([(1, 1)])), seed=0)
+        sampled(PythonData(build="a:b", subset=0.5), from_objects(lambda: iter([(1, 1)])), seed=0)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from shoal.assembly.user_code import call_named
 from shoal.data.as_inputs import AsInputs
 from shoal.data.config import DataConfig
 from shoal.data.dataset import Dataset
-from shoal.data.drawn import Drawn, Picked
+from shoal.data.drawn import Drawn, SampleSubset
 from shoal.data.lengths import lengths_of
 from shoal.data.order import permuted
-from shoal.data.reading import Choosing
+from shoal.data.reading import Sampling
 from shoal.data.strata import strata_of
 from shoal.errors import ConfigError, UserCodeError
 
@@ -29,13 +29,13 @@ BALANCED = "balanced"
 """Weights by which each class of the samples that are left is drawn as often."""
 
 
-def chosen(config: DataConfig, data: Dataset, seed: int) -> Dataset:
+def sampled(config: DataConfig, data: Dataset, seed: int) -> Dataset:
     """`data` with what `config` says of its samples. Raises `ConfigError` where they have no number, `UserCodeError`
     for what the named functions return.
     """
     if config.stratify is not None:
         data = replace(data, strata=_strata(config.stratify, data))
-    if not isinstance(config, Choosing):
+    if not isinstance(config, Sampling):
         return data
     key = next((key for key in ("subset", "weights", "group_by_length") if getattr(config, key) is not None), None)
     if key is None:
@@ -49,7 +49,7 @@ def chosen(config: DataConfig, data: Dataset, seed: int) -> Dataset:
     weights = None if config.weights in (None, BALANCED) else _weights(config.weights, whole)
     classes = strata_of(data.train) if config.weights == BALANCED else None
     if config.subset is not None:
-        picked = Picked(whole, _indices(config.subset, whole, seed))
+        picked = SampleSubset(whole, _indices(config.subset, whole, seed))
         kept = {name: _cut(getattr(data, name), picked) for name in ("strata", "lengths")}
         weights, classes = _cut(weights, picked), _cut(classes, picked)
         facts = data.facts | {"train/samples": len(picked)}
@@ -72,7 +72,7 @@ def _around(data: Dataset, wrap: Callable[[Any], Any]) -> Dataset:
     return replace(data, train=train.reading(wrap(train.source)) if isinstance(train, AsInputs) else wrap(train))
 
 
-def _cut(values: Values | None, picked: Picked) -> Values | None:
+def _cut(values: Values | None, picked: SampleSubset) -> Values | None:
     return None if values is None else values[picked.indices]
 
 
