@@ -35,10 +35,12 @@ def work_of(call: dist.Work | None) -> dist.Work:
 
 
 def on_shoal(place: Any, program: Callable[..., Any], timeout_s: float = HANG_S) -> Any:
-    """What `program(rank)` returns between making and destroying the default group."""
+    """What `program(rank)` returns between making and destroying the default group. `timeout_s` bounds its calls, not
+    the ranks' way to each other, which is long on a busy machine."""
     dist.init_process_group(
-        "shoal", store=place.store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=timeout_s)
+        "shoal", store=place.store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=HANG_S)
     )
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
     try:
         return program(place.rank)
     finally:

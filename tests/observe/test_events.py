@@ -96,7 +96,8 @@ def test_a_foreign_line_is_left_out(tmp_path: Path, line: bytes) -> None:
 
 
 def test_kill_9_leaves_whole_lines(tmp_path: Path) -> None:
-    """A process killed while it writes as fast as it can leaves consecutive, whole lines."""
+    """A process killed while it writes as fast as it can leaves consecutive, whole lines, but for the last: the system
+    may end a write between two pages of the file."""
     program = (
         "from pathlib import Path; from shoal.observe.events import EventWriter; import itertools, sys\n"
         "writer = EventWriter(Path(sys.argv[1]), rank=0)\n"
@@ -108,7 +109,7 @@ def test_kill_9_leaves_whole_lines(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     events, unreadable = scan_events(tmp_path)
-    assert unreadable == 0
+    assert unreadable == (not path.read_bytes().endswith(b"\n"))
     assert len(events) > 100
     assert [one.step for one in events] == list(range(1, len(events) + 1))
 
