@@ -13,11 +13,12 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constrain
 
 OLDEST := .venv-oldest
 
-.PHONY: help demo quick test test-oldest gpu check docs bench bench-wire bench-link bench-plan bench-zero bench-memory bench-pipeline bench-noise bench-check verify-matrix sanitize stress clean
+.PHONY: help demo quick test slow test-oldest gpu check docs bench bench-wire bench-link bench-plan bench-zero bench-memory bench-pipeline bench-noise bench-check verify-matrix sanitize stress clean
 
 help:
 	@echo "make demo    trains a small GPT on this machine's Python library (about 2 minutes) and writes a report"
 	@echo "make test    runs the tests; installs what they need besides (200 packages, once)"
+	@echo "make slow    runs the tests of three seconds and more each, which \`make test\` leaves to CI"
 	@echo "make quick   runs the tests of the rooms below the others, in a minute and a half, at each change"
 	@echo "make test-oldest   runs the fast part of the tests on the oldest PyTorch that Shoal admits, in an environment of its own"
 	@echo "make gpu     on a machine with a GPU: tests and measurements there, in four minutes; docs/benchmarks/gpu.json"
@@ -48,6 +49,9 @@ quick: $(ALL)
 
 test: $(ALL)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+slow: $(ALL)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 test-oldest: $(OLDEST)/.shoal-installed
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(FAST)

@@ -323,6 +323,7 @@ def leaves_nothing(place, groups: int) -> None:
     with_backend(place, "shoal", program)
 
 
+@pytest.mark.slow
 def test_groups_that_are_destroyed_leave_nothing(ranks) -> None:
     """Sixty groups, made, used and destroyed: no descriptor, segment or thread more than before."""
     ranks(2, leaves_nothing, 60)

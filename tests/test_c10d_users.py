@@ -292,6 +292,7 @@ def posted(place: Any) -> float:
     return on_shoal(place, posted_early, timeout_s=STOPPED_S)
 
 
+@pytest.mark.slow
 def test_a_message_is_late_from_when_somebody_waits_for_it(ranks) -> None:
     assert ranks(2, posted) == [5.0] * 2
 
@@ -326,6 +327,7 @@ def told(place: Any, messages: Callable[[], None]) -> tuple[str, float]:
     return on_shoal(place, program, timeout_s=STOPPED_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("messages", [unanswered, untaken])
 def test_a_message_that_does_not_come_or_go_is_named_after_the_timeout(ranks, messages: Callable[[], None]) -> None:
     (said, spent_s), _ = ranks(2, told, messages)
@@ -640,6 +642,7 @@ def sent_to_a_failed_rank(place: Any) -> str:
     return on_shoal(place, program, timeout_s=STOPPED_S)
 
 
+@pytest.mark.slow
 def test_a_message_to_a_rank_that_has_failed_is_an_error(ranks) -> None:
     """It would lie in the ring for ever."""
     told, late = ranks(2, sent_to_a_failed_rank)

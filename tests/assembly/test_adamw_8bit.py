@@ -105,6 +105,7 @@ def test_a_run_resumes_in_every_bit(ranks, folder: Path, layout: str) -> None:
     assert all(torch.equal(second.left[name], tensor) for name, tensor in whole.left.items())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_other_layouts(ranks, folder: Path, straight: dict[str, Leg]) -> None:
     """Between layouts that cut between blocks every bit comes over; tensor ranks round moments anew, in their own."""
     layouts = [{}, CUT_BETWEEN_BLOCKS["ZeRO-3"], CUT_BETWEEN_BLOCKS["pipeline"], TENSOR, CUT_BETWEEN_BLOCKS["ZeRO-1"]]
@@ -127,6 +128,7 @@ LIKE_ADAMW = 0.02
 SEEDS = (0, 1, 2)
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_adamw(ranks, folder: Path) -> None:
     """Over sixty steps of a small GPT, from each of three seeds."""
     means = []

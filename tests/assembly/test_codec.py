@@ -123,6 +123,7 @@ WORLDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("case", WORLDS, ids=lambda case: case[0].replace(" ", "-"))
 def test_the_sum_of_residuals_is_kept_when_the_world_changes(ranks, folder: Path, case: tuple) -> None:

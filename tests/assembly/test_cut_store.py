@@ -121,6 +121,7 @@ def _require_gone(ranks, folder: Path, messages: int, *, killed: bool = False, *
     return max(ended.ended_s - ended.cut_s for ended in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("share", "killed"),
     [
@@ -160,6 +161,7 @@ BOUNDED = {
 """Where each call of a store runs in a thread that nobody waits for without a bound, or asks for what is there."""
 
 
+@pytest.mark.slow
 def test_only_bounded_modules_call_a_store() -> None:
     """A store's own timeout does not bound its calls (see `shoal.comm.board`), so that everything else asks a `Board`
     or a `Rendezvous`.

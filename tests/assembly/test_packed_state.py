@@ -39,6 +39,7 @@ LEGS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "model"), [("linear", PACKED), ("conv1d", GPT2)])
 def test_packed_weights_go_on_under_another_layout(ranks, tmp_path: Path, name: str, model: dict[str, Any]) -> None:
     """Under names and shapes of the unsplit model, bit by bit, with optimizer state; losses as in one process."""

@@ -44,6 +44,7 @@ def test_every_update_is_that_of_the_stale_sequential_program(
     assert "PipeDream" in verdict["notes"][0]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_bitwise_from_a_drained_pipeline(ranks, folder: Path) -> None:
     """2 + 2 steps are the 4 steps of a run that was never stopped: losses, weights and moments."""
     tables = tables_of({"layout": {"pipeline": 2}})

@@ -56,6 +56,7 @@ def test_the_ledger_counts_coded_bytes(ranks, folder: Path, codec: str, each: fl
     assert first == last + HEADER_BYTES
 
 
+@pytest.mark.slow
 def test_a_short_training_ends_near_the_exact_one(ranks, folder: Path) -> None:
     """Every loss of twelve steps, and none the same; eight bits are further off than bfloat16, in blocks of 256."""
     losses = {

@@ -72,6 +72,7 @@ PLANTED: dict[str, tuple[list[str], dict[str, Any]]] = {
 """What makes the run slow: keys, and what the ranks do. Each is ten times what else a step takes."""
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(
     "kind",

@@ -55,6 +55,7 @@ CASES = {
 SLOW = {"ZeRO-3, bfloat16", "contexts of ZeRO-3"}
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(every=3)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.stress] if case in SLOW else []) for case in CASES]

@@ -124,6 +124,7 @@ def test_a_step_that_does_not_fit_is_refused_and_fits_with_the_key_that_is_named
         ranks(1, trained, tables("one process", small), str(folder), 2)
 
 
+@pytest.mark.slow
 def test_checkpoints_go_from_tier_to_tier_and_world_to_world(ranks, folder: Path) -> None:
     """Device, disk and host of one process continue each other to the bit; two ranks under ZeRO-3 go on as well."""
     straight: Leg = ranks(1, travel, tables("one process", {}), str(folder), "straight", 8)[0]

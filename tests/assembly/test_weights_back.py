@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests import programs
 
 SCRIPT = """
@@ -30,6 +32,7 @@ print("the same weights")
 """
 
 
+@pytest.mark.slow
 def test_a_module_given_to_train_is_trained_when_it_returns(tmp_path: Path) -> None:
     """The ranks train copies; under ZeRO-3, too, the script's own object ends with the checkpoint's weights."""
     (tmp_path / "script.py").write_text(SCRIPT)

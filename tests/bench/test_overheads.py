@@ -35,6 +35,7 @@ def _measured(place: TestPlace) -> float:
         torch.set_num_threads(threads)  # a rank without peers takes all cores
 
 
+@pytest.mark.slow
 def test_all_ranks_know_what_the_slowest_took(ranks: Callable[..., list[Any]]) -> None:
     """One number for all of them, of a step that is no empty call."""
     first, second = ranks(2, _measured)

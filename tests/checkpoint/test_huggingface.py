@@ -92,6 +92,7 @@ def shoal(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return programs.run(["-m", "shoal", *arguments], cwd=folder)
 
 
+@pytest.mark.slow
 def test_adapters_trained_on_two_ranks_are_loaded_by_peft(tmp_path: Path) -> None:
     """`shoal train` from a folder, `shoal checkpoint export`: peft's model has its adapters, which moved."""
     peft = pytest.importorskip("peft")

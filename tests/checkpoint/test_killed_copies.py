@@ -128,6 +128,7 @@ def saved_in(directory: Path, *steps: int) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [_later("before"), _later("half"), "after"])
 def test_a_kill_at_every_call_of_a_copy_leaves_one_checkpoint_whole(tmp_path: Path, moment: str) -> None:
     """The one before, until the new one's manifest is there, then the new one; the next copy leaves nothing behind."""
@@ -149,6 +150,7 @@ def test_a_kill_at_every_call_of_a_copy_leaves_one_checkpoint_whole(tmp_path: Pa
     assert set(seen) == {100, 200}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", [_later("before"), "after"])
 @pytest.mark.parametrize("where", ["store", _later("disk")])
 def test_a_kill_at_every_call_of_a_fetch_leaves_the_disk_whole(tmp_path: Path, moment: str, where: str) -> None:

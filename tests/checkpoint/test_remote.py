@@ -84,6 +84,7 @@ def test_content_that_is_there_is_not_sent_again(tmp_path: Path, server: S3, url
     assert again.send(folder, manifest) == (folder / "manifest.json").stat().st_size
 
 
+@pytest.mark.slow
 def test_a_damaged_copy_is_passed_over_for_the_one_before(tmp_path: Path, server: S3, url: str) -> None:
     """An object that does not hash to its name never reaches a checkpoint."""
     store = RemoteCheckpoints(url, options=server.options)

@@ -53,6 +53,7 @@ def test_one_that_needs_all_gradients_is_refused_where_they_are_divided(tmp_path
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(rows=(0, 3))
 @pytest.mark.parametrize(
     ("kind", "world", "overrides"),

@@ -122,6 +122,7 @@ def undisturbed(own: Project) -> dict[int, float]:
     return own.losses("plain")
 
 
+@pytest.mark.slow
 def test_killed_replicas_are_replaced_and_the_losses_stay_the_same(own: Project) -> None:
     """kill -9 of a replica, growth back to full size, kill -9 of rank 0: the other processes go on, every sample is
     used once, and the losses are those of an undisturbed run."""
@@ -296,6 +297,7 @@ def test_checkpoints_are_copied_to_a_remote_store_though_their_sender_is_lost(ow
     assert f"fetched the checkpoint of step {STEPS} from file://{remote}" in again.stdout
 
 
+@pytest.mark.slow
 def test_what_cannot_be_elastic_is_refused(own: Project) -> None:
     """A sentence before any process starts."""
     for override, said in (

@@ -451,6 +451,7 @@ def test_of_hosts_that_reach_the_coordinator_alone_one_goes_on(tmp_path: Path) -
     assert max(own.losses()) == 200
 
 
+@pytest.mark.slow
 def test_a_launcher_without_the_jobs_token_starts_nothing(tmp_path: Path) -> None:
     """A coordinator that is not there, or has another token: exit 3 and a sentence, before any rank is started."""
     own, processes = gpt_project(tmp_path), []

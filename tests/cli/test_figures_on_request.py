@@ -18,6 +18,7 @@ def own(tmp_path: Path) -> Project:
     return project(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_measures_its_speed_up_and_its_layers(own: Project) -> None:
     """Two ranks beside a run of one: in every step the ratio of the rates, in every third and only there the norms of
     both layers. The run of two ranks is none to be measured against."""

@@ -130,6 +130,7 @@ def line_of(how: str) -> int:
     return next(n for n, line in enumerate((OWN + HANGS).splitlines(), start=1) if line.endswith(f"# here: {how}"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["sleeps", *(pytest.param(way, marks=pytest.mark.stress) for way in WAYS[1:])])
 def test_a_rank_that_hangs_in_user_code_is_named_with_its_line(tmp_path: Path, how: str) -> None:
     """The rank, the file and the line; a rank that is stopped cannot say its line, and is named as silent."""

@@ -75,6 +75,7 @@ def used(folder: Path, world: int) -> dict[int, list[int]]:
     return {step: [x for rank in sorted(of) for x in of[rank]] for step, of in sorted(steps.items())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("items", ["items", "counted"])
 def test_a_loop_goes_on_in_mid_pass(items: str, tmp_path: Path) -> None:
     """One of two ranks dies in step 6, and three ranks go on from the checkpoint of step 4, in the second pass over 20
@@ -156,6 +157,7 @@ def iterables():
 """
 
 
+@pytest.mark.slow
 def test_an_iterable_by_name_trains_as_the_list_of_its_items(tmp_path: Path) -> None:
     """On two ranks the losses, of evaluations too, are those of a data set with the same samples in the same order, bit
     for bit.

@@ -96,6 +96,7 @@ def shoal(made: Project, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(first=2)
 @pytest.mark.parametrize("verb", VERBS)
 def test_standard_output_is_one_json_object(trained: Project, verb: str) -> None:
@@ -106,6 +107,7 @@ def test_standard_output_is_one_json_object(trained: Project, verb: str) -> None
     assert "chatter of torch" in done.stderr or "chatter of msgspec" in done.stderr
 
 
+@pytest.mark.slow
 def test_without_json_nothing_moves(trained: Project) -> None:
     """What people read stays on standard output, and so does a script's own `--json`."""
     done = shoal(trained, "checkpoint", "ls", "runs/own")

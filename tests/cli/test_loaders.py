@@ -61,6 +61,7 @@ def losses(folder: Path) -> list[float]:
     return [loss for event in read_events(folder, 0) if (loss := event.get("loss/train")) is not None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", [TRAIN, START], ids=["train", "start"])
 def test_any_mixture_of_loaders_and_data_sets_trains_alike(text: str, tmp_path: Path) -> None:
     """The same samples in the same steps, and all held-out ones, whatever they come in."""
@@ -119,6 +120,7 @@ TOLERANCE = 1e-5
 """Relative, of losses in float32: docs/reference/tolerances.md."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["loader", "samples"])
 def test_a_model_of_transformers_trains_as_it_computes_its_loss(way: str, tmp_path: Path) -> None:
     """On two ranks that pad their own part of a batch: the losses that `model(**batch).loss` gives in one process."""

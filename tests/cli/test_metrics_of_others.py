@@ -73,6 +73,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(
     "layout",

@@ -115,6 +115,7 @@ def test_a_loop_computes_what_it_did_in_one_process(own: Project, plain: dict, l
     assert facts["state"] == "finished"
 
 
+@pytest.mark.slow
 def test_a_killed_loop_goes_on_with_other_ranks(own: Project, plain: dict) -> None:
     """Killed on two ranks in mid-run and started again on three: the losses of the plain script, its learning rates."""
     command = ("held.py", "run.name=killed", "checkpoint.every_steps=2")

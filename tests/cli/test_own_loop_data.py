@@ -47,6 +47,7 @@ def used(folder: Path, world: int) -> list[int]:
     return [x for step in sorted(steps) for rank in sorted(steps[step]) for x in steps[step][rank]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["keyword", "run file"])
 def test_a_loop_reads_parquet(way: str, tmp_path: Path) -> None:
     """Two epochs on three ranks, with a short last step: every row twice, in the order of the seed."""

@@ -98,6 +98,7 @@ def test_a_compiled_model_under_zero_3_is_refused(tmp_path: Path) -> None:
     assert "the model is compiled, and under memory.zero = 3" in (tmp_path / "rank-0.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norms", [GROUPED, pytest.param(SYNCHRONISED, marks=pytest.mark.stress)], ids=["4", "all"])
 def test_batch_norms_of_a_gan(tmp_path: Path, norms: str) -> None:
     """Statistics over groups of 4, or of all ranks: losses, weights and running statistics of one rank on three."""
@@ -111,6 +112,7 @@ def test_batch_norms_of_a_gan(tmp_path: Path, norms: str) -> None:
         assert weight.double().norm().item() == pytest.approx(wanted[name].double().norm().item(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_batch_norms_of_which_nothing_is_said_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(DCGAN.replace("MODEL", "{}"))
     assert run_script(tmp_path / "mine.py", tmp_path, world=2) == [2, 2]

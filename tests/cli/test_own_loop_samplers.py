@@ -49,6 +49,7 @@ def taken(folder: Path, sampler: str, *lives: tuple[str, ...], world: int) -> di
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("world", [3, 2])
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ OTHER_BASIS = 2e-2
 FEW = [("lamb", "ZeRO-1"), ("muon", "replicate")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
@@ -77,6 +78,7 @@ def test_a_script_trains_as_in_one_process(tmp_path: Path, kind: str, layout: st
     assert found == pytest.approx(plain, rel=OTHER_BASIS if kind == "soap" else SAME)
 
 
+@pytest.mark.slow
 def test_steps_of_a_script_grow(tmp_path: Path) -> None:
     """`batch.schedule` under ZeRO-3, whose ranks have as many microbatches as a step asks for."""
     text = SCRIPT.replace("OPTIMIZER", "torch.optim.SGD(model.parameters(), lr=0.1)")

@@ -22,6 +22,7 @@ def own(tmp_path: Path) -> Project:
     return project(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_file_makes_a_plain_run_save_and_stop(own: Project) -> None:
     """Of two ranks, with no save due before the last step; a SIGTERM afterwards, as of a host that shuts down, is the
     first request still."""
@@ -39,6 +40,7 @@ def test_a_file_makes_a_plain_run_save_and_stop(own: Project) -> None:
     assert f"resuming from the checkpoint of step {taken}" in again.stdout
 
 
+@pytest.mark.slow
 def test_a_metadata_service_makes_a_plain_run_save_and_stop(own: Project) -> None:
     """As those of the clouds answer: FALSE, and then TRUE."""
     with metadata([(200, "FALSE"), (200, "TRUE")]) as url:

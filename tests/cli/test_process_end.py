@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 import atexit, sys, threading
 import torch.distributed as dist
@@ -25,6 +27,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_threads_inside_cpp_do_not_take_the_process_along(tmp_path: Path) -> None:
     """The interpreter's teardown would: "terminate called without an active exception", and SIGABRT."""
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -19,6 +19,7 @@ pytest.importorskip("moto.server")
 from tests.checkpoint.s3_server import s3_server
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_an_empty_directory(tmp_path: Path) -> None:
     """Its disk is lost after step 6: the next start fetches that checkpoint, and no step is taken twice."""
     own = project(tmp_path)
@@ -41,6 +42,7 @@ def test_a_run_goes_on_in_an_empty_directory(tmp_path: Path) -> None:
     assert used == dict.fromkeys(range(1, 10), 5)
 
 
+@pytest.mark.slow
 def test_the_interval_follows_the_failures(tmp_path: Path) -> None:
     """A failure every 100 days is expected: after the first save, none is due before the last step."""
     own = project(tmp_path)

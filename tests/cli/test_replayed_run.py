@@ -37,6 +37,7 @@ def remove_replay(own: Project) -> Path:
     return replay
 
 
+@pytest.mark.slow
 def test_a_replay_ends_with_the_bits_of_the_run(recorded: Project) -> None:
     """Exit 0 and a sentence; the order at each part, and every object of the checkpoint, are those of the run."""
     replay = remove_replay(recorded)
@@ -49,6 +50,7 @@ def test_a_replay_ends_with_the_bits_of_the_run(recorded: Project) -> None:
         assert orders[0] == orders[1]
 
 
+@pytest.mark.slow
 def test_a_replay_that_comes_to_other_values_exits_6(recorded: Project) -> None:
     """The user's module has changed in one activation since the run: the first tensor that differs is named."""
     remove_replay(recorded)

@@ -42,6 +42,7 @@ def harass(port: int, stack: ExitStack) -> None:
             connection.sendall(words[number % len(words)])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     os.geteuid() != 0 or not Path("/proc/net/tcp").exists(), reason="needs root, to become another user, and /proc"
 )

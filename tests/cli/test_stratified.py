@@ -40,6 +40,7 @@ def used(own: Project) -> dict[int, list[int]]:
     return {step: sorted(ids[-BATCH:]) for step, ids in found.items()}
 
 
+@pytest.mark.slow
 def test_other_ranks_and_readers_go_on_in_the_same_order(own: Project) -> None:
     """Two ranks of which one fails in step 7, then three with readers in processes."""
     failed = own.shoal("train", "run.toml", "run.processes=2", "model.arguments.fail_at=7")
@@ -54,6 +55,7 @@ def test_other_ranks_and_readers_go_on_in_the_same_order(own: Project) -> None:
     assert max(rare) <= 3
 
 
+@pytest.mark.slow
 def test_a_subset_by_length_is_resumed_by_other_ranks(own: Project) -> None:
     """As above; of the 30 samples 21 are used, and each step has those of like length."""
     more = "\n\ndef lengths(data):\n    return [i * i % 31 for i in range(len(data))]\n"

@@ -30,6 +30,7 @@ def own(tmp_path: Path) -> Project:
     return project(tmp_path)
 
 
+@pytest.mark.slow
 def test_every_sample_once_through_kills_and_other_worlds(own: Project) -> None:
     """An epoch and a half in three lives of 2, 3 and 1 ranks, two of them ended by kill -9: each id of the first epoch
     is used exactly once in the steps that count, in the order that an uninterrupted run would have used."""
@@ -81,6 +82,7 @@ def test_resuming_is_bitwise_never_having_stopped(own: Project) -> None:
     assert {event.generation for event in own.events("killed")} == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_file_and_a_seed_are_one_result(own: Project) -> None:
     """Two fresh runs end in the same bytes; another seed does not."""
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
@@ -159,6 +161,7 @@ def test_a_killed_launcher_leaves_no_ranks(own: Project) -> None:
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named(own: Project) -> None:
     """A rank that stands still (SIGSTOP) in mid-step: after the timeout the others name it, and it is ended."""
     done = own.shoal("train", "run.toml", "model.arguments={stop_at=3}", "wire.timeout_s=8")
@@ -197,6 +200,7 @@ def test_a_single_bad_step_is_skipped_and_the_run_goes_on(own: Project) -> None:
     assert "Not finite: the inputs of sample 7 at position" in done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_a_read_that_hangs_is_named_by_its_sample(own: Project) -> None:
     """Rank 0's or rank 1's: no rank is said to be dead, the read is, with the sample that does not come."""
     for sample, where in (
@@ -221,6 +225,7 @@ def test_ranks_started_by_hand_hear_why_another_failed(own: Project) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named_and_signals_end_the_wait(own: Project) -> None:
     """Rank 0 of 2 is alone: it says whom it waits for after some seconds, and a signal ends it, or its timeout."""
     command = ("train", "run.toml")
@@ -235,6 +240,7 @@ def test_a_rank_that_never_comes_is_named_and_signals_end_the_wait(own: Project)
     assert len(said) == 1
 
 
+@pytest.mark.slow
 def test_a_resume_says_which_keys_have_changed(own: Project) -> None:
     """The key, what it was and what it is; the run file of each start is kept."""
     assert own.shoal("train", "run.toml", "run.steps=2").returncode == 0
@@ -248,6 +254,7 @@ def test_a_resume_says_which_keys_have_changed(own: Project) -> None:
     assert [file["optimizer"]["lr"] for file in kept] == [0.01, 0.02]
 
 
+@pytest.mark.slow
 def test_what_takes_long_is_said_before_the_first_step_and_after_the_last(own: Project) -> None:
     """In the order of a start and of an end, of a resumed run too; and what its keys mean for the data and the rate."""
     keys = ["observe.report=true", "schedule.warmup_steps=2", "batch.global_samples=31"]
@@ -278,6 +285,7 @@ def test_a_launcher_with_another_number_of_ranks_is_said(own: Project) -> None:
     assert [own.said(f"rank-{r}.txt").count(said) for r in (0, 1)] == [1, 0]
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_said_in_a_few_lines(own: Project) -> None:
     """An address space of 6 GiB and a layer of 12: exit 5, what was asked for, what there is, and what frees some."""
     done = own.shoal("train", "run.toml", "model.arguments={width=1500000000}", address_space_bytes=6 << 30)

@@ -69,6 +69,7 @@ def test_all_ranks_leave_together(tmp_path: Path) -> None:
     assert "the loop was left after step 3 of 8" in texts[0]
 
 
+@pytest.mark.slow
 def test_one_rank_leaves_out_a_call_of_the_default_group(tmp_path: Path) -> None:
     """PyTorch's own `all_reduce`: both ends say so, and the verdict has the group and the line of either rank."""
     body = "if run.rank == 0 and step == 3: torch.distributed.all_reduce(torch.ones(()))"

@@ -137,6 +137,7 @@ def test_help_shows_an_example_and_loads_no_torch(trained: Project, verb: list[s
     assert not verb or "Example: shoal" in done.stdout
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_same_run(trained: Project) -> None:
     """Under torchrun the processes are ranks, and the losses are the same bits."""
     done = subprocess.run(

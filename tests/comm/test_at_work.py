@@ -22,6 +22,7 @@ begun.wait()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("patience", "nap", "naps"), [(NEVER_S, 0.001, 500), (0.5, NEVER_S, 1)], ids=["at work", "stuck"]
 )

@@ -87,6 +87,7 @@ def test_a_tree_goes_around_a_slow_link() -> None:
     assert found.seconds < 0.4 * max(other.seconds for other in others)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("kind", TREE_KINDS)
 def test_the_search_is_bounded_and_the_same_everywhere(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,6 +75,7 @@ def test_a_killed_rank_is_named_at_once(ranks, size: int) -> None:
         assert "all_reduce number 1" in sentences[0]
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_after_the_timeout(ranks) -> None:
     """A rank that stands still (SIGSTOP) keeps its streams open; the timeout ends the wait and names it."""
     (survived, sentences), _ = ranks.outcomes(2, errors_of, Fault("all_reduce", 1, "stop"), STOPPED_S, lost=[1])

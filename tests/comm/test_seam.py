@@ -54,6 +54,7 @@ def test_a_killed_rank_is_named_by_the_others(ranks) -> None:
     assert "did not come" in sentence
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_named_after_the_timeout(ranks) -> None:
     """A rank that stands still (SIGSTOP) is named once the timeout is over, although its connection is alive."""
     ranks._fill(2)

@@ -143,6 +143,7 @@ def test_many_silent_strangers_stall_nobody(service: Running, honest: Client) ->
             connection.close()
 
 
+@pytest.mark.slow
 def test_one_byte_at_a_time_is_cut_off(service: Running, honest: Client) -> None:
     """A slow-loris: the limit holds for the handshake as a whole, not from byte to byte."""
     with knock(service) as connection:
@@ -176,6 +177,7 @@ def test_a_peer_with_the_token_that_talks_nonsense_is_closed(service: Running, h
     assert still_trains(service, honest)
 
 
+@pytest.mark.slow
 def test_a_peer_that_does_not_read_is_closed(service: Running, honest: Client) -> None:
     """It asks and never takes the answers: the coordinator's memory does not grow, and others are served."""
     connection = Connection(service.address)

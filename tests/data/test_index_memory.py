@@ -54,6 +54,7 @@ def cost_of(table: dict, cache: Path, samples: int) -> int:
     return cost
 
 
+@pytest.mark.slow
 def test_parquet_of_a_billion_rows(tmp_path: Path):
     """10^9 rows in ten files (links to one) of 1,000 row groups: index, order and the blocks that were read stay below
     100 MB beside the libraries."""
@@ -79,6 +80,7 @@ def test_parquet_of_a_billion_rows(tmp_path: Path):
     assert cost < LIMIT_BYTES
 
 
+@pytest.mark.slow
 def test_an_array_of_a_billion_samples(tmp_path: Path):
     """The same of mapped .npy files (sparse on disk)."""
     for name in ("x", "y"):

@@ -18,6 +18,7 @@ from tests.data.test_sources import interrupted
 SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=4)
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(sizes=SIZES, data=st.data(), seed=st.integers(0, 2**40))
 def test_windows_hold_the_quotas_and_sources_their_epochs(sizes: list[int], data: st.DataObject, seed: int):

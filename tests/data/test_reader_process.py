@@ -57,6 +57,7 @@ def opening(kind: str, folder: Path) -> Opening:
     return Opening("tests.data.test_reader_process:opened", {"kind": kind, "folder": str(folder)})
 
 
+@pytest.mark.slow
 def test_processes_read_what_threads_read(tmp_path: Path):
     """A feed with two processes gives the batches of a thread, bit for bit, augmentation included; closing it ends
     them."""
@@ -83,6 +84,7 @@ def test_processes_read_what_threads_read(tmp_path: Path):
     assert all(process._process.poll() is not None for process in made)
 
 
+@pytest.mark.slow
 def test_any_batch_and_any_refusal_comes_across(tmp_path: Path):
     """Nested inputs of several types, prints of the user's, refusals with their kind; after one it goes on; a process
     that is killed says so."""
@@ -131,6 +133,7 @@ def hanging() -> BatchReader:
     return Hangs()  # type: ignore[return-value]
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_no_reader():
     """A rank that is killed while its reader hangs in the data source takes it along."""
     rank = subprocess.Popen(

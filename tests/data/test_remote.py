@@ -174,6 +174,7 @@ def test_pauses_grow_and_end(tmp_path: Path, memory, monkeypatch: pytest.MonkeyP
     assert not [path for path in (tmp_path / "cache").iterdir() if path.suffix != ".lock"]
 
 
+@pytest.mark.slow
 def test_a_server_that_fails_loses_nothing(tmp_path: Path):
     """Over HTTP, with 5 % of the requests failing (refused, reset, cut short) and a cache of four files of twenty-one:
     each sample once, in order."""

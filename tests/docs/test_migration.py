@@ -63,6 +63,7 @@ def test_the_losses_are_those_of_the_plain_loop(name: str, overrides: tuple[str,
     assert found == pytest.approx(plain(tmp_path, clips=name != "ddp"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_transformers_model_trains_alike_on_one_rank_and_two(tmp_path: Path) -> None:
     """Dropout and all: the same losses."""
     folders = [tmp_path / "one", tmp_path / "two"]

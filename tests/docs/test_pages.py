@@ -106,6 +106,7 @@ def test_every_page_with_python_is_run() -> None:
     assert {name for name in with_python if not name.startswith("migration/")} == own
 
 
+@pytest.mark.slow
 def test_the_script_of_your_model_trains(tmp_path: Path) -> None:
     """On two ranks."""
     (script,) = blocks("your-model", "python")

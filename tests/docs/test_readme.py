@@ -96,6 +96,7 @@ def test_the_script_of_the_first_screen_trains_and_is_the_same_model(tmp_path: P
     assert verdict.holds, "\n".join(verdict.lines())
 
 
+@pytest.mark.slow
 def test_the_script_of_ones_own_model_trains(tmp_path: Path) -> None:
     """`python mine.py`, as it stands."""
     script, _ = blocks("Your own model", "python")
@@ -105,6 +106,7 @@ def test_the_script_of_ones_own_model_trains(tmp_path: Path) -> None:
     assert (tmp_path / "runs/mine/checkpoints/step-00000200/manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_the_loop_of_ones_own_trains(tmp_path: Path) -> None:
     """The loop that README shows, over the model and data of the script above it."""
     script, loop = blocks("Your own model", "python")

@@ -111,6 +111,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(rows=(0, 3))
 @pytest.mark.parametrize(
     ("sync", "cut", "ahead"),
@@ -190,6 +191,7 @@ def carry_pushes(
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(
     ("sync", "cut"), [(servers(period=4), 2), (servers("async", period=4), 3)], ids=["sync in a round", "async"]

@@ -45,6 +45,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return own
 
 
+@pytest.mark.slow
 def test_a_run_is_bitwise_the_same_again(trained: Project) -> None:
     """`shoal reproduce` trains it into runs/own-again: every loss and every tensor is the same; exit 0."""
     done = trained.shoal("reproduce", "runs/own", "--json")
@@ -78,6 +79,7 @@ def test_a_changed_file_and_package_are_named(trained: Project) -> None:
     assert "the runs part at step 1: " in done.stdout
 
 
+@pytest.mark.slow
 def test_two_runs_part_where_they_part(trained: Project) -> None:
     """Another learning rate from a common start: the key, the first step with another loss, and the first tensor."""
     done = trained.shoal("train", "run.toml", "optimizer.lr=0.02", "run.directory=other")
@@ -93,6 +95,7 @@ def test_two_runs_part_where_they_part(trained: Project) -> None:
     assert "bitwise the same in all 9 common steps" in same.stdout
 
 
+@pytest.mark.slow
 def test_changed_data_is_named(trained: Project) -> None:
     """A run on a file of tokens, and one on the file as it is after: `diff` and `reproduce` name the file."""
     tokens = trained.folder / "tokens.bin"

@@ -63,6 +63,7 @@ def test_a_killed_trial_costs_itself_and_a_second_start_trains_it_alone(own: Pro
     assert (own.folder / "sweeps/s/sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_an_objective_that_nobody_measures_is_one_sentence(own: Project) -> None:
     """Exit 2, when the first trial has shown it; a key that the run file does not have is refused before any starts."""
     (own.folder / "sweep.toml").write_text(SWEEP.replace("loss/train", "loss/nobody").replace("[1e-6, 0.05]", "[0.05]"))

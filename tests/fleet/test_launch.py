@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import msgspec
+import pytest
 
 from shoal.coordinator.client import Address, NoGeneration
 from shoal.errors import EnvironmentFault
@@ -165,6 +166,7 @@ def test_a_host_whose_replicas_only_stood_by_has_done_its_part(tmp_path: Path) -
     assert to_the_end(fleet) == 0
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_stopped_before_it_joins_is_ended_and_replaced(tmp_path: Path) -> None:
     """The coordinator does not know it, and fences nobody: the launcher ends it after twice `silence_s`, though other
     replicas keep it busy. One that goes on in time stays."""
@@ -205,6 +207,7 @@ def test_a_replica_that_is_not_ready_to_join_in_time_is_named_and_replaced(tmp_p
     to_the_end(fleet)
 
 
+@pytest.mark.slow
 def test_a_replica_that_is_stopped_does_not_hold_up_the_end_of_a_run_nor_change_its_code(tmp_path: Path) -> None:
     """The user asks the run to stop. Those that can have saved; one that is stopped is ended, by the launcher or by the
     coordinator's fence, and the code is 75."""

@@ -72,6 +72,7 @@ def facts_of(folder: Path, rank: int) -> dict[str, Any]:
     return json.loads((folder / f"facts-{rank}.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_fork_has_the_place_streams_session_and_threads_of_a_rank(tmp_path: Path) -> None:
     """And its exit code and traceback, where it fails: the launcher ends the other one, and shows them."""
     head = "product = torch.ones(800, 800)\nproduct @ product\nsys.stdout.write('said before\\n')\n"
@@ -146,6 +147,7 @@ print("ended", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_forks_that_nobody_needs_end(tmp_path: Path) -> None:
     """A run that was refused before its ranks started; a launcher that was killed before."""
     script = tmp_path / "script.py"

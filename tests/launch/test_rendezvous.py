@@ -108,6 +108,7 @@ def test_a_listener_that_never_answers_is_no_endless_wait():
         open_store(SECOND, environ_for(silent.getsockname()[1]), timeout_s=1)
 
 
+@pytest.mark.slow
 def test_ranks_that_never_come_are_named():
     """Rank 0 of 4 is alone with rank 2: both name ranks 1 and 3."""
     environ = environ_for(free_port())

@@ -95,6 +95,7 @@ def test_a_slow_host_and_one_without_a_route_are_named(can_lab: None, tmp_path: 
         assert {f"{net.namespaces[1]}: ports", f"{net.namespaces[2]}: ports"} <= set(ill(found))
 
 
+@pytest.mark.slow
 def test_what_is_planted_on_one_host_is_found_there(tmp_path: Path, python: str) -> None:
     """Three hosts that are this one, by a shell of our own. On `c` torch is older, the code of Shoal another, the clock
     five seconds ahead, fewer files may be open, a variable differs; `gone` does not answer at all."""
@@ -154,6 +155,7 @@ def test_a_port_that_is_taken_and_a_run_that_is_there_are_found(tmp_path: Path, 
     assert run.pid in {one["pid"] for one in found["hosts"]["a"]["leftovers"]}  # the repair names some of them
 
 
+@pytest.mark.slow
 def test_no_probe_is_left_when_the_doctor_is_interrupted(tmp_path: Path, python: str) -> None:
     """Ctrl-C while a host's shell hangs: exit 130, and neither probe nor shell stays."""
     shell = script(

@@ -21,6 +21,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, 128, dropout=0.1, batch_first=True) for _ in range(3)))
 
 
+@pytest.mark.slow
 def test_the_peak_is_that_of_the_allocator() -> None:
     """Of a forward and a backward of PyTorch's own layers, with all that they save."""
     own, x, device = model(), torch.randn(8, 50, 64), SimulatedDevice(None)

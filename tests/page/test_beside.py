@@ -32,6 +32,7 @@ def snapshot(address: str) -> dict[str, Any]:
     return json.loads(opener.open(address.partition("?")[0] + "snapshot", timeout=HANG_S).read())
 
 
+@pytest.mark.slow
 def test_the_page_is_served_while_the_run_trains_and_no_longer(own: Project) -> None:
     """The address is printed once; without its token nothing is shown; the page knows the run and its steps; a run that
     has ended has no page."""

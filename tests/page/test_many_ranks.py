@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from benchmarks.many_ranks import SLOW_RANK, write_many
 from shoal.page.live_run import LiveRun
@@ -13,6 +14,7 @@ SNAPSHOT_BYTES = 500_000
 """Of a page that a phone loads; 2,000 ranks that each had a row would take ten times as much."""
 
 
+@pytest.mark.slow
 def test_two_thousand_ranks_are_shown_in_bounded_room(tmp_path: Path) -> None:
     """Read in several polls: nothing is left unread, the slow rank is named, and the snapshot stays small."""
     write_many(tmp_path / "run", ranks=2000, steps=12)

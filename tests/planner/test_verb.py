@@ -59,6 +59,7 @@ def test_the_answer_fits_on_a_screen(app: typer.Typer, top: list[str]) -> None:
         assert "A100" not in text
 
 
+@pytest.mark.slow
 def test_units_are_chosen_by_size(app: typer.Typer) -> None:
     """A model of digits has samples and no tokens, and its memory is MiB, never 0.00 GiB."""
     result = CliRunner().invoke(app, [str(DIGITS), "--all"])
@@ -119,6 +120,7 @@ def test_the_run_file_of_a_plan_is_that_plan(app: typer.Typer, tmp_path: Path) -
     assert written_plan(emitted, cluster_of(emitted, None)) == best
 
 
+@pytest.mark.slow
 def test_a_model_without_sizes_is_traced(app: typer.Typer) -> None:
     """A convolutional net has no closed form: its own operators are priced, and no layout but copies and shares."""
     result = CliRunner().invoke(app, [str(DIGITS), "--json", "run.processes=4", "--top", "100"])

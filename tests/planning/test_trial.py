@@ -99,6 +99,7 @@ def test_a_plan_that_fails_comes_last_with_its_reason(run_file: Path, monkeypatc
     assert [name[:6] for name in runs] == ["plan-0", "plan-1", "plan-1"]
 
 
+@pytest.mark.slow
 def test_where_nothing_runs_the_first_reason_is_told(run_file: Path) -> None:
     """A run file whose tokens are gone."""
     best = _best(run_file, 1)

@@ -234,6 +234,7 @@ def test_hosts_of_a_pool_are_selected_by_label() -> None:
         node_selector_of(["pool"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["jobset", pytest.param("trainjob", marks=pytest.mark.stress)])
 def test_what_pods_start_trains(kind: str, tmp_path: Path) -> None:
     """The commands of both pods, as processes with the pods' variables in the pods' working folder, train to the end,

@@ -67,6 +67,7 @@ class Play:
         return effects
 
 
+@pytest.mark.slow
 def test_bounded_staleness_holds_in_any_interleaving() -> None:
     """Over 10^5 random interleavings with deaths and returns: nobody that computes is more than `bound` contributions
     ahead of the slowest present, a read for contribution c holds every update up to c - bound - 1, each number makes

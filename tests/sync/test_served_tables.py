@@ -97,6 +97,7 @@ def test_an_evaluation_looks_rows_up_at_the_servers(ranks, tmp_path: Path) -> No
     assert [figures["loss/eval"] for _, _, figures in found] == pytest.approx([one[2]["loss/eval"]] * 3, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_the_recipe_trains_evaluates_and_saves_with_a_server(tmp_path: Path) -> None:
     """`shoal train`, with what it compares between ranks before evaluations and saves."""
     keys = ["run.processes=3", "sync.kind=server", "sync.servers=1", "run.steps=4", "observe.evaluate_every_steps=2"]

@@ -116,6 +116,7 @@ def test_synchronous_admission_is_all_reduce(ranks, folder: Path, sync: Tables, 
     assert distance(found[0].state, plain.state) < SUM_ORDER
 
 
+@pytest.mark.slow
 def test_after_fifty_steps_in_float32_too(ranks, folder: Path) -> None:
     """A server, and the mean of local steps that are agreed on one by one: within what orders of summation differ by.
     Agreed on every second step they are elsewhere.

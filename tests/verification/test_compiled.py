@@ -60,6 +60,7 @@ def test_compiled_losses_are_those_of_the_plain_model(
     assert found == pytest.approx(plain, rel=NOISE)
 
 
+@pytest.mark.slow
 def test_a_block_is_called_as_it_is_under_a_mode() -> None:
     """ZeRO-3 looks at a run's first forward by one, which a compiled program would not show."""
     block = torch.nn.Linear(2, 2)

@@ -97,6 +97,7 @@ def test_factors_of_some_samples_would_be_found(ranks, folder: Path, layout: str
 JOURNEY = [("ZeRO-3", EXPAND), ("one", EXPAND), ("replicate", ALL), ("pipeline", EXPAND), ("ZeRO-1", EXPAND)]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_other_layouts(ranks, folder: Path) -> None:
     """Every bit of the state comes over, between two measurements, and the losses are those of one process."""
     optimizer, legs = KFAC | {"every": 3}, list[Leg]()

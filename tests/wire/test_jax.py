@@ -43,6 +43,7 @@ result = {"ranks": found, "alone": alone, "kinds": kinds}
 """
 
 
+@pytest.mark.slow
 def test_ranks_train_as_one_process_does() -> None:
     first, second = run(2, TRAINS)
     assert first == second

@@ -158,6 +158,7 @@ def crossed(place, transport: TransportName, rounds: int) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("transport", "rounds"), [("gloo", 0), ("gloo", REPEATS), ("shm", 0)])
 def test_ranks_that_wait_for_each_other_in_different_groups_are_named(
     ranks, transport: TransportName, rounds: int
@@ -179,6 +180,7 @@ def slow(place) -> float:
     return float(total)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_is_waited_for(ranks) -> None:
     """Somebody who computes for longer than the check looks twice is not accused."""
     assert ranks(2, slow) == [2.0, 2.0]

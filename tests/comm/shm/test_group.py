@@ -370,6 +370,7 @@ def late(place) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_after_the_timeout(ranks) -> None:
     assert ranks(2, late)[0] == "shared memory: Timed out after 3 s waiting for rank 1 of the group"
 

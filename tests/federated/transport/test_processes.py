@@ -82,6 +82,7 @@ def place(tmp_path: Path):
         program.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tables", [{}, pytest.param({"secure_aggregation": {}}, marks=pytest.mark.stress)], ids=["clear", "secret"]
 )

@@ -176,6 +176,7 @@ def run_broken(place: TestPlace, fault: str) -> float:
     return float(torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm())
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_stops_the_others_within_the_timeout(ranks) -> None:
     """The rank at fault shows its own error, the others a sentence; nobody hangs."""
     for fault, error in (("raises", "ZeroDivisionError"), ("shrinks", "must have a form that follows")):

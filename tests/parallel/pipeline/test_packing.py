@@ -132,6 +132,7 @@ EVERY: list[Case] = [("perceptron", name, takes(name, 3, 2), None) for name in S
 MORE: list[Case] = [("tied gpt", name, 4, None) for name in ("1F1B", "DualPipeV")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "bfloat16"])
 def test_every_schedule_computes_what_straight_through_coding_means(ranks, kind: str) -> None:
     """Loss and every gradient, float64: those of one process that codes wherever two ranks would meet."""
