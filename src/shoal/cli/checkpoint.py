@@ -13,6 +13,7 @@ import msgspec
 import typer
 
 from shoal.cli.busy import busy
+from shoal.cli.output import AsJson
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ app = typer.Typer(help="Reads checkpoints without a job.", no_args_is_help=True,
 
 RunDirectory = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run directory.")]
 Source = Annotated[Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT", help="A run directory, or a checkpoint in it.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
 
 
 @app.command("ls")

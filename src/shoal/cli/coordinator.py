@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.output import AsJson
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ Authorities = Annotated[
     Path | None, typer.Option("--authorities", metavar="PEM", help="Trusted authorities; beyond loopback.")
 ]
 Replica = Annotated[str, typer.Argument(help="Its name, as `view` shows it.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
 
 
 @app.command()

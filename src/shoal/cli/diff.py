@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from shoal.cli.busy import busy
-from shoal.cli.output import picture_file
+from shoal.cli.output import AsJson, picture_file
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ def diff(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE", help="Draw both losses.", callback=picture_file)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Says where two runs part: keys, data, packages, files, the first step and tensor; exit 6 where they do.
 

@@ -17,7 +17,7 @@ import typer
 
 from shoal import units
 from shoal.cli.busy import busy
-from shoal.cli.output import output_file
+from shoal.cli.output import AsJson, output_file
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.standard_output import answer
 
@@ -52,7 +52,7 @@ def doctor(
         str | None, typer.Option(help="Where runs are to be started, on every host; default: here.")
     ] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="MASTER_PORT of the runs, tried on the master.")] = 29500,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Checks versions, devices, memory, interfaces and ports, here or on several hosts; each finding has its repair.
 

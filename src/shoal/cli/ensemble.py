@@ -12,6 +12,7 @@ import msgspec
 import typer
 
 from shoal.cli.busy import busy
+from shoal.cli.output import AsJson, Overrides
 from shoal.cli.sweep import via_words
 from shoal.errors import EnvironmentFault
 from shoal.standard_output import answer
@@ -19,16 +20,14 @@ from shoal.standard_output import answer
 
 def ensemble(
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file of every member.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
-    ] = None,
+    overrides: Overrides = None,
     members: Annotated[int, typer.Option(min=2, max=1000, help="How many; their seeds are 0, 1, ...")] = 4,
     parallel: Annotated[int, typer.Option(min=1, help="Members that are trained side by side.")] = 1,
     directory: Annotated[Path | None, typer.Option(help="Their folder; default: ensembles/NAME.")] = None,
     via: Annotated[
         str | None, typer.Option(help="A command that starts each member elsewhere, as of 'shoal sweep'.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Trains a run with several seeds and evaluates all of them together; started again, it goes on where it was.
 

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.output import AsJson
 from shoal.standard_output import answer
 
 
@@ -19,7 +20,7 @@ def evaluate(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the run's.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Evaluates a checkpoint's weights on the held-out data, without training.
 

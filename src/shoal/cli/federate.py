@@ -9,11 +9,11 @@ from typing import Annotated
 
 import typer
 
+from shoal.cli.output import AsJson, Overrides
+
 app = typer.Typer(no_args_is_help=True, help="Trains one model with many owners of data, who keep it.")
 
 RunFileArgument = Annotated[Path, typer.Argument(metavar="RUN.toml", help="A run file with a table [federated].")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")]
-AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
 
 
 @app.command()

@@ -1,10 +1,23 @@
-"""Files that a verb writes, checked before it works for them."""
+"""Arguments and options that several verbs have, and files that a verb writes, checked before it works for them."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import typer
+
+RunFileArgument = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")]
+ScriptOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[key=value]... [ARGS]...", help="Keys of the run; after --, a script's arguments."),
+]
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option("--cluster", metavar="C.toml", help="The machine; default: layout.cluster, else CPU cores."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
 
 PICTURES = (".png", ".svg", ".pdf")
 

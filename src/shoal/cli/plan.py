@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli.busy import busy
-from shoal.cli.output import output_file
+from shoal.cli.output import AsJson, ClusterFile, Overrides, RunFileArgument, output_file
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -29,14 +29,9 @@ MOST_PLANS, FEW_PLANS, FEW_HELPS = 10, 5, 2
 
 
 def plan(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
-    ] = None,
-    cluster: Annotated[
-        Path | None,
-        typer.Option("--cluster", metavar="C.toml", help="The machine; default: layout.cluster, else CPU cores."),
-    ] = None,
+    run_file: RunFileArgument,
+    overrides: Overrides = None,
+    cluster: ClusterFile = None,
     top: Annotated[int | None, typer.Option(help="Plans to show; default: 5, with --all 10.", min=1, max=1000)] = None,
     everything: Annotated[
         bool,
@@ -99,7 +94,7 @@ def plan(
             "--elsewhere", metavar="RUN_DIR", help="Only what this run, measured here, would take on other machines."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Ranks the layouts that fit; predicts memory and time; explains.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.cli.busy import busy
-from shoal.cli.output import output_file
+from shoal.cli.output import AsJson, ScriptOverrides, output_file
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -26,10 +26,7 @@ OPERATORS = 5
 
 def profile(
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml|SCRIPT.py", help="The run file, or a script.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[key=value]... [ARGS]...", help="Keys of the run; after --, a script's arguments."),
-    ] = None,
+    overrides: ScriptOverrides = None,
     steps: Annotated[
         int | None,
         typer.Option("--steps", min=1, max=1000, help="Steps that are recorded; default: 3 s of them, 5 to 50."),
@@ -48,7 +45,7 @@ def profile(
     lab: Annotated[
         Path | None, typer.Option("--lab", metavar="LAB.toml", help="Run on the hosts and links of a lab file.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:  # fmt: skip
     """Records a few steps on every rank; says where the time goes, and which key to change. Of a script that calls
     shoal.train or shoal.start, the steps are those of its own loop.

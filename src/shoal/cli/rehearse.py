@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
+from shoal.cli.output import AsJson, ScriptOverrides
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -17,10 +18,7 @@ if TYPE_CHECKING:
 
 def rehearse(
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml|SCRIPT.py", help="The run file, or a script.")],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[key=value]... [ARGS]...", help="Keys of the run; after --, a script's arguments."),
-    ] = None,
+    overrides: ScriptOverrides = None,
     faults: Annotated[
         str,
         typer.Option(
@@ -33,7 +31,7 @@ def rehearse(
     every_point: Annotated[bool, typer.Option("--every-point", help="Kill at every point of a save.")] = False,
     limit_s: Annotated[float, typer.Option(min=1, help="Longest that one start may take, in seconds.")] = 180.0,
     show: Annotated[bool, typer.Option("--list", help="List the faults and train nothing.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Trains a run file, or a script that calls shoal.train or shoal.start, under injected faults, each in a throw-away
     directory, and says what became of it.

@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from shoal.cli.busy import busy
+from shoal.cli.output import AsJson
 from shoal.standard_output import answer
 
 
@@ -18,7 +19,7 @@ def replay(
         Path | None, typer.Option("--run-directory", help="Where the checkpoint lies, if not in the capsule.")
     ] = None,
     any_version: Annotated[bool, typer.Option("--any-version", help="Also a capsule of another version.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Computes the step at which a run failed again, on one CPU process: does it fail in the same way?
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from shoal.cli.output import AsJson
 from shoal.standard_output import answer
 
 
@@ -16,7 +17,7 @@ def reproduce(
     into: Annotated[
         Path | None, typer.Option("--into", metavar="DIR", help="Where it trains again; default: RUN_DIR-again.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Trains a run again and says whether it is bitwise the same, or what differs; exit 6 where it is not.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shoal.cli.busy import busy
-from shoal.cli.output import output_file, picture_file
+from shoal.cli.output import AsJson, ClusterFile, Overrides, RunFileArgument, output_file, picture_file
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -19,14 +19,9 @@ if TYPE_CHECKING:
 
 
 def simulate(
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
-    ] = None,
-    cluster: Annotated[
-        Path | None,
-        typer.Option("--cluster", metavar="C.toml", help="The machine; default: layout.cluster, else CPU cores."),
-    ] = None,
+    run_file: RunFileArgument,
+    overrides: Overrides = None,
+    cluster: ClusterFile = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -59,7 +54,7 @@ def simulate(
         typer.Option("--picture", metavar="OUT.png", help="Draw the schedule (png, svg, pdf).", callback=picture_file),
     ] = None,
     seed: Annotated[int, typer.Option(help="Noise, slow devices and failures follow from it.", min=0)] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Plays the run's own layout: schedule, network, stragglers, failures. Deterministic by seed.
 

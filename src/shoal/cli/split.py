@@ -10,17 +10,16 @@ from typing import Annotated
 import typer
 
 from shoal.cli.busy import busy
+from shoal.cli.output import AsJson, Overrides
 from shoal.standard_output import answer
 
 
 def split(
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="A run file with a module of your own.")],
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
-    ] = None,
+    overrides: Overrides = None,
     stages: Annotated[int, typer.Option("--stages", min=2, help="Stages to cut the chain into.")] = 2,
     yes: Annotated[bool, typer.Option("--yes", help="Write the keys into the run file without asking.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Proposes how to split a module that declares nothing over tensor and pipeline, and writes it into the run file.
 

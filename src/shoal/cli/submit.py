@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from shoal.cli.busy import busy
+from shoal.cli.output import AsJson, ScriptOverrides
 from shoal.cli.verbs import Verbs
 from shoal.standard_output import answer
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 JOB = "job"
 RUN_DIRECTORY = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The directory of a submitted run.")]
-AS_JSON = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
 
 
 class WithDefault(Verbs):
@@ -50,10 +50,7 @@ def job(
     run_file: Annotated[
         Path, typer.Argument(metavar="RUN.toml|SCRIPT.py", help="The run file, a script; a sweep file for Slurm.")
     ],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[key=value]... [ARGS]...", help="Keys of the run; after --, a script's arguments."),
-    ] = None,
+    overrides: ScriptOverrides = None,
     to: Annotated[Literal["slurm", "kubernetes", "ray"] | None, typer.Option("--to", help="The scheduler.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job files; write and send nothing.")] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the job files beside the run; send nothing.")] = False,
@@ -127,7 +124,7 @@ def job(
         Literal["STRICT_SPREAD", "PACK"], typer.Option("--strategy", help="Ray: how hosts are placed.")
     ] = "STRICT_SPREAD",
     wait: Annotated[float, typer.Option("--wait", min=1, metavar="S", help="Ray: longest wait for room.")] = 600.0,
-    as_json: AS_JSON = False,
+    as_json: AsJson = False,
 ) -> None:
     """Writes the job files beside the run and submits them; `shoal submit RUN.toml` is short for it. A script that
     calls shoal.train or shoal.start is submitted like a run file.
@@ -249,7 +246,7 @@ def job(
 
 
 @app.command("status")
-def status(directory: RUN_DIRECTORY, as_json: AS_JSON = False) -> None:
+def status(directory: RUN_DIRECTORY, as_json: AsJson = False) -> None:
     """Says how the job of a submitted run stands.
 
     Example: shoal submit status runs/my-run

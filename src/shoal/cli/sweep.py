@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 import typer
 
+from shoal.cli.output import AsJson
 from shoal.errors import UsageError
 from shoal.standard_output import answer
 
@@ -29,7 +30,7 @@ def sweep(
         int | None,
         typer.Option(help="Train this one alone, as a task of a scheduler's array: --trial $SLURM_ARRAY_TASK_ID."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Trains a run file with other keys, many times; started again, it goes on where it was.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.output import Overrides
 from shoal.observe.figures import help_lines
 
 if TYPE_CHECKING:
@@ -38,9 +39,7 @@ def train(
     run_file: Annotated[
         str | None, typer.Argument(metavar="RUN.toml", help="The run file; none with --replay.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
-    ] = None,
+    overrides: Overrides = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Train a new run, runs/NAME-2, whatever there is of this one.")
     ] = False,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from shoal.cli.output import AsJson
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def verify(
         ),
     ] = None,
     exact: Annotated[bool, typer.Option("--exact", help="In float64, to 1e-12 instead of 1e-5.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Proves a layout and a strategy against one process: loss, norm, every gradient, the weights after each step.
 
