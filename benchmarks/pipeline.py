@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from benchmarks.command import run
 from benchmarks.pipeline_balance import balance_result
+from benchmarks.pipeline_rehearsal import planned, rehearse
 from shoal.bench.groups import join_mesh, join_store
 from shoal.bench.options import AsJson
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
@@ -41,7 +42,6 @@ from shoal.launch.environment import Place
 from shoal.memory.tracker import SavedActivations
 from shoal.models.config import GPTConfig
 from shoal.parallel.config import PipelineConfig
-from shoal.parallel.pipeline.rehearsal import planned, rehearse
 from shoal.runfile.run_file import RunConfig, RunFile
 from shoal.schedules.build import build, stages_per_rank_of
 from shoal.schedules.names import Schedule

@@ -10,9 +10,9 @@ import pytest
 
 from shoal.collectives import double_tree, doubling, ring
 from shoal.collectives.catalogue import tables
-from shoal.collectives.check import begun, check
 from shoal.collectives.table import CollectiveTable, Kind, Move, Receive, Send, Step, Transfer, relabelled, table_of
 from shoal.errors import LayoutError
+from tests.collectives.played import begun, check
 
 KINDS: tuple[Kind, ...] = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce")
 WORLDS = (*range(1, 18), 24, 31, 33, 64)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from shoal.comm.collective import Collective
-from shoal.comm.local import local_group
 from shoal.errors import CollectiveError
 from tests.comm.groups import replicas
+from tests.comm.local import local_group
 from tests.waiting import HANG_S
 
 

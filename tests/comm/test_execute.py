@@ -17,10 +17,10 @@ from shoal.comm.algorithms.choose import choose, ranking
 from shoal.comm.algorithms.probe import probe
 from shoal.comm.algorithms.tables import ChosenCollective
 from shoal.comm.collective import Collective, Handle, Reduction
-from shoal.comm.local import local_group
 from shoal.errors import CollectiveError, LayoutError
 from shoal.topology.links import Links, clustered, slow_links, uniform
 from tests.comm.groups import replicas
+from tests.comm.local import local_group
 from tests.comm.test_collective import everything, expected
 from tests.waiting import HANG_S
 

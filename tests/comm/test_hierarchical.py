@@ -21,11 +21,11 @@ from shoal.comm.hierarchical.division import TWO_LEVELS, between_hosts, combine,
 from shoal.comm.hierarchical.group import Hierarchical, share_hosts
 from shoal.comm.hierarchical.two_levels import PIECE_BYTES, TwoLevels
 from shoal.comm.ledger import Sent
-from shoal.comm.local import local_group
 from shoal.comm.volume import Volume
 from shoal.errors import CollectiveError
 from tests.comm.groups import replicas
 from tests.comm.hosts import on_host
+from tests.comm.local import local_group
 from tests.comm.test_collective import everything, expected
 from tests.waiting import HANG_S, NEVER_S
 

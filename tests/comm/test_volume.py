@@ -20,9 +20,9 @@ from shoal.comm.collective import Collective, Handle, Reduction
 from shoal.comm.hierarchical.division import division_of
 from shoal.comm.hierarchical.two_levels import TwoLevels
 from shoal.comm.ledger import Sent
-from shoal.comm.local import local_group
 from shoal.comm.volume import Volume, bytes_sent, traffic_of, wire_bytes
 from shoal.cost.walk import bytes_between
+from tests.comm.local import local_group
 from tests.launch.labs import can_lab
 
 __all__ = ["can_lab"]

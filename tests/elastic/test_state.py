@@ -26,7 +26,6 @@ from shoal.comm.collective import Alone, Collective, Handle
 from shoal.comm.config import WireConfig
 from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
-from shoal.comm.local import local_group
 from shoal.coordinator.client import Address, Begin, NoGeneration
 from shoal.elastic import state_copy
 from shoal.elastic.rendezvous import ReplicaRendezvous, hosts_lost, place_of, shut_down_connections, unreachable
@@ -41,6 +40,7 @@ from shoal.resilience.events import View
 from shoal.resilience.participant import FencedOut
 from shoal.state.target import targets_of, views
 from shoal.topology.box import Box
+from tests.comm.local import local_group
 from tests.waiting import HANG_S, NEVER_S
 
 CPU = torch.device("cpu")

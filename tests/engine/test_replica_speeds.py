@@ -11,13 +11,13 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from shoal.comm.board import Board
-from shoal.comm.local import local_group
 from shoal.comm.mesh import build_mesh
 from shoal.data.cursor import Interval
 from shoal.data.order import share
 from shoal.engine.replica_speeds import Noted, ReplicaSpeeds, SpeedBoard
 from shoal.resilience.detection import Lasting, Stragglers
 from shoal.topology.layout import Layout
+from tests.comm.local import local_group
 from tests.ranks import TestPlace
 from tests.waiting import HANG_S
 

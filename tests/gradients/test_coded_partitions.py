@@ -19,7 +19,6 @@ from shoal.comm.collective import Collective
 from shoal.comm.exchanges.coded import Coded, CodedExchanges
 from shoal.comm.exchanges.exchange import Segment, segments_within
 from shoal.comm.ledger import Ledger
-from shoal.comm.local import local_group
 from shoal.config.table import implementation_of
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.priority import PriorityGradients
@@ -27,6 +26,7 @@ from shoal.gradients.residuals import PREFIX, ResidualSection
 from shoal.state.ownership import owned_whole
 from shoal.state.target import targets_of
 from tests.codec.every import CONFIGS
+from tests.comm.local import local_group
 from tests.gradients.buckets import replicated
 from tests.waiting import HANG_S
 

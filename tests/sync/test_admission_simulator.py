@@ -8,7 +8,7 @@ from math import pi, sin
 import pytest
 
 from shoal.sync.admission import Asynchronous, Bounded, FirstComers, Rule
-from shoal.sync.admission_simulator import Change, Simulation, Watch
+from tests.sync.admission_simulator import Change, Simulation, Watch
 
 CURVATURE = 3.0
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.canonical import Canonical
-from shoal.comm.local import local_group
 from shoal.errors import ConfigError
 from shoal.runfile.rules import check_across
+from tests.comm.local import local_group
 from tests.sync.steps import Tables, train
 from tests.verification.layouts import corpus, run_file_of
 

@@ -2,7 +2,7 @@
 
     Mesh, build_mesh      a layout bound to groups of ranks
     Collective, Handle    what code calls: all_reduce, broadcast, send, ...; a call under way
-    Alone, local_group    the group of one rank; groups of threads in one process
+    Alone                 the group of one rank
     Ledger, Entry         calls, bytes and seconds of every collective
     Conditions, Fault     faults and rates that tests and labs impose on a wire
     Board                 small messages through the run's store, each bounded in time
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from shoal.comm.conditions import Conditions, Fault
     from shoal.comm.gather import gather_named, gather_texts
     from shoal.comm.ledger import Entry, Ledger
-    from shoal.comm.local import local_group
     from shoal.comm.mesh import Mesh, build_mesh
 
 __all__ = [
@@ -40,7 +39,6 @@ __all__ = [
     "build_mesh",
     "gather_named",
     "gather_texts",
-    "local_group",
 ]
 
 _MODULES = {
@@ -49,7 +47,6 @@ _MODULES = {
     "conditions": ("Conditions", "Fault"),
     "gather": ("gather_named", "gather_texts"),
     "ledger": ("Entry", "Ledger"),
-    "local": ("local_group",),
     "mesh": ("Mesh", "build_mesh"),
 }
 

@@ -1,7 +1,7 @@
 """`Collective`: what Shoal's own code calls to talk to other ranks. Tensors go in, a handle comes out.
 
 `GroupCollective` calls a process group; `Alone` is the group of one rank, whose results are its own contribution;
-`shoal.comm.local` has a group of threads in one process. All tensors of a call have the same shape and dtype on every
+`tests/comm/local.py` has a group of threads in one process. All tensors of a call have the same shape and dtype on every
 rank unless sizes are given.
 """
 

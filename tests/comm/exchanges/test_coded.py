@@ -15,8 +15,8 @@ from shoal.codec.codec import Codec
 from shoal.comm.collective import Alone, Collective
 from shoal.comm.exchanges.coded import Coded, CodedExchanges
 from shoal.comm.exchanges.exchange import Segment
-from shoal.comm.local import local_group
 from tests.codec.every import CONFIGS, codec_of
+from tests.comm.local import local_group
 from tests.waiting import HANG_S
 
 NUMEL, STEPS = 400, 5

@@ -16,8 +16,8 @@ from shoal.codec.config import ShardCodecConfig
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce
 from shoal.comm.exchanges.pieces import PieceCodecs
-from shoal.comm.local import local_group
 from shoal.config.table import implementation_of
+from tests.comm.local import local_group
 from tests.waiting import HANG_S
 
 PIECE, BLOCK = 40, 16

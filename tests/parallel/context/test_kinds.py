@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.collective import Alone, Collective
-from shoal.comm.local import local_group
 from shoal.errors import LayoutError, UserCodeError
 from shoal.models.layers import CausalAttention
 from shoal.parallel.context import tiles
@@ -19,6 +18,7 @@ from shoal.parallel.context import tiles as rows_of_tiles
 from shoal.parallel.context.kernels import Plain
 from shoal.parallel.context.put import KINDS, check_context, put_context
 from shoal.parallel.context.shard import positions
+from tests.comm.local import local_group
 from tests.waiting import HANG_S
 
 # Other orders of the same float64 sums.

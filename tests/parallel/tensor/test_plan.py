@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from shoal.comm.collective import Alone
-from shoal.comm.local import local_group
 from shoal.errors import LayoutError, UserCodeError
 from shoal.models.build import build
 from shoal.models.config import GPTConfig
 from shoal.models.roles import Role
 from shoal.parallel.tensor.plan import TensorPart, TensorPlan, split_tensor
 from shoal.parallel.tensor.vocabulary import VocabularySplit
+from tests.comm.local import local_group
 from tests.parallel.tensor.models import Declaring, TwoPairs, keyed_gpt, two_pairs
 
 

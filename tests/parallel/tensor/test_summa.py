@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.comm.local import local_group
 from shoal.errors import LayoutError
 from shoal.parallel.tensor.summa import Grid, SummaLinear, block_cuts, lines_of
+from tests.comm.local import local_group
 from tests.parallel.tensor.split import F64, grid_of, tensor_mesh, weighted
 from tests.ranks import TestPlace
 

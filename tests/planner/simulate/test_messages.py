@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from shoal.cost import alpha_beta
-from shoal.planner.simulate import messages
-from shoal.planner.simulate.messages import SimulatedLink, Step, seconds
 from shoal.planner.simulate.play import Tasks, play
+from tests.planner.simulate import messages
+from tests.planner.simulate.messages import SimulatedLink, Step, seconds
 
 LINK = SimulatedLink(latency_s=5e-6, bytes_s=25e9)
 SIZE = 1e7
