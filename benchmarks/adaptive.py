@@ -17,9 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shoal.launch.lab.iproute import tc
 from shoal.launch.lab.lab_file import lab_from
-from shoal.launch.lab.network import INTERFACE, Network, network
+from shoal.launch.lab.network import INTERFACE, Network, network, tc
 
 RATES = (1000, 50, 1000)
 NUMBERS = 1_000_000

@@ -18,17 +18,14 @@ import typer
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from benchmarks.command import run
-from shoal.bench.groups import join_group, join_store
+from shoal.bench.groups import interleaved, join_group, join_store
 from shoal.bench.options import AsJson, Processes
-from shoal.bench.pairs import Turns, again_cells, columns, milliseconds, ratios
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
-from shoal.bench.report import Result, print_report
+from shoal.bench.report import Result, Turns, again_cells, columns, milliseconds, print_report, ratios
 from shoal.bench.report import check as check_figure
 from shoal.bench.training_job import corpus_file, gpt_run_file, start_training, training_job
-from shoal.bench.turns import interleaved
-from shoal.comm.backends import TransportName
 from shoal.comm.collective import Collective
-from shoal.comm.config import WireConfig
+from shoal.comm.config import TransportName, WireConfig
 from shoal.engine.loop import take_step
 from shoal.launch.environment import Place
 from shoal.memory.config import MemoryConfig

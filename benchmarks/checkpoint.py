@@ -18,16 +18,15 @@ import torch
 import typer
 
 from benchmarks.command import run
+from shoal.bench.groups import slowest_rank
 from shoal.bench.options import AsJson, Processes
-from shoal.bench.pairs import milliseconds
 from shoal.bench.ranks import is_rank, on_ranks, result_folder, run_as_rank
-from shoal.bench.report import Result, check, print_report
+from shoal.bench.report import Result, check, milliseconds, print_report
 from shoal.bench.training_job import corpus_file, gpt_run_file, start_training, training_job
-from shoal.bench.turns import slowest_rank
 from shoal.comm.collective import Collective
 from shoal.engine.loop import Job, take_step
 from shoal.launch.environment import Place
-from shoal.state.target import targets_of
+from shoal.state import targets_of
 
 STALL = 0.10
 """The promised share of the blocking save."""

@@ -30,18 +30,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.command import run
 from shoal.bench.ddp_script import Script, new_gpt
-from shoal.bench.groups import gathered, join_default_group, join_group, join_store, while_counting
+from shoal.bench.groups import Sides, gathered, interleaved, join_default_group, join_group, join_store, while_counting
 from shoal.bench.options import AsJson, names, numbers
-from shoal.bench.pairs import Turns, columns, ratios
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
-from shoal.bench.report import Check, Result, check, merged, print_report
+from shoal.bench.report import Check, Result, Turns, check, columns, merged, print_report, ratios
 from shoal.bench.training_job import SEQUENCE, Training, corpus_file, gpt_run_file, start_alone, start_training
-from shoal.bench.turns import Sides, interleaved
 from shoal.codec.config import BlockwiseConfig, CodecConfig, NoCodec, PowerSGDConfig, SignConfig, TopKConfig
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
-from shoal.launch.lab.iproute import why_not
 from shoal.launch.lab.lab_file import Lab, lab_from
+from shoal.launch.lab.network import why_not
 from shoal.models.config import GPTConfig
 from shoal.runfile.run_file import RunFile
 

@@ -20,18 +20,16 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from benchmarks.command import run
 from benchmarks.compression import TOKENS, two_hosts
-from shoal.bench.groups import join_group, join_store
+from shoal.bench.groups import join_group, join_store, slowest_rank
 from shoal.bench.options import AsJson
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import Result, check, print_report
 from shoal.bench.training_job import Training, corpus_file, gpt_run_file, start_training
-from shoal.bench.turns import slowest_rank
 from shoal.codec.config import AutoConfig, BlockwiseConfig, CastConfig, CodecConfig, NoCodec, PowerSGDConfig
 from shoal.comm.collective import Collective
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
-from shoal.launch.lab.iproute import tc, why_not
-from shoal.launch.lab.network import INTERFACE
+from shoal.launch.lab.network import INTERFACE, tc, why_not
 
 FAST_MBIT, SLOW_MBIT, BURST_BYTES = 10_000, 50, 32 << 10
 PHASES_MBIT = (FAST_MBIT, SLOW_MBIT, FAST_MBIT)

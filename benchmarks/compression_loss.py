@@ -27,17 +27,16 @@ from benchmarks.command import run
 from benchmarks.compression import CODECS, MODEL, TOKENS, two_hosts
 from benchmarks.compression_auto import set_rate
 from shoal.bench.ddp_script import Script, new_gpt
-from shoal.bench.groups import join_default_group, join_group, join_store
+from shoal.bench.groups import join_default_group, join_group, join_store, slowest_rank
 from shoal.bench.options import AsJson, names
 from shoal.bench.ranks import is_rank, on_ranks, rank_folder, run_as_rank
 from shoal.bench.report import Result, check, print_report
 from shoal.bench.training_job import SEQUENCE, corpus_file, start_training
-from shoal.bench.turns import slowest_rank
 from shoal.codec.config import CodecConfig, NoCodec
 from shoal.comm.collective import Collective
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
-from shoal.launch.lab.iproute import why_not
+from shoal.launch.lab.network import why_not
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile
 

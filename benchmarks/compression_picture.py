@@ -4,7 +4,7 @@
 
 A GPT of 25 million parameters, two hosts of one rank (`benchmarks.compression`). Coding is what `shoal bench codec`
 measured last on this machine; bytes are those that the codecs state; the wire works beside the backward
-(`shoal.cost.compression`). "auto" chooses from a probe of the link, as in a run, among its own candidates: sparse
+(`shoal.comm.exchanges.choice`). "auto" chooses from a probe of the link, as in a run, among its own candidates: sparse
 codecs are not among them, for they lose accuracy.
 """
 
@@ -20,20 +20,19 @@ import typer
 
 from benchmarks.command import run
 from shoal.bench.codec import CODECS
-from shoal.bench.comm_picture import COLOURS, INK, decorate, new_panels
 from shoal.bench.options import AsJson
+from shoal.bench.pictures import COLOURS, INK, decorate, new_panels
 from shoal.bench.report import Row, check, print_report
 from shoal.codec.config import AutoConfig, CodecConfig, NoCodec
 from shoal.codec.stated import Matrices, stated
-from shoal.comm.exchanges.choice import PROBE_BYTES
-from shoal.cost.compression import MeasuredLink, Way, choose, exposed_s
+from shoal.comm.exchanges.choice import PROBE_BYTES, MeasuredLink, Way, choose, exposed_s
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Transformer, matrix_shapes, total_parameters
 from shoal.errors import ConfigError
 from shoal.planner.predict.coding import gradient_sum, measured_time
 from shoal.planner.predict.machine import Machine
 from shoal.planner.predict.stack import MODERN, Codecs
-from shoal.topology.calibration import CodecTime
+from shoal.topology.cluster import CodecTime
 from shoal.topology.cluster_file import cluster_from
 from shoal.topology.layout import Layout
 

@@ -30,17 +30,15 @@ from benchmarks.command import run
 from benchmarks.compression import MODEL, TOKENS, two_hosts
 from benchmarks.zero_scripts import ShardedScript
 from shoal.bench.ddp_script import new_gpt
-from shoal.bench.groups import gathered, join_default_group, join_group, join_store, while_counting
+from shoal.bench.groups import gathered, interleaved, join_default_group, join_group, join_store, while_counting
 from shoal.bench.options import AsJson, numbers
-from shoal.bench.pairs import again_cells, columns, lower_bound, ratios
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
-from shoal.bench.report import Result, check, merged, print_report
+from shoal.bench.report import Result, again_cells, check, columns, lower_bound, merged, print_report, ratios
 from shoal.bench.training_job import SEQUENCE, corpus_file, gpt_run_file, start_alone, start_training
-from shoal.bench.turns import interleaved
 from shoal.codec.config import ShardCodecConfig
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
-from shoal.launch.lab.iproute import why_not
+from shoal.launch.lab.network import why_not
 from shoal.runfile.run_file import RunFile
 from shoal.topology.config import LayoutConfig
 

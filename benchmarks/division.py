@@ -1,8 +1,8 @@
 """`python -m benchmarks.division`: the slow worker changes in mid-run; how soon the division of work follows.
 
 Four workers under all-reduce divide the samples of each step by their speeds. One is `--slow` times slower than the
-rest, and every `--steps` steps it is another one. Workers are paced (`shoal.bench.paced`), so that cores which they
-share change little. With a divided step the ideal time is
+rest, and every `--steps` steps it is another one. Workers are paced (`shoal.bench.training_job`), so that cores which
+they share change little. With a divided step the ideal time is
 
     ideal = samples * sample_s / (workers - 1 + 1 / slow)
 
@@ -25,11 +25,10 @@ from benchmarks.command import run
 from shoal.assembly.job import replica_speeds
 from shoal.bench.groups import join_store
 from shoal.bench.options import AsJson
-from shoal.bench.paced import pace
 from shoal.bench.ranks import is_rank, on_ranks, rank_folder, run_as_rank
 from shoal.bench.report import Result, Row, check, print_report
 from shoal.bench.sync import GLOBAL_SAMPLES, run_file_of
-from shoal.bench.training_job import start_training, training_job
+from shoal.bench.training_job import pace, start_training, training_job
 from shoal.engine.loop import take_step
 from shoal.launch.environment import Place
 

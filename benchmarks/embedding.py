@@ -23,13 +23,11 @@ from torch._C._distributed_c10d import PrefixStore
 
 import shoal
 from benchmarks.command import run
-from shoal.bench.groups import gathered, join_group, join_store
+from shoal.bench.groups import gathered, interleaved, join_group, join_store
 from shoal.bench.options import AsJson, Processes
-from shoal.bench.pairs import again_cells, columns, lower_bound, milliseconds, ratios
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
-from shoal.bench.report import Result, check, print_report
+from shoal.bench.report import Result, again_cells, check, columns, lower_bound, milliseconds, print_report, ratios
 from shoal.bench.training_job import Training, start_training
-from shoal.bench.turns import interleaved
 from shoal.launch.environment import Place
 from shoal.runfile.run_file import RunFile
 

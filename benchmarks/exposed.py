@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.bench.pairs import Turns, columns, lower_bound, milliseconds, ratios
-from shoal.bench.report import Check, check
+from shoal.bench.report import Check, Turns, check, columns, lower_bound, milliseconds, ratios
 
 GLOO, OURS = "gloo", "shoal"
 INSTANT, AGAIN, ALONE = "instant_network", "instant_network_again", "alone"

@@ -37,14 +37,23 @@ from benchmarks.own_gpt import build
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.run import open_run
 from shoal.assembly.user_code import GIVEN
-from shoal.bench.groups import join_group, join_store
+from shoal.bench.groups import interleaved, join_group, join_store, repeat
 from shoal.bench.options import AsJson, names, numbers
-from shoal.bench.pairs import Turns, again_cells, columns, lower_bound, milliseconds, ratios
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
-from shoal.bench.report import Result, check, merged, print_report
+from shoal.bench.report import (
+    Result,
+    Turns,
+    again_cells,
+    check,
+    columns,
+    lower_bound,
+    merged,
+    milliseconds,
+    print_report,
+    ratios,
+)
 from shoal.bench.training_job import ENDLESS, LR, Training, training_job
-from shoal.bench.turns import interleaved, repeat
-from shoal.data.as_inputs import AsInputs
+from shoal.data.inputs import AsInputs
 from shoal.engine.loop import take_step
 from shoal.launch.environment import Place
 from shoal.own_loop.loop import Training as OwnLoop

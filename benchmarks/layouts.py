@@ -33,7 +33,7 @@ from shoal.bench.report import print_report
 from shoal.bench.training_job import start_training
 from shoal.comm.collective import Collective
 from shoal.launch.environment import Place
-from shoal.memory.allocations import allocated
+from shoal.memory.tracker import allocated
 from shoal.planning.operators import calibration_here
 from shoal.runfile.run_file import RunFile
 

@@ -23,18 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.bench.ddp_script import Script, new_gpt
-from shoal.bench.pairs import spread
-from shoal.bench.report import Result, check
+from shoal.bench.report import Result, check, spread
 from shoal.bench.training_job import MODEL, SEQUENCE
 from shoal.comm.mesh import Mesh
-from shoal.engine.proof import SINGLE
+from shoal.engine.reference import SINGLE
 from shoal.memory.closed_form import Activations, block_saved_bytes
 from shoal.memory.recompute import RecomputeKind, recompute
 from shoal.memory.tracker import SavedActivations, measured_activation_bytes
 from shoal.models.config import GPTConfig
 from shoal.models.gpt import GPT
-from shoal.parallel.context.put import KINDS, put_context
-from shoal.parallel.context.shard import positions
+from shoal.parallel.context import KINDS, positions, put_context
 
 LONG_MODEL = GPTConfig(layers=2, width=32, heads=4)
 ABOVE_THE_SHARE = 1.1

@@ -40,20 +40,17 @@ import typer
 from torch._C._distributed_c10d import PrefixStore
 
 from benchmarks.command import run
-from shoal.bench.groups import join_group, join_store
+from shoal.bench.groups import interleaved, join_group, join_store, repeat
 from shoal.bench.options import AsJson, Processes
-from shoal.bench.pairs import Turns, again_cells, columns, ratios
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
-from shoal.bench.report import Result, check, print_report
+from shoal.bench.report import Result, Turns, again_cells, check, columns, print_report, ratios
 from shoal.bench.training_job import Training, start_training, training_job
-from shoal.bench.turns import interleaved, repeat
 from shoal.engine.loop import Job, take_step
 from shoal.errors import EnvironmentFault
 from shoal.launch.environment import Place
-from shoal.observe.displays import LiveDisplay
-from shoal.observe.ending import Ending
-from shoal.observe.sink import RunStart, Sinks
+from shoal.observe.sink import Ending, RunStart, Sinks
 from shoal.observe.sinks import open_sinks
+from shoal.observe.terminal import LiveDisplay
 from shoal.page.live_run import LiveRun
 from shoal.page.server import BESIDE_POLL_S, Follower
 from shoal.runfile.load import load_run

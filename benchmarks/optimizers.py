@@ -21,29 +21,25 @@ import typer
 
 from benchmarks.command import run
 from shoal.bench.ddp_script import ByteSamples, new_gpt
-from shoal.bench.groups import join_group, join_mesh, join_store
+from shoal.bench.groups import interleaved, join_group, join_mesh, join_store
 from shoal.bench.options import AsJson, Processes
-from shoal.bench.pairs import columns
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
-from shoal.bench.report import Result, check, print_report
+from shoal.bench.report import Result, check, columns, print_report
 from shoal.bench.training_job import SEQUENCE, corpus_file
-from shoal.bench.turns import interleaved
 from shoal.comm.collective import Collective
 from shoal.comm.mesh import Mesh
+from shoal.gradients.bucket import ALIGNMENT
 from shoal.gradients.build import Summing, build_gradients
 from shoal.gradients.config import GradientsConfig
-from shoal.gradients.flat import ALIGNMENT
 from shoal.launch.environment import Place
 from shoal.models.roles import roles_of
-from shoal.optim.adaptive_config import Adafactor, Lion
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import AdamW, OptimizerConfig
+from shoal.optim.kinds import LAMB, LARS, Adafactor, Lion
 from shoal.optim.layer_statistics import SeesLayers, layers_in
-from shoal.optim.layerwise_config import LAMB, LARS
-from shoal.optim.muon_config import Dion, Muon
 from shoal.optim.parts import Parts, SeesParts
-from shoal.optim.preconditioned_config import KFAC, SOAP, Shampoo
-from shoal.state.ownership import Trained
+from shoal.optim.preconditioned_config import KFAC, SOAP, Dion, Muon, Shampoo
+from shoal.state import Trained
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
 

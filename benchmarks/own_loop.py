@@ -23,13 +23,22 @@ from torch._C._distributed_c10d import PrefixStore
 from benchmarks.command import run
 from benchmarks.loop_scripts import Setting, Step, accelerate, ddp, deepspeed, fabric
 from benchmarks.loop_scripts import own_loop as own
-from shoal.bench.groups import join_default_group, join_group, join_store
+from shoal.bench.groups import interleaved, join_default_group, join_group, join_store
 from shoal.bench.options import AsJson, Processes, names, token_counts
-from shoal.bench.pairs import Turns, again_cells, columns, lower_bound, milliseconds, ratios
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
-from shoal.bench.report import Result, check, merged, print_report
+from shoal.bench.report import (
+    Result,
+    Turns,
+    again_cells,
+    check,
+    columns,
+    lower_bound,
+    merged,
+    milliseconds,
+    print_report,
+    ratios,
+)
 from shoal.bench.training_job import SEQUENCE, corpus_file, gpt_run_file, start_training, training_job
-from shoal.bench.turns import interleaved
 from shoal.engine.loop import take_step
 from shoal.launch.environment import Place
 

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.command import run
-from shoal.bench.comm_picture import COLOURS, INK, decorate, new_panels, picture_path
 from shoal.bench.options import AsJson
+from shoal.bench.pictures import COLOURS, INK, decorate, new_panels, picture_path
 from shoal.bench.report import Result, check, print_report
 
 PEERS = {

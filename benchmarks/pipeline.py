@@ -44,8 +44,7 @@ from shoal.models.config import GPTConfig
 from shoal.parallel.config import PipelineConfig
 from shoal.runfile.run_file import RunConfig, RunFile
 from shoal.schedules.build import build, stages_per_rank_of
-from shoal.schedules.names import Schedule
-from shoal.schedules.table import ScheduleTable
+from shoal.schedules.table import Schedule, ScheduleTable
 from shoal.schedules.timeline import in_flight
 from shoal.topology.config import LayoutConfig
 from shoal.topology.layout import Layout

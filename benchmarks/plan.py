@@ -24,12 +24,11 @@ from benchmarks.plan_page import markdown_page
 from benchmarks.published import Row, layer_times
 from shoal.bench.options import AsJson
 from shoal.bench.report import Check, check, print_report
-from shoal.cli.output import output_file
+from shoal.cli.common import output_file
 from shoal.cost.transformer import llama
-from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.predictor import Predictor, Workload
 from shoal.planner.predict.stack import MODERN
-from shoal.planner.predict.workload import calibrate_compute, calibrate_dispatch
+from shoal.planner.predict.workload import Constants, calibrate_compute, calibrate_dispatch
 from shoal.planner.search.search import Found, search
 from shoal.topology.cluster_file import known_cluster
 

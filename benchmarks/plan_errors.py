@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.published import Row
-from shoal.planner.predict.bill import Constants
+from shoal.planner.predict.workload import Constants
 
 TERMS = ("step", "microbatch", "layer", "layer once", "gradients")
 MILLI = 1e3

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from benchmarks.plan import predicted_s, scored
 from benchmarks.plan_errors import Machine
 from shoal.planner.explain.residuals import Evidence
-from shoal.planner.predict.bill import Constants
+from shoal.planner.predict.workload import Constants
 
 HOST_BOUND = "vTrain's node"
 """Calibrated on the host's seconds of an operator, which say nothing of products."""

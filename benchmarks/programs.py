@@ -22,12 +22,11 @@ import shoal.c10d
 from benchmarks.command import run
 from benchmarks.exposed import AGAIN, ALONE, CALLS, GLOO, INSTANT, OURS, checks_of, row_of
 from benchmarks.plain_programs import ON_INSTANT_NETWORK, PROGRAMS, TENSOR, all_reduces, alone, repeated
-from shoal.bench.groups import join_default_group, join_group, join_store
+from shoal.bench.groups import interleaved, join_default_group, join_group, join_store
 from shoal.bench.options import AsJson, names, token_counts, world_sizes
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import Result, merged, print_report
 from shoal.bench.training_job import corpus_file
-from shoal.bench.turns import interleaved
 from shoal.comm.collective import Collective
 from shoal.launch.environment import Place
 

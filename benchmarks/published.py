@@ -15,10 +15,10 @@ from pathlib import Path
 
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Recompute, gpt
-from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.predictor import Predictor, Workload
 from shoal.planner.predict.stack import MEGATRON_2021, MEGATRON_2022, Stack
-from shoal.schedules.names import Schedule
+from shoal.planner.predict.workload import Constants
+from shoal.schedules.table import Schedule
 from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import known_cluster
 from shoal.topology.layout import Layout

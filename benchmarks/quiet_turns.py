@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shoal.bench.turns import slowest_rank
+from shoal.bench.groups import slowest_rank
 from shoal.comm.collective import Collective
 
 TICK_S = 0.01

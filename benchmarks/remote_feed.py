@@ -40,11 +40,11 @@ from shoal.bench.training_job import ENDLESS, start_training
 from shoal.data.config import BatchConfig
 from shoal.data.record_config import Parquet
 from shoal.data.sample import Batch
-from shoal.engine.step_result import StepResult
+from shoal.engine.tally import StepResult
+from shoal.files import temporary_folder
 from shoal.launch.environment import Place
 from shoal.models.config import MLPConfig
 from shoal.runfile.run_file import RunConfig, RunFile
-from shoal.temporary_folder import temporary_folder
 
 FAILING, SLOW_S = 0.05, 0.2
 WAITING = 0.05

@@ -30,8 +30,7 @@ from shoal.gradients.gradients import Gradients
 from shoal.launch.environment import Place
 from shoal.models.config import PythonModel
 from shoal.observe.config import ObserveConfig
-from shoal.optim.config import SGD
-from shoal.optim.schedule_config import Schedule
+from shoal.optim.config import SGD, Schedule
 from shoal.runfile.run_file import RunConfig, RunFile
 from shoal.sync.config import HogwildConfig
 

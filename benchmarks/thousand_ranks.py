@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.comm.packing import packed, unpacked
-from shoal.launch import frames, handshake, sockets
+from shoal.launch import handshake, sockets
 from shoal.launch.environment import Place
-from shoal.launch.failure import Failure, read_failures, write_failure
-from shoal.launch.root_cause import Exit, failure_report, root_cause
+from shoal.launch.failure import Exit, Failure, failure_report, read_failures, root_cause, write_failure
 from shoal.launch.store import server as store_server
 from shoal.launch.store.connection import POLLS_A_SECOND
 from shoal.launch.store.messages import REPLIES, SERVICE, Reply, Request
@@ -147,8 +146,8 @@ async def _light(rank: int, ranks: int, port: int, key: bytes) -> tuple[float, f
     reader, writer = await _light_connection(port, key)
 
     async def ask(*given: Any) -> Reply:
-        writer.write(frames.encode(Request(0, *given)))
-        return frames.decode(await frames.read(reader, most_bytes=1 << 26, begin_s=None, rest_s=None), REPLIES)
+        writer.write(sockets.encode(Request(0, *given)))
+        return sockets.decode(await sockets.read(reader, most_bytes=1 << 26, begin_s=None, rest_s=None), REPLIES)
 
     await ask("set", [f"barrier/{rank}"], [b"host pid"])
     if (await ask("add", ["barrier"], [], 1)).amount == ranks:
@@ -174,10 +173,10 @@ async def _light_connection(port: int, key: bytes) -> tuple[asyncio.StreamReader
         try:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             whole = {"most_bytes": handshake.MOST_HANDSHAKE_BYTES, "begin_s": TIMEOUT_S, "rest_s": TIMEOUT_S}
-            greeting = frames.decode(await frames.read(reader, **whole), handshake.HELLOS)
+            greeting = sockets.decode(await sockets.read(reader, **whole), handshake.HELLOS)
             proof = handshake.prove(key, greeting)
-            writer.write(frames.encode(proof))
-            answer = frames.decode(await frames.read(reader, **whole), handshake.WELCOMES)
+            writer.write(sockets.encode(proof))
+            answer = sockets.decode(await sockets.read(reader, **whole), handshake.WELCOMES)
             handshake.check_welcome(key, greeting, proof, answer)
             return reader, writer
         except (OSError, asyncio.IncompleteReadError):

@@ -29,7 +29,7 @@ PAGE_BOUND_S, MEMORY_BOUND_BYTES = 1.0, 200e6
 _ENDPOINT = """
 import sys
 from pathlib import Path
-from shoal.observe.ending import Ending
+from shoal.observe.sink import Ending
 from shoal.observe.prometheus import PrometheusSink
 from shoal.observe.sink import RunStart
 sink = PrometheusSink(Path(sys.argv[1]), ("127.0.0.1", 0), ranks=None, note=lambda text: print(text, flush=True),

@@ -30,13 +30,11 @@ from torch._C._distributed_c10d import PrefixStore
 
 from benchmarks.command import run
 from benchmarks.wire_picture import write_wire_picture
-from shoal.bench.groups import join_store
+from shoal.bench.groups import interleaved, join_store, repeat
 from shoal.bench.options import AsJson, world_sizes
-from shoal.bench.pairs import lower_bound, ratios
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
-from shoal.bench.report import Check, Result, check, merged, print_report
-from shoal.bench.turns import interleaved, repeat
-from shoal.cli.output import picture_file
+from shoal.bench.report import Check, Result, check, lower_bound, merged, print_report, ratios
+from shoal.cli.common import picture_file
 from shoal.comm.collective import Collective, GroupCollective
 from shoal.comm.shm.core import CoreMissing
 from shoal.comm.shm.group import share_core

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.bench.comm_picture import COLOURS, INK, decorate, new_panels
+from shoal.bench.pictures import COLOURS, INK, decorate, new_panels
 
 AIM = 0.95
 """The share of the bound that shared memory aims at."""

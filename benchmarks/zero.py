@@ -18,13 +18,21 @@ from torch._C._distributed_c10d import Store
 from benchmarks.command import run
 from benchmarks.zero_scripts import ShardedScript, ZeroScript
 from shoal.bench.ddp_script import Script, new_gpt
-from shoal.bench.groups import join_default_group, join_group, join_mesh, join_store
+from shoal.bench.groups import Sides, interleaved, join_default_group, join_group, join_mesh, join_store
 from shoal.bench.options import FEWEST_PAIRS, AsJson, Processes
-from shoal.bench.pairs import Turns, again_cells, columns, lower_bound, milliseconds, ratios
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
-from shoal.bench.report import Result, check, print_report
+from shoal.bench.report import (
+    Result,
+    Turns,
+    again_cells,
+    check,
+    columns,
+    lower_bound,
+    milliseconds,
+    print_report,
+    ratios,
+)
 from shoal.bench.training_job import SEQUENCE, corpus_file
-from shoal.bench.turns import Sides, interleaved
 from shoal.launch.environment import Place
 from shoal.topology.layout import Layout
 

@@ -21,10 +21,9 @@ from shoal.cost.plan import Plan
 from shoal.cost.transformer import gpt
 from shoal.planner.predict.predictor import Predictor, Workload
 from shoal.planner.predict.stack import MEGATRON_2022
-from shoal.planner.simulate.memory import rank_bytes
 from shoal.planner.simulate.outcome import bubble_rate, period_s
 from shoal.planner.simulate.step import simulate_step
-from shoal.planner.simulate.work import Message, Work, uniform
+from shoal.planner.simulate.work import Message, Work, rank_bytes, uniform
 from shoal.schedules.build import build
 from shoal.schedules.table import ScheduleTable
 from shoal.schedules.timeline import Times, zero_bubble

@@ -21,7 +21,7 @@ from shoal.gradients.config import GradientsConfig
 from shoal.models.gpt import GPT
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import AdamW
-from shoal.state.ownership import Trained
+from shoal.state import Trained
 from shoal.topology.holding import Ranks, held
 
 

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal.c10d  # noqa: F401  (the backend's name)
 from shoal.comm.shm import transport
 from shoal.comm.shm.group import CoreGroup
-from shoal.comm.shm.work import PATIENCE_S
+from shoal.comm.shm.transport import PATIENCE_S
 from tests.held import held, none_more
 from tests.waiting import wait_until
 

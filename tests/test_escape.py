@@ -7,7 +7,7 @@ import unicodedata
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.escape import escape_controls
+from shoal.standard_output import escape_controls
 
 OBEYED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 

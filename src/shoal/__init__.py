@@ -18,8 +18,8 @@ from shoal.errors import RunFailed, RunStopped, ShoalError
 if TYPE_CHECKING:
     from shoal.api import load_checkpoint, open_data, plan, start, train, verify
     from shoal.api.federated import FederatedClient, FederatedServer, federate
-    from shoal.engine.global_batch import gather_samples
-    from shoal.models.embedding_table import EmbeddingTable
+    from shoal.engine.microbatches import gather_samples
+    from shoal.models.roles import EmbeddingTable
 
     __version__: str
 
@@ -52,11 +52,11 @@ def __getattr__(name: str) -> Any:
 
         return getattr(federated, name)
     if name == "gather_samples":
-        from shoal.engine.global_batch import gather_samples
+        from shoal.engine.microbatches import gather_samples
 
         return gather_samples
     if name == "EmbeddingTable":
-        from shoal.models.embedding_table import EmbeddingTable
+        from shoal.models.roles import EmbeddingTable
 
         return EmbeddingTable
     if name == "__version__":

@@ -26,16 +26,14 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
-from shoal.comm.c10d_forms import open_gloo
-from shoal.comm.hierarchical.group import share_hosts
+from shoal.comm.c10d_forms import open_gloo, untraced
+from shoal.comm.hierarchical import share_hosts
 from shoal.comm.shm.core import CoreMissing
 from shoal.comm.shm.group import share_core
 from shoal.comm.shm.host import Apart
-from shoal.comm.untraced import untraced
 from shoal.launch.rendezvous import STORE_TIMEOUT_S
 from shoal.launch.store.client import AuthenticatedStore
-from shoal.wire.connect import FIRST, TIMEOUT_S
-from shoal.wire.meeting import meet
+from shoal.wire.connect import FIRST, TIMEOUT_S, meet
 
 BACKEND, MET = "shoal", "shoal_wire"
 

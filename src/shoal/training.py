@@ -9,21 +9,19 @@ from typing import Any
 
 import torch
 
-from shoal.assembly.conclusion import conclude
+from shoal.assembly.conclusion import conclude, stopping_when_preempted
 from shoal.assembly.hang_watch import watch_hangs
 from shoal.assembly.job import build_job, introduce, restore, run_start, sinks_of
 from shoal.assembly.objects import UserObjects
-from shoal.assembly.preempted import stopping_when_preempted
-from shoal.assembly.profiled_script import profiled
-from shoal.assembly.replay import check_replay, rounds_of
+from shoal.assembly.profiling import profiled
 from shoal.assembly.run import Run, open_run
-from shoal.assembly.run_record import run_facts, write_run_file
+from shoal.assembly.run_record import check_replay, rounds_of, run_facts, write_run_file
 from shoal.engine.loop import train
 from shoal.errors import ConfigError
 from shoal.launch.environment import Place
 from shoal.launch.signals import StopRequest, end_with
 from shoal.observe.facts import write_facts
-from shoal.observe.forecast import Forecast
+from shoal.observe.prediction import Forecast
 from shoal.runfile.run_file import RunFile, run_directory
 
 

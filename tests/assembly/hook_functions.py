@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.engine.hooks import HookRecord
+from shoal.engine.loop import HookRecord
 
 HEARD = "HOOKS_HEARD"
 """The variable with the file that hooks write to."""

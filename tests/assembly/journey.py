@@ -15,10 +15,10 @@ from torch import Tensor
 from shoal.assembly.run import Run, open_run
 from shoal.checkpoint.save import Saver
 from shoal.comm.board import Board
-from shoal.comm.gather import gather_named
-from shoal.engine.resume import resume
+from shoal.comm.collective import gather_named
+from shoal.engine.recovery import resume
 from shoal.launch.environment import Place
-from shoal.state.target import parts_of
+from shoal.state import parts_of
 from tests.ranks import TestPlace
 from tests.verification.layouts import run_file_of
 from tests.waiting import HANG_S

@@ -17,8 +17,8 @@ from shoal.assembly.run import Run
 from shoal.elastic.state_copy import held_state, load_state
 from shoal.memory.tracker import storage_bytes
 from shoal.optim.declared import BLOCK
-from shoal.optim.dynamic import Quantised
-from shoal.verification.moments import TOLERANCE
+from shoal.optim.slots import Quantised
+from shoal.verification.layout_step import TOLERANCE
 from tests.assembly.journey import LR, Leg, travel, whole_state
 from tests.ranks import TestPlace
 from tests.sync.steps import gap, opened, train

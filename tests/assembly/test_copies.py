@@ -11,8 +11,8 @@ import pytest
 from shoal.engine.copies import TensorBox, difference
 from shoal.errors import CorruptCheckpoint
 from shoal.observe.sink import Sink, Sinks
-from shoal.state.target import parts_of
-from shoal.topology.box import Box
+from shoal.state import parts_of
+from shoal.topology.holding import Box
 from tests.assembly.training_ranks import flipped, trained
 from tests.ranks import TestPlace
 from tests.sync.steps import opened
@@ -133,16 +133,16 @@ def test_weights_that_differ_before_the_first_step_are_named(ranks, tmp_path: Pa
 
 def misread(place: TestPlace, tables: dict[str, Any], folder: str) -> None:
     """One number of what rank 1 reads is another one."""
-    from shoal.engine import resume
+    from shoal.engine import recovery
 
-    original = resume.read_into
+    original = recovery.read_into
 
     def read_into(manifest: Any, directory: Path, tensors: Any, **options: Any) -> None:
         original(manifest, directory, tensors, **options)
         if place.rank == 1:
             parts_of(tensors)[HEAD][0].tensor.view(-1)[3].mul_(1.5)
 
-    with patch.object(resume, "read_into", read_into):
+    with patch.object(recovery, "read_into", read_into):
         trained(place, tables, folder, 9)
 
 
@@ -160,20 +160,20 @@ def test_a_checkpoint_that_one_rank_cannot_load_is_passed_over_by_all(ranks, tmp
 def unreadable_on_rank_1(place: TestPlace, tables: dict[str, Any], folder: str) -> tuple[int, str]:
     """The step that this rank goes on from, and what it says."""
     from shoal.assembly.job import restore
-    from shoal.engine import resume
+    from shoal.engine import recovery
 
     class Heard(Sink):
         def warn(self, text: str) -> None:
             said.append(text)
 
-    original, said = resume.read_into, []
+    original, said = recovery.read_into, []
 
     def read_into(manifest: Any, *others: Any, **options: Any) -> None:
         original(manifest, *others, **options)
         if (place.rank, manifest.step) == (1, 6):
             raise CorruptCheckpoint("the disk of rank 1 gives other bytes")
 
-    with patch.object(resume, "read_into", read_into):
+    with patch.object(recovery, "read_into", read_into):
         directory = Path(folder) / "run"
         run = opened(place, tables, folder, directory, 9)
         with Sinks(Heard()) as sinks:

@@ -156,7 +156,7 @@ BOUNDED = {
     "shoal/comm/board.py",
     "shoal/comm/clock.py",
     "shoal/launch/rendezvous.py",
-    "shoal/elastic/replica_ranks.py",
+    "shoal/elastic/rendezvous.py",
 }
 """Where each call of a store runs in a thread that nobody waits for without a bound, or asks for what is there."""
 

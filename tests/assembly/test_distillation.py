@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from shoal.assembly.job import restore
 from shoal.checkpoint.inspect import weights_of
 from shoal.config.load import dumps
-from shoal.engine.distillation import divergence
-from shoal.engine.loss import cross_entropy
+from shoal.engine.loss import cross_entropy, divergence
 from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig
 from shoal.models.gpt import GPT
 from shoal.observe.sink import Sinks
-from shoal.runfile.sparsity_rules import partly_trained_refusal
+from shoal.runfile.training_rules import partly_trained_refusal
 from tests.ranks import TestPlace
 from tests.sync.steps import SGD, gap, opened, train
 from tests.verification.layouts import corpus, run_file_of, verified

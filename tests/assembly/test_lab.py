@@ -12,7 +12,7 @@ from shoal.assembly.lab import conditions_from, processes_in
 from shoal.comm.conditions import Conditions, HostRates
 from shoal.errors import ConfigError, UsageError
 from shoal.launch.environment import Place
-from shoal.launch.lab.start import RATES, throttled_entry
+from shoal.launch.lab.network import RATES, throttled_entry
 from shoal.runfile.load import load_run
 from tests.cli.project import Project, project
 from tests.comm.groups import replicas

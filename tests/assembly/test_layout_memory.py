@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.layouts import peak_bytes
 from shoal.launch.environment import Place
-from shoal.memory.allocations import allocated
+from shoal.memory.tracker import allocated
 from shoal.planning.answer import cluster_of, predictor_on, tensor_bytes
 from shoal.planning.plan_file import written_plan
 from shoal.runfile.load import load_run

@@ -11,10 +11,9 @@ import torch
 
 from shoal.parallel.tensor.layers import Cut, part_of
 from shoal.parallel.tensor.plan import TensorPart
-from shoal.state.ownership import owned_run
-from shoal.topology.axes import placed
-from shoal.topology.box import Box
-from shoal.topology.holding import Holding
+from shoal.state import owned_run
+from shoal.topology.holding import Box, Holding
+from shoal.topology.layout import placed
 from tests.assembly.journey import travel
 from tests.verification.layouts import corpus
 from tests.verification.test_split_by_tracing import GPT2, HERE

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from shoal.assembly.run import open_run
 from shoal.bench.training_job import start_training, training_job
+from shoal.checkpoint.commit import read_manifest
 from shoal.checkpoint.load import read_all
 from shoal.checkpoint.objects import Places
-from shoal.checkpoint.verify import read_manifest
 from shoal.engine import loop
 from shoal.engine.loop import Cadence
-from shoal.engine.resume import resume
+from shoal.engine.recovery import resume
 from shoal.errors import ConfigError, Stopped
 from shoal.gradients.priority import PriorityGradients
 from shoal.launch.environment import Place
@@ -188,7 +188,7 @@ def searched(place: TestPlace, folder: str, run: str, steps: int, state: dict[st
 
 
 def _loaded(state: dict[str, Any]) -> Any:
-    from shoal.gradients.bucket_search import BucketSearch
+    from shoal.gradients.replicated import BucketSearch
 
     search = BucketSearch(state["sizes"])
     search.load(state)

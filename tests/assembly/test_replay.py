@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.assembly.replay import replayed
 from shoal.assembly.run import open_run
+from shoal.assembly.run_record import replayed
 from shoal.errors import ConfigError
 from shoal.launch.environment import Place
 from shoal.sync.event_order import EventFiles, Rounds, event_file, read_rounds

@@ -13,7 +13,7 @@ from shoal.assembly.job import build_job, restore, run_start
 from shoal.assembly.run import Run
 from shoal.engine.loop import steps
 from shoal.observe.sink import Sinks
-from shoal.state.target import parts_of
+from shoal.state import parts_of
 from tests.ranks import TestPlace
 from tests.sync.steps import opened
 

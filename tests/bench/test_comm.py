@@ -8,10 +8,10 @@ import pytest
 
 from shoal.bench.collective_times import bus_factor, collective_rows, fits_of, numels
 from shoal.bench.comm import check_hosts, default_backends
-from shoal.bench.comm_sweep import OPERATIONS, Sweep
+from shoal.bench.options import OPERATIONS, Sweep
 from shoal.errors import UsageError
 from shoal.launch.environment import Place
-from shoal.topology.calibration import CollectiveFit
+from shoal.topology.cluster import CollectiveFit
 
 LAST = 1 << 20
 

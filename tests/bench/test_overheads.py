@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from shoal.bench.overheads import crowd_run, crowded_step_s
+from shoal.bench.operator_times import crowd_run, crowded_step_s
 from shoal.bench.products import keep, step_factor
 from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
@@ -18,7 +18,7 @@ from shoal.planning.answer import cluster_of, predictor_on
 from shoal.planning.cluster_here import read_calibration
 from shoal.planning.operators import measured_here
 from shoal.planning.plan_file import written_plan
-from shoal.topology.calibration import Crowd
+from shoal.topology.cluster import Crowd
 from shoal.topology.layout import Layout
 from tests.planner.calibrations import calibration
 from tests.ranks import TestPlace

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 
-from shoal.bench.pairs import lower_bound, spread
-from shoal.bench.report import check
+from shoal.bench.report import check, lower_bound, spread
 
 RUNS, PAIRS = 2000, 100
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.bench.progress import PIPE, shown, tell, told
+from shoal.bench.report import PIPE, shown, tell, told
 
 
 def as_rank(rank: int, pipe: str, monkeypatch: pytest.MonkeyPatch) -> None:

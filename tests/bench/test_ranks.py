@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from shoal.bench.comm_sweep import Sweep
+from shoal.bench.options import Sweep
 from shoal.bench.ranks import mpiexec, on_ranks
 from shoal.errors import EnvironmentFault
 from shoal.installation import install_command

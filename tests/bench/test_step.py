@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.bench.groups import WARM_UP_STEPS
 from shoal.bench.step import CountedStep
-from shoal.bench.turns import WARM_UP_STEPS
 
 PAGES = 512
 

@@ -9,10 +9,10 @@ import pytest
 import typer
 
 import shoal.bench.sync as bench_sync
-from shoal.bench.paced import PacedForwardBackward
+from shoal.bench.pictures import write_sync_picture
 from shoal.bench.report import Result
 from shoal.bench.sync import ALL, PROMISED, result_of, row_of, run_file_of, sync
-from shoal.bench.sync_picture import write_sync_picture
+from shoal.bench.training_job import PacedForwardBackward
 from shoal.launch.lab.lab_file import Lab
 from shoal.runfile.rules import check_across
 
@@ -110,8 +110,8 @@ def test_a_paced_rank_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         slept.append(seconds)
         clock[0] += seconds
 
-    monkeypatch.setattr("shoal.bench.paced.time.sleep", sleep)
-    monkeypatch.setattr("shoal.bench.paced.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("shoal.bench.training_job.time.sleep", sleep)
+    monkeypatch.setattr("shoal.bench.training_job.time.perf_counter", lambda: clock[0])
     inner = Computes()
     paced = PacedForwardBackward(inner, 0.5)  # pyright: ignore[reportArgumentType]
     paced([[1, 2, 3], [4]], gradients=None, factor=None, on_loss=None)  # pyright: ignore[reportArgumentType]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.bench.table import FEW_ROWS, WIDEST_LINE, cell, heading, tables
+from shoal.bench.report import FEW_ROWS, WIDEST_LINE, cell, heading, tables
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from shoal.bench import turns
-from shoal.bench.turns import WARM_UP_STEPS, interleaved
+from shoal.bench import groups
+from shoal.bench.groups import WARM_UP_STEPS, interleaved
 
 
 @pytest.fixture
 def sides(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """The k-th step of "a" takes 10 k seconds, that of "b" k seconds."""
     counters = {"a": iter(range(0, 1000, 10)), "b": iter(range(100))}
-    monkeypatch.setattr(turns, "slowest", lambda step, clock: float(step()))
+    monkeypatch.setattr(groups, "slowest", lambda step, clock: float(step()))
     return {name: lambda name=name: next(counters[name]) for name in counters}
 
 

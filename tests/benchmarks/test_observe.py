@@ -15,10 +15,9 @@ from benchmarks.observe import (
     _terminal,
     result_of,
 )
-from shoal.bench.pairs import Turns
-from shoal.observe.displays import LiveDisplay
-from shoal.observe.ending import Ending
-from shoal.observe.sink import RunStart
+from shoal.bench.report import Turns
+from shoal.observe.sink import Ending, RunStart
+from shoal.observe.terminal import LiveDisplay
 
 STEP_S = 0.1
 SIDES = (ALWAYS, LIVE, PROMETHEUS, TENSORBOARD, PAGE)

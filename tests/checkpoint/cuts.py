@@ -9,8 +9,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.state.target import Target
-from shoal.topology.box import Box, Dims, boxes_of_run, whole
+from shoal.state import Target
+from shoal.topology.holding import Box, Dims, boxes_of_run, whole
 
 Held = dict[int, list[Box]]
 """The boxes of one tensor, by the rank that holds them."""

@@ -12,12 +12,12 @@ from hypothesis import settings
 from torch import Tensor
 
 from shoal.checkpoint.agreement import LocalExchange
-from shoal.checkpoint.grid import Parcel, TensorSpec
+from shoal.checkpoint.commit import checkpoints, read_manifest
 from shoal.checkpoint.objects import TEMPORARY, Places
 from shoal.checkpoint.plan import Item, plan_for
 from shoal.checkpoint.save import Saver, SaveReport
-from shoal.checkpoint.verify import checkpoints, read_manifest
-from shoal.topology.box import whole
+from shoal.checkpoint.tensorfile import Parcel, TensorSpec
+from shoal.topology.holding import whole
 from tests.waiting import HANG_S
 
 light = settings(deadline=None, max_examples=50)

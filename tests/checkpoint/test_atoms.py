@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from shoal.checkpoint.plan import atoms_of, minus
 from shoal.errors import UsageError
-from shoal.topology.box import Box, whole
+from shoal.topology.holding import Box, whole
 from tests.checkpoint.cuts import held, shapes
 from tests.checkpoint.states import light
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from shoal.checkpoint import manifest as manifests
+from shoal.checkpoint.commit import newest_verified, read_manifest
 from shoal.checkpoint.inspect import verify
 from shoal.checkpoint.load import read_all
 from shoal.checkpoint.objects import Places
-from shoal.checkpoint.verify import newest_verified, read_manifest
 from shoal.errors import CorruptCheckpoint, VerificationFailed
 from tests.checkpoint.states import same, saver_for
 from tests.waiting import HANG_S

@@ -7,7 +7,7 @@ import torch
 
 from shoal.checkpoint.inspect import compare
 from shoal.errors import UsageError
-from shoal.topology.box import boxes_of_run
+from shoal.topology.holding import boxes_of_run
 from tests.checkpoint.cuts import targets
 from tests.checkpoint.states import save, saver_for, state_of
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from shoal.checkpoint.agreement import LocalExchange
+from shoal.checkpoint.commit import newest_verified
 from shoal.checkpoint.directories import Below, Directories, find_directories, share_newest
 from shoal.checkpoint.inspect import compare
 from shoal.checkpoint.objects import Places
-from shoal.checkpoint.verify import newest_verified
 from shoal.errors import EnvironmentFault
 from tests.checkpoint.states import on_ranks, save, saver_for, state_of
 from tests.waiting import HANG_S

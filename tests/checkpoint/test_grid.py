@@ -9,8 +9,8 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.checkpoint.grid import MAX_PIECES, TensorSpec, assign, boxes_within, family
-from shoal.topology.box import Box, intersection, whole
+from shoal.checkpoint.tensorfile import MAX_PIECES, TensorSpec, assign, boxes_within, family
+from shoal.topology.holding import Box, intersection, whole
 from tests.checkpoint.states import light, parcels
 
 shapes = st.lists(st.integers(0, 6), max_size=4).map(tuple)

@@ -24,7 +24,7 @@ def run(tmp_path):
 
 def lose_an_object(directory, step):
     """Delete the object that holds the weights of `step`; its path."""
-    from shoal.checkpoint.verify import read_manifest
+    from shoal.checkpoint.commit import read_manifest
 
     manifest = read_manifest(Places(directory).step(step))
     (weight,) = [tensor for tensor in manifest.tensors if tensor.name == "model/weight"]

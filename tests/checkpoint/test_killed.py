@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal.checkpoint.commit import newest_verified
 from shoal.checkpoint.load import read_all
 from shoal.checkpoint.objects import TEMPORARY, Places
-from shoal.checkpoint.verify import newest_verified
 from tests.checkpoint.killed_saver import HALVES, deaths, folder_of
 from tests.checkpoint.states import leftovers, same, save, saver_for, state_of
 

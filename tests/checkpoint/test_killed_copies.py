@@ -15,10 +15,10 @@ import pytest
 from _pytest.monkeypatch import MonkeyPatch
 
 from shoal.checkpoint import commit, manifest
+from shoal.checkpoint.commit import newest_verified
 from shoal.checkpoint.load import read_all
 from shoal.checkpoint.objects import MANIFEST, Disk, Places
 from shoal.checkpoint.remote import RemoteCheckpoints, fetch_newest
-from shoal.checkpoint.verify import newest_verified
 from tests.checkpoint.states import leftovers, same, save, saver_for, state_of
 from tests.forkserver import forkserver
 from tests.waiting import HANG_S

@@ -10,12 +10,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.checkpoint.commit import checkpoints, newest_verified, read_manifest
 from shoal.checkpoint.load import read_all, read_into
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.objects import Places
-from shoal.checkpoint.verify import checkpoints, newest_verified, read_manifest
 from shoal.errors import CorruptCheckpoint, UsageError
-from shoal.state.target import Target
+from shoal.state import Target
 from tests.checkpoint.states import light, same, save, saver_for, state_of
 
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.checkpoint import manifest as manifests
-from shoal.checkpoint.grid import boxes_within, tiles
 from shoal.checkpoint.manifest import MAX_STATE_BYTES, BoxEntry, Manifest, TensorEntry, decode, encode, seal
+from shoal.checkpoint.tensorfile import boxes_within, tiles
 from shoal.errors import CorruptCheckpoint, UsageError, VerificationFailed
-from shoal.topology.box import Box, whole
+from shoal.topology.holding import Box, whole
 from tests.checkpoint.cuts import held
 from tests.checkpoint.states import light
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.checkpoint.commit import newest_verified
 from shoal.checkpoint.load import read_all
 from shoal.checkpoint.remote import FOLDER, RemoteCheckpoints, RemoteCopies, fetch_newest
-from shoal.checkpoint.verify import newest_verified
 from shoal.errors import ConfigError, EnvironmentFault, Stopped
 from tests.checkpoint.states import same, save, saver_for, state_of
 

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.checkpoint.agreement import LocalExchange
+from shoal.checkpoint.commit import checkpoints, read_manifest
 from shoal.checkpoint.load import read_all, read_into
 from shoal.checkpoint.save import Saver
-from shoal.checkpoint.verify import checkpoints, read_manifest
 from shoal.errors import UsageError
-from shoal.state.target import Target
-from shoal.topology.box import Box
+from shoal.state import Target
+from shoal.topology.holding import Box
 from tests.checkpoint.cuts import held, of_rank, shapes, targets
 from tests.checkpoint.states import OBJECT_BYTES, on_ranks, same, saver_for, state_of
 from tests.waiting import HANG_S

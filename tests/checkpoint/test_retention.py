@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.checkpoint.commit import checkpoints, newest_verified
 from shoal.checkpoint.objects import Places
-from shoal.checkpoint.verify import checkpoints, newest_verified
 from tests.checkpoint.states import leftovers, save, saver_for, state_of
 
 

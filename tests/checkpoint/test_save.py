@@ -16,10 +16,10 @@ import torch
 
 from shoal.checkpoint import round as rounds
 from shoal.checkpoint.agreement import LocalExchange
+from shoal.checkpoint.commit import checkpoints, newest_verified, read_manifest
 from shoal.checkpoint.load import read_all
 from shoal.checkpoint.objects import OnPoint, Places, unheard
 from shoal.checkpoint.save import Saver, SaveReport
-from shoal.checkpoint.verify import checkpoints, newest_verified, read_manifest
 from shoal.errors import EnvironmentFault, UsageError
 from tests.checkpoint.states import LAYOUT, OBJECT_BYTES, leftovers, on_ranks, same, save, saver_for, state_of
 from tests.waiting import HANG_S, NEVER_S

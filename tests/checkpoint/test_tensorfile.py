@@ -10,11 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from shoal.checkpoint.grid import TensorSpec
-from shoal.checkpoint.tensorfile import DTYPES, Staging, read
+from shoal.checkpoint.tensorfile import DTYPES, Staging, TensorSpec, read
 from shoal.errors import CorruptCheckpoint
-from shoal.state.target import parts_of
-from shoal.topology.box import whole
+from shoal.state import parts_of
+from shoal.topology.holding import whole
 from tests.checkpoint.states import light, parcels
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shoal.checkpoint.commit import read_manifest
 from shoal.checkpoint.inspect import export, import_weights
 from shoal.checkpoint.load import read_all
-from shoal.checkpoint.verify import read_manifest
 from shoal.errors import UsageError
 from tests.checkpoint.states import leftovers, same, save, saver_for, state_of
 

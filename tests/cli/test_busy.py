@@ -10,8 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shoal.cli.busy import busy
-from shoal.cli.verbs import Verbs
+from shoal.cli.common import Verbs, busy
 from tests.waiting import HANG_S, NEVER_S
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.checkpoint.commit import checkpoints, newest_verified
 from shoal.checkpoint.inspect import compare
-from shoal.checkpoint.verify import checkpoints, newest_verified
 from tests.cli.elastic_runs import (
     gpt_project,
     memberships,

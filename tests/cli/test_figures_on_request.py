@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.observe.scaling import EFFICIENCY, RATE, SPEED_UP
+from shoal.observe.goodput import EFFICIENCY, RATE, SPEED_UP
 from tests.cli.project import Project, project
 
 LAYERS = {"grad/norm/layers.0", "grad/norm/layers.2"}

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from shoal.experiments.rehearsal.relay import relay, why_no_relay
+from shoal.experiments.rehearsal.faults import relay, why_no_relay
 from shoal.experiments.rehearsal.two_hosts import on_two_hosts
 from shoal.resilience.hang_verdict import HangVerdict
 from tests.cli.project import OWN, RUN, Project

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 import shoal
-from shoal.optim.adafactor import OwnedAdafactor
+from shoal.optim.adaptive import OwnedAdafactor
 from shoal.optim.adaptive import LionSign
-from shoal.optim.dion import OwnedDion
+from shoal.optim.muon import OwnedDion
 from shoal.optim.layerwise import LayerwiseAdam, LayerwiseSGD
 from shoal.optim.kfac import OwnedKFAC
 from shoal.optim.muon import OwnedMuon
-from shoal.optim.schedule_free import AveragedAdamW
-from shoal.optim.shampoo import OwnedShampoo
-from shoal.optim.soap import OwnedSOAP
+from shoal.optim.average import AveragedAdamW
+from shoal.optim.preconditioned import OwnedShampoo
+from shoal.optim.preconditioned import OwnedSOAP
 
 torch.manual_seed(0)
 inputs = torch.randn(48, 8, dtype=torch.float64)

@@ -32,7 +32,7 @@ def test_profile_says_where_the_time_goes(tmp_path: Path) -> None:
 def test_a_flame_graph_without_py_spy_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit 3, and what to install."""
     from shoal.errors import MissingExtra
-    from shoal.observe.profile.flame import flame_program
+    from shoal.observe.profile.trace import flame_program
 
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))

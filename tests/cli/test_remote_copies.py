@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.checkpoint.verify import checkpoints
+from shoal.checkpoint.commit import checkpoints
 from tests.cli.project import project
 
 pytest.importorskip("s3fs")

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.data.lengths import LengthOrder
-from shoal.data.strata import StratifiedOrder
+from shoal.data.sampling import LengthOrder, StratifiedOrder
 from tests.cli.project import OWN, RUN, Project
 
 SAMPLES, BATCH, STEPS = 30, 6, 10

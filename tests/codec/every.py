@@ -19,7 +19,7 @@ from shoal.codec.config import (
     TernGradConfig,
     TopKConfig,
 )
-from shoal.config.table import implementation_of
+from shoal.config.check import implementation_of
 
 BLOCK = 16
 """Short, so that vectors of a few dozen numbers have several blocks and a last one that is not full."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.codec.codec import ALIGNMENT_BYTES, TensorPlace, pack, unpack
 from shoal.codec.config import ACPSGDConfig, CodecConfig, PowerSGDConfig
-from shoal.config.table import implementation_of
+from shoal.config.check import implementation_of
 from tests.codec.every import CONFIGS, codec_of
 
 LENGTHS = st.sampled_from([0, 1, 2, 7, 8, 15, 16, 17, 33, 100, 257])

@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.codec.cast import Cast
+from shoal.codec.codec import Kernels, kernels_for, load_kernels
 from shoal.codec.config import CastConfig
-from shoal.codec.kernels import Kernels, kernels_for, load_kernels
-from shoal.codec.quantise import Quantised, Rounding, Scale
+from shoal.codec.quantise import Cast, Quantised, Rounding, Scale
 
 FORMS: list[tuple[Scale, Rounding, int]] = [
     ("largest", "nearest", 127), ("largest", "nearest", 7), ("largest", "stochastic", 127),

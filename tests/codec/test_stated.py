@@ -11,7 +11,7 @@ import torch
 from shoal.codec.codec import TensorPlace
 from shoal.codec.config import AutoConfig, BlockwiseConfig, CodecConfig, NoCodec, PowerSGDConfig
 from shoal.codec.stated import Matrices, is_stated, label, stated
-from shoal.config.table import implementation_of
+from shoal.config.check import implementation_of
 from tests.codec.every import CONFIGS
 
 LENGTHS = (1, 7, 16, 100, 1000, 70_001)

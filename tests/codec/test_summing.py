@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.codec.acp_sgd import ACPSGD
 from shoal.codec.codec import Codec, TensorPlace
 from shoal.codec.config import ACPSGDConfig, PowerSGDConfig, RandomKConfig, ScaleComConfig
-from shoal.codec.power_sgd import PowerSGD
-from shoal.codec.scale_com import ScaleCom
-from shoal.codec.top_k import RandomK
+from shoal.codec.power_sgd import ACPSGD, PowerSGD
+from shoal.codec.top_k import RandomK, ScaleCom
 
 PLACES = [TensorPlace("a", 0, (24, 20)), TensorPlace("bias", 480, (24,)), TensorPlace("b", 512, (16, 30))]
 NUMEL, RANKS = 1000, 3

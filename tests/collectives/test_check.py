@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.collectives import double_tree, doubling, ring
-from shoal.collectives.catalogue import tables
+from shoal.collectives import algorithms
+from shoal.collectives.algorithms import tables
 from shoal.collectives.table import CollectiveTable, Kind, Move, Receive, Send, Step, Transfer, relabelled, table_of
 from shoal.errors import LayoutError
 from tests.collectives.played import begun, check
@@ -63,7 +63,7 @@ def test_any_order_of_ranks_is_as_right(kind: Kind) -> None:
 def test_an_order_that_leaves_a_rank_out_is_refused() -> None:
     """It has to be a permutation."""
     with pytest.raises(LayoutError, match="each of 3 ranks once"):
-        relabelled(ring.all_reduce(3), [0, 1, 1])
+        relabelled(algorithms.all_reduce_by_ring(3), [0, 1, 1])
 
 
 def changed(table: CollectiveTable, rank: int, step: int, new: Callable[[Step], Step]) -> CollectiveTable:
@@ -113,7 +113,7 @@ def no_such_cell(step: Step) -> Step:
     return step._replace(moves=(Move(0, 99, False),))
 
 
-RING, HALVING = ring.all_reduce(4), doubling.halving_doubling(4)
+RING, HALVING = algorithms.all_reduce_by_ring(4), algorithms.halving_doubling(4)
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ RING, HALVING = ring.all_reduce(4), doubling.halving_doubling(4)
         (HALVING, 0, cell_short, "as many cells at both ends"),
         (RING, 2, added_to_itself, "added twice"),
         (RING, 2, no_such_cell, "there are 4"),
-        (ring.reduce_scatter(4), 0, another_cell_written, "only equal ones"),
-        (ring.all_gather(4), 0, another_cell_sent, "holds nothing yet"),
-        (ring.all_gather(4), 0, another_cell_written, "ends with|holds nothing yet"),
+        (algorithms.reduce_scatter_by_ring(4), 0, another_cell_written, "only equal ones"),
+        (algorithms.all_gather_by_ring(4), 0, another_cell_sent, "holds nothing yet"),
+        (algorithms.all_gather_by_ring(4), 0, another_cell_written, "ends with|holds nothing yet"),
     ],
 )  # fmt: skip
 def test_a_planted_fault_is_found(
@@ -187,7 +187,7 @@ def test_two_writes_of_one_cell_in_one_step_are_found() -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 7, 8, 13, 32, 64])
 def test_a_rank_of_the_double_tree_sends_and_receives_at_most_one_message_a_step(ranks: int) -> None:
     """So both directions of its port are used, and never twice."""
-    table = double_tree.all_reduce(ranks, blocks=4)
+    table = algorithms.all_reduce_by_double_tree(ranks, blocks=4)
     assert max(len(step.sends) for row in table.rows for step in row) == 1
     assert max(len(step.receives) for row in table.rows for step in row) == 1
     assert max(sum(len(s.cells) for s in step.sends) for row in table.rows for step in row) == 1

@@ -14,11 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.backends import TransportName
 from shoal.comm.collective import GroupCollective
-from shoal.comm.config import WireConfig
+from shoal.comm.config import TransportName, WireConfig
 from shoal.comm.mesh import Mesh, build_mesh
-from shoal.comm.mpi.group import share_mpi
+from shoal.comm.mpi import share_mpi
 from shoal.comm.seam import Seam
 from shoal.errors import CollectiveError, EnvironmentFault
 from shoal.launch.environment import Place, place_from

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from shoal.comm.backends import Capabilities, RankCapabilities, TransportName, choose_backend
 from shoal.comm.board import Board
-from shoal.comm.connect import gather_capabilities
+from shoal.comm.config import Capabilities, RankCapabilities, TransportName, choose_backend
+from shoal.comm.mesh import gather_capabilities
 from shoal.errors import EnvironmentFault
 from tests.comm.hosts import on_host
 

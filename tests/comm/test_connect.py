@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.comm import connect as connecting
+from shoal.comm import mesh as connecting
 from shoal.comm.conditions import Conditions, Fault
 from shoal.comm.config import WireConfig
-from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
+from shoal.comm.mesh import connect
 from shoal.comm.shm import host
 from shoal.comm.shm.core import CoreMissing
 from shoal.errors import CollectiveError, EnvironmentFault

@@ -9,13 +9,12 @@ from itertools import permutations
 import pytest
 import torch
 
-from shoal.collectives.catalogue import tables
+from shoal.collectives.algorithms import tables
 from shoal.collectives.table import CollectiveTable, Kind, relabelled
 from shoal.comm.algorithms import execute
-from shoal.comm.algorithms import probe as probes
+from shoal.comm.algorithms import group as probes
 from shoal.comm.algorithms.choose import choose, ranking
-from shoal.comm.algorithms.probe import probe
-from shoal.comm.algorithms.tables import ChosenCollective
+from shoal.comm.algorithms.group import ChosenCollective, probe
 from shoal.comm.collective import Collective, Handle, Reduction
 from shoal.errors import CollectiveError, LayoutError
 from shoal.topology.links import Links, clustered, slow_links, uniform

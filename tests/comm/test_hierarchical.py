@@ -17,10 +17,17 @@ from torch.nn.parallel import DistributedDataParallel
 import shoal.c10d  # noqa: F401  (the backend's name)
 from shoal.comm.collective import Alone, Collective, Handle
 from shoal.comm.conditions import Conditions, Fault
-from shoal.comm.hierarchical.division import TWO_LEVELS, between_hosts, combine, division_of, ring_between_hosts
-from shoal.comm.hierarchical.group import Hierarchical, share_hosts
-from shoal.comm.hierarchical.two_levels import PIECE_BYTES, TwoLevels
+from shoal.comm.hierarchical import Hierarchical, share_hosts
 from shoal.comm.ledger import Sent
+from shoal.comm.two_levels import (
+    PIECE_BYTES,
+    TWO_LEVELS,
+    TwoLevels,
+    between_hosts,
+    combine,
+    division_of,
+    ring_between_hosts,
+)
 from shoal.comm.volume import Volume
 from shoal.errors import CollectiveError
 from tests.comm.groups import replicas

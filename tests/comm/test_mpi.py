@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shoal.comm.mpi.world import why_no_mpi
+from shoal.comm.mpi_world import why_no_mpi
 from shoal.installation import install_command
 from shoal.observe.events import read_events
 from tests import programs

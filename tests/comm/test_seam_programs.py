@@ -19,12 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal.comm.backends import TransportName
 from shoal.comm.board import Board
-from shoal.comm.checking.deadlock import WaitGraph
-from shoal.comm.config import WireConfig
-from shoal.comm.connect import connect
+from shoal.comm.checking import WaitGraph
+from shoal.comm.config import TransportName, WireConfig
 from shoal.comm.ledger import Entry, Ledger
+from shoal.comm.mesh import connect
 from shoal.comm.seam import Seam
 from shoal.comm.volume import bytes_sent
 from shoal.errors import CollectiveError

@@ -14,14 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.collectives.catalogue import tables
+from shoal.collectives.algorithms import tables
 from shoal.collectives.table import Kind
+from shoal.comm.algorithms.choose import bytes_between
 from shoal.comm.collective import Collective, Handle, Reduction
-from shoal.comm.hierarchical.division import division_of
-from shoal.comm.hierarchical.two_levels import TwoLevels
 from shoal.comm.ledger import Sent
+from shoal.comm.two_levels import TwoLevels, division_of
 from shoal.comm.volume import Volume, bytes_sent, traffic_of, wire_bytes
-from shoal.cost.walk import bytes_between
 from tests.comm.local import local_group
 from tests.launch.labs import can_lab
 
@@ -201,7 +200,7 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from shoal.comm.collective import GroupCollective
 from shoal.launch.environment import place_from
-from shoal.launch.orphans import die_with_parent
+from shoal.launch.children import die_with_parent
 from shoal.launch.rendezvous import open_store
 die_with_parent(os.environ)
 place = place_from(os.environ)
@@ -263,7 +262,7 @@ import os, sys
 from itertools import combinations
 from pathlib import Path
 from shoal.launch.lab.lab_file import lab_from
-from shoal.launch.lab.start import run_in_lab
+from shoal.launch.lab.network import run_in_lab
 links = [{"between": list(pair), "rate_mbit": 10_000} for pair in combinations(range(4), 2)]
 lab = lab_from({"lab": {"hosts": 4, "rate_mbit": 10_000, "burst_kib": 256}, "link": links}, file="lab")
 sys.exit(run_in_lab(lab, [sys.executable, *sys.argv[1:3]], run_directory=Path(sys.argv[3]), environ=os.environ))

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from shoal.config.table import PositiveFloat, Table, says
+from shoal.config.check import PositiveFloat, Table, says
 
 
 class Big(Table, tag_field="kind", tag="big"):

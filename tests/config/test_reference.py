@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.config.reference import markdown
+from shoal.config.load import markdown
 from tests.config.tables import Root
 
 

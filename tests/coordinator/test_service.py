@@ -17,7 +17,7 @@ import pytest
 from shoal.coordinator.client import Address, Client, Connection, NoGeneration
 from shoal.coordinator.journal import Journal
 from shoal.coordinator.watch import watching
-from shoal.launch import frames
+from shoal.launch import sockets
 from shoal.launch.handshake import Refusal, TokenRefused, hello
 from shoal.resilience.events import Committed, Ended, Formed, Look, View
 from shoal.resilience.ledger import audit
@@ -186,10 +186,10 @@ def test_a_connection_that_breaks_is_no_refusal() -> None:
     tried: list[bool] = []
 
     def refuse(listener: socket.socket) -> None:
-        for answer in (b"", b"", b"", frames.encode(Refusal())):
+        for answer in (b"", b"", b"", sockets.encode(Refusal())):
             connection, _ = listener.accept()
             with connection:
-                connection.sendall(frames.encode(hello()))
+                connection.sendall(sockets.encode(hello()))
                 tried.append(bool(connection.recv(1 << 10)))
                 connection.sendall(answer)
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.collectives import direct
+from shoal.collectives import algorithms
+from shoal.comm.algorithms.choose import walk_s
 from shoal.cost import alpha_beta
-from shoal.cost.walk import walk_s
-from shoal.cost.wire import group_of
+from shoal.cost.alpha_beta import group_of
 from shoal.topology.cluster_file import cluster_from, known_cluster
 from shoal.topology.links import clustered
 
@@ -132,10 +132,12 @@ def test_an_all_to_all_shares_the_port_of_its_node(nodes: int, ranks: int) -> No
 
 
 def test_an_all_to_all_over_nodes_is_as_slow_as_the_walk_of_its_messages() -> None:
-    """`cost.walk` plays every message on links with one port a node; its pairs take turns, so that links idle."""
+    """`comm.algorithms.choose` plays every message on links with one port a node; its pairs take turns, so that links
+    idle.
+    """
     cluster, size = known_cluster("dgx-a100-80gb", 4), 1e9
     up, out = cluster.machine.scale_up, cluster.machine.scale_out
     links = clustered([rank // 8 for rank in range(32)], inner=(0, up.bytes_s), outer=(0, out.bytes_s))
-    walked = walk_s(direct.all_to_all(32), size, links)
+    walked = walk_s(algorithms.all_to_all_by_direct(32), size, links)
     found = group_of(cluster, 32, stride=1, world=32).all_to_all(size)
     assert 0.8 * walked < found < 1.05 * walked

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cost.attention import LENGTHS, Kernel, attention_share
+from shoal.cost.matmul import LENGTHS, Kernel, attention_share
 from shoal.topology.cluster import Architecture
 
 A100, H100 = 312e12, 989e12

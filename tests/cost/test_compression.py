@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shoal.cost.compression import MeasuredLink, Way, choose, exposed_s
+from shoal.comm.exchanges.choice import MeasuredLink, Way, choose, exposed_s
 
 NONE = Way("none", calls=10, sent_bytes=100e6, coding_s=0.0)
 CODEC = Way("codec", calls=20, sent_bytes=1e6, coding_s=0.1)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from shoal.cost.alpha_beta import Sweep, sweep_of
 from shoal.cost.operators import Host, host_of
 from shoal.errors import ConfigError
-from shoal.topology.calibration import OperatorTime
+from shoal.topology.cluster import OperatorTime
 
 EXACT = 1e-12
 ALPHA, BETA = 20e-6, 1e-9

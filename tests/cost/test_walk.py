@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.collectives import bruck, circulant, direct, double_tree, doubling, ring, two_level
+from shoal.collectives import algorithms
 from shoal.collectives.table import CollectiveTable, Transfer, table_of
+from shoal.comm.algorithms.choose import bytes_between, walk_s
 from shoal.cost import alpha_beta
-from shoal.cost.walk import bytes_between, walk_s
 from shoal.topology.links import clustered, uniform
 
 LATENCY_S, BYTES_S, SIZE = 2e-5, 1e9, 3e6
@@ -23,16 +23,16 @@ ANY, POWERS = (1, 2, 3, 5, 8, 12, 16, 31, 64), (1, 2, 4, 8, 16, 32, 64)
 @pytest.mark.parametrize(
     ("generator", "form", "sizes"),
     [
-        (ring.all_reduce, alpha_beta.ring_all_reduce, ANY),
-        (ring.all_gather, alpha_beta.ring_all_gather, ANY),
-        (ring.reduce_scatter, alpha_beta.ring_all_gather, ANY),
-        (circulant.all_reduce, alpha_beta.halving_doubling, ANY),
-        (doubling.halving_doubling, alpha_beta.halving_doubling, POWERS),
-        (doubling.recursive_doubling, alpha_beta.recursive_doubling, POWERS),
-        (direct.one_shot, alpha_beta.one_shot, ANY),
-        (direct.two_shot, alpha_beta.two_shot, ANY),
-        (direct.all_to_all, alpha_beta.pairwise_all_to_all, ANY),
-        (bruck.all_to_all, alpha_beta.bruck_all_to_all, POWERS),
+        (algorithms.all_reduce_by_ring, alpha_beta.ring_all_reduce, ANY),
+        (algorithms.all_gather_by_ring, alpha_beta.ring_all_gather, ANY),
+        (algorithms.reduce_scatter_by_ring, alpha_beta.ring_all_gather, ANY),
+        (algorithms.all_reduce_by_circulant, alpha_beta.halving_doubling, ANY),
+        (algorithms.halving_doubling, alpha_beta.halving_doubling, POWERS),
+        (algorithms.recursive_doubling, alpha_beta.recursive_doubling, POWERS),
+        (algorithms.one_shot, alpha_beta.one_shot, ANY),
+        (algorithms.two_shot, alpha_beta.two_shot, ANY),
+        (algorithms.all_to_all_by_direct, alpha_beta.pairwise_all_to_all, ANY),
+        (algorithms.all_to_all_by_bruck, alpha_beta.bruck_all_to_all, POWERS),
     ],
 )  # fmt: skip
 def test_a_walk_on_uniform_links_is_the_closed_form(
@@ -49,11 +49,11 @@ def test_a_torus_and_a_hierarchy_are_their_closed_forms(rows: int, columns: int)
     """On uniform links; and between hosts, whose port g ranks share, each of them has a g-th of its rate."""
     links = uniform(rows * columns, latency_s=LATENCY_S, bytes_s=BYTES_S)
     torus = alpha_beta.torus_all_reduce(rows, columns, SIZE, latency_s=LATENCY_S, bytes_s=BYTES_S)
-    assert walk_s(two_level.torus(rows, columns), SIZE, links) == pytest.approx(torus, rel=ROUNDING)
+    assert walk_s(algorithms.torus(rows, columns), SIZE, links) == pytest.approx(torus, rel=ROUNDING)
     inner, outer = (1e-6, 1e10), (LATENCY_S, BYTES_S)
     hosts = [rank // columns for rank in range(rows * columns)]
     form = alpha_beta.hierarchical_all_reduce(columns, rows, SIZE, inner=inner, outer=(LATENCY_S, BYTES_S / columns))
-    walked = walk_s(two_level.hierarchical(columns, rows), SIZE, clustered(hosts, inner=inner, outer=outer))
+    walked = walk_s(algorithms.hierarchical(columns, rows), SIZE, clustered(hosts, inner=inner, outer=outer))
     assert walked == pytest.approx(form, rel=ROUNDING)
 
 
@@ -61,7 +61,7 @@ def test_a_torus_and_a_hierarchy_are_their_closed_forms(rows: int, columns: int)
 def test_a_pipelined_double_tree_nears_its_closed_form(ranks: int) -> None:
     """From above, for a long vector in many blocks."""
     links = uniform(ranks, latency_s=0, bytes_s=BYTES_S)
-    walked = walk_s(double_tree.all_reduce(ranks, blocks=64), SIZE, links)
+    walked = walk_s(algorithms.all_reduce_by_double_tree(ranks, blocks=64), SIZE, links)
     form = alpha_beta.double_binary_tree(ranks, SIZE, latency_s=0, bytes_s=BYTES_S)
     assert 0.5 * form <= walked <= TREE_SLACK * form
 
@@ -71,8 +71,10 @@ def test_a_rank_with_many_messages_at_once_pays_for_each() -> None:
     gap_s = 1e-6
     links = uniform(8, latency_s=LATENCY_S, bytes_s=BYTES_S)
     slower = replace(links, gap_s=gap_s)
-    assert walk_s(ring.all_reduce(8), SIZE, slower) == walk_s(ring.all_reduce(8), SIZE, links)
-    more = walk_s(direct.two_shot(8), SIZE, slower) - walk_s(direct.two_shot(8), SIZE, links)
+    assert walk_s(algorithms.all_reduce_by_ring(8), SIZE, slower) == walk_s(
+        algorithms.all_reduce_by_ring(8), SIZE, links
+    )
+    more = walk_s(algorithms.two_shot(8), SIZE, slower) - walk_s(algorithms.two_shot(8), SIZE, links)
     assert more == pytest.approx(2 * 6 * gap_s, rel=1e-6)
 
 
@@ -99,7 +101,9 @@ def test_a_message_waits_for_both_of_its_ranks() -> None:
 def test_additions_take_their_time() -> None:
     """gamma: a ring adds (n-1)/n of the vector on each rank."""
     links = uniform(4, latency_s=0, bytes_s=BYTES_S)
-    plain, adding = (walk_s(ring.all_reduce(4), SIZE, links, add_bytes_s=rate) for rate in (float("inf"), 2e9))
+    plain, adding = (
+        walk_s(algorithms.all_reduce_by_ring(4), SIZE, links, add_bytes_s=rate) for rate in (float("inf"), 2e9)
+    )
     assert adding - plain == pytest.approx(0.75 * SIZE / 2e9, rel=ROUNDING)
 
 
@@ -108,12 +112,18 @@ def test_bytes_between_hosts_are_their_closed_forms(local: int, hosts: int) -> N
     """A flat ring sends 2 m (n-1)/n S over the m borders that it crosses, a hierarchy 2 (m-1) S."""
     n = local * hosts
     placement = [rank // local for rank in range(n)]
-    assert bytes_between(ring.all_reduce(n), SIZE, placement) == pytest.approx(2 * hosts * (n - 1) / n * SIZE)
-    assert bytes_between(two_level.hierarchical(local, hosts), SIZE, placement) == pytest.approx(2 * (hosts - 1) * SIZE)
+    assert bytes_between(algorithms.all_reduce_by_ring(n), SIZE, placement) == pytest.approx(
+        2 * hosts * (n - 1) / n * SIZE
+    )
+    assert bytes_between(algorithms.hierarchical(local, hosts), SIZE, placement) == pytest.approx(
+        2 * (hosts - 1) * SIZE
+    )
 
 
 def test_a_hierarchy_of_two_hosts_by_two_beats_a_flat_ring_by_half() -> None:
     """Where only the bytes between hosts count: 2 (n-1)/n S against 2 (m-1)/m S through each host's port."""
     links = clustered([0, 0, 1, 1], inner=(0, 1e15), outer=(0, BYTES_S))
-    flat, two = (walk_s(table, SIZE, links) for table in (ring.all_reduce(4), two_level.hierarchical(2, 2)))
+    flat, two = (
+        walk_s(table, SIZE, links) for table in (algorithms.all_reduce_by_ring(4), algorithms.hierarchical(2, 2))
+    )
     assert flat / two == pytest.approx(1.5, rel=1e-4)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shoal.data.arrays import Arrays
+from shoal.data.corpora import Arrays
 from shoal.errors import DataError
 
 

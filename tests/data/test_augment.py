@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.data.as_inputs import Collated
 from shoal.data.augment import Augmentation, augmentation_of, crop, flip, generator_of
 from shoal.data.batches import SourceReader, read_batch
 from shoal.data.config import Digits
 from shoal.data.cursor import Interval
 from shoal.data.feed import Feed, StepShare
+from shoal.data.inputs import Collated
 from shoal.data.order import Order
 from shoal.data.sample import Sample, first_leaf
 from shoal.errors import UserCodeError

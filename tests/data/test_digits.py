@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from shoal.data.arrays import digits
+from shoal.data.corpora import digits
 from shoal.errors import MissingExtra
 
 FIRST_HELD_OUT = [4, 2, 7, 1, 3, 4, 9, 4, 1, 3, 3, 5]  # results are compared between runs on this very split

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-from shoal.data.drawn import Drawn, DrawnOrder, as_sampled
+from shoal.data.sampling import Drawn, DrawnOrder, as_sampled
 from shoal.errors import UserCodeError
 
 DATA = list(range(100, 110))

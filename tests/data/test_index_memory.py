@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.data.jsonl import JSONLines
+from shoal.data.blocks import JSONLines
 
 SAMPLES = 10**9
 LIMIT_BYTES = 100 * 10**6

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from shoal.data.cursor import Cursor
-from shoal.data.kafka import KafkaTopic
+from shoal.data.receiver import KafkaTopic
 from shoal.errors import ConfigError, DataError
 from tests.data.sources import built
 from tests.data.test_stream import fed

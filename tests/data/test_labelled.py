@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader
 
 from shoal.data.batches import read_batch
 from shoal.data.build import from_objects
+from shoal.data.iterable import without_loaders
 from shoal.data.labelled import IGNORED, is_labelled, predicts_next_token, with_labels
-from shoal.data.loaders import without_loaders
 from shoal.data.sample import Batch
 from shoal.errors import UserCodeError
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data.config import DataConfig
-from shoal.data.mixture import MixtureOrder, quotas_of
+from shoal.data.dataset import MixtureOrder, quotas_of
 from shoal.data.order import Order
 from shoal.errors import DataError
 from tests.data.sources import SAMPLES, built, number_of, written

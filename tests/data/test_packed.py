@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
-from shoal.data.as_inputs import AsInputs, Collated
 from shoal.data.collate import collate, collate_stacked
-from shoal.data.packed import pack, unpack, unpacked
+from shoal.data.inputs import AsInputs, Collated, pack, unpack, unpacked
 from shoal.data.sample import padding_like
 from shoal.errors import UserCodeError
 

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.data.collate import collate
-from shoal.data.denominator import IGNORED
+from shoal.data.collate import IGNORED, collate
 from shoal.data.tokens import Documents, PackedDocuments
 from shoal.errors import DataError
 from shoal.models.config import GPTConfig

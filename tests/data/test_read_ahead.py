@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from shoal.data.dataset import Joined
 from shoal.data.feed import Feed, StepShare
-from shoal.data.mixture import Joined
 from shoal.data.order import Order
-from shoal.data.read_ahead import ReadAhead
+from shoal.data.records import ReadAhead
 from shoal.remote_files import at_once
 from tests.waiting import HANG_S, wait_until
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shoal.data.prepared import locked
 from shoal.data.remote import RemoteStore
+from shoal.data.shard_files import locked
 from shoal.errors import ConfigError, DataError, EnvironmentFault
 from tests.data.sources import PARTS, SAMPLES, built, written
 from tests.data.test_sources import interrupted

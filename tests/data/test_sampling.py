@@ -15,7 +15,7 @@ from shoal.assembly.sampling import sampled
 from shoal.data.build import from_objects
 from shoal.data.config import PythonData
 from shoal.data.dataset import Dataset
-from shoal.data.lengths import WINDOW, LengthOrder
+from shoal.data.sampling import WINDOW, LengthOrder
 from shoal.errors import ConfigError, UserCodeError
 
 

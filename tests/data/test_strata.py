@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.arrays import Arrays
-from shoal.data.as_inputs import AsInputs
+from shoal.data.corpora import Arrays
+from shoal.data.inputs import AsInputs
 from shoal.data.order import Order, WholeSteps
-from shoal.data.strata import StratifiedOrder, strata_of
+from shoal.data.sampling import StratifiedOrder, strata_of
 from shoal.errors import DataError, UserCodeError
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch.distributed as dist
 
 from shoal.assembly.job import build_job, run_start
-from shoal.assembly.microbatching import microbatching
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.process import open_process
+from shoal.assembly.splitting import microbatching
 from shoal.assembly.workload import build_workload
-from shoal.checkpoint.verify import newest_verified
+from shoal.checkpoint.commit import newest_verified
 from shoal.elastic.generation import Generations
 from shoal.elastic.state_copy import held_state
 from shoal.engine.loop import steps

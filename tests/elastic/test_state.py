@@ -24,22 +24,28 @@ from shoal.comm.board import Board
 from shoal.comm.c10d_forms import open_gloo
 from shoal.comm.collective import Alone, Collective, Handle
 from shoal.comm.config import WireConfig
-from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
+from shoal.comm.mesh import connect
 from shoal.coordinator.client import Address, Begin, NoGeneration
 from shoal.elastic import state_copy
-from shoal.elastic.rendezvous import ReplicaRendezvous, hosts_lost, place_of, shut_down_connections, unreachable
-from shoal.elastic.replica_ranks import ReplicaRanks
+from shoal.elastic.rendezvous import (
+    ReplicaRanks,
+    ReplicaRendezvous,
+    hosts_lost,
+    place_of,
+    shut_down_connections,
+    unreachable,
+)
 from shoal.elastic.sinks import membership_sentence
 from shoal.elastic.state_copy import HeldState, share_state
 from shoal.errors import CollectiveError, GenerationOver
-from shoal.fleet.assignment import Assignment
+from shoal.fleet.processes import Assignment
 from shoal.launch import sockets
 from shoal.launch.environment import STORE_FD, Place
 from shoal.resilience.events import View
 from shoal.resilience.participant import FencedOut
-from shoal.state.target import targets_of, views
-from shoal.topology.box import Box
+from shoal.state import targets_of, views
+from shoal.topology.holding import Box
 from tests.comm.local import local_group
 from tests.waiting import HANG_S, NEVER_S
 

@@ -30,7 +30,7 @@ from shoal.models.build import build, initialise
 from shoal.models.config import ConvNetConfig, GPTConfig
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
-from shoal.sync.allreduce import AlwaysEqual
+from shoal.sync.strategy import AlwaysEqual
 from tests.comm.groups import replicas
 from tests.gradients.buckets import replicated
 from tests.ranks import TestPlace

@@ -15,9 +15,9 @@ from shoal.assembly.job import build_job, restore, run_start
 from shoal.checkpoint.config import Goal
 from shoal.checkpoint.inspect import listing, weights_of
 from shoal.checkpoint.objects import Places
-from shoal.engine.best import Best, Watch
 from shoal.engine.config import StopWhen
 from shoal.engine.loop import train
+from shoal.engine.save_policy import Best, Watch
 from shoal.errors import ConfigError, Stopped
 from shoal.observe.sink import Sinks
 from shoal.runfile.rules import watch_refusal

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config.check import checked
-from shoal.engine.chunked_loss import in_chunks
-from shoal.engine.loss import cross_entropy
+from shoal.engine.loss import cross_entropy, in_chunks
 from shoal.errors import ConfigError, UserCodeError
 from shoal.memory.tracker import LivingStorages
 from shoal.models.build import build, initialise

@@ -8,8 +8,7 @@ from torch import nn
 
 from shoal.data.feed import evaluation_batches
 from shoal.engine.compute import Compute
-from shoal.engine.evaluation import evaluate
-from shoal.engine.forward_backward import SequentialForwardBackward
+from shoal.engine.forward_backward import SequentialForwardBackward, evaluate
 from shoal.engine.loss import cross_entropy
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.engine import float8
+from shoal.engine import precision
 from shoal.engine.config import BFloat16, Float8
-from shoal.engine.float8 import use_float8
+from shoal.engine.precision import use_float8
 from shoal.errors import EnvironmentFault, MissingExtra, UserCodeError
 from shoal.models.config import GPTConfig
 from shoal.models.gpt import GPT
@@ -43,7 +43,7 @@ def test_another_kind_changes_nothing() -> None:
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence, before anything is changed."""
-    monkeypatch.setattr(float8.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(precision.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"\[float8\]"):
         use_float8(Blocks(), Float8(), device=CPU)
 

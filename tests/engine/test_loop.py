@@ -14,9 +14,9 @@ from shoal.bench.training_job import start_alone, training_job
 from shoal.checkpoint.save import Saver, SaveReport
 from shoal.engine.loop import Cadence, Job, steps, take_step, train
 from shoal.engine.recovery import NonfiniteGuard
-from shoal.engine.save_interval import EverySteps
+from shoal.engine.save_policy import EverySteps
 from shoal.engine.step import TrainStep
-from shoal.engine.step_result import StepResult
+from shoal.engine.tally import StepResult
 from shoal.errors import Diverged, EnvironmentFault, Stopped
 from shoal.observe.sink import Sinks
 from tests.verification.layouts import corpus, run_file_of

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from shoal.assembly.run import Run, open_run
-from shoal.cost.noise_scale import moments
 from shoal.data.sample import Batch
+from shoal.engine.tally import moments
 from shoal.errors import ConfigError
 from shoal.launch.environment import Place
 from shoal.runfile.rules import check_across

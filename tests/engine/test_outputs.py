@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.engine.loss import cross_entropy, squared_error
-from shoal.engine.outputs import prediction_in, with_prediction
+from shoal.engine.loss import cross_entropy, prediction_in, squared_error, with_prediction
 from shoal.errors import UserCodeError
 
 

@@ -25,7 +25,7 @@ from shoal.gradients.config import GradientsConfig
 from shoal.gradients.priority import PriorityGradients
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD
-from shoal.sync.allreduce import AlwaysEqual
+from shoal.sync.strategy import AlwaysEqual
 from tests.gradients.buckets import replicated
 
 CPU, LR = torch.device("cpu"), 0.1

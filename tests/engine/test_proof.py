@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.engine.proof import CANCELLED_ROUNDINGS, ROUNDINGS, SINGLE, HeldBox, compare_gradients
-from shoal.topology.box import whole
+from shoal.engine.reference import CANCELLED_ROUNDINGS, ROUNDINGS, SINGLE, HeldBox, compare_gradients
+from shoal.topology.holding import whole
 
 WANTED = {"weight": torch.ones(64), "bias": torch.full((4,), 1e-9)}
 NOISE = 1e-9

@@ -14,7 +14,7 @@ from shoal.comm.board import Board
 from shoal.comm.mesh import build_mesh
 from shoal.data.cursor import Interval
 from shoal.data.order import share
-from shoal.engine.replica_speeds import Noted, ReplicaSpeeds, SpeedBoard
+from shoal.engine.measure import Noted, ReplicaSpeeds, SpeedBoard
 from shoal.resilience.detection import Lasting, Stragglers
 from shoal.topology.layout import Layout
 from tests.comm.local import local_group

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from shoal.cost.interval import steps_between_saves
-from shoal.engine.save_interval import ByFailures, EverySteps, LastSave
+from shoal.engine.save_policy import ByFailures, EverySteps, LastSave
 
 
 class Clock:

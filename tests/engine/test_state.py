@@ -16,7 +16,7 @@ from shoal.checkpoint.agreement import LocalExchange
 from shoal.checkpoint.inspect import export, import_weights
 from shoal.checkpoint.objects import Places
 from shoal.engine.precision import LossScaler
-from shoal.engine.resume import Loaded, load_weights, resume
+from shoal.engine.recovery import Loaded, load_weights, resume
 from shoal.engine.state import (
     FactsSection,
     HeldWeight,
@@ -28,10 +28,8 @@ from shoal.engine.state import (
 )
 from shoal.errors import CorruptCheckpoint, UsageError
 from shoal.optim.config import AdamW
-from shoal.state.ownership import Owned, owned_run
-from shoal.state.target import Target, targets_of
-from shoal.topology.box import Box, whole
-from shoal.topology.holding import AlongTensor, held
+from shoal.state import Owned, Target, owned_run, targets_of
+from shoal.topology.holding import AlongTensor, Box, held, whole
 from shoal.topology.layout import Layout
 from tests.checkpoint.states import on_ranks, saver_for
 from tests.waiting import HANG_S

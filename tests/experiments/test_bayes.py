@@ -14,9 +14,8 @@ import msgspec
 import pytest
 
 from shoal.errors import MissingExtra, UsageError
-from shoal.experiments.config import Bayes, Range, SweepFile
-from shoal.experiments.config import Random as RandomSearch
-from shoal.experiments.search import Known, propose, trials
+from shoal.experiments.search import Bayes, Known, Range, SweepFile, propose, trials
+from shoal.experiments.search import Random as RandomSearch
 from shoal.experiments.sweep import Sweep
 from shoal.installation import install_command
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import UsageError
-from shoal.experiments.config import ASHA, Range, SweepFile
-from shoal.experiments.search import trials
+from shoal.experiments.search import ASHA, Range, SweepFile, trials
 from shoal.experiments.sweep import Decision, Sweep, _Running, is_recorded
 from shoal.experiments.trial_command import train_alone
 from shoal.observe.events import Event, EventWriter

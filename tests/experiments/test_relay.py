@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from shoal.experiments.rehearsal.relay import Trouble, flipped, relay, resets_of, why_no_relay
+from shoal.experiments.rehearsal.faults import Trouble, flipped, relay, resets_of, why_no_relay
 from tests.waiting import HANG_S, wait_until
 
 SERVE = """

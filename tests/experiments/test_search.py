@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.experiments.config import ASHA, Range, SweepFile, load_sweep
-from shoal.experiments.config import Random as RandomSearch
 from shoal.experiments.results import interval
-from shoal.experiments.search import goes_on, rungs, trials
+from shoal.experiments.search import ASHA, Range, SweepFile, goes_on, load_sweep, rungs, trials
+from shoal.experiments.search import Random as RandomSearch
 from shoal.experiments.trial_command import devices_of
 
 FILE = 'name = "s"\nrun = "run.toml"\nobjective = "loss/train"\n'

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from shoal.assembly.federated import simulate
-from shoal.data.arrays import digits
+from shoal.data.corpora import digits
 from shoal.errors import ConfigError, EnvironmentFault, UserCodeError
 from shoal.federated.simulation import Simulation
 from tests.federated.tasks import run_file, task

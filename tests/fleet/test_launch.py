@@ -19,10 +19,9 @@ from shoal.coordinator.client import Address, NoGeneration
 from shoal.errors import EnvironmentFault
 from shoal.fleet.fleet import Fleet
 from shoal.fleet.processes import ReplicaProcesses
-from shoal.launch.arrival import say_arrived
-from shoal.launch.failure import FAILURE_FOLDER, failure_of, write_failure
+from shoal.launch.failure import FAILURE_FOLDER, ExitCode, failure_of, write_failure
 from shoal.launch.rank_process import RankProcess
-from shoal.launch.root_cause import ExitCode
+from shoal.launch.supervision import say_arrived
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.events import Committed, Fenced, Formed
 from shoal.resilience.preemption import Preemption

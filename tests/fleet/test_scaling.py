@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.coordinator.serve import coordinator_in
+from shoal.coordinator.service import coordinator_in
 from shoal.errors import EnvironmentFault
 from shoal.fleet.scaling import MEASURED_STEPS, WARMUP_STEPS, Speeds, price_in, scaling
 from shoal.resilience.config import ElasticConfig

@@ -8,10 +8,9 @@ from torch.nn import Parameter
 
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce
-from shoal.gradients.bucket import Bucket
-from shoal.gradients.partition import parts_by_size
+from shoal.gradients.bucket import Bucket, parts_by_size
 from shoal.gradients.replicated import replicated_bucket
-from shoal.state.ownership import Trained
+from shoal.state import Trained
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
 

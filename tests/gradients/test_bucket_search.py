@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.gradients.bucket_search import ROUNDS, BucketSearch, candidates
+from shoal.gradients.replicated import ROUNDS, BucketSearch, candidates
 
 MIB = 1 << 20
 

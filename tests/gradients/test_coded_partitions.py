@@ -19,12 +19,11 @@ from shoal.comm.collective import Collective
 from shoal.comm.exchanges.coded import Coded, CodedExchanges
 from shoal.comm.exchanges.exchange import Segment, segments_within
 from shoal.comm.ledger import Ledger
-from shoal.config.table import implementation_of
+from shoal.config.check import implementation_of
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.priority import PriorityGradients
 from shoal.gradients.residuals import PREFIX, ResidualSection
-from shoal.state.ownership import owned_whole
-from shoal.state.target import targets_of
+from shoal.state import owned_whole, targets_of
 from tests.codec.every import CONFIGS
 from tests.comm.local import local_group
 from tests.gradients.buckets import replicated

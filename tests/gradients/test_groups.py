@@ -18,9 +18,8 @@ from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.gradients.build import build_gradients
 from shoal.gradients.config import GradientsConfig
-from shoal.state.ownership import Trained
-from shoal.topology.box import Box
-from shoal.topology.holding import AlongTensor, Holding, held, held_expert
+from shoal.state import Trained
+from shoal.topology.holding import AlongTensor, Box, Holding, held, held_expert
 from shoal.topology.layout import Layout
 
 SUM_ORDER = 1e-13  # float64, sums of at most 8 terms

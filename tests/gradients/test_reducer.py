@@ -12,7 +12,7 @@ from torch import nn
 from shoal.comm.collective import Alone, Collective
 from shoal.comm.conditions import Conditions, Fault
 from shoal.errors import UserCodeError
-from shoal.gradients.partition import Member, fill_buckets
+from shoal.gradients.bucket import Member, fill_buckets
 from shoal.gradients.reducer import Reducer
 from tests.comm.groups import replicas
 from tests.gradients.buckets import buckets_over

@@ -11,12 +11,10 @@ from shoal.codec.codec import Codec
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.coded import CodedExchanges
 from shoal.errors import UsageError
-from shoal.gradients.bucket import Bucket
-from shoal.gradients.partition import parts_by_size
+from shoal.gradients.bucket import Bucket, parts_by_size
 from shoal.gradients.replicated import replicated_bucket
 from shoal.gradients.residuals import PREFIX, VELOCITY, ResidualSection, as_own, is_own
-from shoal.state.ownership import owned_whole
-from shoal.state.target import targets_of
+from shoal.state import owned_whole, targets_of
 from tests.codec.every import codec_of
 from tests.comm.exchanges.test_coded import on_ranks
 from tests.gradients.buckets import replicated

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from shoal.comm.collective import Alone
+from shoal.gradients.bucket import share_of
 from shoal.gradients.config import GradientsConfig
-from shoal.gradients.flat import share_of
 from shoal.gradients.replicated import ReplicatedGradients
-from shoal.state.ownership import Trained
+from shoal.state import Trained
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
 from tests.comm.groups import replicas

@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from shoal.comm.collective import Alone
 from shoal.errors import UserCodeError
-from shoal.gradients.build import Summing, build_gradients
+from shoal.gradients.build import Summing, UnsummedGradients, build_gradients
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.gradients import Gradients
 from shoal.gradients.replicated import ReplicatedGradients
-from shoal.gradients.unsummed import UnsummedGradients
-from shoal.state.ownership import Trained
+from shoal.state import Trained
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
 from tests.gradients.training import Net

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
+from shoal.gradients.bucket import ALIGNMENT, flat_layout
 from shoal.gradients.build import Summing
-from shoal.gradients.flat import ALIGNMENT, flat_layout
 from shoal.optim.declared import BLOCK
 from shoal.topology.layout import Layout
 from tests.gradients.training import Case, microbatches, synced, take_step

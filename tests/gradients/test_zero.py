@@ -16,7 +16,7 @@ from shoal.gradients.build import build_gradients
 from shoal.gradients.config import GradientsConfig
 from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
-from shoal.state.ownership import Trained
+from shoal.state import Trained
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
 from tests.gradients.training import MOMENTUM, Case, loss_of, microbatches, optimizer_of, plain, synced, trajectory

@@ -16,7 +16,7 @@ from shoal.gradients.config import GradientsConfig
 from shoal.gradients.gradients import Gradients
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
-from shoal.state.ownership import Trained
+from shoal.state import Trained
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
 from tests.ranks import TestPlace

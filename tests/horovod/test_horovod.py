@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.horovod import tree_bytes
-from shoal.horovod.negotiation import Begun, Word, conflict, fused, ready
+from shoal.horovod import operations as operations_module
+from shoal.horovod.engine import Begun, Word, conflict, fused, ready
 from tests.forkserver import forkserver
 from tests.ports import free_port
 from tests.waiting import HANG_S
@@ -239,8 +239,8 @@ def test_negotiation_is_in_one_order_and_conflicts_are_said() -> None:
 
 def test_values_travel_without_pickle() -> None:
     value = {"t": torch.arange(3), 1: (2, [None, b"x", True]), "nested": {"lr": 0.1}}
-    back = tree_bytes.decode(tree_bytes.encode(value))
+    back = operations_module.decode(operations_module.encode(value))
     assert torch.equal(back.pop("t"), value.pop("t"))
     assert back == value
     with pytest.raises(Exception, match="cannot be sent"):
-        tree_bytes.encode({"x": object()})
+        operations_module.encode({"x": object()})

@@ -31,7 +31,7 @@ from pathlib import Path
 from shoal import errors
 from shoal.launch.environment import place_from
 from shoal.launch.failure import report_failure
-from shoal.launch.orphans import die_with_parent
+from shoal.launch.children import die_with_parent
 from shoal.launch.signals import StopRequest
 die_with_parent(os.environ)
 place = place_from(os.environ)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launch.allocator import GLIBC_BYTES, MMAP, MOST_TRIM_BYTES, TRIM, keep_freed_memory, thresholds, variables
+from shoal.launch.warm import GLIBC_BYTES, MMAP, MOST_TRIM_BYTES, TRIM, keep_freed_memory, thresholds, variables
 
 SOURCE = Path(__file__).parents[2] / "src"
 BLOCK_BYTES, BLOCKS, ROUNDS = 20 << 20, 4, 10
@@ -22,7 +22,7 @@ PAGES = BLOCKS * BLOCK_BYTES // os.sysconf("SC_PAGE_SIZE")
 PROGRAM = f"""
 import ctypes, os, resource, sys
 import numpy as np
-from shoal.launch.allocator import keep_freed_memory, thresholds
+from shoal.launch.warm import keep_freed_memory, thresholds
 if sys.argv[1] == "keep":
     assert keep_freed_memory(thresholds(None, ranks=1), os.environ)
 

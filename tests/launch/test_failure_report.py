@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.launch.failure import Failure, failure_of
-from shoal.launch.root_cause import Exit, failure_report, root_cause
+from shoal.launch.failure import Exit, Failure, failure_of, failure_report, root_cause
 
 
 def record(rank: int, message: str, *, secondary: bool = False) -> Failure:

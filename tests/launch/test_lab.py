@@ -16,10 +16,8 @@ import pytest
 
 from shoal.errors import EnvironmentFault
 from shoal.launch import doctor
-from shoal.launch.lab import iproute, owner
-from shoal.launch.lab.iproute import counted
-from shoal.launch.lab.network import address, network
-from shoal.launch.lab.start import throttled_entry
+from shoal.launch.lab import network as network_module
+from shoal.launch.lab.network import address, counted, network, throttled_entry
 from tests.launch.labs import can_lab, lab_of
 from tests.waiting import HANG_S, wait_until
 
@@ -29,7 +27,7 @@ OWNER = """
 import time
 from shoal.launch.lab.lab_file import lab_from
 from shoal.launch.lab.network import network
-from shoal.launch.lab.start import unwinding
+from shoal.launch.lab.network import unwinding
 with unwinding(), network(lab_from({"lab": {"hosts": 2, "rate_mbit": 10}}, file="lab")):
     print("ready", flush=True)
     time.sleep(3600)
@@ -46,7 +44,7 @@ LAUNCH = """
 import os, sys
 from pathlib import Path
 from shoal.launch.lab.lab_file import lab_from
-from shoal.launch.lab.start import run_in_lab
+from shoal.launch.lab.network import run_in_lab
 lab = lab_from({"lab": {"hosts": 2, "ranks_per_host": [2, 1], "rate_mbit": 10}}, file="lab")
 sys.exit(run_in_lab(lab, [sys.executable, "-c", sys.argv[1]], run_directory=Path(sys.argv[2]), environ=os.environ))
 """
@@ -54,7 +52,7 @@ sys.exit(run_in_lab(lab, [sys.executable, "-c", sys.argv[1]], run_directory=Path
 
 def of(pid: int) -> list[str]:
     """The namespaces that process `pid` has made."""
-    return [name for name in owner.namespaces() if name.startswith(f"shoal-lab-{pid}-")]
+    return [name for name in network_module.namespaces() if name.startswith(f"shoal-lab-{pid}-")]
 
 
 @pytest.fixture
@@ -84,7 +82,7 @@ def test_a_lab_has_its_hosts_and_rates_and_leaves_nothing() -> None:
         switch = of(os.getpid())[-1]
         ports = [row for row in json.loads(_tc(switch)) if row["kind"] == "tbf"]
         assert [row["options"]["rate"] * 8 for row in ports] == [25e6] * 3
-        route = iproute.ip([f"route get {address(2)}"], namespace=first)
+        route = network_module.ip([f"route get {address(2)}"], namespace=first)
         assert "dev to2" in route
         raise ZeroDivisionError
     assert of(os.getpid()) == []
@@ -116,7 +114,7 @@ def test_what_a_lab_left_is_found_and_removed(other: subprocess.Popen[str]) -> N
         assert len(of(other.pid)) == 3
     other.kill()
     other.wait()
-    left = owner.leftovers(owner.namespaces())
+    left = network_module.leftovers(network_module.namespaces())
     assert set(of(other.pid)) <= set(left)
     finding = doctor.lab_finding(left, why_not=None)
     assert finding.status == "warning"
@@ -164,17 +162,17 @@ def test_ranks_live_on_their_hosts(tmp_path: Path) -> None:
 
 def test_a_name_is_of_a_process_and_its_start() -> None:
     """A process's own names are no leftovers; those of another start, of a dead one or of a zombie are."""
-    mine = owner.prefix([]) + "h0"
-    assert owner.leftovers([mine, "docker0", "shoal-lab-x"]) == []
-    assert owner.prefix([mine]) != owner.prefix([])
-    ticks = owner.start_ticks(os.getpid())
+    mine = network_module.free_prefix([]) + "h0"
+    assert network_module.leftovers([mine, "docker0", "shoal-lab-x"]) == []
+    assert network_module.free_prefix([mine]) != network_module.free_prefix([])
+    ticks = network_module.start_ticks(os.getpid())
     assert ticks is not None
     older = f"shoal-lab-{os.getpid()}-{ticks - 1}-0-h0"
     ended = subprocess.Popen(["true"])
     os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-    assert owner.start_ticks(ended.pid) is None
+    assert network_module.start_ticks(ended.pid) is None
     dead = f"shoal-lab-{ended.pid}-1-0-switch"
-    assert owner.leftovers([older, mine, dead]) == [older, dead]
+    assert network_module.leftovers([older, mine, dead]) == [older, dead]
     ended.wait()
 
 
@@ -182,18 +180,18 @@ def test_without_rights_or_tools_a_sentence_says_what_works_instead(monkeypatch:
     """Not root, no iproute2."""
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(EnvironmentFault, match=r"needs root .* user 1000; use sudo, or set lab.network = \"throttle\""):
-        iproute.require()
+        network_module.require()
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setenv("PATH", "")
     with pytest.raises(EnvironmentFault, match=r"no ip and no tc; apt-get install iproute2, or set lab.network"):
-        iproute.require()
+        network_module.require()
 
 
 @pytest.mark.usefixtures("can_lab")
 def test_what_the_kernel_refuses_is_named() -> None:
     """The command, its reason, and what works instead."""
     with pytest.raises(EnvironmentFault, match=r"ip refused 'link set nothing up' \(.*nothing.*\).*throttle"):
-        iproute.ip(["link show lo", "link set nothing up", "link show lo"])
+        network_module.ip(["link show lo", "link set nothing up", "link show lo"])
 
 
 def test_counters_leave_out_the_loopback(tmp_path: Path) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 import shoal
-from shoal.config.check import keys_of
-from shoal.config.reference import markdown
-from shoal.config.table import Table
+from shoal.config.check import Table, keys_of
+from shoal.config.load import markdown
 from shoal.errors import ConfigError
 from shoal.launch.lab.lab_file import LabTable, LinkTable, lab_from, load_lab
 from tests.launch.labs import lab_of

@@ -10,9 +10,8 @@ from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUs
 from shoal.comm.board import Board
 from shoal.comm.packing import MANY, MOST_PACKED_BYTES, packed, unpacked
 from shoal.errors import CollectiveError
-from shoal.launch.failure import Failure
+from shoal.launch.failure import Exit, Failure, failure_report, root_cause
 from shoal.launch.rendezvous import missing_ranks
-from shoal.launch.root_cause import Exit, failure_report, root_cause
 from tests.waiting import HANG_S
 
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launch.allocator import GLIBC_BYTES, MMAP, TRIM
 from shoal.launch.environment import master_from, place_from
 from shoal.launch.rank_process import log_path, rank_environment
+from shoal.launch.warm import GLIBC_BYTES, MMAP, TRIM
 
 
 @given(st.integers(1, 64), st.integers(1, 256), st.data())

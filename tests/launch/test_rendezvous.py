@@ -14,9 +14,10 @@ import pytest
 from torch.distributed import Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from shoal.errors import CollectiveError, EnvironmentFault, InUse
-from shoal.launch import rendezvous, sockets, wait
+from shoal.launch import rendezvous, sockets
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import Rendezvous, interface_for, open_store, tell_failure
+from shoal.launch.store import connection
 from tests.ports import free_port
 from tests.waiting import HANG_S
 
@@ -124,7 +125,7 @@ def test_ranks_that_never_come_are_named():
 
 def test_a_wait_is_reported_before_it_ends(monkeypatch, capfd):
     """The first sentence comes long before the timeout, names who is missing, and the wait goes on after it."""
-    monkeypatch.setattr(wait, "SAY_AFTER_S", 0.2)
+    monkeypatch.setattr(connection, "SAY_AFTER_S", 0.2)
     one, two = met(HANG_S)
     found: Future[str] = Future()
     with ThreadPoolExecutor() as pool:
@@ -164,7 +165,7 @@ def test_a_rank_that_never_comes_over_mpi_is_no_endless_wait(monkeypatch, capfd)
     for name in ("mpi4py", "mpi4py.MPI"):
         monkeypatch.setitem(sys.modules, name, SilentMPI())
     monkeypatch.setattr(rendezvous, "mpi_is_there", lambda: True)
-    monkeypatch.setattr(wait, "SAY_AFTER_S", 0.05)
+    monkeypatch.setattr(connection, "SAY_AFTER_S", 0.05)
     with pytest.raises(CollectiveError, match=r"rank 1 waited 0\.2 s in vain for rank 0, to meet over MPI"):
         open_store(Place(1, 2, 1, 2, 0, "mpi"), {}, timeout_s=0.2)
     assert "rank 1 waits for rank 0, to meet over MPI, 0.05 of at most 0.2 s" in capfd.readouterr().err

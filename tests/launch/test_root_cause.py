@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launch.failure import Failure
-from shoal.launch.root_cause import Exit, exit_code, root_cause
+from shoal.launch.failure import Exit, Failure, exit_code, root_cause
 
 
 def failure(rank: int, time_ns: int, *, secondary: bool = False, code: int = 1) -> Failure:

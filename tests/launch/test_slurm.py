@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import EnvironmentFault
-from shoal.launch.slurm import hosts, tasks_per_node
+from shoal.launch.environment import hosts, tasks_per_node
 
 NAMES = st.from_regex(r"[a-z][a-z-]{0,6}", fullmatch=True)
 SPANS = st.lists(st.tuples(st.integers(0, 900), st.integers(0, 20), st.integers(1, 5)), min_size=1, max_size=4)

@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import EnvironmentFault
-from shoal.launch.allocator import GLIBC_BYTES
-from shoal.launch.arrival import has_arrived
 from shoal.launch.failure import FAILURE_FOLDER
 from shoal.launch.rank_process import start
 from shoal.launch.signals import SAME_REQUEST_S
 from shoal.launch.spawn import conclude, listening, run_ranks
-from shoal.launch.supervision import Patience, StartOver, Supervision, Watch
+from shoal.launch.supervision import Patience, StartOver, Supervision, Watch, has_arrived
+from shoal.launch.warm import GLIBC_BYTES
 from tests.waiting import HANG_S, NEVER_S, wait_until
 
 WAIT = "ready(); wait_for_ever()"
@@ -119,7 +118,7 @@ time.sleep(3600)  # as an import that waits for a file system
 ARRIVES = """
 import os, sys, time
 from pathlib import Path
-from shoal.launch.arrival import say_arrived
+from shoal.launch.supervision import say_arrived
 say_arrived(os.environ)
 time.sleep(3600)
 """

@@ -11,10 +11,19 @@ import pytest
 from shoal.errors import UsageError
 from shoal.launch.doctor import GIB, Finding
 from shoal.launch.survey.across import findings
-from shoal.launch.survey.channel import remote_command
-from shoal.launch.survey.messages import Host, HostFacts, Leftover, Route, SurveyedLink
+from shoal.launch.survey.channel import (
+    MOST_ROUNDS,
+    Host,
+    HostFacts,
+    Leftover,
+    Route,
+    Survey,
+    SurveyedLink,
+    hosts_from,
+    remote_command,
+    rounds,
+)
 from shoal.launch.survey.network import matrix
-from shoal.launch.survey.visit import MOST_ROUNDS, Survey, hosts_from, rounds
 
 NAMES = ("n1", "n2", "n3")
 WELL = HostFacts(

@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from shoal.launch.lab.iproute import ip
-from shoal.launch.lab.network import address, network
-from shoal.launch.survey.link import listening, measure
+from shoal.launch.lab.network import address, ip, network
+from shoal.launch.survey.probe import listening, measure
 from tests.launch.labs import can_lab, lab_of
 from tests.services.sshd import sshd, why_not
 from tests.waiting import HANG_S, wait_until

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import UserCodeError
-from shoal.memory.blocks import blocks_of
 from shoal.memory.offloaded_activations import CODE_BLOCK, SavedTensors, decoded, encoded
-from shoal.memory.recompute import recompute
+from shoal.memory.recompute import blocks_of, recompute
 from shoal.memory.simulated_device import SimulatedDevice
-from shoal.memory.traffic import Traffic
+from shoal.memory.spill_file import Traffic
 from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
-from shoal.models.dropout import set_sample_keys
+from shoal.models.layers import set_sample_keys
 
 CPU = torch.device("cpu")
 BLOCKS = 4

@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.errors import UserCodeError
-from shoal.memory.blocks import blocks_of
-from shoal.memory.kept_operators import ATTENTION, PRODUCTS
-from shoal.memory.recompute import check_recompute, recompute
+from shoal.memory.recompute import ATTENTION, PRODUCTS, blocks_of, check_recompute, recompute
 from shoal.models.batch_norm import GroupedBatchNorm
 from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig, MoEConfig
-from shoal.models.dropout import set_sample_keys
+from shoal.models.layers import set_sample_keys
 
 VOCABULARY, BATCH, SEQ = 30, 2, 24
 

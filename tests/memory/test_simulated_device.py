@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from shoal.errors import OutOfMemory
-from shoal.memory.allocations import allocated
 from shoal.memory.simulated_device import SimulatedDevice
+from shoal.memory.tracker import allocated
 
 # In-place and fused operators have temporaries of their own, which the profiler sees and the ledger does not.
 TEMPORARIES = 0.02

@@ -9,15 +9,14 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from shoal.config.table import implementation_of
+from shoal.config.check import implementation_of
 from shoal.errors import EnvironmentFault
-from shoal.memory.spill_file import SpillFile, rounded
+from shoal.memory.spill_file import SpillFile, Traffic, rounded
 from shoal.memory.streamed_state import LEAST_BYTES, StreamedState
 from shoal.memory.tiers import DiskTier, HostTier, Pool
-from shoal.memory.traffic import Traffic
-from shoal.optim.adaptive_config import Lion
 from shoal.optim.config import SGD, AdamW, AdamW8bit, OptimizerConfig
 from shoal.optim.fused import FusedOptimizer
+from shoal.optim.kinds import Lion
 from shoal.optim.slots import make_slots, named_slots, pack_slots
 
 CPU = torch.device("cpu")

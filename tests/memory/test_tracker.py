@@ -13,7 +13,7 @@ from shoal.memory.recompute import RecomputeKind, recompute
 from shoal.memory.tracker import SavedActivations, measured_activation_bytes, model_state, storage_bytes
 from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
-from shoal.models.dropout import set_sample_keys
+from shoal.models.layers import set_sample_keys
 
 BATCH, SEQ = 2, 96
 # The closed form leaves nothing out that this version of torch keeps; the promise is 15 %.

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal.models.checkpointed_draws import key_checkpoints
+from shoal.models.draw_watch import key_checkpoints
 from shoal.models.keyed_draws import KeyedDraws
 
 

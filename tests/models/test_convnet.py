@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shoal.models.batch_norm import StepStatistics
 from shoal.models.build import build, initialise
 from shoal.models.config import ConvNetConfig
-from shoal.models.step_batch_norm import StepStatistics
 
 
 def net(**keys: Any) -> nn.Module:

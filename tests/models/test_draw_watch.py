@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shoal.engine.batch_statistics import StepBuffers
 from shoal.engine.randomness import Randomness
 from shoal.models.keyed_draws import KeyedDraws
-from shoal.own_loop.sample_draws import DrawsBySample
+from shoal.own_loop.steps import DrawsBySample
 
 STEPS = 5
 

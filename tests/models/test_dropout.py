@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from shoal.models.dropout import KeyedDropout, set_sample_keys
+from shoal.models.layers import KeyedDropout, set_sample_keys
 
 
 def dropped(x: torch.Tensor, keys: torch.Tensor, *, p: float = 0.3, name: str = "a", **options: object) -> torch.Tensor:

@@ -11,8 +11,7 @@ from torch import nn
 
 from shoal.models.build import build, initialise, parameter_count
 from shoal.models.config import GPTConfig
-from shoal.models.dropout import KeyedDropout, set_sample_keys
-from shoal.models.layers import rotated, rotations
+from shoal.models.layers import KeyedDropout, rotated, rotations, set_sample_keys
 
 VOCABULARY = 40
 # Two orders of the same float64 sums.

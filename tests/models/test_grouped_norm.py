@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.errors import UserCodeError
-from shoal.models.batch_norm import GroupedBatchNorm, with_grouped_norm
-from shoal.models.step_batch_norm import StepStatistics
+from shoal.models.batch_norm import GroupedBatchNorm, StepStatistics, with_grouped_norm
 
 GROUP = 4
 # The same sums in float64; only the last bits may differ with their order.

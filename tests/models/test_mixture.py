@@ -11,13 +11,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from shoal.models.batch_norm import StepStatistics
 from shoal.models.build import build, initialise
 from shoal.models.config import ModelConfig, MoEConfig
 from shoal.models.layers import GELU, SwiGLU
 from shoal.models.mixture import Mixture, MixtureOptions, expert_loads, grouped_linear, load_figures, loads
 from shoal.models.roles import roles_of
 from shoal.models.router import auxiliary_total, counted_tokens, set_auxiliary, top_k, use_auxiliary
-from shoal.models.step_batch_norm import StepStatistics
 
 # Two orders of the same float64 sums.
 F64 = {"rtol": 1e-12, "atol": 1e-13}

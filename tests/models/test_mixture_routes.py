@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.models.mixture import Mixture, MixtureOptions
-from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, Routes, set_routes
+from shoal.models.mixture import Mixture, MixtureOptions, RecordRoutes, ReplayRoutes, Routes, set_routes
 from shoal.models.router import set_auxiliary, use_auxiliary
 
 WIDTH, EXPERTS, SEQ = 6, 5, 8

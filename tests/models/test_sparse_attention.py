@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.models.attention_config import BigBird, SlidingWindow, SparseAttentionConfig
+from shoal.models.config import BigBird, SlidingWindow, SparseAttentionConfig
+from shoal.models.gpt import SparseAttention, kept_blocks
 from shoal.models.layers import CausalAttention
-from shoal.models.sparse_attention import SparseAttention, kept_blocks
 from shoal.runfile.layout_rules import layout_refusal
 from tests.sync.steps import ADAM, gap, train
 from tests.verification.layouts import GPT, corpus, run_file_of, verified

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from shoal.observe.attempts import attempts, failures, training_time_s
-from shoal.observe.events import Event
+from shoal.observe.events import Event, attempts, failures, training_time_s
 
 
 def steps(numbers: Iterable[int], *, start_s: float, generation: int = 0) -> list[Event]:

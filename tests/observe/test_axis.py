@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.observe.axis import Axis, axis_for, drawable, wants_log
+from shoal.observe.charts import Axis, axis_for, drawable, wants_log
 
 ANY = st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=30)
 

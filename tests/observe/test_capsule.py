@@ -93,7 +93,7 @@ def test_secrets_of_the_run_file_are_left_out(tmp_path: Path) -> None:
 
 def test_the_checkpoint_in_it_is_whole(tmp_path: Path) -> None:
     """Unpacked elsewhere, it verifies; the file is readable by its owner alone."""
-    from shoal.checkpoint.verify import newest_verified
+    from shoal.checkpoint.commit import newest_verified
 
     path = run_with_losses(tmp_path / "run", [1.0, 0.9])
     unpack(path, tmp_path / "out")

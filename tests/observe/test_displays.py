@@ -13,9 +13,8 @@ import time
 
 import pytest
 
-from shoal.observe.displays import LiveDisplay, PlainDisplay, display_on
-from shoal.observe.ending import Ending
-from shoal.observe.sink import RunStart, Sink
+from shoal.observe.sink import Ending, RunStart, Sink
+from shoal.observe.terminal import LiveDisplay, PlainDisplay, display_on
 from tests.observe.streams import VALUES, Clock, Terminal
 from tests.waiting import HANG_S
 
@@ -139,7 +138,7 @@ def test_what_others_wrote_obeys_nobody() -> None:
 
 PROGRAM = """
 import sys, time
-from shoal.observe.displays import display_on
+from shoal.observe.terminal import display_on
 from shoal.observe.sink import RunStart
 display = display_on(sys.stdout)
 display.start(RunStart(name="stdlib-gpt", total_steps=900))

@@ -12,12 +12,8 @@ from typing import Any
 
 import pytest
 
-from shoal.observe.background import Background
-from shoal.observe.ending import Ending
-from shoal.observe.mlflow import EXPERIMENT, mlflow_sink
-from shoal.observe.sink import RunStart, Sink
-from shoal.observe.tensorboard import FOLDER, tensorboard_sink
-from shoal.observe.wandb import wandb_sink
+from shoal.observe.sink import Ending, RunStart, Sink
+from shoal.observe.trackers import EXPERIMENT, FOLDER, Background, mlflow_sink, tensorboard_sink, wandb_sink
 from tests.waiting import HANG_S, wait_until
 
 RUN = RunStart(name="own", total_steps=3)

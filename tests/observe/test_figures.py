@@ -7,9 +7,8 @@ import re
 from typer.testing import CliRunner
 
 from shoal.cli.main import app
-from shoal.observe.ending import Ending
 from shoal.observe.figures import MEANINGS
-from shoal.observe.sink import RunStart
+from shoal.observe.sink import Ending, RunStart
 from shoal.observe.status import Status
 from shoal.observe.tables import meanings_section
 from tests.observe.streams import VALUES

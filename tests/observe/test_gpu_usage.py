@@ -6,7 +6,7 @@ import subprocess
 import sysconfig
 from pathlib import Path
 
-from shoal.observe.gpu_usage import GpuUsage
+from shoal.observe.host_usage import GpuUsage
 
 # Signatures and structures are those of nvml.h.
 NVML = """

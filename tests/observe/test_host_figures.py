@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.observe.host_figures import WithHostFigures, figures, summed
-from shoal.observe.metric_names import Metric
+from shoal.observe.host_usage import Metric, WithHostFigures, figures, summed
 from shoal.observe.sink import Sink
 
 

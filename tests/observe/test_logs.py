@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import EnvironmentFault
-from shoal.observe.ending import Ending
-from shoal.observe.logs import LogSink, close_log, log_path, open_log
-from shoal.observe.sink import RunStart
+from shoal.observe.sink import Ending, RunStart
+from shoal.observe.sinks import LogSink, close_log, log_path, open_log
 
 
 def test_a_line_has_its_time_rank_and_level(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from shoal.observe.progress_bar import PlainProgressBar, ProgressBar, TerminalProgressBar, open_progress_bar, track
+from shoal.observe.terminal import PlainProgressBar, ProgressBar, TerminalProgressBar, open_progress_bar, track
 from tests.observe.streams import Clock, Terminal
 
 

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 
 import shoal
-from shoal.observe.ending import Ending
 from shoal.observe.events import EventWriter
-from shoal.observe.gpu_usage import GpuUsage
+from shoal.observe.host_usage import GpuUsage
 from shoal.observe.prometheus import PrometheusSink
-from shoal.observe.sink import RunStart
+from shoal.observe.sink import Ending, RunStart
 from tests.observe.test_gpu_usage import library
 from tests.page.runs import START_S, loss, values, write_run
 from tests.services.prometheus import prometheus, why_not

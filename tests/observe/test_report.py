@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import EnvironmentFault, UsageError
-from shoal.observe.ending import Ending, write_ending
 from shoal.observe.events import EventWriter, events_path
 from shoal.observe.facts import facts_path, write_facts
 from shoal.observe.report import write_report
+from shoal.observe.sink import Ending, write_ending
 from tests.observe.synthetic import write_run
 
 
@@ -213,7 +213,7 @@ def test_the_room_needs_no_torch(tmp_path: Path) -> None:
     write_run(tmp_path, ranks=1)
     program = (
         "import sys; from pathlib import Path; from shoal.observe.report import write_report\n"
-        "import shoal.observe.sinks, shoal.observe.progress_bar\n"
+        "import shoal.observe.sinks, shoal.observe.terminal\n"
         "write_report(Path(sys.argv[1])); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=os.environ | {"PYTHONPATH": "src"})

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shoal.observe.ending import Ending, write_ending
 from shoal.observe.facts import write_facts
 from shoal.observe.report import write_report
+from shoal.observe.sink import Ending, write_ending
 from tests.page.runs import write_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

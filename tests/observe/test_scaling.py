@@ -10,7 +10,7 @@ import pytest
 from shoal.errors import UsageError
 from shoal.observe.events import EventWriter
 from shoal.observe.facts import write_facts
-from shoal.observe.scaling import EFFICIENCY, RATE, SPEED_UP, Scaling, one_rank_rate
+from shoal.observe.goodput import EFFICIENCY, RATE, SPEED_UP, Scaling, one_rank_rate
 
 MODEL = {"kind": "gpt", "layers": 2}
 

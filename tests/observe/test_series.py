@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.observe.series import mean, median, smooth, thin
+from shoal.observe.events import mean, median, smooth, thin
 
 VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60)
 RELATIVE = 1e-9  # sums of at most 60 float64 numbers

@@ -10,12 +10,10 @@ import pytest
 
 from shoal.errors import Diverged, Stopped
 from shoal.observe.config import ObserveConfig
-from shoal.observe.ending import Ending, ending_in
 from shoal.observe.events import read_events
 from shoal.observe.facts import read_facts
-from shoal.observe.logs import log_path
-from shoal.observe.sink import RunStart, Sink, Sinks
-from shoal.observe.sinks import open_sinks
+from shoal.observe.sink import Ending, RunStart, Sink, Sinks, ending_in
+from shoal.observe.sinks import log_path, open_sinks
 
 RUN = RunStart(name="own", total_steps=3)
 

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from shoal.observe.ending import Ending
-from shoal.observe.sink import RunStart
+from shoal.observe.sink import Ending, RunStart
 from shoal.observe.status import Status, packed
 from tests.observe.streams import VALUES, Clock
 from tests.observe.synthetic import START_S

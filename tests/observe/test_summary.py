@@ -10,13 +10,11 @@ import pytest
 
 from shoal import units
 from shoal.launch.lock import RunLock
-from shoal.observe.attempts import groups
-from shoal.observe.ending import Ending, write_ending
-from shoal.observe.events import EventWriter, read_events
+from shoal.observe.events import EventWriter, groups, read_events
 from shoal.observe.facts import number_of, write_facts
 from shoal.observe.goodput import DETECTING, RESTARTING, goodput_of
 from shoal.observe.record import read_record
-from shoal.observe.sink import RunStart
+from shoal.observe.sink import Ending, RunStart, write_ending
 from shoal.observe.status import Status
 from shoal.observe.summary import Summary, _goodput, key_numbers, summarize
 from shoal.page.lead import Lead

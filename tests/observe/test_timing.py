@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.observe.events import Event
-from shoal.observe.timing import RankTime, parts_of_step, rank_time, slowest
+from shoal.observe.record import RankTime, parts_of_step, rank_time, slowest
 
 SECONDS = st.floats(0.001, 1.0)
 

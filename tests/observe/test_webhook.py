@@ -13,9 +13,8 @@ import pytest
 from shoal.assembly.failed_run import alerts
 from shoal.errors import ConfigError
 from shoal.observe.config import ObserveConfig
-from shoal.observe.ending import Ending
-from shoal.observe.sink import RunStart
-from shoal.observe.webhook import ATTEMPTS, MOST, WebhookSink
+from shoal.observe.sink import Ending, RunStart
+from shoal.observe.sinks import ATTEMPTS, MOST, WebhookSink
 
 
 class Receiver:

@@ -13,8 +13,7 @@ from shoal.optim.adamw_8bit import MOMENTS, EightBitAdamW, step_in_c, step_in_to
 from shoal.optim.build import build_optimizer, part_of
 from shoal.optim.config import AdamW, AdamW8bit
 from shoal.optim.declared import BLOCK
-from shoal.optim.dynamic import Quantised, quantised
-from shoal.optim.slots import make_slots, named_slots, pack_slots
+from shoal.optim.slots import Quantised, make_slots, named_slots, pack_slots, quantised
 from tests.codec.test_kernels import built, kernels_built
 
 CONFIG = AdamW8bit(lr=1e-2)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shoal.optim.declared import BLOCK
-from shoal.optim.dynamic import TINIEST, Quantised, map_of, quantised, zeros
+from shoal.optim.slots import TINIEST, Quantised, map_of, quantised, zeros
 
 CPU = torch.device("cpu")
 CODES = {True: torch.int8, False: torch.uint8}

@@ -6,15 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.optim.adaptive_config import Adafactor, Lion, NAdam, RAdam, RMSprop
 from shoal.optim.average import AVERAGE
-from shoal.optim.average_config import EMA, SWA, Lookahead
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD, OptimizerConfig
-from shoal.optim.layerwise_config import LAMB, LARS
-from shoal.optim.muon_config import Dion
-from shoal.optim.preconditioned_config import SOAP, Shampoo
-from shoal.optim.schedule_free_config import ScheduleFreeAdamW, ScheduleFreeSGD
+from shoal.optim.declared import EMA, SWA, Lookahead
+from shoal.optim.kinds import LAMB, LARS, Adafactor, Lion, NAdam, RAdam, RMSprop, ScheduleFreeAdamW, ScheduleFreeSGD
+from shoal.optim.preconditioned_config import SOAP, Dion, Shampoo
 from tests.optim import references
 from tests.optim.references import DECAY, LR, Plain
 

@@ -16,7 +16,7 @@ from shoal.errors import UserCodeError
 from shoal.optim.kfac import OwnedKFAC
 from shoal.optim.layer_statistics import Factors, LayerStatistics, layers_in
 from shoal.optim.parts import Parts
-from shoal.state.ownership import Trained, owned_whole
+from shoal.state import Trained, owned_whole
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
 

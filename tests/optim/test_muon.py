@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.maths.orthogonal import orthogonalised
 from shoal.optim.build import build_optimizer, set_rate
 from shoal.optim.config import AdamW
-from shoal.optim.muon import OwnedMuon
-from shoal.optim.muon_config import Muon
+from shoal.optim.muon import OwnedMuon, orthogonalised
+from shoal.optim.preconditioned_config import Muon
 
 SHAPES = {"blocks.wide": (8, 24), "blocks.tall": (40, 16), "embedding": (12, 6), "blocks.bias": (24,)}
 STEPS = 20

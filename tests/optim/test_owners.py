@@ -14,9 +14,8 @@ from shoal.comm.mesh import build_mesh
 from shoal.optim.declared import Dims
 from shoal.optim.owners import Owners
 from shoal.optim.parts import Parts, PartSums
-from shoal.state.ownership import Trained, owned_run, owned_whole
-from shoal.topology.box import Box
-from shoal.topology.holding import AlongTensor, held
+from shoal.state import Trained, owned_run, owned_whole
+from shoal.topology.holding import AlongTensor, Box, held
 from shoal.topology.layout import Layout
 from tests.ranks import TestPlace
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.optim.config import SGD, AdamW
+from shoal.optim.config import SGD, AdamW, Phase, Schedule
 from shoal.optim.schedule import peak_rate, rate
-from shoal.optim.schedule_config import Phase, Schedule
 
 KINDS = st.sampled_from(["cosine", "linear", "constant"])
 

@@ -11,11 +11,11 @@ from torch.nn import Parameter
 
 from shoal.comm.collective import Alone
 from shoal.errors import ConfigError
+from shoal.optim.declared import AddNoise, Centralise, ClipAdaptively, ClipLayer, ClipValue, TransformConfig
 from shoal.optim.parts import Parts
 from shoal.optim.transforms import Chain
-from shoal.optim.transforms_config import AddNoise, Centralise, ClipAdaptively, ClipLayer, ClipValue, TransformConfig
 from shoal.runfile.load import load_run
-from shoal.state.ownership import Trained, owned_whole
+from shoal.state import Trained, owned_whole
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
 

@@ -6,9 +6,9 @@ from hypothesis import strategies as st
 
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Transformer, llama
-from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.predictor import Predictor, Workload
 from shoal.planner.predict.stack import MODERN, Stack
+from shoal.planner.predict.workload import Constants
 from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import known_cluster
 from shoal.topology.layout import Layout

@@ -14,15 +14,12 @@ from shoal.cost.transformer import total_parameters
 from shoal.errors import ConfigError, LayoutError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.gpt import GPT
-from shoal.optim.adaptive_config import Adafactor, Lion
-from shoal.optim.average_config import EMA
 from shoal.optim.config import SGD, AdamW, AdamW8bit, OptimizerConfig
-from shoal.optim.layerwise_config import LAMB
-from shoal.optim.muon_config import Muon
-from shoal.optim.preconditioned_config import SOAP
+from shoal.optim.declared import EMA
+from shoal.optim.kinds import LAMB, Adafactor, Lion
+from shoal.optim.preconditioned_config import SOAP, Muon
 from shoal.planner.explain.text import help_sentence
-from shoal.planner.predict.predictor import Prediction
-from shoal.planner.predict.run_cost import save_of
+from shoal.planner.predict.predictor import Prediction, save_of
 from shoal.planning.answer import cluster_of, planned, predictor_on, transformer_of
 from shoal.planning.plan_file import written_plan
 from shoal.planning.stack import CODED_BYTES, CODED_ON_CORES, stack_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.assembly.microbatching import microbatching
+from shoal.assembly.splitting import microbatching
 from shoal.cost.plan import Plan
 from shoal.planning.answer import cluster_of
 from shoal.planning.plan_file import written_plan

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shoal.assembly.microbatching import microbatching
+from shoal.assembly.splitting import microbatching
 from shoal.cli.simulate import simulate
 from shoal.runfile.load import load_run
 

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.observe.events import EventWriter
-from shoal.observe.progress_bar import PlainProgressBar, ProgressBar
+from shoal.observe.terminal import PlainProgressBar, ProgressBar
 from shoal.planner.predict.predictor import Prediction
 from shoal.planning import trial
 from shoal.planning.answer import planned

@@ -8,8 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.assembly.microbatching import microbatching
-from shoal.assembly.splitting import table_of
+from shoal.assembly.splitting import microbatching, table_of
 from shoal.errors import ShoalError
 from shoal.runfile.rules import check_across
 from tests.models.huggingface.architectures import MIXTRAL

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.runfile.federated_rules import federated_refusal
-from shoal.runfile.sparsity_rules import partly_trained_refusal
+from shoal.runfile.training_rules import partly_trained_refusal
 from tests.verification.layouts import run_file_of
 
 RIGL = {"sparsity": {"kind": "rigl", "density": 0.1}}

@@ -9,9 +9,8 @@ import pytest
 
 from shoal.errors import ConfigError, LayoutError
 from shoal.schedules.build import NAMES, build
-from shoal.schedules.check import check
 from shoal.schedules.table import ScheduleTable, forward_only
-from shoal.schedules.timeline import in_flight, timeline
+from shoal.schedules.timeline import check, in_flight, timeline
 
 RANKS, MICROBATCHES, PER_RANK = (1, 2, 3, 4, 7, 8), (1, 2, 3, 4, 5, 6, 8, 9, 14, 16, 17), (1, 2, 3, 4)
 FREE = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble")

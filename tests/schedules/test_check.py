@@ -8,9 +8,8 @@ import pytest
 
 from shoal.errors import LayoutError
 from shoal.schedules.build import NAMES, build
-from shoal.schedules.check import check, completing
 from shoal.schedules.table import Action, ScheduleTable
-from shoal.schedules.timeline import drawn, timeline
+from shoal.schedules.timeline import check, completing, drawn, timeline
 
 GOOD = build("ZB-H1", ranks=2, microbatches=3)
 

@@ -8,8 +8,7 @@ import pytest
 from torch.distributed.pipelining import schedules as pytorch
 
 from shoal.errors import LayoutError
-from shoal.schedules.build import build
-from shoal.schedules.limits import round_size
+from shoal.schedules.build import build, round_size
 from shoal.schedules.table import KINDS
 
 CLASSES: dict[str, Any] = {

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from shoal.errors import LayoutError
 from shoal.schedules.build import build
-from shoal.schedules.check import check
 from shoal.schedules.table import ScheduleTable
-from shoal.schedules.timeline import Times, timeline, zero_bubble
+from shoal.schedules.timeline import Times, check, timeline, zero_bubble
 
 ROUNDING = 1e-9
 """Relative: the same float64 sums in another order."""

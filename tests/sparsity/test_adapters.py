@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.inspect import export, weights_of
 from shoal.errors import ConfigError
-from shoal.models.adapter_config import AdapterConfig, BitFit, Bottleneck, DoRA, LoRA
 from shoal.models.adapters import adapt, is_adapter, merged
 from shoal.models.build import initialise
-from shoal.models.config import GPTConfig
+from shoal.models.config import AdapterConfig, BitFit, Bottleneck, DoRA, GPTConfig, LoRA
 from shoal.models.gpt import GPT
 from shoal.models.roles import ZEROS, Role, role_of, roles_of
 from tests.assembly.training_ranks import trained as taken

@@ -14,7 +14,7 @@ from shoal.config.load import dumps, read
 from shoal.errors import ConfigError, UsageError
 from shoal.models.config import GPTConfig
 from shoal.models.gpt import GPT
-from shoal.sparsity.features import FeatureGroup, feature_groups, feature_mask, feature_scores, shrunk
+from shoal.sparsity.masks import FeatureGroup, feature_groups, feature_mask, feature_scores, shrunk
 from tests.assembly.training_ranks import trained as taken
 from tests.sparsity.test_training import BASE, KINDS, SMALL
 from tests.verification.layouts import corpus, run_file_of

@@ -13,7 +13,7 @@ from shoal.errors import ConfigError
 from shoal.memory.tracker import measured_activation_bytes
 from shoal.models.config import GPTConfig
 from shoal.models.gpt import GPT
-from shoal.sparsity.freeze_config import FreezeByProgress, FreezeConfig, FreezeLater
+from shoal.sparsity.config import FreezeByProgress, FreezeConfig, FreezeLater
 from shoal.sparsity.freezing import Plasticity, blocks_of, freeze, frozen_by_schedule, matches
 from tests.assembly.journey import Leg, travel
 from tests.sync.steps import ADAM, Trained, gap, train

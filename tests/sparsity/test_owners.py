@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.sparsity.owners import Owners
+from shoal.sparsity.masks import Owners
 from tests.comm.local import LocalCollective, local_group
 
 SHAPES = {"a": (5, 8), "b": (40, 3), "c": (2, 2), "d": (7, 9)}

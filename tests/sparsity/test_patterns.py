@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ConfigError
+from shoal.sparsity.changes import check_divides, moved, of_every, spread, top, units, units_in
 from shoal.sparsity.config import Magnitude, Sparse
 from shoal.sparsity.masks import Masks, packed, unpacked
-from shoal.sparsity.patterns import check_divides, moved, of_every, spread, top, units, units_in
-from shoal.topology.box import whole
+from shoal.topology.holding import whole
 
 
 def largest_first(scores: Tensor) -> list[int]:

@@ -7,8 +7,8 @@ import math
 import msgspec
 import pytest
 
+from shoal.sparsity.changes import MaskPlan, erk
 from shoal.sparsity.config import Magnitude, MaskSchedule, RigL, Sparse
-from shoal.sparsity.plan import MaskPlan, erk
 
 
 def plan(config: Sparse, **schedule: object) -> MaskPlan:

@@ -14,8 +14,8 @@ from torch import nn
 from shoal.assembly.shrinking import as_integers
 from shoal.checkpoint.inspect import export, weights_of
 from shoal.errors import ConfigError, UsageError
-from shoal.models.quantisation import integers, quantise, restored, rounded
-from shoal.models.quantisation_config import QuantisationConfig
+from shoal.models.adapters import integers, quantise, restored, rounded
+from shoal.models.config import QuantisationConfig
 from tests.assembly.training_ranks import trained as taken
 from tests.sparsity.test_freezing import BASE, LAYOUTS, SUM_ORDER
 from tests.sync.steps import SGD, gap, train

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.assembly.job import restore
 from shoal.assembly.sparse import left_out_in
-from shoal.comm.gather import gather_named
+from shoal.comm.collective import gather_named
 from shoal.errors import ConfigError
 from shoal.observe.sink import Sinks
 from shoal.sparsity.masks import unpacked

@@ -29,8 +29,7 @@ from shoal.submit.scheduler import (
     write_files,
     write_record,
 )
-from shoal.submit.slurm import Slurm
-from shoal.submit.slurm_script import SlurmOptions
+from shoal.submit.slurm import Slurm, SlurmOptions
 from tests.submit.cluster import Cluster, install
 from tests.submit.jobs import job
 

@@ -19,10 +19,18 @@ from shoal.data.config import Tokens
 from shoal.data.order import Order
 from shoal.errors import UsageError
 from shoal.runfile.load import load_run
-from shoal.submit import yaml
+from shoal.submit import kubernetes
 from shoal.submit.job import Resources, SubmittedJob, job_of
-from shoal.submit.kubernetes_job import QUEUE_LABEL, jobset, trainjob
-from shoal.submit.pods import RUN_FILE, RUN_FOLDER, RUNS, KubernetesOptions, node_selector_of
+from shoal.submit.pods import (
+    QUEUE_LABEL,
+    RUN_FILE,
+    RUN_FOLDER,
+    RUNS,
+    KubernetesOptions,
+    jobset,
+    node_selector_of,
+    trainjob,
+)
 from tests.cli.project import Project, project
 from tests.ports import free_port
 from tests.submit.jobs import RECIPES, job
@@ -202,7 +210,7 @@ def test_yaml_reads_back_as_what_was_written(name: str, writer: Callable[..., li
     """By PyYAML: every object, every text, and the run file with its quotes and lines."""
     reader = pytest.importorskip("yaml", reason="PyYAML reads the manifests back")
     objects = writer(job(name, variables={"A": "a: b # c", "B": "true", "C": "", "D": "1e3", "E": "- x"}), OPTIONS)
-    assert list(reader.safe_load_all(yaml.documents(objects))) == json.loads(json.dumps(objects))
+    assert list(reader.safe_load_all(kubernetes.documents(objects))) == json.loads(json.dumps(objects))
 
 
 def test_what_lies_beside_the_run_file_needs_a_workdir(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from shoal.errors import EnvironmentFault, UsageError
-from shoal.submit import ray_jobs
+from shoal.submit import ray
 from shoal.submit.job import SubmittedJob
+from shoal.submit.ray import RayJobs
 from shoal.submit.ray_job import DESCRIPTION, RUN_FILE, RayJob
-from shoal.submit.ray_jobs import RayJobs
 from shoal.submit.scheduler import Submission, write_files
 from tests.cli.project import project
 from tests.services.ray import why_not
@@ -97,12 +97,12 @@ def test_what_goes_along_is_the_folder_without_runs_and_environments(
     write_files(made, RayJobs(NOWHERE).files(made))
     (made.directory / "checkpoint").write_text("weights")
     (made.folder / "dangling").symlink_to("nowhere")
-    ray_jobs._copy(made, target := tmp_path / "sent")
+    ray._copy(made, target := tmp_path / "sent")
     sent = sorted(str(path.relative_to(target)) for path in target.rglob("*") if path.is_file())
     assert sent == sorted(
         ["own.py", "package/__init__.py", "data/corpus.txt", ".shoal-job/ray-job.json", ".shoal-job/run.toml"]
     )
-    monkeypatch.setattr(ray_jobs, "MOST_BYTES", 20)
+    monkeypatch.setattr(ray, "MOST_BYTES", 20)
     with pytest.raises(UsageError, match=r"at most 20 B .*package/__init__.py with 19 B, data/corpus.txt with"):
-        ray_jobs._copy(made, tmp_path / "too-much")
+        ray._copy(made, tmp_path / "too-much")
     assert not (tmp_path / "too-much").exists()

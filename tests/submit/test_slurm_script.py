@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import UsageError
-from shoal.submit.slurm_script import SlurmOptions, batch_script
+from shoal.submit.slurm import SlurmOptions, batch_script
 from tests.submit.jobs import RUNS, job
 
 NEAT = sorted(set(RUNS) - {"quoted"})

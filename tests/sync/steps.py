@@ -12,7 +12,7 @@ import msgspec
 from torch import Tensor
 
 from shoal.assembly.run import Run, open_run
-from shoal.engine.resume import resume
+from shoal.engine.recovery import resume
 from shoal.launch.environment import Place
 from shoal.runfile.rules import check_across
 from tests.assembly.journey import save, whole_state

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
-from shoal.comm.exchanges.canonical import Canonical
+from shoal.comm.exchanges.exchange import Canonical
 from shoal.errors import ConfigError
 from shoal.runfile.rules import check_across
 from tests.comm.local import local_group

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.sync.changed_chunks import CHUNK, changed_chunks, chunks_in, elements_of
+from shoal.sync.server_part import CHUNK, changed_chunks, chunks_in, elements_of
 from tests.assembly.test_embedding_tables import tables
 from tests.sync.steps import SGD, SUM_ORDER, Tables, gap, train
 from tests.verification.table_models import Recommender

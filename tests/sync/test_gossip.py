@@ -12,8 +12,7 @@ import torch
 from shoal.errors import ConfigError
 from shoal.runfile.rules import check_across
 from shoal.sync.config import GossipConfig
-from shoal.sync.gossip_message import pack, unpack
-from shoal.sync.push_sum import Share
+from shoal.sync.push_sum import Share, pack, unpack
 from tests.sync.steps import ADAM, LR, SGD, STEPS, SUM_ORDER, Tables, gap, mean_of, train
 from tests.verification.layouts import corpus, run_file_of
 

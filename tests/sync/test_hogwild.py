@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.engine.resume import resume
+from shoal.engine.recovery import resume
 from shoal.errors import ConfigError
 from shoal.runfile.rules import check_across
 from tests.assembly.journey import save

@@ -23,16 +23,15 @@ from torch import Tensor
 
 from shoal.assembly.run import open_run
 from shoal.comm.ledger import Ledger
-from shoal.engine.resume import resume
+from shoal.engine.recovery import resume
 from shoal.errors import ConfigError
 from shoal.launch.environment import Place
 from shoal.maths.mixing import equal_shares
 from shoal.runfile.rules import check_across
 from shoal.sync.config import GossipConfig
 from shoal.sync.event_order import EventFiles, Rounds
-from shoal.sync.late_shares import LateShares, Schedule
-from shoal.sync.own import SYNC
-from shoal.sync.push_sum import PushSum, Share
+from shoal.sync.flat_copy import SYNC
+from shoal.sync.push_sum import LateShares, PushSum, Schedule, Share
 from shoal.verification.refusals import require_provable
 from tests.assembly.journey import save, whole_state
 from tests.ranks import TestPlace

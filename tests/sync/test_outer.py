@@ -9,9 +9,9 @@ import torch
 from torch.nn import Parameter
 
 from shoal.comm.collective import Alone
-from shoal.state.ownership import Owned
+from shoal.state import Owned
 from shoal.sync.config import LocalConfig
-from shoal.sync.outer import OuterStep
+from shoal.sync.local import OuterStep
 from shoal.sync.strategy import Replica
 
 EXACT = 1e-15

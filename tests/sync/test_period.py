@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from shoal.sync.period import Period
+from shoal.sync.local import Period
 
 
 def agreements(period: Period, loss: list[float], lr: float = 0.1) -> list[int]:

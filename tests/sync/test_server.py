@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.assembly.run import Run, open_run
 from shoal.config.check import checked
-from shoal.engine.resume import resume
+from shoal.engine.recovery import resume
 from shoal.errors import ConfigError
 from shoal.launch.environment import Place
 from shoal.runfile.rules import check_across

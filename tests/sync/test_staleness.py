@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.sync.staleness import compensated, scaled_by_staleness
+from shoal.sync.server_part import compensated, scaled_by_staleness
 
 
 def test_compensation_is_the_first_term_of_the_taylor_series() -> None:

@@ -6,8 +6,7 @@ from math import prod
 
 from hypothesis import strategies as st
 
-from shoal.topology.axes import DENSE, EXPERT, Axis
-from shoal.topology.layout import Layout
+from shoal.topology.layout import DENSE, EXPERT, Axis, Layout
 
 ALL_AXES: tuple[Axis, ...] = (*DENSE, "expert_shard", "expert")
 

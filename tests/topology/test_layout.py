@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import LayoutError
-from shoal.topology.axes import DENSE, EXPERT, Axis
-from shoal.topology.layout import Coordinate, Layout
+from shoal.topology.layout import DENSE, EXPERT, Axis, Coordinate, Layout
 from tests.topology.layouts import ALL_AXES, layouts, readings, some_axes
 
 CUBE = Layout(replicate=2, shard=2, tensor=2, expert=2)

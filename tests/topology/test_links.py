@@ -7,9 +7,9 @@ from itertools import permutations
 
 import pytest
 
-from shoal.collectives import ring
+from shoal.collectives import algorithms
 from shoal.collectives.table import relabelled
-from shoal.cost.walk import walk_s
+from shoal.comm.algorithms.choose import walk_s
 from shoal.errors import LayoutError
 from shoal.topology.links import (
     EXACT_RANKS,
@@ -103,7 +103,7 @@ def test_the_order_is_within_a_twentieth_of_the_best_of_all(
 ) -> None:
     """By the time of half a ring all-reduce, walked in each of the (n-1)! orders."""
     links = measured(*planted(placement, set(slow), seed))
-    table = ring.reduce_scatter(links.ranks)
+    table = algorithms.reduce_scatter_by_ring(links.ranks)
     orders = ((0, *rest) for rest in permutations(range(1, links.ranks)))
     times = {order: walk_s(table, SIZE, permuted(links, order)) for order in orders}
     assert links.ranks <= EXACT_RANKS
@@ -123,7 +123,7 @@ def permuted(links: Links, order: tuple[int, ...]) -> Links:
 def test_placing_ranks_is_placing_links() -> None:
     """A table with its ranks in an order takes as long as the table on links in that order."""
     links = measured(*planted([0, 1, 2, 0, 1], {(0, 2)}, seed=4))
-    table, order = ring.all_reduce(5), (0, 3, 1, 4, 2)
+    table, order = algorithms.all_reduce_by_ring(5), (0, 3, 1, 4, 2)
     assert walk_s(relabelled(table, order), SIZE, links) == walk_s(table, SIZE, permuted(links, order))
 
 

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.topology.axes import DENSE, EXPERT, Axis, Kind, Placement, placed
-from shoal.topology.layout import Layout
+from shoal.topology.layout import DENSE, EXPERT, Axis, Kind, Layout, Placement, placed
 from tests.topology.layouts import layouts
 
 COLUMN = placed("dense", sharded=["tensor"])

@@ -13,12 +13,9 @@ from shoal.maths.mixing import Matrix
 from shoal.sync.config import GossipConfig
 from shoal.sync.easgd import EASGDAgreement
 from shoal.sync.gossip import GossipAgreement
-from shoal.sync.local import LocalAgreement
-from shoal.sync.outer import OuterStep
-from shoal.sync.period import Period
+from shoal.sync.local import LocalAgreement, OuterStep, Period, StreamingAgreement
 from shoal.sync.push_sum import PushSum
 from shoal.sync.server_part import ServedPart
-from shoal.sync.streaming import StreamingAgreement
 from tests.ranks import TestPlace
 from tests.verification.layouts import verified
 
@@ -138,7 +135,7 @@ def served_with_a_stale_gradient(rank: int) -> AbstractContextManager[Any]:
 
 def gradient_of_one_replica(rank: int) -> AbstractContextManager[Any]:
     """No mistake of the agreement: the last replica's gradient is twice as large."""
-    from shoal.gradients.unsummed import UnsummedGradients
+    from shoal.gradients.build import UnsummedGradients
 
     original = UnsummedGradients.reduce
 

@@ -174,7 +174,7 @@ def moments_forgotten(rank: int) -> Iterator[None]:
 def scales_of_other_blocks(rank: int) -> Iterator[None]:
     """Rank 1 keeps moments in 8 bits, each block with the scale of the one before it."""
     from shoal.optim.adamw_8bit import EightBitAdamW
-    from shoal.optim.dynamic import Quantised
+    from shoal.optim.slots import Quantised
 
     original = EightBitAdamW.update
 
@@ -213,7 +213,7 @@ def updated_twice(rank: int) -> Iterator[None]:
 @contextmanager
 def dropout_left_out(rank: int) -> Iterator[None]:
     """Rank 1 drops nothing."""
-    from shoal.models.dropout import KeyedDropout
+    from shoal.models.layers import KeyedDropout
 
     original = KeyedDropout.forward
 

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from shoal.assembly.microbatching import microbatching
+from shoal.assembly.splitting import microbatching
 from shoal.data.config import BatchConfig, BatchPhase
 from shoal.data.feed import Feed, StepShare
 from shoal.data.order import Order

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.engine.compiled import compile_blocks
+from shoal.engine.compute import compile_blocks
 from tests.ranks import TestPlace
 from tests.sync.steps import opened
 from tests.verification.layouts import GPT, corpus

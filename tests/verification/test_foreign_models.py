@@ -117,7 +117,7 @@ def test_draws_that_nothing_keys_are_named_by_verify_and_in_training(ranks, tmp_
 
 
 def news_of_two_steps(place, tables: dict[str, Any], folder: str) -> list[str]:
-    from shoal.assembly.unkeyed_draws import UnkeyedDraws
+    from shoal.assembly.proofs import UnkeyedDraws
     from shoal.data.cursor import Cursor
 
     run, said = _opened(place, tables, folder), []

@@ -13,7 +13,7 @@ from torch import nn
 from shoal.api import _resolved
 from shoal.config.check import Key, choices_of, keys_of, variants_of
 from shoal.errors import ConfigError, ShoalError
-from shoal.own_loop.loop_file import run_file_of_loop
+from shoal.own_loop.start import run_file_of_loop
 from shoal.runfile.run_file import RunFile
 
 BASE: dict[str, dict[str, Any]] = {

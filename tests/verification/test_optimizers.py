@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from shoal.assembly.job import build_job, run_start
+from shoal.checkpoint.commit import checkpoint_in, read_manifest
 from shoal.checkpoint.inspect import weights_of
-from shoal.checkpoint.verify import checkpoint_in, read_manifest
 from shoal.engine.loop import steps
 from shoal.observe.sink import Sinks
 from shoal.optim.layerwise import LayerwiseAdam

@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal.errors import ConfigError, UserCodeError
 from shoal.models.config import PythonModel
-from shoal.parallel.traced.declare import declare, integer_attributes
+from shoal.parallel.traced.relay import declare, integer_attributes
 from shoal.planning.split_proposal import SplitProposal, patterns_of, propose, write_keys
 from tests.verification.layouts import corpus, run_file_of, verified
 from tests.verification.undeclared_models import build
@@ -155,7 +155,7 @@ def test_a_model_that_declares_its_split_needs_no_proposal(tmp_path: Path) -> No
 
 def test_a_pattern_that_fits_nothing_is_refused() -> None:
     """A run file that was written for another module."""
-    from shoal.parallel.traced.declare import declare
+    from shoal.parallel.traced.relay import declare
 
     with pytest.raises(UserCodeError, match=r"blocks\.7.*shoal split"):
         declare(build("Gated"), roles={"blocks.7.*": "column"}, counts=[], parts="declared")

@@ -62,8 +62,7 @@ def test_all_ranks_together_are_pytorchs_batch_norm(ranks, counts: tuple[int, ..
 
 def normalised(place, counts: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
     """What this rank has of its samples, among which it puts one that does not count where ranks differ."""
-    from shoal.engine.batch_statistics import StatisticsSync
-    from shoal.engine.statistics_exchange import connect_norms
+    from shoal.engine.batch_statistics import StatisticsSync, connect_norms
 
     group, norm = world_of(place), weighted(SynchronisedBatchNorm(3).to(dtype))
     connect_norms(norm, group)
@@ -123,7 +122,7 @@ def second_derivative(norm: nn.Module, x: torch.Tensor, own: range) -> tuple[tor
 
 
 def penalised(place) -> torch.Tensor:
-    from shoal.engine.statistics_exchange import connect_norms
+    from shoal.engine.batch_statistics import connect_norms
 
     norm = weighted(SynchronisedBatchNorm(3).double())
     connect_norms(norm, world_of(place))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shoal.wire.adaptive import Choice, Way
+from shoal.wire.group import Choice, Way
 from tests.wire.processes import run
 
 FAST, SLOW = 125e6, 6.25e6  # bytes a second: 1 Gbit/s, 50 Mbit/s

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.codec.cast import Cast as TorchCast
 from shoal.codec.config import BlockwiseConfig, CastConfig
 from shoal.codec.quantise import Blockwise
+from shoal.codec.quantise import Cast as TorchCast
 from shoal.errors import UsageError
 from shoal.wire import Cast, ErrorFeedback, Int8, TopK
 from tests.wire.processes import run

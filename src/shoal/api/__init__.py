@@ -30,6 +30,7 @@ from shoal.assembly.start import RANK, processes_of, run
 from shoal.assembly.user_code import GIVEN, table_of_object
 from shoal.config.load import apply, dumps, read
 from shoal.errors import RunEnded, RunFailed, RunStopped, ShoalError, UsageError
+from shoal.files import temporary_folder
 from shoal.launch.environment import Place, place_from
 from shoal.launch.forks import forked_ranks
 from shoal.launch.own_script import DESCRIBES, Reached, ScriptCheck, own_command, reads_for, script_check
@@ -38,7 +39,6 @@ from shoal.observe.facts import facts_path
 from shoal.planning.arrange import PLANNER
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory
-from shoal.temporary_folder import temporary_folder
 from shoal.verification.refusals import require_provable
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from shoal.codec.codec import Codec
 from shoal.codec.config import AutoConfig, CodecConfig, DGCConfig, ShardCodecConfig, SignConfig
 from shoal.comm.exchanges.choice import Choice
 from shoal.comm.exchanges.coded import Coded, CodedExchanges, NewChoice
+from shoal.comm.exchanges.exchange import PieceCodecs
 from shoal.comm.exchanges.momentum import MomentumCorrected, MomentumSum
-from shoal.comm.exchanges.pieces import PieceCodecs
 from shoal.comm.mesh import Mesh
-from shoal.config.table import Table, implementation_of
+from shoal.config.check import Table, implementation_of
 from shoal.optim.config import OneBit, OptimizerConfig
 from shoal.runfile.run_file import RunFile
 

@@ -5,25 +5,31 @@ Text from a byte-level language model: what a person looks at first.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from shoal.assembly.objects import model_of
-from shoal.assembly.run import Run
+from shoal.assembly.objects import UserObjects, model_of
+from shoal.assembly.run import Run, open_run
 from shoal.assembly.run_gradients import zero_of
+from shoal.checkpoint.commit import checkpoint_in, read_manifest
 from shoal.checkpoint.load import read_into
 from shoal.checkpoint.objects import Places
-from shoal.checkpoint.verify import checkpoint_in, read_manifest
-from shoal.engine.loss import call_model
-from shoal.engine.outputs import described, prediction_in
-from shoal.errors import ConfigError, CorruptCheckpoint, UsageError
+from shoal.engine.loss import call_model, described, prediction_in
+from shoal.engine.recovery import load_weights
+from shoal.errors import ConfigError, CorruptCheckpoint, DataError, UsageError
+from shoal.launch.environment import Place
+from shoal.launch.signals import StopRequest
 from shoal.maths.counter import key_of, uniform
 from shoal.observe.facts import write_facts
-from shoal.observe.forecast import Forecast
+from shoal.observe.prediction import Forecast
 from shoal.observe.sink import Sinks
-from shoal.runfile.run_file import run_directory
+from shoal.observe.terminal import ProgressBar
+from shoal.resilience.preemption import Preemption, watching_for_preemption
+from shoal.runfile.run_file import RunFile, run_directory
 
 TEMPERATURE = 0.8
 
@@ -99,3 +105,51 @@ def _sampled(run: Run, sinks: Sinks) -> str | None:
     except (UsageError, CorruptCheckpoint) as error:
         sinks.warn(str(error))
         return None
+
+
+# A host that is about to be taken away: the run stops after the step, with a checkpoint, before the deadline.
+#
+# The first rank of each host watches for the notice, whatever launcher has started it, and asks for a stop as a signal
+# to it would. All ranks learn of it in the vote of the step. In an elastic run the launcher watches: see `shoal.fleet`.
+
+
+@contextmanager
+def stopping_when_preempted(run: Run, stop: StopRequest, *, say: Callable[[str], None]) -> Iterator[None]:
+    """In the block, a notice that the run file names asks `stop`; `say` hears of it."""
+    keys, first = run.run_file.run, run.process.place.local_rank == 0
+
+    def told(notice: Preemption) -> None:
+        say(f"{notice.sentence}: saving after this step, and stopping")
+        stop.ask()
+
+    file, url = (keys.preemption_file, keys.preemption_url) if first else (None, None)
+    with watching_for_preemption(file, url, told=told, warn=say):
+        yield
+
+
+@contextmanager
+def stop_request_of(run: Run, *, say: Callable[[str], None]) -> Iterator[StopRequest]:
+    """What asks the run to stop: a signal, or a notice."""
+    with StopRequest() as stop, stopping_when_preempted(run, stop, say=say):
+        yield stop
+
+
+# One rank of `shoal evaluate`: the weights of a checkpoint on the held-out data, without training.
+
+
+OTHER_MODEL = "Leave out what changes the model: run.toml in its run directory names the one that was trained"
+
+
+def evaluate_rank(
+    run_file: RunFile, place: Place, objects: UserObjects, *, source: Path, bar: ProgressBar | None = None
+) -> dict[str, float]:
+    """The measurements on the held-out data, and the `step` that the weights are from. The same on every rank."""
+    bar = bar or ProgressBar()
+    run = open_run(run_file, place, objects, activity=bar.update)
+    bar.update("verifying and reading the checkpoint")
+    step = load_weights(run.state, source, announce=run.process.announce, repair=OTHER_MODEL)
+    values = run.evaluate(bar)
+    if not values:
+        raise DataError("this run has no held-out data to evaluate on")
+    run.mesh.world.barrier().wait()
+    return {"step": step, **values}

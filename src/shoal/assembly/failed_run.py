@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.errors import EnvironmentFault, ShoalError, UsageError
-from shoal.launch.root_cause import ExitCode
+from shoal.launch.failure import ExitCode
 from shoal.launch.supervision import say
 from shoal.observe.config import ObserveConfig
-from shoal.observe.ending import Ending, write_ending
 from shoal.observe.events import read_events
 from shoal.observe.facts import facts_path, read_facts
+from shoal.observe.sink import Ending, write_ending
 from shoal.resilience.hang_verdict import read_verdict
 from shoal.runfile.run_file import RunFile
 
@@ -39,7 +39,7 @@ def alerts(url: str | None, run: str) -> Iterator[Callable[[str], None]]:
     if url is None:
         yield lambda _: None
         return
-    from shoal.observe.webhook import WebhookSink
+    from shoal.observe.sinks import WebhookSink
 
     sink = WebhookSink(url, name=run, failures=False, note=say)
     try:
@@ -74,8 +74,8 @@ def _leave_capsule(run_file: RunFile, directory: Path, code: ExitCode, *, since_
     """What is needed to compute the failed step again, of a run that began."""
     if not facts_path(directory).is_file():
         return
+    from shoal.checkpoint.commit import newest_verified
     from shoal.checkpoint.objects import Places
-    from shoal.checkpoint.verify import newest_verified
     from shoal.observe.capsule import Failed, write_capsule
 
     try:
@@ -101,7 +101,7 @@ def _alert(observe: ObserveConfig, directory: Path, code: ExitCode) -> None:
     """To the webhook, of an end that a rank could not tell of."""
     if observe.webhook is None:
         return
-    from shoal.observe.webhook import post
+    from shoal.observe.sinks import post
 
     try:
         post(observe.webhook, run=directory.name, level="failure", text=code.sentence or str(code), step=0)

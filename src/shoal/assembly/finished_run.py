@@ -31,9 +31,8 @@ from shoal.errors import ConfigError, UsageError
 from shoal.launch.environment import place_from
 from shoal.launch.own_script import DESCRIBES, READS_FOR, Reached, keys_told
 from shoal.launch.supervision import say
-from shoal.observe.facts import read_facts, write_facts
+from shoal.observe.facts import differing_keys, read_facts, write_facts
 from shoal.observe.provenance import argument_hash, file_hashes, is_shoals_command
-from shoal.observe.settings import differing_keys
 from shoal.resilience.config import COORDINATOR
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory

@@ -9,30 +9,35 @@ import torch
 from torch import nn
 
 from shoal.assembly.coding import coded_exchanges
-from shoal.assembly.microbatching import Microbatching
 from shoal.assembly.process import Process
 from shoal.assembly.run_gradients import build_run_gradients
 from shoal.assembly.sparse import packed_exchange
-from shoal.assembly.splitting import Divided, build_forward_backward, compiled, divided, draw_parts, trained_in
+from shoal.assembly.splitting import (
+    Divided,
+    Microbatching,
+    build_forward_backward,
+    compiled,
+    divided,
+    draw_parts,
+    trained_in,
+)
 from shoal.assembly.workload import Workload
 from shoal.codec.config import AutoConfig
 from shoal.comm.exchanges.coded import CodedExchanges
-from shoal.comm.exchanges.exchange import AllReduce
-from shoal.comm.exchanges.pieces import PieceHome
+from shoal.comm.exchanges.exchange import AllReduce, PieceHome
 from shoal.comm.mesh import Mesh
+from shoal.engine.batch_statistics import connect_norms
 from shoal.engine.forward_backward import ForwardBackward
-from shoal.engine.statistics_exchange import connect_norms
 from shoal.errors import ConfigError
 from shoal.gradients.gradients import Gradients
-from shoal.models.embedding_table import tables_in
+from shoal.models.roles import tables_in
 from shoal.observe.facts import read_facts
 from shoal.optim.adopt import OwnOptimizer
 from shoal.runfile.run_file import RunFile, run_directory, synchronises_norms
 from shoal.sparsity.masks import Masks
-from shoal.state.ownership import Trained
-from shoal.sync.build import build_sync
+from shoal.state import Trained
 from shoal.sync.event_order import Rounds
-from shoal.sync.strategy import Agreement, Replica, Sync
+from shoal.sync.strategy import Agreement, Replica, Sync, build_sync
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import msgspec
 
 from shoal.assembly.run import Run
 from shoal.comm.board import Board
-from shoal.comm.checking.call_log import LIBRARY
+from shoal.comm.diagnosis import LIBRARY
 from shoal.comm.mesh import Mesh
 from shoal.comm.seam import Seam
 from shoal.comm.seam_work import SeamWork

@@ -18,29 +18,26 @@ from torch import Tensor
 
 from shoal import units
 from shoal.assembly.metering import layer_norms, replica_speeds, scaling
-from shoal.assembly.proofs import missing_proof
+from shoal.assembly.proofs import UnkeyedDraws, missing_proof
 from shoal.assembly.run import Run
 from shoal.assembly.run_gradients import gathering_of, zero_of
 from shoal.assembly.saving import CopySender, build_saver, fetch_newer, save_interval, share_between_hosts
-from shoal.assembly.unkeyed_draws import UnkeyedDraws
 from shoal.assembly.user_code import find_named, users_traceback
 from shoal.checkpoint.agreement import MessageExchange
 from shoal.comm.board import Board
-from shoal.comm.gather import gather_texts
+from shoal.comm.collective import gather_texts
 from shoal.data.config import BatchConfig
 from shoal.engine.copies import Copies
-from shoal.engine.hooks import Hook, Hooks
-from shoal.engine.loop import Cadence, Job
-from shoal.engine.recovery import NonfiniteGuard
-from shoal.engine.resume import Loaded, load_weights, resume
+from shoal.engine.loop import Cadence, Hook, Hooks, Job
+from shoal.engine.recovery import Loaded, NonfiniteGuard, load_weights, resume
 from shoal.engine.state import OPTIMIZER
 from shoal.launch.environment import Place
 from shoal.observe.sink import RunStart, Sinks
 from shoal.observe.sinks import open_sinks
+from shoal.optim.config import Schedule
 from shoal.optim.schedule import peak_rate
-from shoal.optim.schedule_config import Schedule
 from shoal.runfile.run_file import RunFile, run_directory
-from shoal.state.target import Held
+from shoal.state import Held
 
 
 def run_hooks(run: Run) -> Hooks:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shoal.errors import ConfigError, UsageError
 from shoal.launch.environment import Place
 from shoal.launch.lab.lab_file import Lab
-from shoal.launch.lab.start import RATES
+from shoal.launch.lab.network import RATES
 from shoal.runfile.run_file import RunConfig
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from shoal.assembly.run import Run
 from shoal.comm.board import Board
 from shoal.config.load import dumps
 from shoal.data.feed import Feed
-from shoal.engine.layer_norms import LayerNorms
-from shoal.engine.replica_speeds import ReplicaSpeeds
-from shoal.observe.scaling import Scaling, one_rank_rate
+from shoal.engine.measure import LayerNorms, ReplicaSpeeds
+from shoal.observe.goodput import Scaling, one_rank_rate
 from shoal.observe.sink import Sinks
 from shoal.resilience.detection import Lasting, Stragglers
 

@@ -13,16 +13,14 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shoal.assembly.partly_trained import partly_trained
 from shoal.assembly.sampling import sampled
-from shoal.assembly.trainable import require_trainable
+from shoal.assembly.trainable import partly_trained, require_trainable
 from shoal.assembly.user_code import call_named, find_named
 from shoal.data import build as data_build
 from shoal.data.build import Dataset
 from shoal.data.config import PythonData
 from shoal.data.corpora import cache_folder
-from shoal.data.iterable import as_source, made_by, takes_start
-from shoal.data.loaders import without_loaders
+from shoal.data.iterable import as_source, made_by, takes_start, without_loaders
 from shoal.data.sample import describe
 from shoal.engine.compute import enter_training, frozen_modules
 from shoal.engine.config import LossConfig, PythonLoss, SquaredError
@@ -34,9 +32,8 @@ from shoal.models.batch_norm import with_grouped_norm, with_synchronised_norm
 from shoal.models.build import build as build_model
 from shoal.models.build import initialise
 from shoal.models.config import ForeignModel, ModelConfig, PythonModel
-from shoal.models.foreign_keys import ForeignKeys
-from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
-from shoal.parallel.traced.declare import declare
+from shoal.models.huggingface.config import ForeignKeys, TransformersConfig, vocabulary_of
+from shoal.parallel.traced.relay import declare
 from shoal.runfile.run_file import RunFile
 
 

@@ -18,13 +18,12 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import Store
 
-from shoal.assembly.epoch_end import epoch_samples, order_of, short_epoch
 from shoal.assembly.generation import Generation, build_generation, next_generation
-from shoal.assembly.microbatching import microbatching
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.process import Process, open_process
-from shoal.assembly.reading import reader_opener, slow_reads
+from shoal.assembly.reading import epoch_samples, order_of, reader_opener, short_epoch, slow_reads
 from shoal.assembly.run_state import build_state
+from shoal.assembly.splitting import microbatching
 from shoal.assembly.tiers import Tiers
 from shoal.assembly.train_step import build_step
 from shoal.assembly.workload import Workload, build_workload
@@ -32,16 +31,16 @@ from shoal.comm.mesh import Mesh, build_mesh
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed, StepShare, evaluation_batches
 from shoal.data.sample import Batch
-from shoal.engine.evaluation import evaluate
+from shoal.engine.forward_backward import evaluate
 from shoal.engine.microbatches import topped_up
 from shoal.engine.precision import scaler_of
 from shoal.engine.state import TrainState
 from shoal.engine.step import TrainStep
 from shoal.launch.environment import Place
-from shoal.observe.progress_bar import ProgressBar, track
+from shoal.observe.terminal import ProgressBar, track
 from shoal.optim.schedule import peak_rate, rate
 from shoal.runfile.run_file import RunFile, statistics_group
-from shoal.state.ownership import Trained
+from shoal.state import Trained
 from shoal.sync.event_order import Rounds
 
 

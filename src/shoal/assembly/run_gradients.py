@@ -13,15 +13,12 @@ from shoal.assembly.coding import piece_codecs
 from shoal.assembly.splitting import Divided, blocks_in, trained_in
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.credited import NewPartitionSum
-from shoal.comm.exchanges.exchange import AllReduce, NewExchange
-from shoal.comm.exchanges.pieces import PieceHome
+from shoal.comm.exchanges.exchange import AllReduce, NewExchange, PieceHome
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
+from shoal.gradients.bucket import ALIGNMENT, GradientRanks
 from shoal.gradients.build import Summing, build_gradients
-from shoal.gradients.flat import ALIGNMENT
-from shoal.gradients.gradients import Gradients, Groups, VisibleGradients
-from shoal.gradients.joint import JointGradients
-from shoal.gradients.partition import GradientRanks
+from shoal.gradients.gradients import Gradients, Groups, JointGradients, VisibleGradients
 from shoal.gradients.priority import PriorityGradients
 from shoal.gradients.sparse_rows import WithSparseRows
 from shoal.memory.config import MemoryConfig
@@ -29,9 +26,9 @@ from shoal.optim.adopt import OwnOptimizer
 from shoal.optim.declared import Granularity
 from shoal.optim.parts import Parts
 from shoal.runfile.run_file import RunFile
-from shoal.state.ownership import Owned, Trained
+from shoal.state import Owned, Trained
 from shoal.sync.strategy import Sync
-from shoal.topology.axes import Axis
+from shoal.topology.layout import Axis
 
 
 def dense_and_tables(run_file: RunFile, parts: Divided) -> tuple[list[Trained], list[Trained]]:

@@ -7,18 +7,18 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from shoal.assembly.epoch_end import chosen_samples, epoch_samples
 from shoal.assembly.generation import Generation
+from shoal.assembly.reading import chosen_samples, epoch_samples
 from shoal.assembly.run_gradients import parts_on, zero_of
 from shoal.assembly.sameness import contents_of
 from shoal.assembly.sparse import Placed, build_freezing, build_sparse
 from shoal.assembly.splitting import trained_in
 from shoal.assembly.train_step import watch_layers
-from shoal.assembly.trained_set import FrozenParameters
+from shoal.assembly.trainable import FrozenParameters
 from shoal.assembly.workload import Workload
-from shoal.engine.best import Watch
 from shoal.engine.extra_state import ExtraSection
 from shoal.engine.precision import LossScaler
+from shoal.engine.save_policy import Watch
 from shoal.engine.state import (
     FactsSection,
     HeldWeight,
@@ -36,8 +36,7 @@ from shoal.optim.declared import Slot
 from shoal.optim.parts import SeesParts
 from shoal.optim.schedule import peak_rate
 from shoal.runfile.run_file import RunFile
-from shoal.state.ownership import Owned, boxes_in
-from shoal.state.section import Section
+from shoal.state import Owned, Section, boxes_in
 from shoal.topology.holding import Holding
 
 

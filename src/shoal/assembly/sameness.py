@@ -26,8 +26,8 @@ from shoal.data.iterable import IterableSource
 from shoal.data.sample import Source, map_tree, parse_sample
 from shoal.errors import ConfigError, UserCodeError
 from shoal.launch.versions import installed
+from shoal.observe.facts import flat
 from shoal.observe.provenance import PACKAGE, file_hashes, hash_of_file, shoals_files, users_modules
-from shoal.observe.settings import flat
 from shoal.runfile.run_file import RunFile
 
 DATA_PLACES = ("path", "files", "inputs", "targets", "held_out", "held_out_inputs", "held_out_targets")

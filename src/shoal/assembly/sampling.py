@@ -14,14 +14,12 @@ from typing import Any
 import numpy as np
 
 from shoal.assembly.user_code import call_named
-from shoal.data.as_inputs import AsInputs
 from shoal.data.config import DataConfig
 from shoal.data.dataset import Dataset
-from shoal.data.drawn import Drawn, SampleSubset
-from shoal.data.lengths import lengths_of
+from shoal.data.inputs import AsInputs
 from shoal.data.order import permuted
-from shoal.data.reading import Sampling
-from shoal.data.strata import strata_of
+from shoal.data.record_config import Sampling
+from shoal.data.sampling import Drawn, SampleSubset, lengths_of, strata_of
 from shoal.errors import ConfigError, UserCodeError
 
 Values = np.ndarray

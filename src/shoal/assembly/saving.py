@@ -10,20 +10,19 @@ from types import TracebackType
 from shoal.assembly.run import Run
 from shoal.assembly.run_gradients import zero_of
 from shoal.checkpoint.agreement import MessageExchange
+from shoal.checkpoint.commit import newest_verified
 from shoal.checkpoint.directories import Below, Directories, find_directories, share_newest
 from shoal.checkpoint.objects import Places, unheard
 from shoal.checkpoint.remote import RemoteCheckpoints, RemoteCopies, fetch_newest
 from shoal.checkpoint.save import Saver
-from shoal.checkpoint.verify import newest_verified
 from shoal.comm.board import Board
-from shoal.engine.save_interval import ByFailures, EverySteps, SaveInterval
+from shoal.engine.save_policy import ByFailures, EverySteps, SaveInterval
 from shoal.errors import EnvironmentFault
-from shoal.fleet.assignment import SEVERAL_HOSTS
-from shoal.observe.attempts import attempts, failures, training_time_s
-from shoal.observe.events import read_events
+from shoal.fleet.processes import SEVERAL_HOSTS
+from shoal.observe.events import attempts, failures, read_events, training_time_s
 from shoal.observe.facts import number_of, read_facts, write_facts
 from shoal.observe.sink import Sinks
-from shoal.topology.axes import INSIDE_REPLICA
+from shoal.topology.layout import INSIDE_REPLICA
 
 SAVE_INTERVAL = "save_interval_steps"
 """The fact of a run that holds the measured interval."""

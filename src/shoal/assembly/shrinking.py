@@ -11,18 +11,17 @@ import torch
 from torch import Tensor
 
 from shoal.assembly.objects import UserObjects, model_of, skeleton_of
+from shoal.checkpoint.commit import checkpoint_in, checkpoints, read_manifest, run_directory_of
 from shoal.checkpoint.inspect import save_weights, shown_weights
 from shoal.checkpoint.load import read_all
-from shoal.checkpoint.verify import checkpoint_in, checkpoints, read_manifest, run_directory_of
 from shoal.engine.precision import precision_of
 from shoal.errors import UsageError
+from shoal.models.adapters import deployed
 from shoal.models.config import GPTConfig
-from shoal.models.quantisation import deployed
 from shoal.models.roles import roles_of
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
-from shoal.sparsity.features import feature_groups, shrunk
-from shoal.sparsity.masks import unpacked
+from shoal.sparsity.masks import feature_groups, shrunk, unpacked
 from shoal.sparsity.training import MASK
 
 
@@ -65,7 +64,7 @@ def shrink(source: Path, directory: Path) -> int:
 
 
 def as_integers(weights: dict[str, Tensor], run_file: RunFile) -> dict[str, Tensor]:
-    """`weights` of a run as `models.quantisation.deployed` has them. Raises `UsageError` where nothing is rounded."""
+    """`weights` of a run as `models.adapters.deployed` has them. Raises `UsageError` where nothing is rounded."""
     if run_file.quantisation is None:
         raise UsageError("the run has no table [quantisation]: leave out --integers")
     objects, cpu = UserObjects(), torch.device("cpu")

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from shoal.assembly.splitting import Divided, trained_in
+from shoal.checkpoint.commit import checkpoint_in, read_manifest
 from shoal.checkpoint.load import read_all
-from shoal.checkpoint.verify import checkpoint_in, read_manifest
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange
 from shoal.comm.mesh import Mesh
@@ -24,17 +24,13 @@ from shoal.models.roles import Role
 from shoal.optim.schedule import peak_rate, rate
 from shoal.parallel.split import Split
 from shoal.runfile.run_file import RunFile
-from shoal.sparsity.changes import Ticket
+from shoal.sparsity.changes import MaskPlan, Ticket
 from shoal.sparsity.config import Lottery, Sparse
-from shoal.sparsity.exchange import PackedBy
-from shoal.sparsity.features import feature_groups
 from shoal.sparsity.freezing import Freezing
-from shoal.sparsity.masks import Masks
-from shoal.sparsity.owners import Owners
-from shoal.sparsity.plan import MaskPlan
+from shoal.sparsity.masks import Masks, Owners, PackedBy, feature_groups
 from shoal.sparsity.training import SparseTraining, WholeNorm
-from shoal.state.ownership import Owned
-from shoal.topology.box import Dims
+from shoal.state import Owned
+from shoal.topology.holding import Dims
 
 DENSE_KINDS = ("embedding", "head", "router", "norm", "table")
 """What stays dense unless `sparsity.layers` names it."""

@@ -8,36 +8,93 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shoal.assembly.draws import draws_of
-from shoal.assembly.microbatching import Microbatching, global_batch_of
 from shoal.comm.mesh import Mesh
-from shoal.engine.compiled import LossPrograms, compile_blocks
-from shoal.engine.compute import Compute, Cut, uncut
-from shoal.engine.distillation import Distillation
-from shoal.engine.float8 import use_float8
+from shoal.engine.compute import Compute, Cut, LossPrograms, compile_blocks, gathered_outputs, loss_of_logits, uncut
 from shoal.engine.forward_backward import (
     ForwardBackward,
     PipelinedForwardBackward,
     SequentialForwardBackward,
     as_they_are,
 )
-from shoal.engine.logits import gathered_outputs, loss_of_logits
-from shoal.engine.loss import Loss
-from shoal.engine.microbatches import cut_sequences
-from shoal.engine.precision import Precision
+from shoal.engine.loss import Distillation, Loss
+from shoal.engine.microbatches import GlobalBatch, Uniform, cut_sequences
+from shoal.engine.precision import Precision, use_float8
 from shoal.engine.randomness import Randomness
 from shoal.memory.recompute import check_recompute, recompute
 from shoal.models.build import PartOf, initialise_parts
-from shoal.models.draw_watch import repeats_alike
-from shoal.models.keyed_draws import Extent, Slices
+from shoal.models.config import ForeignModel
+from shoal.models.draw_watch import key_checkpoints, repeats_alike
+from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
 from shoal.models.roles import DeclaresParts
-from shoal.parallel.context.shard import positions
+from shoal.parallel.context import positions
 from shoal.parallel.pipeline.stages import Stages, balanced_cut, cut_at, estimated_costs, staged
 from shoal.parallel.split import Split, split_model
-from shoal.runfile.run_file import RunFile, synchronises_norms
+from shoal.runfile.layout_rules import microbatch_sizes
+from shoal.runfile.run_file import RunFile, default_micro_samples, synchronises_norms
 from shoal.schedules.build import build
 from shoal.schedules.table import ScheduleTable
-from shoal.state.ownership import Trained
+from shoal.state import Trained
+from shoal.topology.layout import Layout
+
+# How a rank's samples of a step become microbatches.
+#
+# Replicas of one rank take their samples as they come: uneven shares are legal, because the loss is a sum. Ranks that
+# exchange tensors inside of every microbatch (those that share a replica, and all where batch norms are synchronised)
+# must have as many, of one size. A loss that couples samples sees those of all ranks where the global batch is one
+# microbatch of each.
+
+
+@dataclass(frozen=True)
+class Microbatching:
+    """Samples of one microbatch (None: all of a rank's at once), and how they are made alike where they must be.
+
+    `in_flight` is the number of microbatches that go through a pipeline together; 1 without one. Asynchronous pipelines
+    drain only between steps: there it is all of a step's.
+    """
+
+    samples: int | None
+    uniform: Uniform | None
+    in_flight: int
+
+
+def microbatching(run_file: RunFile, layout: Layout) -> Microbatching:
+    """What the run file and the layout make of it."""
+    if layout.replica_size == 1 and not synchronises_norms(run_file.model):
+        return Microbatching(default_micro_samples(run_file), None, 1)
+    sizes = microbatch_sizes(run_file, shares=layout.replicate * layout.shard)
+    counts = {sizes.rounds * sizes.in_flight}
+    for phase in run_file.batch.schedule:
+        rounds = -(-(phase.samples // (layout.replicate * layout.shard)) // (sizes.samples * sizes.in_flight))
+        counts.add(rounds * sizes.in_flight)
+    return Microbatching(sizes.samples, Uniform(sorted(counts), sizes.samples), sizes.in_flight)
+
+
+def global_batch_of(run_file: RunFile, mesh: Mesh) -> GlobalBatch:
+    """What a loss that couples samples sees of other ranks."""
+    refusal = None
+    if mesh.layout.context > 1:
+        refusal = "under layout.context every rank has a part of each sample; set it to 1"
+    elif mesh.layout.pipeline > 1:
+        refusal = "a pipeline computes the global batch in microbatches, one after the other; set layout.pipeline to 1"
+    elif run_file.sync.replicas_are != "lockstep":
+        kind = run_file.sync.variant
+        refusal = f'sync.kind = "{kind}" has replicas at different steps, without a common batch; set it to "allreduce"'
+    samples = run_file.batch.global_samples
+    return GlobalBatch(lambda: mesh.axis("replicate", "shard", lane="samples"), samples=samples, refusal=refusal)
+
+
+# What keys the random numbers of a run's model.
+
+
+def draws_of(run_file: RunFile, model: nn.Module, *, one_at_a_time: bool = True) -> KeyedDraws | None:
+    """The mode that keys what a user's module draws; None for Shoal's own, for one that draws nothing, and for one that
+    is compiled.
+    """
+    if not isinstance(run_file.model, ForeignModel) or run_file.run.compile or draws_nothing(model):
+        return None
+    key_checkpoints()
+    return KeyedDraws(model, seed=run_file.run.seed, one_at_a_time=one_at_a_time)
+
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Modules that are never called themselves."""

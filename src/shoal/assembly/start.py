@@ -22,16 +22,16 @@ import msgspec
 from shoal import units
 from shoal.assembly.failed_run import alerts, tell_of_failure
 from shoal.assembly.lab import processes_in
-from shoal.comm.mpi.world import why_no_mpi
+from shoal.comm.mpi_world import why_no_mpi
 from shoal.errors import EnvironmentFault, OutOfMemory, ShoalError, Stopped, UsageError
+from shoal.files import temporary_folder
+from shoal.launch.children import die_with_parent
 from shoal.launch.devices import gpus, too_few_gpus
 from shoal.launch.environment import Place, place_from
-from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, failure_of, is_out_of_memory, report_failure
+from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, ExitCode, failure_of, is_out_of_memory, report_failure
 from shoal.launch.lab.lab_file import Lab
-from shoal.launch.lab.start import run_in_lab
+from shoal.launch.lab.network import run_in_lab
 from shoal.launch.lock import RunLock
-from shoal.launch.orphans import die_with_parent
-from shoal.launch.root_cause import ExitCode
 from shoal.launch.signals import end_at_once
 from shoal.launch.spawn import run_ranks
 from shoal.launch.supervision import NOTHING_KEPT, Patience, say
@@ -41,7 +41,6 @@ from shoal.observe.facts import facts_path, write_facts
 from shoal.resilience.config import COORDINATOR, ElasticConfig
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, statistics_group, with_processes
-from shoal.temporary_folder import temporary_folder
 
 DEFAULT_PROCESSES = 2
 RANK = ("torch", "numpy", "shoal.cli.main", "shoal.planning.prediction", "shoal.training")

@@ -14,13 +14,11 @@ from shoal.errors import ConfigError
 from shoal.gradients.fully_sharded import FullyShardedGradients
 from shoal.gradients.gradients import Gradients
 from shoal.memory.config import MemoryConfig
-from shoal.memory.host_pieces import HostPieces, HostUpdates
 from shoal.memory.offloaded_activations import SavedTensors
 from shoal.memory.simulated_device import ACTIVATIONS, SimulatedDevice
-from shoal.memory.spill_file import SpillFile
-from shoal.memory.streamed_state import StreamedState
+from shoal.memory.spill_file import DiskTraffic, SpillFile, Traffic
+from shoal.memory.streamed_state import HostPieces, HostUpdates, StreamedState
 from shoal.memory.tiers import DiskTier, HostTier
-from shoal.memory.traffic import DiskTraffic, Traffic
 from shoal.optim.fused import FusedOptimizer
 from shoal.runfile.run_file import RunFile, run_directory
 

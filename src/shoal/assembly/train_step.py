@@ -12,11 +12,11 @@ from shoal.assembly.run_gradients import SAME_LAYERS, parts_on
 from shoal.assembly.sparse import left_out_in
 from shoal.assembly.splitting import trained_in
 from shoal.engine.forward_backward import PipelinedForwardBackward
-from shoal.engine.noise import NoiseMeter
 from shoal.engine.precision import LossScaler
 from shoal.engine.rank_context import RankContext
 from shoal.engine.state import TrainState
 from shoal.engine.step import TrainStep
+from shoal.engine.tally import NoiseMeter
 from shoal.engine.transforms import Transform, by_numbers, clip_by_global_norm
 from shoal.engine.updates import AtOnce, ByBucket, ByMicrobatch, LeavesOut, UpdatePolicy
 from shoal.errors import ConfigError, UserCodeError
@@ -24,9 +24,9 @@ from shoal.gradients.priority import PriorityGradients
 from shoal.optim.layer_statistics import SeesLayers, layers_in
 from shoal.optim.transforms import Chain
 from shoal.parallel.pipeline.stages import Stages
-from shoal.runfile.optimizer_rules import layers_refusal
 from shoal.runfile.run_file import RunFile
-from shoal.topology.axes import Axis
+from shoal.runfile.training_rules import layers_refusal
+from shoal.topology.layout import Axis
 
 
 def build_step(

@@ -9,8 +9,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from shoal.config.check import keys_of
-from shoal.config.table import Table
+from shoal.config.check import Table, keys_of
 from shoal.data.config import PythonData
 from shoal.engine.config import PythonLoss
 from shoal.errors import ShoalError, UserCodeError

@@ -2,29 +2,52 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from shoal.assembly.epoch_end import check_short_step
 from shoal.assembly.objects import UserObjects, check_layout_independent, data_of, loss_of, model_of, skeleton_of
 from shoal.assembly.process import Process
-from shoal.assembly.reading import check_reading, slow_reads
+from shoal.assembly.reading import check_reading, check_short_step, slow_reads
 from shoal.assembly.sameness import require_same, require_same_code, require_same_length, samples_of, shapes_of
-from shoal.assembly.teaching import distillation_of
+from shoal.checkpoint.commit import checkpoint_in, run_directory_of
+from shoal.checkpoint.inspect import copy_weights, require_weights_of, weights_of
 from shoal.data.build import Dataset
 from shoal.data.config import StdlibText, TextFiles, Tokens
 from shoal.data.labelled import predicts_next_token, with_labels
-from shoal.engine.distillation import Distillation
-from shoal.engine.loss import Loss
+from shoal.engine.loss import Distillation, Loss
 from shoal.engine.precision import Precision, precision_of
+from shoal.errors import ConfigError
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.models.huggingface.model import check_plans
 from shoal.optim.adopt import OwnOptimizer, own_optimizers
+from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 from shoal.topology.layout import Layout
+
+# The teacher of `[distillation]`: the model of a finished run, on this rank.
+
+
+def distillation_of(run_file: RunFile, *, device: torch.device, dtype: torch.dtype) -> Distillation | None:
+    """None without `[distillation]`. Raises `ConfigError` or `UsageError` for a teacher that is not there."""
+    config = run_file.distillation
+    if config is None:
+        return None
+    source = Path(config.teacher)
+    written = run_directory_of(checkpoint_in(source)) / "run.toml"
+    if not written.exists():
+        raise ConfigError(
+            f"distillation.teacher = {json.dumps(config.teacher)} has no run.toml, which says what model it is: name a "
+            "run directory, or a checkpoint in one"
+        )
+    teacher, weights = model_of(load_run(written), UserObjects(), device=device, dtype=dtype), weights_of(source)
+    require_weights_of(teacher, weights, source=source)
+    copy_weights(weights, teacher)
+    return Distillation(config, teacher.eval().requires_grad_(False))
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.bench.codec_forms import CODECS
-from shoal.bench.codec_times import WARM_UP, coding_times, keep_times, median_s, seconds_of
+from shoal.bench.codec_times import CODECS, WARM_UP, coding_times, keep_times, median_s, seconds_of
 from shoal.bench.options import AsJson, names, numbers
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import Result, Row, check, print_report
@@ -86,8 +85,8 @@ def measure(place: Place, chosen: list[str], *, layers: int, calls: int) -> Resu
     import torch
 
     from shoal.bench.groups import join_default_group, join_store
-    from shoal.bench.progress import told
-    from shoal.config.table import implementation_of
+    from shoal.bench.report import told
+    from shoal.config.check import implementation_of
 
     places = _places(layers)
     numel = sum(a * b for a, b in LAYER) * layers

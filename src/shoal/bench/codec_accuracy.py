@@ -17,11 +17,10 @@ from typing import Any
 import msgspec
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from shoal.bench.codec_forms import CODECS
+from shoal.bench.codec_times import CODECS
 from shoal.bench.groups import join_store
-from shoal.bench.progress import told
 from shoal.bench.ranks import rank_folder
-from shoal.bench.report import Check, Result, Row, check
+from shoal.bench.report import Check, Result, Row, check, told
 from shoal.bench.training_job import start_training
 from shoal.codec.config import CodecConfig, DGCConfig, NoCodec
 from shoal.launch.environment import Place

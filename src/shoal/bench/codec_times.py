@@ -12,12 +12,29 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.codec.config import (
+    ACPSGDConfig,
+    BlockTopKConfig,
+    BlockwiseConfig,
+    CastConfig,
+    CodecConfig,
+    DCTTopKConfig,
+    DGCConfig,
+    PowerSGDConfig,
+    QSGDConfig,
+    RandomKConfig,
+    ScaleComConfig,
+    SignConfig,
+    TernGradConfig,
+    TopKConfig,
+)
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.codec.codec import Codec
-    from shoal.codec.config import CodecConfig
-    from shoal.topology.calibration import Calibration
+    from shoal.topology.cluster import Calibration
+
 
 WARM_UP = 2
 
@@ -67,7 +84,7 @@ def keep_times(times: Mapping[str, Mapping[str, float]], configs: Mapping[str, C
     from shoal.bench.report import machine_facts
     from shoal.codec.stated import label
     from shoal.planning.cluster_here import add_calibration
-    from shoal.topology.calibration import Calibration, CodecTime
+    from shoal.topology.cluster import Calibration, CodecTime
 
     facts = machine_facts()
     codecs: Sequence[CodecTime] = [
@@ -78,3 +95,30 @@ def keep_times(times: Mapping[str, Mapping[str, float]], configs: Mapping[str, C
     ]
     machine = f"{facts['processor']}, {facts['cores']} cores"
     return add_calibration(path, Calibration(machine=machine, torch=facts["torch"], codecs=tuple(codecs)))
+
+
+# The codecs that `shoal bench codec` compares, by the names that its tables print. Imports no torch.
+
+
+CODECS: Mapping[str, CodecConfig] = {
+    "bfloat16": CastConfig(),
+    "float16": CastConfig(dtype="float16"),
+    "float8_e4m3": CastConfig(dtype="float8_e4m3"),
+    "float8_e5m2": CastConfig(dtype="float8_e5m2"),
+    "int8": BlockwiseConfig(),
+    "int4": BlockwiseConfig(bits=4, block=64),
+    "qsgd": QSGDConfig(),
+    "terngrad": TernGradConfig(),
+    "sign": SignConfig(block=64),
+    "top_k": TopKConfig(),
+    "top_k_sampled": TopKConfig(selection="sampled"),
+    "dgc": DGCConfig(fraction=0.01, warmup_steps=40),
+    "dgc_0.1%": DGCConfig(fraction=0.001, warmup_steps=40),
+    "block_top_k": BlockTopKConfig(),
+    "dct_top_k": DCTTopKConfig(),
+    "random_k": RandomKConfig(fraction=0.01),
+    "scale_com": ScaleComConfig(),
+    "power_sgd": PowerSGDConfig(),
+    "power_sgd_2": PowerSGDConfig(rank=2),
+    "acp_sgd": ACPSGDConfig(),
+}

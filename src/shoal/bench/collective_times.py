@@ -20,13 +20,11 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from shoal.bench.comm_sweep import PEER, Sweep
-from shoal.bench.groups import join_group, join_store
-from shoal.bench.pairs import lower_bound, ratios
-from shoal.bench.progress import tell
-from shoal.bench.turns import interleaved, repeat
-from shoal.comm.backends import TransportName
+from shoal.bench.groups import interleaved, join_group, join_store, repeat
+from shoal.bench.options import PEER, Sweep
+from shoal.bench.report import lower_bound, ratios, tell
 from shoal.comm.collective import Collective, GroupCollective
+from shoal.comm.config import TransportName
 from shoal.comm.seam import Seam
 from shoal.cost.alpha_beta import fit
 from shoal.launch.environment import Place

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.bench.comm_picture import picture_path, write_picture
-from shoal.bench.comm_sweep import OPERATIONS, PEER, Sweep
-from shoal.bench.options import AsJson, world_sizes
+from shoal.bench.options import OPERATIONS, PEER, AsJson, Sweep, world_sizes
+from shoal.bench.pictures import picture_path, write_picture
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import machine_facts, print_report
 from shoal.errors import UsageError
@@ -23,7 +22,7 @@ from shoal.launch.lab.lab_file import Lab, load_lab
 
 if TYPE_CHECKING:
     from shoal.launch.environment import Place
-    from shoal.topology.calibration import Calibration
+    from shoal.topology.cluster import Calibration
 
 
 def comm(
@@ -106,7 +105,7 @@ def check_hosts(backends: Sequence[str], host_of: Sequence[int], *, lab: bool) -
 
 def calibration_of(fits: Sequence[dict[str, Any]]) -> Calibration:
     """A calibration of this machine that holds these fits alone."""
-    from shoal.topology.calibration import Calibration, CollectiveFit
+    from shoal.topology.cluster import Calibration, CollectiveFit
 
     facts = machine_facts()
     return Calibration(

@@ -22,8 +22,8 @@ from shoal.bench.options import AsJson, names, numbers
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import Result, merged, print_report
 from shoal.errors import EnvironmentFault
-from shoal.launch.lab.iproute import why_not
 from shoal.launch.lab.lab_file import Lab, lab_from
+from shoal.launch.lab.network import why_not
 
 if TYPE_CHECKING:
     from shoal.launch.environment import Place
@@ -82,14 +82,14 @@ def labs(part: str, rates_mbit: list[int], network: NetworkKind = "kernel") -> d
 
 def measure(part: str, lab: Lab, place: Place, *, name: str) -> Result | None:
     """What a rank measures of `part` in the lab `name`; None on all ranks but rank 0."""
-    from shoal.bench import link_all_reduce, link_topology, link_training
+    from shoal.bench import link_measurements
 
     measurements = {
-        "ledger": link_training.measure_ledger,
-        "rate": link_all_reduce.measure_rate,
-        "levels": link_all_reduce.measure_levels,
-        "topology": link_topology.measure_topology,
-        "priority": link_training.measure_priority,
+        "ledger": link_measurements.measure_ledger,
+        "rate": link_measurements.measure_rate,
+        "levels": link_measurements.measure_levels,
+        "topology": link_measurements.measure_topology,
+        "priority": link_measurements.measure_priority,
     }
     return measurements[part](lab, place, name=name)
 

@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal import units
-from shoal.bench.comm_sweep import Sweep
-from shoal.bench.options import AsJson, world_sizes
+from shoal.bench.options import AsJson, Sweep, world_sizes
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import machine_facts, print_report
 
 if TYPE_CHECKING:
     from shoal.launch.environment import Place
-    from shoal.topology.calibration import Calibration, MatrixProduct
+    from shoal.topology.cluster import Calibration, MatrixProduct
 
 ROUGH = Sweep(
     operations=("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"), backends=("shm",),
@@ -77,9 +76,17 @@ def measure(place: Place) -> dict[str, Any] | None:
 
     from shoal.bench.collective_times import collective_rows, fits_of
     from shoal.bench.groups import join_mesh, join_store
-    from shoal.bench.operator_times import copy_bytes_s, operator_times, product_times
-    from shoal.bench.overheads import PIECES, TINY_SIZES, crowded_step_s, host_times, wait_times
-    from shoal.bench.progress import told
+    from shoal.bench.operator_times import (
+        PIECES,
+        TINY_SIZES,
+        copy_bytes_s,
+        crowded_step_s,
+        host_times,
+        operator_times,
+        product_times,
+        wait_times,
+    )
+    from shoal.bench.report import told
     from shoal.planning.operators import cores
     from shoal.topology.layout import Layout
 
@@ -105,7 +112,7 @@ def keep(results: Sequence[dict[str, Any]], path: Path) -> Calibration:
     import msgspec
 
     from shoal.planning.cluster_here import add_calibration
-    from shoal.topology.calibration import Calibration, CollectiveFit, Crowd, MatrixProduct, OperatorTime, Wait
+    from shoal.topology.cluster import Calibration, CollectiveFit, Crowd, MatrixProduct, OperatorTime, Wait
 
     machine, torch = _machine()
     newer = Calibration(
@@ -128,7 +135,7 @@ def step_factor(calibration: Calibration) -> float | None:
 
     None where the step, operators or collectives are missing in the calibration.
     """
-    from shoal.bench.overheads import crowd_run
+    from shoal.bench.operator_times import crowd_run
     from shoal.planner.predict.measured import measured_of
     from shoal.planning.answer import cluster_of, predictor_on
     from shoal.planning.operators import SWEPT, cores

@@ -49,11 +49,11 @@ def on_ranks(
     Raises:
         EnvironmentFault: The ranks failed or cannot be started.
     """
-    from shoal.bench.progress import shown
-    from shoal.launch.lab.start import run_in_lab
+    from shoal.bench.report import shown
+    from shoal.files import temporary_folder
+    from shoal.launch.lab.network import run_in_lab
     from shoal.launch.spawn import run_ranks
     from shoal.launch.supervision import NOTHING_KEPT
-    from shoal.temporary_folder import temporary_folder
 
     with temporary_folder() as folder, shown(part or f"measuring on {processes} ranks", folder) as told:
         result = folder / "result.json"
@@ -110,7 +110,7 @@ def mpiexec() -> str:
 
     Raises `EnvironmentFault` without mpi4py or without mpiexec.
     """
-    from shoal.comm.mpi.world import why_no_mpi
+    from shoal.comm.mpi_world import why_no_mpi
 
     if importlib.util.find_spec("mpi4py") is None:
         raise EnvironmentFault(f"no ranks over MPI: {why_no_mpi()}")
@@ -125,7 +125,7 @@ def mpiexec() -> str:
 def _run_by_mpiexec(command: Sequence[str], *, processes: int, environ: Mapping[str, str]) -> int:
     """The exit code of mpiexec, which ends the other ranks when one fails."""
     from shoal.launch.children import THROWN_AWAY_S, wait_for
-    from shoal.launch.lab.start import unwinding
+    from shoal.launch.lab.network import unwinding
 
     whole = [mpiexec(), "-n", str(processes), *command]
     with unwinding():

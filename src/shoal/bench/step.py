@@ -28,9 +28,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shoal.bench.options import FEWEST_PAIRS, AsJson, Processes, token_counts
-from shoal.bench.pairs import Turns, again_cells, columns, lower_bound, milliseconds, ratios
 from shoal.bench.ranks import is_rank, on_ranks, rank_folder, run_as_rank
-from shoal.bench.report import Result, check, merged, print_report
+from shoal.bench.report import (
+    Result,
+    Turns,
+    again_cells,
+    check,
+    columns,
+    lower_bound,
+    merged,
+    milliseconds,
+    print_report,
+    ratios,
+)
 from shoal.observe.events import read_events
 
 if TYPE_CHECKING:
@@ -96,10 +106,9 @@ def measure(place: Place, *, tokens: int, pairs: int, model: str = "") -> Result
 
     from shoal.assembly.objects import UserObjects, model_of
     from shoal.bench.ddp_script import Script
-    from shoal.bench.groups import join_default_group, join_group, join_store
-    from shoal.bench.progress import tell
+    from shoal.bench.groups import interleaved, join_default_group, join_group, join_store
+    from shoal.bench.report import tell
     from shoal.bench.training_job import MODEL, SEQUENCE, corpus_file, gpt_run_file, start_training, training_job
-    from shoal.bench.turns import interleaved
     from shoal.engine.loop import take_step
     from shoal.models.config import PythonModel
 
@@ -155,7 +164,7 @@ class CountedStep:
         return round(self.faults / sum(seconds for _, seconds in self._counted()))
 
     def _counted(self) -> list[tuple[int, float]]:
-        from shoal.bench.turns import WARM_UP_STEPS
+        from shoal.bench.groups import WARM_UP_STEPS
 
         return self._counts[WARM_UP_STEPS:]
 
@@ -242,7 +251,7 @@ def _result(
 
 def _loop_cost(folder: Path) -> float:
     """By how much the loop's steps exceed the sum of their parts, in the median; the first steps are left out."""
-    from shoal.bench.turns import WARM_UP_STEPS
+    from shoal.bench.groups import WARM_UP_STEPS
 
     costs = []
     for event in read_events(folder)[WARM_UP_STEPS:]:

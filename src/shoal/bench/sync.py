@@ -2,10 +2,10 @@
 slow link.
 
 All strategies train the same multilayer perceptron on the digits with the same optimizer, SGD, from the same first
-weights and in the same order of samples. Workers are paced (`bench.paced`): a sample takes the same time on each, and
-`--slow` times as long on one, so that cores which ranks share change nothing. All replicas agree every `PERIOD` steps;
-there the clock stands still, the loss on held-out samples is taken, and a run ends when it is low enough. The time and
-the samples at the loss are interpolated between two evaluations.
+weights and in the same order of samples. Workers are paced (`bench.training_job`): a sample takes the same time on
+each, and `--slow` times as long on one, so that cores which ranks share change nothing. All replicas agree every
+`PERIOD` steps; there the clock stands still, the loss on held-out samples is taken, and a run ends when it is low
+enough. The time and the samples at the loss are interpolated between two evaluations.
 
 Behind a slow link even workers are on two hosts of a lab (`launch.lab`): network namespaces with a shaped link, or,
 where this user may make none, ranks that wait as long as their messages would take.
@@ -26,11 +26,10 @@ from shoal.bench.options import AsJson, names
 from shoal.bench.ranks import is_rank, on_ranks, rank_folder, run_as_rank
 from shoal.bench.report import Result, Row, check, merged, print_report
 from shoal.data.config import BatchConfig, Digits
-from shoal.launch.lab.iproute import why_not
 from shoal.launch.lab.lab_file import Lab, lab_from
+from shoal.launch.lab.network import why_not
 from shoal.models.config import MLPConfig
-from shoal.optim.config import SGD
-from shoal.optim.schedule_config import Schedule
+from shoal.optim.config import SGD, Schedule
 from shoal.runfile.run_file import RunConfig, RunFile
 from shoal.sync.config import (
     AllReduceConfig,
@@ -96,7 +95,7 @@ def sync(
         options = {"sample_s": sample_ms / 1e3, "slow": slow, "loss": loss, "steps": steps}
         run_as_rank(lambda place: measure(place, chosen, on, **options))
         return
-    from shoal.bench.comm_picture import picture_path
+    from shoal.bench.pictures import picture_path
 
     path = picture_path(picture)
     options = ["--slow", str(slow), "--sample-ms", str(sample_ms), "--loss", str(loss), "--steps", str(steps)]
@@ -116,7 +115,7 @@ def sync(
             results.append(on_ranks([*command, *options], processes=processes, lab=lab, part=part))
     result = merged(results)
     if path is not None:
-        from shoal.bench.sync_picture import write_sync_picture
+        from shoal.bench.pictures import write_sync_picture
 
         write_sync_picture(result["rows"], path, loss=loss)
     if not as_json:
@@ -131,7 +130,7 @@ def measure(
     from torch._C._distributed_c10d import PrefixStore
 
     from shoal.bench.groups import join_store
-    from shoal.bench.progress import tell
+    from shoal.bench.report import tell
 
     store, rows, runs = join_store(place), [], len(machines) * len(strategies)
     with rank_folder() as folder:
@@ -171,8 +170,7 @@ def run_file_of(name: str, folder: Path, *, processes: int, steps: int) -> RunFi
 def trained(run_file: RunFile, place: Place, store: Store, *, sample_s: float, loss: float) -> list[list[float]]:
     """[seconds, samples, held-out loss] at every agreement until the loss is reached; the seconds are rank 0's."""
     from shoal.assembly.metering import replica_speeds
-    from shoal.bench.paced import pace
-    from shoal.bench.training_job import start_training, training_job
+    from shoal.bench.training_job import pace, start_training, training_job
     from shoal.engine.loop import take_step
 
     curve: list[list[float]] = []

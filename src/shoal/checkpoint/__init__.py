@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.checkpoint.agreement import LocalExchange, MessageExchange
+    from shoal.checkpoint.commit import checkpoint_in, checkpoints, newest_verified, read_manifest
     from shoal.checkpoint.load import read_all, read_into
     from shoal.checkpoint.manifest import Manifest
     from shoal.checkpoint.save import Saver, SaveReport
-    from shoal.checkpoint.verify import checkpoint_in, checkpoints, newest_verified, read_manifest
 
 __all__ = [
     "LocalExchange",
@@ -40,7 +40,7 @@ _MODULES = {
     "load": ("read_all", "read_into"),
     "manifest": ("Manifest",),
     "save": ("SaveReport", "Saver"),
-    "verify": ("checkpoint_in", "checkpoints", "newest_verified", "read_manifest"),
+    "commit": ("checkpoint_in", "checkpoints", "newest_verified", "read_manifest"),
 }
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shoal.config.table import Table, says
+from shoal.config.check import Table, says
 
 
 class Goal(Table, frozen=True):

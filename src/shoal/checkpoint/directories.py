@@ -19,9 +19,8 @@ from pathlib import Path
 import msgspec
 
 from shoal.checkpoint.agreement import MessageExchange
-from shoal.checkpoint.commit import adopt
+from shoal.checkpoint.commit import adopt, newest_verified
 from shoal.checkpoint.objects import MANIFEST, Places
-from shoal.checkpoint.verify import newest_verified
 from shoal.errors import CorruptCheckpoint, EnvironmentFault
 from shoal.files import read_file
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.checkpoint.commit import checkpoint_in, checkpoints, read_manifest, run_directory_of
 from shoal.checkpoint.inspect import save_weights, shown_weights
 from shoal.checkpoint.objects import temporary
-from shoal.checkpoint.verify import checkpoint_in, checkpoints, read_manifest, run_directory_of
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.models.huggingface.build import build, plain, without_bars
 from shoal.models.huggingface.config import TransformersConfig

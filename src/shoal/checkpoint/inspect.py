@@ -21,6 +21,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shoal.checkpoint.agreement import LocalExchange
+from shoal.checkpoint.commit import (
+    Finding,
+    checkpoint_in,
+    checkpoints,
+    findings,
+    latest_finding,
+    read_manifest,
+    run_directory_of,
+    unprotected,
+)
 from shoal.checkpoint.load import empty, read_all, read_into
 from shoal.checkpoint.manifest import Manifest, TensorEntry
 from shoal.checkpoint.objects import (
@@ -34,16 +44,6 @@ from shoal.checkpoint.objects import (
     temporary,
 )
 from shoal.checkpoint.save import Saver
-from shoal.checkpoint.verify import (
-    Finding,
-    checkpoint_in,
-    checkpoints,
-    findings,
-    latest_finding,
-    read_manifest,
-    run_directory_of,
-    unprotected,
-)
 from shoal.errors import EnvironmentFault, UsageError, VerificationFailed
 from shoal.files import printable
 

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint import tensorfile
-from shoal.checkpoint.grid import family
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
 from shoal.checkpoint.objects import Places
-from shoal.checkpoint.tensorfile import BY_NAME, dtype_name
+from shoal.checkpoint.tensorfile import BY_NAME, dtype_name, family
 from shoal.errors import CorruptCheckpoint, OutOfMemory, UsageError
-from shoal.state.target import Held, Target, parts_of
-from shoal.topology.box import Box, intersection
+from shoal.state import Held, Target, parts_of
+from shoal.topology.holding import Box, intersection
 
 _NAMED = 3
 RESUMED = "Set run.directory to a new folder, or go back to the model that wrote it"

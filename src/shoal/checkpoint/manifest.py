@@ -27,11 +27,10 @@ from typing import Annotated, Any
 import msgspec
 from blake3 import blake3
 
-from shoal.checkpoint.grid import corner_count, tiles
-from shoal.checkpoint.tensorfile import BY_NAME, MAX_DIMS, MAX_HEADER_BYTES, possible_shape
+from shoal.checkpoint.tensorfile import BY_NAME, MAX_DIMS, MAX_HEADER_BYTES, corner_count, possible_shape, tiles
 from shoal.errors import CorruptCheckpoint, UsageError, VerificationFailed
 from shoal.files import read_file
-from shoal.topology.box import Box
+from shoal.topology.holding import Box
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 

@@ -26,11 +26,21 @@ from typing import NamedTuple
 import msgspec
 from blake3 import blake3
 
-from shoal.checkpoint.grid import Parcel, Piece, TensorSpec, assign, boxes_within, family, max_elements, pack
-from shoal.checkpoint.tensorfile import BY_NAME, dtype_name
+from shoal.checkpoint.tensorfile import (
+    BY_NAME,
+    Parcel,
+    Piece,
+    TensorSpec,
+    assign,
+    boxes_within,
+    dtype_name,
+    family,
+    max_elements,
+    pack,
+)
 from shoal.errors import UsageError
-from shoal.state.target import Target
-from shoal.topology.box import Box, Dims, intersection, whole
+from shoal.state import Target
+from shoal.topology.holding import Box, Dims, intersection, whole
 
 
 class Item(NamedTuple):

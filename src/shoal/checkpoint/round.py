@@ -39,11 +39,10 @@ from shoal.checkpoint.agreement import (
     hear,
 )
 from shoal.checkpoint.commit import Pointer, best_step, commit, point_best, point_latest, retain, sweep
-from shoal.checkpoint.grid import Parcel
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
 from shoal.checkpoint.objects import Disk, OnPoint, Places, Stored, make_folders, settle, store
 from shoal.checkpoint.plan import SavePlan
-from shoal.checkpoint.tensorfile import Staging
+from shoal.checkpoint.tensorfile import Parcel, Staging
 from shoal.errors import ShoalError, UsageError
 
 

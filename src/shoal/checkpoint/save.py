@@ -35,8 +35,8 @@ from shoal.checkpoint.plan import Inventory, SavePlan, inventory_of, plan_for
 from shoal.checkpoint.round import Round, Seat, sentence
 from shoal.checkpoint.tensorfile import Staging
 from shoal.errors import EnvironmentFault
-from shoal.state.target import Held, Target, parts_of
-from shoal.topology.box import Box
+from shoal.state import Held, Target, parts_of
+from shoal.topology.holding import Box
 
 OBJECT_BYTES = 8 << 20
 STUCK_AFTER = 2.0

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.main import get_command
 
-from shoal.cli.verbs import Verbs
+from shoal.cli.common import Verbs
 
 MODULES = {
     "step": "shoal.bench.step",

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from shoal.cli.busy import busy
-from shoal.cli.output import AsJson
+from shoal.cli.common import AsJson, busy
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -159,7 +158,7 @@ def export(
 def _integers(source: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """What puts integers in the place of the weights that a run rounds."""
     from shoal.assembly.shrinking import as_integers
-    from shoal.checkpoint.verify import checkpoint_in, run_directory_of
+    from shoal.checkpoint.commit import checkpoint_in, run_directory_of
     from shoal.runfile.load import load_run
 
     written = run_directory_of(checkpoint_in(source)) / "run.toml"
@@ -168,7 +167,7 @@ def _integers(source: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
 
 def _merge(source: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     """What puts adapters into the weights that they belong to, where the run has a table [adapter]."""
-    from shoal.checkpoint.verify import checkpoint_in, run_directory_of
+    from shoal.checkpoint.commit import checkpoint_in, run_directory_of
     from shoal.models.adapters import merged
     from shoal.runfile.load import load_run
 
@@ -178,8 +177,8 @@ def _merge(source: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
 
 
 def _export_folder(source: Path, folder: Path) -> int:
+    from shoal.checkpoint.commit import checkpoint_in, run_directory_of
     from shoal.checkpoint.huggingface import export_folder
-    from shoal.checkpoint.verify import checkpoint_in, run_directory_of
     from shoal.errors import UsageError
     from shoal.models.huggingface.config import TransformersConfig
     from shoal.runfile.load import load_run

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.output import AsJson
+from shoal.cli.common import AsJson
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def serve(
 
     Example: shoal coordinator serve job.journal --token job.token --min 2 --max 4 --port 29400
     """
-    from shoal.coordinator.serve import serve
+    from shoal.coordinator.service import serve
     from shoal.errors import UsageError
     from shoal.resilience.membership import Rules
 

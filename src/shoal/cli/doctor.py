@@ -16,8 +16,7 @@ import msgspec
 import typer
 
 from shoal import units
-from shoal.cli.busy import busy
-from shoal.cli.output import AsJson, output_file
+from shoal.cli.common import AsJson, busy, output_file
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.standard_output import answer
 
@@ -82,7 +81,7 @@ def doctor(
 
 def _several(hosts: str, *, shell: str, python: str, folder: str | None, port: int, as_json: bool) -> None:
     from shoal.launch.environment import place_from
-    from shoal.launch.survey import across, network, ranks, visit
+    from shoal.launch.survey import across, channel, network
 
     if hosts == "ranks":
         place = place_from(os.environ)
@@ -92,13 +91,13 @@ def _several(hosts: str, *, shell: str, python: str, folder: str | None, port: i
                 "in front, or name the hosts (--hosts n1,n2)"
             )
         with busy("comparing the hosts of these ranks") if place.rank == 0 else nullcontext():
-            found = ranks.survey_of_ranks(place, os.environ)
+            found = across.survey_of_ranks(place, os.environ)
         if found is None:
             return
     else:
-        named = visit.hosts_from(hosts)
+        named = channel.hosts_from(hosts)
         with busy(f"asking {units.plural(len(named), 'host')}"):
-            found = visit.survey(named, shell=shell, python=python, folder=folder or str(Path.cwd()), port=port)
+            found = channel.survey(named, shell=shell, python=python, folder=folder or str(Path.cwd()), port=port)
     judged = across.findings(found)
     if as_json:
         links = [{"from": a, "to": b, **msgspec.to_builtins(link)} for (a, b), link in found.links.items()]

@@ -13,29 +13,22 @@ from shoal.cli import (
     bench,
     checkpoint,
     coordinator,
-    diff,
     doctor,
-    ensemble,
-    evaluate,
     federate,
     launch,
     plan,
     profile,
-    rehearse,
-    replay,
-    report,
-    reproduce,
+    runs,
     simulate,
-    split,
     submit,
     sweep,
     train,
     verify,
     watch,
 )
-from shoal.cli.verbs import Verbs
+from shoal.cli.common import Verbs
 from shoal.errors import EnvironmentFault, ShoalError
-from shoal.escape import escape_controls
+from shoal.standard_output import escape_controls
 
 app = typer.Typer(
     name="shoal",
@@ -74,20 +67,20 @@ def shoal_command(
 
 app.command("train", help=train.HELP)(train.train)
 app.command("verify")(verify.verify)
-app.command("split")(split.split)
+app.command("split")(plan.split)
 app.command("plan")(plan.plan)
 app.command("simulate")(simulate.simulate)
 app.command("profile")(profile.profile)
 app.command("launch", context_settings=launch.SETTINGS)(launch.launch)
-app.command("evaluate")(evaluate.evaluate)
-app.command("report")(report.report)
+app.command("evaluate")(train.evaluate)
+app.command("report")(runs.report)
 app.command("watch")(watch.watch)
-app.command("diff")(diff.diff)
-app.command("reproduce")(reproduce.reproduce)
+app.command("diff")(runs.diff)
+app.command("reproduce")(runs.reproduce)
 app.command("sweep")(sweep.sweep)
-app.command("ensemble")(ensemble.ensemble)
-app.command("replay")(replay.replay)
-app.command("rehearse")(rehearse.rehearse)
+app.command("ensemble")(sweep.ensemble)
+app.command("replay")(runs.replay)
+app.command("rehearse")(verify.rehearse)
 app.add_typer(submit.app, name="submit", cls=submit.WithDefault)
 app.add_typer(federate.app, name="federate", cls=Verbs)
 app.command("doctor")(doctor.doctor)

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.busy import busy
-from shoal.cli.output import AsJson, ClusterFile, Overrides, RunFileArgument, output_file
+from shoal.cli.common import AsJson, ClusterFile, Overrides, RunFileArgument, busy, output_file
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
-    from shoal.planner.search.scaling import Scaled
+    from shoal.planner.search.search import Scaled
     from shoal.planning.answer import Planned
     from shoal.planning.history import Confidence
     from shoal.planning.measured_step import MeasuredStep
     from shoal.planning.operators import OperatorSplits
     from shoal.planning.trial import PlanTrial
     from shoal.runfile.run_file import RunFile
+
 
 MOST_PLANS, FEW_PLANS, FEW_HELPS = 10, 5, 2
 
@@ -88,7 +88,7 @@ def plan(
         int | None,
         typer.Option("--operators", metavar="N", help="A split of each operator over N ranks, beside the roles'."),
     ] = None,
-    elsewhere: Annotated[
+    prediction: Annotated[
         Path | None,
         typer.Option(
             "--elsewhere", metavar="RUN_DIR", help="Only what this run, measured here, would take on other machines."
@@ -112,7 +112,7 @@ def plan(
         raise typer.BadParameter("--of names the run of a measured step; add --measured-step SECONDS")
     if cluster is not None:
         load_cluster(cluster)  # wrong files are refused before what follows imports torch
-    from shoal.planner.search.scaling import scaling_of
+    from shoal.planner.search.search import scaling_of
     from shoal.planning.answer import cluster_file, planned
     from shoal.planning.history import confidence_in
     from shoal.planning.measured_step import step_of_earlier_run
@@ -120,8 +120,8 @@ def plan(
     from shoal.planning.plan_file import run_file_of
     from shoal.planning.tried_step import tried_step
 
-    if elsewhere is not None:
-        _show_elsewhere(loaded, elsewhere, as_json=as_json)
+    if prediction is not None:
+        _show_elsewhere(loaded, prediction, as_json=as_json)
         return
     where = cluster_file(loaded.layout.cluster, cluster)
     step = _measured_step(measured_step, of, loaded, expert_imbalance or 1.0)
@@ -167,12 +167,12 @@ def plan(
 
 
 def _show_elsewhere(run_file: RunFile, directory: Path, *, as_json: bool) -> None:
-    from shoal.planning import elsewhere
+    from shoal.planning import prediction
 
-    run = elsewhere.measured_run(run_file, directory)
+    run = prediction.measured_run(run_file, directory)
     with busy("searching the layouts that fit other machines"):
-        found = elsewhere.elsewhere(run)
-    answer(json.dumps(elsewhere.as_record(run, found)) if as_json else elsewhere.as_text(run, found))
+        found = prediction.elsewhere(run)
+    answer(json.dumps(prediction.as_record(run, found)) if as_json else prediction.as_text(run, found))
 
 
 def _measured_step(
@@ -193,7 +193,7 @@ def _measured_step(
 
 
 def _trials(path: Path, result: Planned, overrides: Sequence[str], number: int) -> list[PlanTrial]:
-    from shoal.observe.progress_bar import open_progress_bar
+    from shoal.observe.terminal import open_progress_bar
     from shoal.planning.trial import check_here, tried
 
     check_here(result.predictor.cluster, os.environ)
@@ -328,3 +328,39 @@ def _as_json(result: Planned, confidence: Confidence, scaled: Scaled | None) -> 
         "track_record": result.track_record,
         "constants": constants_record(result.predictor.constants),
     }
+
+
+# `shoal split`.
+
+
+def split(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="A run file with a module of your own.")],
+    overrides: Overrides = None,
+    stages: Annotated[int, typer.Option("--stages", min=2, help="Stages to cut the chain into.")] = 2,
+    yes: Annotated[bool, typer.Option("--yes", help="Write the keys into the run file without asking.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Proposes how to split a module that declares nothing over tensor and pipeline, and writes it into the run file.
+
+    Example: shoal split recipes/vit.toml --yes
+    """
+    from shoal.runfile.load import load_run
+
+    loaded = load_run(run_file, overrides or ())  # a wrong file is refused before what follows imports torch
+    from shoal.planning.split_proposal import propose, write_keys
+
+    with busy("reading the module"):
+        proposal = propose(loaded, stages=stages)
+    if as_json:
+        answer(json.dumps(proposal.to_json()))
+    else:
+        print("\n".join(proposal.lines()))
+    if not proposal.keys():
+        return
+    asked = not as_json and sys.stdin.isatty()
+    if yes or (asked and typer.confirm(f"\nWrite this into [model] of {run_file}?", default=False)):
+        write_keys(run_file, proposal)
+        if not as_json:
+            print(f"written; prove it: shoal verify {run_file} layout.tensor=2")
+    elif not as_json and not asked:
+        print(f"\n--yes writes this into [model] of {run_file}")

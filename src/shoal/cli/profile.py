@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.busy import busy
-from shoal.cli.output import AsJson, ScriptOverrides, output_file
+from shoal.cli.common import AsJson, ScriptOverrides, busy, output_file
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def profile(
     def rank(run_file: RunFile, place: Place) -> None:
         from shoal.assembly.objects import UserObjects
         from shoal.assembly.profiling import profile_rank
-        from shoal.observe.progress_bar import ProgressBar, open_progress_bar
+        from shoal.observe.terminal import ProgressBar, open_progress_bar
 
         _check_rank(flame_rank, place.world_size)
         graph = None if flame is None else (flame_rank, flame)
@@ -94,11 +93,11 @@ def _of_script(script: Path, given: list[str], *, warmup: int, steps: int | None
     """Runs the script until its steps are recorded. Leaves with its exit code where it fails."""
     import msgspec
 
-    from shoal.assembly.profiled_script import PROFILE, THROW_AWAY, ProfileOrder, read_profile
+    from shoal.assembly.profiling import PROFILE, THROW_AWAY, ProfileOrder, read_profile
     from shoal.errors import UsageError
+    from shoal.files import temporary_folder
     from shoal.launch.children import wait_for
     from shoal.launch.own_script import KEYS, divided
-    from shoal.temporary_folder import temporary_folder
 
     if not script.is_file():
         raise UsageError(f"{script} is missing: give a script that calls shoal.train or shoal.start, or a run file")

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.busy import busy
-from shoal.cli.output import AsJson, ClusterFile, Overrides, RunFileArgument, output_file, picture_file
+from shoal.cli.common import AsJson, ClusterFile, Overrides, RunFileArgument, busy, output_file, picture_file
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def simulate(
 def _show_schedule(
     run_file: RunFile, cluster: Path | None, stragglers: Stragglers, *, picture: Path | None, as_json: bool
 ) -> None:
-    from shoal.planning.schedule_view import schedule_view
+    from shoal.planning.pictures import schedule_view
 
     with busy("playing the schedule"):
         view = schedule_view(run_file, cluster, stragglers=stragglers)

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shoal.cli.busy import busy
-from shoal.cli.output import AsJson, ScriptOverrides
-from shoal.cli.verbs import Verbs
+from shoal.cli.common import AsJson, ScriptOverrides, Verbs, busy
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -133,9 +131,9 @@ def job(
     """
     from dataclasses import replace
 
-    from shoal.cli.script_target import command_of_script
+    from shoal.cli.common import command_of_script
     from shoal.errors import UsageError
-    from shoal.experiments.config import load_sweep
+    from shoal.experiments.search import load_sweep
     from shoal.experiments.trial_command import independent_trials, is_sweep
     from shoal.runfile.load import load_run
     from shoal.submit.job import (
@@ -151,11 +149,9 @@ def job(
     )
     from shoal.submit.kubernetes import Kubernetes
     from shoal.submit.pods import KubernetesOptions, node_selector_of
-    from shoal.submit.ray import Ray
-    from shoal.submit.ray_jobs import RayJobs
+    from shoal.submit.ray import Ray, RayJobs
     from shoal.submit.scheduler import write_files, write_record
-    from shoal.submit.slurm import Slurm
-    from shoal.submit.slurm_script import SlurmOptions
+    from shoal.submit.slurm import Slurm, SlurmOptions
 
     if to is None:
         raise UsageError("shoal submit does not know where to: give --to slurm, --to kubernetes or --to ray")
@@ -301,8 +297,7 @@ def _follow(submission: Submission, scheduler: Scheduler, directory: Path) -> No
 
 def _submitted(directory: Path) -> tuple[Submission, Scheduler]:
     from shoal.submit.kubernetes import Kubernetes
-    from shoal.submit.ray import Ray
-    from shoal.submit.ray_jobs import RayJobs
+    from shoal.submit.ray import Ray, RayJobs
     from shoal.submit.scheduler import read_record
     from shoal.submit.slurm import Slurm
 

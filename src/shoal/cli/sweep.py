@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import shlex
 import sys
+import tomllib
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 import typer
 
-from shoal.cli.output import AsJson
-from shoal.errors import UsageError
+from shoal.cli.common import AsJson, Overrides, busy
+from shoal.errors import EnvironmentFault, UsageError
 from shoal.standard_output import answer
 
 
@@ -36,8 +37,8 @@ def sweep(
 
     Example: shoal sweep recipes/sweeps/digits.toml
     """
-    from shoal.experiments.config import load_sweep
     from shoal.experiments.results import draw, lines, rows
+    from shoal.experiments.search import load_sweep
     from shoal.experiments.sweep import Sweep
     from shoal.experiments.trial_command import train_alone
 
@@ -67,3 +68,71 @@ def via_words(via: str | None) -> list[str]:
         return shlex.split(via or "")
     except ValueError as fault:
         raise UsageError(f"--via {via!r} is no command line ({fault}): quote its words as a shell would") from fault
+
+
+# `shoal ensemble`.
+
+
+def ensemble(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file of every member.")],
+    overrides: Overrides = None,
+    members: Annotated[int, typer.Option(min=2, max=1000, help="How many; their seeds are 0, 1, ...")] = 4,
+    parallel: Annotated[int, typer.Option(min=1, help="Members that are trained side by side.")] = 1,
+    directory: Annotated[Path | None, typer.Option(help="Their folder; default: ensembles/NAME.")] = None,
+    via: Annotated[
+        str | None, typer.Option(help="A command that starts each member elsewhere, as of 'shoal sweep'.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Trains a run with several seeds and evaluates all of them together; started again, it goes on where it was.
+
+    Example: shoal ensemble recipes/digits.toml run.processes=1 --members 3
+    """
+    from shoal.experiments.search import Grid, SweepFile
+    from shoal.experiments.sweep import Sweep
+    from shoal.runfile.load import load_run
+
+    loaded = load_run(run_file, overrides or ())
+    keys: dict[str, Any] = {"run.steps": [loaded.run.steps]} | dict(map(_key, overrides or ()))
+    file = SweepFile(
+        name=loaded.run.name,
+        run=str(run_file),
+        objective="loss/train",
+        parameters=keys,
+        search=Grid(),
+        seeds=list(range(members)),
+        parallel=parallel,
+    )
+    folder = directory or Path("ensembles") / loaded.run.name
+    folder.mkdir(parents=True, exist_ok=True)
+    say = partial(print, file=sys.stderr, flush=True)
+    outcomes = Sweep(file, run_file, folder, say=say, via=via_words(via)).run()
+    trained = [folder / one.trial.name for one in outcomes if one.state == "finished"]
+    if len(trained) < 2:
+        raise EnvironmentFault(
+            f"{len(trained)} of {members} members finished, and an ensemble needs two: {folder}/trial-*/output.txt "
+            "says why; the same command trains the others on"
+        )
+    # Torch is imported when there is something to evaluate.
+    from shoal.experiments.ensemble import evaluate_together
+
+    with busy("evaluating the members together"):
+        found = evaluate_together(trained)
+    if as_json:
+        answer(
+            msgspec.json.encode(
+                {"directories": [str(path) for path in trained], **msgspec.structs.asdict(found)}
+            ).decode()
+        )
+        return
+    rows = [(path.name, values) for path, values in zip(trained, found.members, strict=True)]
+    for name, values in [*rows, (f"{len(trained)} together", found.ensemble)]:
+        print(f"{name:>12}  " + "  ".join(f"{key} {value:.6g}" for key, value in values.items()))
+
+
+def _key(override: str) -> tuple[str, list[Any]]:
+    key, _, text = override.partition("=")
+    try:
+        return key.strip(), [tomllib.loads(f"x = {text}")["x"]]
+    except tomllib.TOMLDecodeError:
+        return key.strip(), [text.strip()]  # a bare word is a string, as for shoal train

@@ -12,14 +12,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.output import Overrides
+from shoal.cli.common import AsJson, Overrides
 from shoal.observe.figures import help_lines
+from shoal.standard_output import answer
 
 if TYPE_CHECKING:
     from shoal.launch.environment import Place
     from shoal.launch.lab.lab_file import Lab
     from shoal.observe.config import ObserveConfig
     from shoal.runfile.run_file import RunFile
+
 
 HELP = f"""Trains a run file. A run that was cut off is resumed from its newest checkpoint.
 
@@ -88,7 +90,7 @@ def train(
             raise typer.BadParameter("a replay is the recorded run, and takes no keys", param_hint="--replay")
         file, command = recorded_run_file(replay), [*command, "--replay", str(replay)]
         recorded = load_run(file, [f"run.directory={json.dumps(f'{replay}-replay')}"])
-        from shoal.assembly.replay import replayed  # imports torch
+        from shoal.assembly.run_record import replayed  # imports torch
 
         loaded = replayed(recorded)
     directory, hosts = run_directory(loaded), _lab(lab)
@@ -122,7 +124,7 @@ def _check_one_rank(run_file: RunFile) -> None:
 
     from shoal.config.load import dumps
     from shoal.launch.environment import place_from
-    from shoal.observe.scaling import one_rank_rate
+    from shoal.observe.goodput import one_rank_rate
 
     if run_file.observe.one_rank is not None and place_from(os.environ) is None:
         one_rank_rate(Path(run_file.observe.one_rank), tomllib.loads(dumps(run_file))["model"])
@@ -156,3 +158,55 @@ def _rank(run_file: RunFile, place: Place, *, replay: Path | None) -> None:
     from shoal.training import train_rank
 
     train_rank(run_file, place, UserObjects(), forecast=FORECAST, replay=replay)
+
+
+# `shoal evaluate`.
+
+
+def evaluate(
+    source: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR|CHECKPOINT", help="A run directory, or a checkpoint in it.")
+    ],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the run's.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluates a checkpoint's weights on the held-out data, without training.
+
+    Example: shoal evaluate runs/digits run.processes=1
+    """
+    from shoal.assembly.start import run
+    from shoal.errors import UsageError
+    from shoal.planning.arrange import PLANNER
+    from shoal.runfile.load import load_run
+
+    folder = source.parent.parent if (source / "manifest.json").exists() else source
+    if not (folder / "run.toml").exists():
+        raise UsageError(f"{source} holds no run: give a run directory, such as runs/NAME, or a checkpoint in one")
+    loaded = load_run(folder / "run.toml", overrides or ())
+
+    def rank(run_file: RunFile, place: Place) -> None:
+        from shoal.assembly.conclusion import evaluate_rank
+        from shoal.assembly.objects import UserObjects
+        from shoal.observe.terminal import ProgressBar, open_progress_bar
+
+        with open_progress_bar(sys.stderr) if place.rank == 0 else ProgressBar() as bar:
+            values = evaluate_rank(run_file, place, UserObjects(), source=source, bar=bar)
+        if place.rank == 0:
+            answer(
+                json.dumps(values) if as_json else "  ".join(f"{name} {value:.6g}" for name, value in values.items())
+            )
+
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "evaluate",
+        str(source),
+        *(overrides or ()),
+        *(["--json"] if as_json else []),
+    ]
+    raise typer.Exit(
+        run(loaded, command, rank, directory=folder, file=str(folder / "run.toml"), writes=False, planner=PLANNER)
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from shoal.config.table import PositiveFloat, Table, says
+from shoal.config.check import PositiveFloat, Table, says
 
 _FEEDBACK = (
     "Error feedback: what was not sent is added to the next gradient, and kept in checkpoints. Costs twice the "
@@ -40,7 +40,7 @@ class NoCodec(_Codec, frozen=True, tag_field="kind", tag="none"):
 class CastConfig(_Codec, frozen=True, tag_field="kind", tag="cast"):
     """Numbers of fewer bits, rounded to nearest."""
 
-    implemented_by: ClassVar[str] = "shoal.codec.cast:Cast"
+    implemented_by: ClassVar[str] = "shoal.codec.quantise:Cast"
 
     dtype: Annotated[
         Literal["bfloat16", "float16", "float8_e4m3", "float8_e5m2"],
@@ -140,7 +140,7 @@ class ScaleComConfig(_Codec, frozen=True, tag_field="kind", tag="scale_com"):
     It is another rank in each step.
     """
 
-    implemented_by: ClassVar[str] = "shoal.codec.scale_com:ScaleCom"
+    implemented_by: ClassVar[str] = "shoal.codec.top_k:ScaleCom"
     of_all_ranks: ClassVar[bool] = True
 
     fraction: Annotated[float, says(_FRACTION, gt=0, le=1)] = 0.01
@@ -150,7 +150,7 @@ class ScaleComConfig(_Codec, frozen=True, tag_field="kind", tag="scale_com"):
 class DCTTopKConfig(_Codec, frozen=True, tag_field="kind", tag="dct_top_k"):
     """The largest frequencies of every chunk (DeMo), 5 bytes each."""
 
-    implemented_by: ClassVar[str] = "shoal.codec.dct_top_k:DCTTopK"
+    implemented_by: ClassVar[str] = "shoal.codec.top_k:DCTTopK"
 
     chunk: Annotated[int, says("Numbers that are transformed together.", ge=2, le=256)] = 64
     kept: Annotated[int, says("Frequencies of a chunk that are sent.", ge=1, le=256)] = 4
@@ -214,7 +214,7 @@ class PowerSGDConfig(_Codec, frozen=True, tag_field="kind", tag="power_sgd"):
 class ACPSGDConfig(_Codec, frozen=True, tag_field="kind", tag="acp_sgd"):
     """PowerSGD's thin matrices in turn, one in each step (ACP-SGD): one sum, half the bytes."""
 
-    implemented_by: ClassVar[str] = "shoal.codec.acp_sgd:ACPSGD"
+    implemented_by: ClassVar[str] = "shoal.codec.power_sgd:ACPSGD"
     of_all_ranks: ClassVar[bool] = True
 
     rank: Annotated[int, says("Columns of a thin matrix.", ge=1, le=256)] = 4

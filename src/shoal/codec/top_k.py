@@ -45,17 +45,15 @@ multiplied by the length of its run, which makes it unbiased.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
 
-from shoal.codec.blocks import block_count, in_blocks
-from shoal.codec.codec import Codec, Field, Payload, TensorPlace
-from shoal.codec.config import BlockTopKConfig, DGCConfig, RandomKConfig, TopKConfig
-from shoal.codec.kernels import kernels_for
+from shoal.codec.codec import Codec, Field, Payload, TensorPlace, all_or_nothing, block_count, in_blocks, kernels_for
+from shoal.codec.config import BlockTopKConfig, DCTTopKConfig, DGCConfig, RandomKConfig, ScaleComConfig, TopKConfig
 from shoal.codec.stated import RUN, kept
-from shoal.maths.counter import uniform
+from shoal.maths.counter import key_of, uniform
 
 
 def index_fields(numel: int, count: int) -> tuple[Field, Field]:
@@ -245,3 +243,124 @@ def fraction_at(number: int, fraction: float, *, warmup: int) -> float:
     if number > warmup or stages < 1:
         return fraction
     return max(fraction, FIRST ** (1 + (number - 1) * stages // warmup))
+
+
+# DCT top-k: the largest frequencies of every chunk.
+#
+#     f = D x,   y = D^T (the k largest of f),      D_uv = sqrt(2 / c) cos(pi (2 v + 1) u / 2 c), row 0 over sqrt(2)
+#
+# (Peng, Quesnelle, Kingma, "DeMo: Decoupled Momentum Optimization", arXiv:2411.19870, algorithm 1.) D is orthonormal,
+# so |x - y|^2 <= (1 - k/c) |x|^2 in a chunk of c numbers: biased. DeMo takes what was sent out of a decaying momentum,
+# and keeps the rest; here error feedback keeps the rest of the gradients, without decay.
+#
+# Chunks are runs of the flat buffer, not squares of a matrix as in the paper's code: so they do not depend on shapes. A
+# number costs 4 bytes, its place 1 (chunks of up to 256).
+
+
+class DCTTopK(Codec):
+    """`DCTTopKConfig`, on the wire."""
+
+    def __init__(self, config: DCTTopKConfig) -> None:
+        self._chunk, self._kept = config.chunk, config.kept
+        self._basis = cosines(config.chunk)
+
+    def fields(self, numel: int) -> tuple[Field, ...]:
+        count = block_count(numel, self._chunk) * self._kept
+        return Field(torch.float32, count), Field(torch.uint8, count)
+
+    def _encode(self, x: Tensor, key: int) -> Payload:
+        frequencies = in_blocks(x, self._chunk) @ self._basis.to(x).T
+        places = frequencies.abs().topk(self._kept, dim=1).indices
+        return frequencies.gather(1, places).view(-1).float(), places.view(-1).to(torch.uint8)
+
+    def _decode(self, payload: Payload, numel: int, key: int, dtype: torch.dtype) -> Tensor:
+        values, places = (part.view(-1, self._kept) for part in payload)
+        frequencies = torch.zeros(len(values), self._chunk, dtype=dtype, device=values.device)
+        frequencies.scatter_(1, places.long(), values.to(dtype))
+        grid = _grid(values).to(dtype)[:, None]
+        return (frequencies @ self._basis.to(frequencies)).div_(grid).round_().mul_(grid).view(-1)[:numel]
+
+
+def _grid(values: Tensor) -> Tensor:
+    """For each row, 2^-24 of the power of two above its largest magnitude.
+
+    Decoded numbers are multiples of it: what the transform's rounding adds far below them would make x - y inexact.
+    """
+    _, exponent = torch.frexp(values.abs().amax(1))
+    return torch.ldexp(torch.ones(len(values), device=values.device), exponent.clamp(min=-100) - 24)
+
+
+def cosines(size: int) -> Tensor:
+    """The orthonormal DCT-II, float64 `[frequency, place]`."""
+    frequency, place = torch.arange(size, dtype=torch.float64)[:, None], torch.arange(size, dtype=torch.float64)
+    basis = math.sqrt(2 / size) * torch.cos(math.pi * (2 * place + 1) * frequency / (2 * size))
+    basis[0] /= math.sqrt(2)
+    return basis
+
+
+# ScaleCom: top-k at places that one rank chooses for all, so that numbers are summed on the way.
+#
+#     leader           draws its k largest, and tells their places
+#     every rank       sends its numbers at these places;  sums of k numbers, however many ranks there are
+#
+# (Chen et al., "ScaleCom: Scalable Sparsified Gradient Compression for Communication-Efficient Distributed Training",
+# arXiv:2104.11125, algorithm 1, with beta = 1.) Residuals of different ranks come to look alike, which is why the
+# places of one serve all. Biased: it needs error feedback. In the paper ranks lead in turn; here the key of the sum
+# draws the leader, so that no turn has to be saved.
+#
+# The places travel by the first sum, of bytes to which all but the leader add zeros: 2 bytes a place (`pack_indices`),
+# and 4 a number by the second sum. A rank that is not finite sends NaN.
+
+
+class ScaleCom(Codec):
+    """`ScaleComConfig`, on the wire, for rank `rank` of `ranks`."""
+
+    linear = True
+
+    def __init__(self, config: ScaleComConfig, *, rank: int = 0, ranks: int = 1) -> None:
+        self._config, self._rank, self._ranks = config, rank, ranks
+
+    def bound(self, places: Sequence[TensorPlace], *, key: int, rank: int, ranks: int) -> ScaleCom:
+        return ScaleCom(self._config, rank=rank, ranks=ranks)
+
+    def fields(self, numel: int) -> tuple[Field, ...]:
+        count = kept(self._config.fraction, numel)
+        return Field(torch.float32, count), *index_fields(numel, count)
+
+    def summing(self, x: Tensor, *, key: int) -> Generator[Payload, None, tuple[Tensor, Tensor]]:
+        x = all_or_nothing(x)
+        if self.leader(key) == self._rank:
+            packed = torch.cat([part.view(torch.uint8) for part in self._chosen(x)])
+        else:
+            nbytes = sum(field.nbytes for field in self.fields(x.numel())[1:])
+            packed = torch.zeros(nbytes, dtype=torch.uint8, device=x.device)
+        yield (packed,)
+        runs, low = (field.nbytes for field in self.fields(x.numel())[1:])
+        places = unpack_indices(packed[:runs].view(torch.int32), packed[runs : runs + low].view(torch.int16))
+        values = x[places].float()
+        own = values.clone()
+        yield (values,)
+        return _at(places, own, x), _at(places, values, x)
+
+    def leader(self, key: int) -> int:
+        """The rank that chooses the places of the sum that has this key."""
+        return key_of(key, "leader") % self._ranks
+
+    def _chosen(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return pack_indices(largest(x, kept(self._config.fraction, x.numel())), x.numel())
+
+    def _encode(self, x: Tensor, key: int) -> Payload:
+        """What a rank alone would come to."""
+        runs, low = self._chosen(x)
+        return x[unpack_indices(runs, low)].float(), runs, low
+
+    def _decode(self, payload: Payload, numel: int, key: int, dtype: torch.dtype) -> Tensor:
+        values, runs, low = payload
+        return _at(unpack_indices(runs, low), values, torch.empty(numel, dtype=dtype, device=values.device))
+
+
+def _at(places: Tensor, values: Tensor, like: Tensor) -> Tensor:
+    """A vector as long as `like` with `values` at `places`, and zeros elsewhere."""
+    result = torch.zeros_like(like)
+    result[places] = values.to(like)
+    return result

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.comm.board import Board
-    from shoal.comm.collective import Alone, Collective, Handle, Reduction
+    from shoal.comm.collective import Alone, Collective, Handle, Reduction, gather_named, gather_texts
     from shoal.comm.conditions import Conditions, Fault
-    from shoal.comm.gather import gather_named, gather_texts
     from shoal.comm.ledger import Entry, Ledger
     from shoal.comm.mesh import Mesh, build_mesh
 
@@ -43,11 +42,26 @@ __all__ = [
 
 _MODULES = {
     "board": ("Board",),
-    "collective": ("Alone", "Collective", "Handle", "Reduction"),
-    "conditions": ("Conditions", "Fault"),
-    "gather": ("gather_named", "gather_texts"),
-    "ledger": ("Entry", "Ledger"),
-    "mesh": ("Mesh", "build_mesh"),
+    "collective": (
+        "Alone",
+        "Collective",
+        "Handle",
+        "Reduction",
+        "gather_named",
+        "gather_texts",
+    ),
+    "conditions": (
+        "Conditions",
+        "Fault",
+    ),
+    "ledger": (
+        "Entry",
+        "Ledger",
+    ),
+    "mesh": (
+        "Mesh",
+        "build_mesh",
+    ),
 }
 
 

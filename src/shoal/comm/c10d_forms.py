@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,  # pyright: ignore[reportAttributeAccessIssue]
+    _FrameExecStrategy,  # pyright: ignore[reportAttributeAccessIssue]
+    set_code_exec_strategy,  # pyright: ignore[reportAttributeAccessIssue]
+)
 
 from shoal.comm.board import GRACE_S, Board, bounded
 from shoal.errors import CollectiveError
@@ -225,3 +232,142 @@ def open_gloo(store: Store, rank: int, size: int, *, timeout_s: float, lazy: boo
             f"rank {rank} of a group of {size} could not connect to the others over Gloo within {timeout_s:g} s "
             f"({str(error).splitlines()[0]}): a rank has ended, or a firewall or GLOO_SOCKET_IFNAME keeps them apart"
         ) from None
+
+
+# A future of tensors that PyTorch's C++ can read.
+#
+# A future that Python makes holds a Python object. C++ that asks for a list of tensors fails on it: DDP's built-in
+# float16 hook does (`result.isTensorList() INTERNAL ASSERT FAILED`, torch 2.13). TorchScript's futures hold what their
+# type says, so a function of TorchScript waits for the Python one and then gives the tensors that the call has written.
+#
+# It takes two changes of threads, some 90 us. That is for float16 alone, in which the hook sends.
+
+
+_SOURCE = """
+def when(done: Future[Tensor], tensors: List[Tensor]) -> List[Tensor]:
+    torch.jit.wait(done)
+    return tensors
+
+def typed(done: Future[Tensor], tensors: List[Tensor]) -> Future[List[Tensor]]:
+    return torch.jit.fork(when, done, tensors)
+"""
+
+
+def readable(future: torch.futures.Future, outputs: Sequence[Tensor]) -> torch.futures.Future:
+    """`future`, which says that a call has written `outputs`, or one that C++ can read too and that ends like it."""
+    if len(outputs) != 1 or outputs[0].dtype != torch.float16:
+        return future
+    return _script().typed(future.then(_value), list(outputs))
+
+
+def _value(future: torch.futures.Future) -> Any:
+    """In a callback of `then` an error becomes one of C++'s; that of a Python future is a Python object, too."""
+    return future.value()
+
+
+@functools.cache
+def _script() -> Any:
+    return torch.jit.CompilationUnit(_SOURCE)
+
+
+# What `torch.compile` leaves alone: Python that C++ calls in the middle of a compiled program.
+#
+# Dynamo looks at every Python frame that begins while a compiled program runs, and a process group written in Python
+# has such frames: C++ calls its methods from DDP's forward, c10d makes it inside of `new_group`. Dynamo cannot trace
+# them: it refuses a group's own attributes (they are not registered with its opaque type), and a group whose C++ half
+# does not exist yet, as in `__init__`, ends the process (torch 2.13). There is nothing to gain either: no tensor
+# operation is in them.
+#
+# `torch.compiler.disable` does the same around a call. It imports Dynamo, 3 s, and makes each call slower; a strategy
+# of the code object costs nothing where nothing is compiled.
+
+
+Untraced = TypeVar("Untraced", bound=Callable[..., object])
+
+_AS_IT_IS = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # the frame, and those that it begins
+
+
+def untraced(what: Untraced) -> Untraced:
+    """A function, or a class with all methods of its own, which Dynamo runs as they are, with all that they call."""
+    for function in _functions_of(what):
+        set_code_exec_strategy(function.__code__, _AS_IT_IS)
+    return what
+
+
+def _functions_of(what: object) -> Iterator[FunctionType]:
+    for one in vars(what).values() if isinstance(what, type) else [what]:
+        function = one.fget if isinstance(one, property) else one
+        if isinstance(function, FunctionType):
+            yield function
+
+
+# A barrier that names who does not come, as c10d's `monitored_barrier`, through the group's store.
+#
+#     every rank   publishes that it is here
+#     rank 0       waits for the others, then publishes who did not come
+#
+# Gloo's own speaks over its connections. Where two ranks have not spoken yet, one of them waits for its connection
+# first, as long as the group's timeout, whatever the barrier's is (torch 2.13). And a barrier that fails breaks no
+# connection here: collectives go on.
+
+
+LOOK_S = 0.01
+
+
+class MonitoredBarrier:
+    """Of a group of `size` ranks. All ranks wait equally often, and no two at the same time on one rank."""
+
+    def __init__(self, board: Board, *, rank: int, size: int) -> None:
+        self._board, self._rank, self._size, self._number = board, rank, size, 0
+
+    def wait(self, limit: timedelta, *, all_ranks: bool = False) -> None:
+        """Blocks until all ranks are here.
+
+        Raises `RuntimeError` where one is not within `limit`: on rank 0 with its number, or, with `all_ranks`, with
+        the numbers of all that are missing; on the others that rank 0 knows more.
+        """
+        number, self._number = self._number, self._number + 1
+        if self._rank == 0:
+            self._wait_for_all(number, limit, all_ranks=all_ranks)
+        else:
+            self._wait_for_word(number, limit)
+
+    def _wait_for_all(self, number: int, limit: timedelta, *, all_ranks: bool) -> None:
+        keys = {f"{number}/{rank}": rank for rank in range(1, self._size)}
+        missing = [keys[key] for key in self._missing(list(keys), limit)]
+        self._board.publish(f"{number}/missing", " ".join(map(str, missing)))
+        if missing:
+            raise RuntimeError(_sentence(missing if all_ranks else missing[:1], limit, came=len(keys) - len(missing)))
+        self._board.forget([*keys, f"{number - 1}/missing"])  # which all have read: they are here
+
+    def _wait_for_word(self, number: int, limit: timedelta) -> None:
+        self._board.publish(f"{number}/{self._rank}", "")
+        key = f"{number}/missing"
+        word = None if self._missing([key], limit) else self._board.collect([key])[0].decode()
+        if word != "":
+            said = "rank 0 has not come" if word is None else f"rank 0 missed rank {word}"
+            raise RuntimeError(
+                f"Rank {self._rank} successfully reached monitoredBarrier, but {said} within {_ms(limit)} ms. Please "
+                "check rank 0 logs for faulty rank."
+            )
+
+    def _missing(self, keys: list[str], limit: timedelta) -> list[str]:
+        """Those of `keys` that are not published within `limit`. It looks itself: a store of a file would sleep for a
+        second in each wait (torch 2.13)."""
+        end_s = time.monotonic() + limit.total_seconds()
+        while (keys := [key for key in keys if not self._board.published(key)]) and time.monotonic() < end_s:
+            time.sleep(LOOK_S)
+        return keys
+
+
+def _sentence(missing: list[int], limit: timedelta, *, came: int) -> str:
+    """In c10d's words, which users and their scripts look for."""
+    ranks = f"Rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+    return (
+        f"[Rank 0]: {ranks} failed to pass monitoredBarrier in {_ms(limit)} ms (Rank 0 timed out in monitoredBarrier "
+        f"after {_ms(limit)} ms; {came} other ranks reached it)"
+    )
+
+
+def _ms(limit: timedelta) -> int:
+    return round(1e3 * limit.total_seconds())

@@ -22,9 +22,9 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from shoal.comm.c10d_forms import untraced
 from shoal.comm.mesh import Mesh
 from shoal.comm.seam import Seam
-from shoal.comm.untraced import untraced
 from shoal.errors import UserCodeError
 
 BACKEND = "shoal_run"

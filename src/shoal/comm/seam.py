@@ -24,12 +24,11 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from shoal.comm.backends import BackendChoice
 from shoal.comm.c10d_forms import JoinedWork, listed
-from shoal.comm.checking.call_log import CallLog
-from shoal.comm.checking.checker import CollectiveChecker, Rows
+from shoal.comm.checking import CollectiveChecker, Rows
 from shoal.comm.conditions import Conditions, Fault, after, before
-from shoal.comm.diagnosis import Diagnosis
+from shoal.comm.config import BackendChoice
+from shoal.comm.diagnosis import CallLog, Diagnosis
 from shoal.comm.ledger import Ledger
 from shoal.comm.seam_work import Explain, SeamWork
 from shoal.comm.volume import Volume

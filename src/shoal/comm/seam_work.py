@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.at_work import AT_WORK
+from shoal.comm.board import AT_WORK
 from shoal.comm.ledger import Ledger
 from shoal.errors import CollectiveError
 

@@ -40,8 +40,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shoal.collectives.table import CollectiveTable
-from shoal.comm.hierarchical.division import Division, division_of
 from shoal.comm.ledger import Sent
+from shoal.comm.two_levels import Division, division_of
 
 Traffic = Mapping[int, int]
 """Bytes by the rank that they go to."""

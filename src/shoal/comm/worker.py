@@ -18,10 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.at_work import AT_WORK
-from shoal.comm.c10d_forms import SmallWorks
+from shoal.comm.board import AT_WORK
+from shoal.comm.c10d_forms import SmallWorks, readable
 from shoal.comm.seam_work import FutureThreads, complete
-from shoal.comm.typed_future import readable
 
 
 class QueuedWork(dist.Work):

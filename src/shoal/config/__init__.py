@@ -4,9 +4,7 @@ A room declares its own tables (`Table`, `says`) beside what they configure. Thi
 checked, written and documented, and imports no torch.
 """
 
-from shoal.config.check import checked
-from shoal.config.load import apply, dumps, load, read
-from shoal.config.reference import markdown
-from shoal.config.table import Positive, PositiveFloat, Table, says
+from shoal.config.check import Positive, PositiveFloat, Table, checked, says
+from shoal.config.load import apply, dumps, load, markdown, read
 
 __all__ = ["Positive", "PositiveFloat", "Table", "apply", "checked", "dumps", "load", "markdown", "read", "says"]

@@ -39,7 +39,7 @@ import functools
 from dataclasses import dataclass
 
 from shoal.cost.transformer import Recompute, Transformer, of_mean_layer
-from shoal.schedules.names import Schedule
+from shoal.schedules.table import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)

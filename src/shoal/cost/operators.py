@@ -9,7 +9,7 @@ of the residual stream in a rank's microbatch, e bytes each:
     softmax 2qe, backward 3qe, dropout 2qe + mask      (q = b a s^2 / t scores; none of it with flash attention)
     copies of q, k, v and of the heads' output          sums of weight gradients where no product does them
 
-Fused attention runs at the published rates of its kernel (`cost.attention`). Under float8 the linear layers of blocks
+Fused attention runs at the published rates of its kernel (`cost.matmul`). Under float8 the linear layers of blocks
 compute in it; attention, router and head stay as they are.
 
 What the host spends on a step beside its operators: the loop, hooks, modules.
@@ -26,8 +26,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Literal
 
-from shoal.cost.attention import BACKWARD_FLOPS
-from shoal.cost.matmul import Float8Casts, Matmul, Rates, float8_casts_s, float8_s, matmul_s, pass_s
+from shoal.cost.matmul import BACKWARD_FLOPS, Float8Casts, Matmul, Rates, float8_casts_s, float8_s, matmul_s, pass_s
 from shoal.cost.transformer import (
     Transformer,
     attention_parameters,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.cost.transformer import Recompute
-from shoal.schedules.names import Schedule
+from shoal.schedules.table import Schedule
 from shoal.topology.layout import Layout
 
 Zero = Literal[0, 1, 2, 3]

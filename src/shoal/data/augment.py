@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.reading import Reading
+from shoal.data.record_config import Reading
 from shoal.data.sample import Sample, describe, parse_sample
 from shoal.errors import UserCodeError
 from shoal.maths.counter import key_of

@@ -7,14 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from shoal.config.table import implementation_of
-from shoal.data.arrays import Arrays, digits
-from shoal.data.as_inputs import AsInputs
+from shoal.config.check import implementation_of
 from shoal.data.config import ArrayFiles, BatchConfig, BuiltInData, Digits, Mixture, StdlibText, TextFiles, Tokens
-from shoal.data.corpora import stdlib_folder, stdlib_sources
-from shoal.data.dataset import Dataset, Facts, Surroundings, with_sizes
+from shoal.data.corpora import Arrays, digits, stdlib_folder, stdlib_sources
+from shoal.data.dataset import Dataset, Facts, Joined, Surroundings, quotas_of, with_sizes
+from shoal.data.inputs import AsInputs
 from shoal.data.iterable import IterableSource, as_source, held_out_items
-from shoal.data.mixture import Joined, quotas_of
 from shoal.data.record_config import Packing
 from shoal.data.sample import Source, describe
 from shoal.data.shard_files import globbed

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from shoal.data.blocks import BlockFiles, Format
+from shoal.data.blocks import BlockFiles, Format, JSONLines
 from shoal.data.dataset import Dataset, Facts, Surroundings, with_sizes
-from shoal.data.decode import ImageForm
-from shoal.data.hugging_face import SavedDataset
-from shoal.data.images import ImageFolder
-from shoal.data.jsonl import JSONLines
-from shoal.data.parquet import ArrowFormat, ParquetFormat
+from shoal.data.decode import ImageFolder, ImageForm
+from shoal.data.parquet import ArrowFormat, ParquetFormat, SavedDataset
 from shoal.data.record_config import JSONL, HuggingFace, ImageFolders, Parquet, RecordFiles, Records, WebDataset
 from shoal.data.records import Fields, RecordSamples, RecordSource
 from shoal.data.remote import RemoteStore, is_remote

@@ -6,9 +6,18 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from shoal.config.table import Positive, Table, says
-from shoal.data.reading import Reading, Sampling
-from shoal.data.record_config import END_TOKEN, PACKING, TOKENIZER, Packing, RecordData, Records, Stream
+from shoal.config.check import Positive, Table, says
+from shoal.data.record_config import (
+    END_TOKEN,
+    PACKING,
+    TOKENIZER,
+    Packing,
+    Reading,
+    RecordData,
+    Records,
+    Sampling,
+    Stream,
+)
 
 Denominator = Literal["auto", "samples", "tokens", "weights"]
 EpochEnd = Literal["straddle", "short", "drop"]

@@ -5,17 +5,136 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from shoal.data.drawn import Drawn, DrawnOrder, SampleSubset
 from shoal.data.iterable import IterableSource
-from shoal.data.lengths import LengthOrder
-from shoal.data.mixture import MixtureOrder
-from shoal.data.order import Order
-from shoal.data.sample import Source
-from shoal.data.strata import StratifiedOrder
-from shoal.errors import UserCodeError
+from shoal.data.order import Order, permuted
+from shoal.data.records import Foresees, Needed
+from shoal.data.sample import SkipsSamples, Source
+from shoal.data.sampling import Drawn, DrawnOrder, LengthOrder, SampleSubset, StratifiedOrder
+from shoal.errors import DataError, UserCodeError
+
+# Several sources in fixed proportions: which source, and which of its samples, stands at a position.
+#
+# The positions are cut into windows of B = sum of the quotas. Window b is a random permutation of B slots, drawn from
+# (seed, b), of which `quotas[s]` belong to source s. So every window holds exactly the quotas, and the k-th slot of
+# source s in window b is place b * quotas[s] + k of that source's own order. That numbers the places 0, 1, 2, ... of
+# each source without a gap: each source passes through all of its samples once in every epoch of its own. Like `Order`,
+# this is a pure function; nothing is stored, and a run resumes anywhere.
+
+
+class MixtureOrder:
+    """Positions to ids of the joined sources: source s has the ids from the sum of the sizes before it.
+
+    Args:
+        orders: the order of each source by itself.
+        quotas: samples of each source in every window of `sum(quotas)` positions, each at least 1.
+        seed: what the windows are drawn from.
+    """
+
+    def __init__(self, orders: Sequence[Order], quotas: Sequence[int], seed: int) -> None:
+        self.orders, self.seed = tuple(orders), seed
+        self.quotas = np.asarray(quotas, dtype=np.int64)
+        self.window = int(self.quotas.sum())
+        self.samples = sum(order.samples for order in orders)
+        self._slots_before = np.concatenate([[0], np.cumsum(self.quotas)])
+        self._ids_before = np.concatenate([[0], np.cumsum([order.samples for order in orders])])
+
+    def ids(self, positions: np.ndarray) -> np.ndarray:
+        """Sample ids at global positions, int64 of the shape of `positions` (int64, none negative)."""
+        sources, places = self.places(positions)
+        ids = np.empty_like(places)
+        for number, order in enumerate(self.orders):
+            here = sources == number
+            ids[here] = self._ids_before[number] + order.ids(places[here])
+        return ids
+
+    def epochs(self, positions: np.ndarray) -> np.ndarray:
+        """The epoch of its own source in which each position falls, int64."""
+        sources, places = self.places(positions)
+        return places // np.array([order.samples for order in self.orders])[sources]
+
+    def places(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(source, place in that source's own order) of each position, int64."""
+        positions = np.asarray(positions, dtype=np.int64)
+        windows, indices = np.divmod(positions, self.window)
+        slots = np.empty_like(indices)
+        for window in np.unique(windows):
+            here = windows == window
+            slots[here] = permuted(indices[here], self.window, key=f"{self.seed}/window {window}")
+        sources = np.searchsorted(self._slots_before, slots, side="right") - 1
+        return sources, windows * self.quotas[sources] + slots - self._slots_before[sources]
+
+    def counts_before(self, position: int) -> list[int]:
+        """How many of the positions before `position` each source has."""
+        whole, rest = divmod(position, self.window)
+        sources, _ = self.places(np.arange(whole * self.window, whole * self.window + rest, dtype=np.int64))
+        return (whole * self.quotas + np.bincount(sources, minlength=len(self.quotas))).tolist()
+
+
+def quotas_of(weights: Sequence[float], window: int) -> list[int]:
+    """Samples of each source in a window, in proportion to positive `weights`: rounded down, the rest to the largest
+    remainders.
+
+    Raises:
+        DataError: a source would have none.
+    """
+    shares = [weight * window / sum(weights) for weight in weights]
+    quotas = [int(share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda s: (quotas[s] - shares[s], s))
+    for source in by_remainder[: window - sum(quotas)]:
+        quotas[source] += 1
+    if 0 in quotas:
+        raise DataError(
+            f"data.window = {window} leaves source {quotas.index(0)} of the mixture no sample, its share being "
+            f"{shares[quotas.index(0)]:.3g} of one: raise data.window."
+        )
+    return quotas
+
+
+class Joined:
+    """Sources one after the other: the ids of each follow on those of the one before."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.sources = tuple(sources)
+        self._before = np.concatenate([[0], np.cumsum([len(source) for source in sources])])
+
+    def __len__(self) -> int:
+        return int(self._before[-1])
+
+    def __getitem__(self, index: int) -> Any:
+        source, own = self._found(index)
+        return source[own]
+
+    def skips(self, index: int) -> bool:
+        """Whether the source of sample `index` leaves it out where it is damaged."""
+        source, own = self._found(index)
+        return isinstance(source, SkipsSamples) and source.skips(own)
+
+    @property
+    def ahead_bytes(self) -> int:
+        """See `read_ahead.Foresees`: the least of the sources that say some."""
+        said = [source.ahead_bytes for source in self.sources if isinstance(source, Foresees)]
+        return min((number for number in said if number), default=0)
+
+    def needed(self, ids: np.ndarray) -> list[Needed]:
+        """See `read_ahead.Foresees`."""
+        numbers = np.searchsorted(self._before, ids, side="right") - 1
+        needed: list[Needed] = []
+        for number, source in enumerate(self.sources):
+            own = ids[numbers == number] - self._before[number]
+            if isinstance(source, Foresees) and source.ahead_bytes and len(own):
+                needed += source.needed(own)
+        return needed
+
+    def _found(self, index: int) -> tuple[Source, int]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        number = int(np.searchsorted(self._before, index, side="right")) - 1
+        return self.sources[number], index - int(self._before[number])
+
 
 Facts = dict[str, str | int | float]
 TARGETS = "targets"

@@ -26,7 +26,7 @@ from shoal.data.batches import BatchRead, BatchReader, OrderOfSamples, SourceRea
 from shoal.data.config import BatchPhase, Denominator
 from shoal.data.cursor import Cursor, Interval
 from shoal.data.order import microbatches, share
-from shoal.data.read_ahead import Foresees, ReadAhead
+from shoal.data.records import Foresees, ReadAhead
 from shoal.data.sample import Batch, Source, padding_like
 from shoal.errors import ConfigError, DataError
 

@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.as_inputs import AsInputs
+from shoal.data.collate import IGNORED
 from shoal.data.dataset import TARGETS, Dataset
-from shoal.data.denominator import IGNORED
-from shoal.data.loaders import CollatedSamples
+from shoal.data.inputs import AsInputs
+from shoal.data.iterable import CollatedSamples
 from shoal.data.sample import KEYS, Sample, Source, as_tree
 from shoal.errors import UserCodeError
 

@@ -16,8 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shoal.data.prepared import locked
-from shoal.data.shard_files import ShardFile
+from shoal.data.shard_files import ShardFile, locked
 from shoal.errors import DataError, EnvironmentFault
 from shoal.remote_files import Attempts, at_once, missing, open_url
 

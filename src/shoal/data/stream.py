@@ -13,12 +13,10 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from shoal.data.blocks import BLOCK_BYTES
+from shoal.data.blocks import BLOCK_BYTES, JSONBlock
 from shoal.data.dataset import Dataset, Surroundings
-from shoal.data.jsonl import JSONBlock
-from shoal.data.kafka import KafkaTopic
 from shoal.data.order import MOST_SAMPLES
-from shoal.data.receiver import Receiver, Sender, SocketLines
+from shoal.data.receiver import KafkaTopic, Receiver, Sender, SocketLines
 from shoal.data.record_config import Stream
 from shoal.data.records import Fields
 from shoal.errors import DataError

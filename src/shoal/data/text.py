@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from shoal.data.corpora import bigram_nats_per_byte, split_by_path
-from shoal.data.prepared import made_once
+from shoal.data.shard_files import made_once
 from shoal.errors import DataError
 from shoal.files import read_file
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.data.collate import IGNORED
 from shoal.data.config import TokenType
-from shoal.data.denominator import IGNORED
 from shoal.data.record_config import Packing
 from shoal.data.sample import Source
 from shoal.errors import DataError

@@ -47,9 +47,9 @@ from shoal.elastic.state_copy import (
 from shoal.engine.loop import Job, steps
 from shoal.engine.state import MODEL, OPTIMIZER, TrainState, held_pieces
 from shoal.gradients.residuals import is_own
-from shoal.models.step_batch_norm import StepStatistics
-from shoal.state.target import Target, parts_of
-from shoal.topology.box import Box, intersection
+from shoal.models.batch_norm import StepStatistics
+from shoal.state import Target, parts_of
+from shoal.topology.holding import Box, intersection
 
 Parts = Mapping[str, Sequence[Target]]
 

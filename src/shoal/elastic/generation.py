@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from shoal.assembly.epoch_end import short_epoch
 from shoal.assembly.generation import next_generation
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.process import Process
+from shoal.assembly.reading import short_epoch
 from shoal.assembly.run import Run, run_in_generation
 from shoal.assembly.sameness import (
     KnownCode,
@@ -27,7 +27,7 @@ from shoal.assembly.sameness import (
 )
 from shoal.assembly.saving import CopySender, build_saver
 from shoal.assembly.workload import Workload, load_workload, with_new_model
-from shoal.checkpoint.verify import newest_verified
+from shoal.checkpoint.commit import newest_verified
 from shoal.data.feed import StepShare
 from shoal.elastic.committed_state import CommittedState, gather_served
 from shoal.elastic.state_copy import HeldState, load_state, share_state

@@ -30,19 +30,17 @@ from shoal.assembly.run import Run
 from shoal.coordinator.client import Begin, Client, NoGeneration
 from shoal.elastic.committed_state import CommittedState
 from shoal.elastic.generation import load_generations, skip_steps, take_state
-from shoal.elastic.rendezvous import ReplicaRendezvous, require_none_lost
-from shoal.elastic.replica_ranks import ReplicaRanks
-from shoal.elastic.reports import StepReports
-from shoal.elastic.sinks import MembershipSinks
+from shoal.elastic.rendezvous import ReplicaRanks, ReplicaRendezvous, require_none_lost
+from shoal.elastic.sinks import MembershipSinks, StepReports
 from shoal.elastic.state_copy import HeldState
 from shoal.engine.loop import Job, tell_of_saves
-from shoal.engine.step_result import StepResult
+from shoal.engine.tally import StepResult
 from shoal.errors import Stopped
-from shoal.fleet.assignment import assignment_from
+from shoal.fleet.processes import assignment_from
 from shoal.launch.environment import Place
 from shoal.launch.failure import is_secondary
 from shoal.launch.signals import StopRequest, end_with
-from shoal.observe.forecast import Forecast
+from shoal.observe.prediction import Forecast
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.participant import FencedOut
 from shoal.runfile.run_file import RunFile, run_directory

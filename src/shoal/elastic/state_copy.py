@@ -25,8 +25,8 @@ from shoal.comm.collective import Collective
 from shoal.engine.state import TrainState
 from shoal.errors import CollectiveError
 from shoal.gradients.residuals import as_own, is_own
-from shoal.state.target import Target, parts_of
-from shoal.topology.box import Box, intersection
+from shoal.state import Target, parts_of
+from shoal.topology.holding import Box, intersection
 
 CHUNK_BYTES = 16 << 20
 _OF_REPLICA = re.compile(r"\breplica-\d+/")

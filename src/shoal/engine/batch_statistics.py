@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
-from shoal.models.step_batch_norm import StepStatistics
+from shoal.models.batch_norm import StepStatistics, SynchronisedBatchNorm
 
 
 class StepBuffers:
@@ -226,7 +226,7 @@ def _follows_samples(name: str, what: str) -> UserCodeError:
     return UserCodeError(
         f"the module changes {name} in forward, and {what} that see other samples change it otherwise; what is "
         "evaluated and saved would depend on the layout. Compute it without the samples, or follow "
-        "shoal.models.step_batch_norm.StepStatistics, which sums over ranks once a step"
+        "shoal.models.batch_norm.StepStatistics, which sums over ranks once a step"
     )
 
 
@@ -273,3 +273,51 @@ class StatisticsSync:
             for module in self._modules:
                 module.discard_sums()
         self._totals = None
+
+
+# The exchange of `SynchronisedBatchNorm` between ranks: rows of statistics, with gradients of any order.
+#
+#     rows = [row_0; row_1; ...],    dL/drow_r = sum over ranks q of (dL_q/drows)[r]
+#
+# The forward is an all-gather, the backward a reduce-scatter, and the backward of that an all-gather again.
+
+
+def synchronised_norms(model: nn.Module) -> list[SynchronisedBatchNorm]:
+    """Those of `model`, in its order."""
+    return [module for module in model.modules() if isinstance(module, SynchronisedBatchNorm)]
+
+
+def connect_norms(model: nn.Module, group: Collective) -> None:
+    """From now on they take their statistics over the ranks of `group`, all of which call them in the same order."""
+
+    def exchange(row: Tensor) -> Tensor:
+        return _Rows.apply(row, group)
+
+    for norm in synchronised_norms(model):
+        norm.exchange = exchange
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, group: Collective) -> Tensor:
+        ctx.group = group
+        rows = row.new_empty(group.size, *row.shape)
+        group.all_gather(rows.flatten(), row.contiguous()).wait()
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _Summed.apply(gradients[0], ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: Collective) -> Tensor:
+        ctx.group = group
+        own = torch.empty_like(rows[0])
+        group.reduce_scatter(own, rows.contiguous().flatten()).wait()
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _Rows.apply(gradients[0], ctx.group), None

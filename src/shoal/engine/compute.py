@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -10,19 +10,92 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 
-from shoal.data.packed import unpacked
+from shoal.comm.mesh import Mesh
+from shoal.data.inputs import unpacked
 from shoal.data.sample import Batch, first_leaf, map_tree
-from shoal.engine.batch_statistics import StepBuffers
-from shoal.engine.compiled import LossPrograms
-from shoal.engine.distillation import Distillation
-from shoal.engine.global_batch import GlobalBatch
-from shoal.engine.loss import Loss, call_model, weighted_sum
+from shoal.engine.batch_statistics import StepBuffers, synchronised_norms
+from shoal.engine.loss import (
+    Distillation,
+    Loss,
+    call_model,
+    cross_entropy,
+    described,
+    in_chunks,
+    prediction_in,
+    weighted_sum,
+    with_prediction,
+)
+from shoal.engine.microbatches import GlobalBatch
 from shoal.engine.precision import Precision
 from shoal.engine.randomness import Randomness
-from shoal.engine.statistics_exchange import synchronised_norms
+from shoal.errors import UserCodeError
 from shoal.models.batch_norm import SynchronisedBatchNorm
 from shoal.models.router import TakesAuxiliary, counted_tokens, set_auxiliary
+from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits, vocabulary_cross_entropy
+
+# What `run.compile` hands to `torch.compile`: the model and the loss together, or each block by itself.
+#
+# Together, Inductor fuses the cast of the logits, the log-softmax and its backward: logits are never written in
+# float32. Blocks alone start faster, as equal ones are compiled once, and leave room between them: under ZeRO-3 the
+# weights of a block are gathered before its program begins and released when it has ended (as torchtitan does). Hooks
+# of a block are called around its program, never traced.
+#
+# Training asks for the sum of the losses and nothing else: an output that nobody differentiates by would cost a
+# gradient of zeros as large as the logits. An evaluation has a program of its own, which returns the outputs too.
+
+
+class LossPrograms:
+    """`model` and `loss` in one program each for training and for evaluation. `whole`: the model is compiled with the
+    loss; else it is called as it is, and the loss is compiled alone.
+    """
+
+    def __init__(self, model: nn.Module, loss: Loss, *, whole: bool) -> None:
+        def summed(outputs: Any, targets: Any, weights: Tensor, ones: bool) -> Tensor:
+            return weighted_sum(loss(outputs, targets), weights, ones=ones)
+
+        def trained(inputs: Any, targets: Any, weights: Tensor, ones: bool) -> Tensor:
+            return weighted_sum(loss(call_model(model, inputs), targets), weights, ones=ones)
+
+        def evaluated(inputs: Any, targets: Any) -> tuple[Any, Tensor]:
+            outputs = call_model(model, inputs)
+            return outputs, loss(outputs, targets)
+
+        self._model = model
+        self._trained = torch.compile(trained) if whole else None
+        self._summed = torch.compile(summed)
+        self._evaluated = torch.compile(evaluated) if whole else evaluated
+
+    def loss_sum(self, inputs: Any, targets: Any, weights: Tensor, *, ones: bool) -> Tensor:
+        """`sum(losses * weights)`, a scalar; `ones`: every weight is 1."""
+        if self._trained is not None:
+            return self._trained(inputs, targets, weights, ones)
+        return self._summed(call_model(self._model, inputs), targets, weights, ones)
+
+    def evaluated(self, inputs: Any, targets: Any) -> tuple[Any, Tensor]:
+        """The outputs, and the loss of each sample or position."""
+        return self._evaluated(inputs, targets)
+
+
+def compile_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Compiles the `forward` of each, in place."""
+    for block in blocks:
+        block.forward = _OutsideModes(block.forward)
+
+
+class _OutsideModes:
+    """A compiled forward. Under a mode that looks at each call it is the plain one: ZeRO-3 looks at a run's first
+    forward for weights that are read while they are not there.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._plain, self._compiled = forward, torch.compile(forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self._plain if _get_current_function_mode_stack() else self._compiled
+        return forward(*args, **kwargs)
+
 
 Cut = Callable[[Batch], Batch]
 
@@ -182,3 +255,57 @@ def on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
 
 def _at_least(own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
     return own if torch.finfo(own).bits > torch.finfo(dtype).bits else dtype
+
+
+# What a rank does with the logits of its part of the model: the loss, and the outputs that accuracy is judged of.
+
+
+def loss_of_logits(
+    loss: Loss, vocabulary: VocabularySplit | None, mesh: Mesh, *, model: nn.Module | None, chunks: int
+) -> Loss:
+    """`loss` of logits that may be split over `tensor`; `chunks`: over so many parts of the tokens, one by one.
+
+    `model` is this rank's part of it, None where that does not end with the head: its own forward then hands over to
+    another rank. Raises `UserCodeError` for a model whose head no one names.
+    """
+    own = split_loss(loss, vocabulary, mesh)
+    return own if model is None or chunks == 1 else in_chunks(model, own, chunks)
+
+
+def split_loss(loss: Loss, vocabulary: VocabularySplit | None, mesh: Mesh) -> Loss:
+    """The loss over logits that are split over `tensor`: cross-entropy as they are, another after gathering them."""
+    if vocabulary is None:
+        return loss
+    group = mesh.axis("tensor")
+
+    def of_parts(outputs: Any, targets: Tensor) -> Tensor:
+        logits = _logits(outputs)
+        if loss is cross_entropy:
+            return vocabulary_cross_entropy(logits, targets, split=vocabulary, group=group)
+        return loss(with_prediction(outputs, gather_logits(logits, vocabulary, group)), targets)
+
+    return of_parts
+
+
+def gathered_outputs(vocabulary: VocabularySplit | None, mesh: Mesh) -> Callable[[Any], Any]:
+    """Outputs `[samples, classes]`, of which accuracy is judged, over all classes; those of a sequence as they are."""
+    if vocabulary is None:
+        return as_it_is
+    group = mesh.axis("tensor")
+
+    def whole(outputs: Any) -> Any:
+        logits = _logits(outputs)
+        return with_prediction(outputs, gather_logits(logits, vocabulary, group)) if logits.ndim == 2 else outputs
+
+    return whole
+
+
+def _logits(outputs: Any) -> Tensor:
+    """The logits of a model whose head is split. Raises `UserCodeError` where the outputs do not say which they are."""
+    found = prediction_in(outputs)
+    if found is None:
+        raise UserCodeError(
+            f"the model returned {described(outputs)}, and layout.tensor splits its logits: name them 'logits', so "
+            "that ranks know what to put together"
+        )
+    return found

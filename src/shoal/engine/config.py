@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from shoal.checkpoint.config import Goal
-from shoal.config.table import Table, says
+from shoal.config.check import Table, says
 
 
 class Float32(Table, frozen=True, tag_field="kind", tag="float32"):

@@ -24,12 +24,11 @@ from shoal import units
 from shoal.checkpoint.agreement import InventoryAgreement
 from shoal.checkpoint.plan import Inventory, inventory_of, said
 from shoal.comm.board import Board
-from shoal.comm.collective import Collective
-from shoal.comm.gather import gather_texts
+from shoal.comm.collective import Collective, gather_texts
 from shoal.errors import VerificationFailed
 from shoal.maths.fingerprint import fingerprint
-from shoal.state.target import Held, parts_of
-from shoal.topology.box import Box
+from shoal.state import Held, parts_of
+from shoal.topology.holding import Box
 
 Ranks = tuple[int, ...]
 NOT_COMPARED = "extra/"

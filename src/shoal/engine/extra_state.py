@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UserCodeError
-from shoal.state.target import Held
+from shoal.state import Held
 
 PREFIX = "extra/"
 

@@ -6,15 +6,86 @@ Then padding (weight 0), microbatches, uneven shares and the number of ranks can
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import copy
+import dataclasses
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from shoal.engine.outputs import described, prediction_in
+from shoal.engine.config import DistillationConfig
 from shoal.errors import UserCodeError
+from shoal.models.roles import role_of
+from shoal.parallel.tensor.layers import ColumnLinear
+
+# What a model returns, and the prediction in it that built-in losses and accuracies are taken of.
+#
+# A model may return a tensor, or several things of which one is the prediction:
+#
+#     a mapping or dataclass     its `logits`, else its only tensor          (also transformers' `ModelOutput`)
+#     a tuple or list            its first tensor
+#
+# A user's own loss gets the outputs as they are.
+
+
+PREDICTION = "logits"
+
+
+def prediction_in(outputs: Any) -> Tensor | None:
+    """The prediction; None where nothing says which tensor it is."""
+    if isinstance(outputs, Tensor):
+        return outputs
+    if isinstance(outputs, tuple | list):
+        return next((entry for entry in outputs if isinstance(entry, Tensor)), None)
+    key = _key_in(outputs)
+    return None if key is None else _named(outputs)[key]
+
+
+def with_prediction(outputs: Any, prediction: Tensor) -> Any:
+    """`outputs` with another prediction in its place, such as one that is whole where a rank had a part."""
+    if isinstance(outputs, Tensor):
+        return prediction
+    if isinstance(outputs, tuple | list):
+        place = next(index for index, entry in enumerate(outputs) if isinstance(entry, Tensor))
+        changed = [*outputs[:place], prediction, *outputs[place + 1 :]]
+        make: Any = getattr(outputs, "_make", list if isinstance(outputs, list) else tuple)
+        return make(changed)
+    key = _key_in(outputs)
+    assert key is not None, "outputs without a prediction"
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+        return dataclasses.replace(outputs, **{key: prediction})
+    twin = cast(Any, copy.copy(outputs))
+    twin[key] = prediction
+    return twin
+
+
+def described(outputs: Any) -> str:
+    """The outputs for a message: the shape of a tensor, the names of what is in a mapping or dataclass."""
+    if isinstance(outputs, Tensor):
+        return f"a tensor {tuple(outputs.shape)}"
+    names = ", ".join(map(str, _named(outputs)))
+    return f"a {type(outputs).__name__}{f' of {names}' if names else ''}"
+
+
+def _key_in(outputs: Any) -> str | None:
+    tensors = [name for name, entry in _named(outputs).items() if isinstance(entry, Tensor)]
+    if PREDICTION in tensors:
+        return PREDICTION
+    return tensors[0] if len(tensors) == 1 else None
+
+
+def _named(outputs: Any) -> dict[str, Any]:
+    if isinstance(outputs, Mapping):
+        return dict(outputs)
+    if dataclasses.is_dataclass(outputs) and not isinstance(outputs, type):
+        return {field.name: getattr(outputs, field.name) for field in dataclasses.fields(outputs)}
+    return {}
+
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -22,7 +93,7 @@ Loss = Callable[[Any, Any], Tensor]
 def cross_entropy(outputs: Any, targets: Tensor) -> Tensor:
     """Logits [..., classes] and integer targets [...] to losses [...], in float32 at least.
 
-    Of outputs that hold several things it takes the prediction (`shoal.engine.outputs`).
+    Of outputs that hold several things it takes the prediction.
     """
     logits = prediction_in(outputs)
     if logits is None or logits.ndim != targets.ndim + 1 or logits.shape[:-1] != targets.shape:
@@ -92,3 +163,146 @@ def call_model(model: Callable[..., Any], inputs: Any) -> Any:
 
 def _shape(value: Any) -> str:
     return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+
+
+# Distillation: a trained model, the teacher, says what the classes of each sample are worth (arXiv:1503.02531).
+#
+#     loss = (1 - weight) loss + weight T^2 KL( softmax(teacher / T) || softmax(student / T) )
+#
+# The teacher computes without gradients, in evaluation mode, on the samples of its own rank. Evaluation measures the
+# student's own loss.
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """`teacher` is whole, in evaluation mode, and not trained."""
+
+    config: DistillationConfig
+    teacher: nn.Module
+
+    def __call__(self, inputs: Any, outputs: Any, losses: Tensor) -> Tensor:
+        """The losses of a forward that gave `outputs`, with the teacher's part. Raises `UserCodeError` where both have
+        other classes.
+        """
+        if not torch.is_grad_enabled():
+            return losses
+        with torch.no_grad():
+            wanted = prediction_in(call_model(self.teacher, inputs))
+        own = prediction_in(outputs)
+        if wanted is None or own is None or wanted.shape != own.shape:
+            raise UserCodeError(
+                f"distillation.teacher gives {described(wanted)}, and the model {described(outputs)}: both need logits "
+                "of the same classes"
+            )
+        return (1 - self.config.weight) * losses + self.config.weight * divergence(own, wanted, self.config.temperature)
+
+
+def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """T^2 KL of both softened distributions; logits `[..., classes]` to `[...]`."""
+    own = F.log_softmax(at_least_float32(student) / temperature, dim=-1)
+    wanted = F.log_softmax(at_least_float32(teacher) / temperature, dim=-1)
+    return temperature**2 * (wanted.exp() * (wanted - own)).sum(-1)
+
+
+# The loss of some tokens after the other, so that a rank never holds the logits of all.
+#
+# With a large vocabulary V, logits are the largest tensors of a step: `tokens x V` numbers, as many again in their
+# softmax and in their gradient. Here the head hands its input on, and the loss multiplies one chunk of the tokens after
+# the other with the head's weight, keeps only the losses, and does so again in the backward (`torch.utils.checkpoint`;
+# Liger Kernel, arXiv:2410.10989, chunks its fused cross-entropy the same way):
+#
+#     kept for the backward    the head's input, tokens x width
+#     at once                  logits of a chunk, their softmax, their gradient: 3 x tokens / chunks x V
+#     computed twice           the head's product and the losses
+#
+# It is the same sum of the same terms; only the weight's gradient is summed in another order. Evaluations keep all
+# logits: without a gradient there is one tensor of them.
+
+
+def in_chunks(model: nn.Module, loss: Loss, chunks: int) -> Loss:
+    """`loss`, one value for each token, over `chunks` chunks of the tokens; `model`'s head leaves its product to it.
+
+    Called once for a model, after ranks have split it. Raises `UserCodeError` for a model without a head that is named.
+    """
+    name, head = _head_of(model)
+    postponed = PostponedHead(head)
+    head.forward = postponed
+    return ChunkedLoss(type(model).__name__, name, postponed, loss, chunks)
+
+
+class PostponedHead:
+    """The `forward` of a head: with gradients it gives its input, `[..., in]`, and `product` the logits of any part."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self._head, self._inner = head, head.forward
+        self._given: weakref.ref[Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return self._inner(x)
+        entered = self._head.entrance(x) if isinstance(self._head, ColumnLinear) else x
+        given = entered.view_as(entered)
+        self._given = weakref.ref(given)
+        return given
+
+    def gave(self, tensor: Tensor | None) -> bool:
+        """Is it, itself, what the last forward gave?"""
+        return tensor is not None and self._given is not None and self._given() is tensor
+
+    def product(self, x: Tensor) -> Tensor:
+        """Logits `[..., out]` of what was given, or of a part of it."""
+        return self._head.product(x) if isinstance(self._head, ColumnLinear) else self._inner(x)
+
+
+@dataclass(frozen=True)
+class ChunkedLoss:
+    """`loss` of the head's logits. `model` and `head` are names, for messages."""
+
+    model: str
+    head: str
+    postponed: PostponedHead
+    loss: Loss
+    chunks: int
+
+    def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
+        """The losses, in the shape of `targets`. Raises `UserCodeError` where the outputs are not the head's."""
+        if not torch.is_grad_enabled():
+            return self.loss(outputs, targets)
+        given = prediction_in(outputs)
+        if given is None or not self.postponed.gave(given):
+            raise UserCodeError(
+                f"memory.loss_chunks = {self.chunks}: {self.model} returned {described(outputs)}, and not what its "
+                f"head '{self.head}' gave, so chunks of tokens cannot go through the head alone; return the head's "
+                "output as it is, or set memory.loss_chunks = 1"
+            )
+        if given.shape[:-1] != targets.shape:
+            raise UserCodeError(
+                f"the head '{self.head}' of {self.model} was called with {tuple(given.shape)} for targets "
+                f"{tuple(targets.shape)}; cross-entropy needs logits [*targets, classes]"
+            )
+        parts = zip(given.flatten(0, -2).chunk(self.chunks), targets.reshape(-1).chunk(self.chunks), strict=True)
+        losses = [
+            checkpoint(self._part, own, wanted, use_reentrant=False, preserve_rng_state=False) for own, wanted in parts
+        ]
+        return torch.cat(losses).view(targets.shape)
+
+    def _part(self, given: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(self.postponed.product(given), targets)
+
+
+def _head_of(model: nn.Module) -> tuple[str, nn.Module]:
+    """The name of the module that makes the logits, and the module: what transformers calls the output embeddings, or
+    the linear layer whose weight has the role "head"."""
+    names = {module: name for name, module in model.named_modules()}
+    of_transformers = getattr(model, "get_output_embeddings", None)
+    if callable(of_transformers) and isinstance(found := of_transformers(), nn.Module) and found in names:
+        return names[found], found
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        owner, _, last = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if last == "weight" and not isinstance(module, nn.Embedding) and role_of(model, name).kind == "head":
+            return owner, module
+    raise UserCodeError(
+        f"{type(model).__name__} names no head, whose product memory.loss_chunks divides: give the weight of its last "
+        'linear layer the role "head" in parameter_roles(), or set memory.loss_chunks = 1'
+    )

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from shoal.maths.counter import bits, key_of
 from shoal.models.draw_watch import SleepingDraws
-from shoal.models.dropout import KeyedDropout, set_sample_keys
 from shoal.models.keyed_draws import KeyedDraws
+from shoal.models.layers import KeyedDropout, set_sample_keys
 
 T = TypeVar("T")
 

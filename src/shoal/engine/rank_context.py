@@ -18,10 +18,8 @@ from shoal.comm.ledger import Entry, Ledger
 from shoal.data.sample import Batch
 from shoal.engine.batch_statistics import BufferGuard, StatisticsSync
 from shoal.engine.forward_backward import ForwardBackward
-from shoal.engine.noise import NoiseReading
 from shoal.engine.precision import LossScaler
-from shoal.engine.step_result import StepResult, StepTimes
-from shoal.engine.tally import PendingTally, Tally
+from shoal.engine.tally import NoiseReading, PendingTally, StepResult, StepTimes, Tally
 from shoal.models.mixture import mixtures_of
 from shoal.sync.strategy import Agreed
 

@@ -26,17 +26,15 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from shoal.data.cursor import Cursor, Interval
-from shoal.engine.best import Watch
 from shoal.engine.extra_state import ExtraSection
+from shoal.engine.save_policy import Watch
 from shoal.errors import UsageError, UserCodeError
 from shoal.optim.average import averages_shown
 from shoal.optim.declared import Slot
 from shoal.optim.layer_statistics import SeesLayers
 from shoal.optim.slots import local, make_slots, named_slots, pack_slots, slot_and_parameter
-from shoal.state.ownership import Owned
-from shoal.state.section import Section
-from shoal.state.target import Held, Target, targets_of, views
-from shoal.topology.box import Box, Dims
+from shoal.state import Held, Owned, Section, Target, targets_of, views
+from shoal.topology.holding import Box, Dims
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 _OF_REPLICA = re.compile(rf"replica-(\d+)/{OPTIMIZER}")

@@ -12,8 +12,7 @@ from shoal.data.sample import Batch
 from shoal.engine.compute import Compute
 from shoal.engine.precision import LossScaler, Precision
 from shoal.engine.rank_context import GlobalSum, RankContext
-from shoal.engine.step_result import StepResult, StepTimes
-from shoal.engine.tally import Tally
+from shoal.engine.tally import StepResult, StepTimes, Tally
 from shoal.engine.updates import OnGradients, OnMicrobatch, Outcome, UpdatePolicy, Work
 from shoal.gradients.gradients import Gradients
 from shoal.sync.strategy import Agreement, Taken

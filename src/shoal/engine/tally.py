@@ -7,16 +7,68 @@ rank divides by the same global denominator, and all learn in the same step that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from shoal.comm.collective import Collective
+from shoal.comm.collective import Collective, Handle
+from shoal.comm.ledger import Entry
 from shoal.data.sample import Batch
-from shoal.engine.meeting import Meeting
-from shoal.errors import DataError
+from shoal.errors import DataError, UserCodeError
+from shoal.gradients.reducer import OwnGradient
+from shoal.sync.strategy import Agreed
+
+# A small sum over ranks in lock-step, in which each says which call it is in.
+#
+# What a step counts, a number that a loop sums, and the end of a loop are sums of one shape on one group. So a rank
+# that makes another call than the others, such as one that leaves the loop alone, meets them there, and all of them
+# learn it:
+#
+#     [ranks in each call ...  numbers ...]  summed over the ranks
+
+
+Call = Literal["the next step", "sum() or mean()", "held_out()", "export()", "the end of the loop"]
+CALLS: tuple[Call, ...] = get_args(Call)
+NUMBERS = 5
+"""How many numbers a meeting sums."""
+
+
+class Meeting:
+    """The sum of up to `NUMBERS` `numbers` over `group`, under way; `wait` gives it."""
+
+    def __init__(self, call: Call, numbers: Sequence[float], group: Collective, *, device: torch.device) -> None:
+        self._call, self._size = CALLS.index(call), group.size
+        self._handle: Handle | None = None
+        own = [0.0] * (len(CALLS) + NUMBERS)
+        own[self._call] = 1.0
+        own[len(CALLS) : len(CALLS) + len(numbers)] = numbers
+        self._own = own
+        if group.size > 1:
+            self._sums = torch.tensor(own, dtype=torch.float64, device=device)
+            self._handle = group.all_reduce(self._sums)
+
+    def wait(self) -> list[float]:
+        """The sums. Raises `UserCodeError`, on every rank, where not all of them are in the same call."""
+        if self._handle is None:
+            return self._own[len(CALLS) :]
+        self._handle.wait()
+        sums = self._sums.tolist()
+        if sums[self._call] != self._size:
+            said = [f"{int(ranks)} in {call}" for call, ranks in zip(CALLS, sums, strict=False) if ranks]
+            raise UserCodeError(
+                f"of {self._size} ranks {' and '.join(said)}: every rank makes the same calls of its run in the same "
+                "order; let no `if` that is true on one rank alone decide on a `break` or on such a call"
+            )
+        return sums[len(CALLS) :]
+
+
+def meet(call: Call, group: Collective, *, device: torch.device, number: float = 0.0) -> float:
+    """The sum of `number` over `group`, once all of its ranks are in `call`. Raises what `Meeting.wait` does."""
+    return Meeting(call, [number], group, device=device).wait()[0]
 
 
 @dataclass(frozen=True)
@@ -70,3 +122,252 @@ class PendingTally:
 
 def _tokens(weights: Tensor) -> int:
     return int(torch.count_nonzero(weights)) if weights.ndim > 1 else 0
+
+
+# The vote on a step, taken on the device.
+#
+# Whether norm and loss are finite decides whether there is an update, and how far it is clipped. A GPU computes both
+# some time after the host has launched the backward. A host that waits for them lets the GPU run dry. So the kernels of
+# the update get the outcome as tensors, and are launched at once; norm and loss travel to pinned memory meanwhile, and
+# are read while the update runs: the host is back before the GPU has ended.
+#
+#     divisor = scale max(1, |g| / limit),   found_inf = 1 where |g| or the loss is not finite, else 0
+
+
+class DeviceVote:
+    """Of `norm`, the 2-norm of the agreed gradient, and `loss`, that of the global batch: scalars."""
+
+    def __init__(self, norm: Tensor, loss: Tensor) -> None:
+        both = torch.stack([norm.double(), loss.double().to(norm.device)])
+        self._norm = both[0]
+        self._on_host, self._copied = _to_host(both)
+        self.found_inf = 1 - torch.isfinite(both).all().float()
+        """1.0: nothing is updated."""
+
+    def divisor(self, scale: float, limits: Sequence[float]) -> Tensor | None:
+        """What the gradients, which hold `scale`, are divided by, so that their norm is at most each of `limits`; None:
+        they are as they are to be. A float32 scalar.
+        """
+        if not limits:
+            return None if scale == 1.0 else torch.full((), scale, device=self._norm.device)
+        over = self._norm / min(limits)
+        return (torch.where(over > 1, over, torch.ones_like(over)) * scale).float()
+
+    def read(self) -> tuple[float, float]:
+        """Norm and loss, when they are there. What was launched after them may still run."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        norm, loss = self._on_host.tolist()
+        return norm, loss
+
+    @staticmethod
+    def finite(norm: float, loss: float) -> bool:
+        """What `found_inf` says, on the host."""
+        return math.isfinite(norm) and math.isfinite(loss)
+
+
+def _to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """The numbers in memory of the host, and the event after which they are there."""
+    if numbers.device.type != "cuda":
+        return numbers, None
+    there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    there.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return there, copied
+
+
+# The gradient noise scale, and how many steps and samples a loss takes at a batch size (arXiv:1812.06162).
+#
+# G is the gradient of the loss over all data, Sigma the covariance of one sample's gradient, G_B the mean over B
+# samples:
+#
+#     E |G_B|^2 = |G|^2 + tr(Sigma) / B                                   appendix A.1
+#     B_simple  = tr(Sigma) / |G|^2                                       section 2.2
+#     step at B = best step / (1 + B_noise / B), so                       sections 2.2, 2.3
+#     S = S_min (1 + B_noise / B)      E = B S = E_min (1 + B / B_noise)      E_min = B_noise S_min
+#
+# Two batch sizes of one step give |G|^2 and tr(Sigma) without bias. Their ratio would have one, so that both are
+# averaged over steps before they are divided. Batches count samples; of a language model a sample is a sequence.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moments:
+    """`signal` is |G|^2 and `trace` is tr(Sigma); estimates of one step may be negative."""
+
+    signal: float
+    trace: float
+
+    @property
+    def scale(self) -> float:
+        """B_simple in samples; not a number where the signal is lost in noise."""
+        return self.trace / self.signal if self.signal > 0 else math.nan
+
+
+def moments(small_square: float, big_square: float, *, small_inverse: float, big_inverse: float) -> Moments:
+    """From the mean squared norms of gradients of two batch sizes, whose inverses are given (A.1, equations of both).
+
+    Inverses, because the mean of 1/B is what counts where the small batches are not of one size.
+
+    Raises:
+        ValueError: the small batch is not smaller.
+    """
+    if small_inverse <= big_inverse:
+        raise ValueError(f"1/B is {small_inverse:g} for the small batch and {big_inverse:g} for the big one")
+    trace = (small_square - big_square) / (small_inverse - big_inverse)
+    return Moments(signal=big_square - trace * big_inverse, trace=trace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MovingMoments:
+    """Exponential moving averages of both moments, without the bias of their start at 0."""
+
+    decay: float
+    sums: Moments = Moments(signal=0.0, trace=0.0)
+    weight: float = 0.0
+
+    def after(self, new: Moments) -> MovingMoments:
+        """With one more step."""
+        keep, add = self.decay, 1 - self.decay
+        sums = Moments(
+            signal=keep * self.sums.signal + add * new.signal, trace=keep * self.sums.trace + add * new.trace
+        )
+        return MovingMoments(decay=keep, sums=sums, weight=keep * self.weight + add)
+
+    @property
+    def mean(self) -> Moments:
+        """The averages; zeros before the first step."""
+        weight = self.weight or 1.0
+        return Moments(signal=self.sums.signal / weight, trace=self.sums.trace / weight)
+
+
+def steps_at(batch: float, *, scales: Sequence[float], measured_batch: float) -> float:
+    """Steps that a run with batches of `batch` takes to where a run with `measured_batch` came.
+
+    `scales` are B_noise at each step of that run. Each of its steps went 1 / (1 + B_noise / B) of the way of a step
+    without noise, so that S = sum (1 + B_noise / batch) / (1 + B_noise / measured_batch).
+    """
+    return sum((1 + scale / batch) / (1 + scale / measured_batch) for scale in scales)
+
+
+def rate_at(batch: float, *, best_rate: float, noise_scale: float, power: float = 1.0) -> float:
+    """The learning rate for a batch size: best_rate / (1 + B_noise / B)^power (section 2.2; appendix E for `power`).
+
+    `power` is 1 for SGD; Adam, whose steps are normalised, wants 0.5 to 1.
+    """
+    return best_rate / (1 + noise_scale / batch) ** power
+
+
+# Measures the gradient noise scale while training: the gradient of a part of the batch beside that of all of it.
+#
+# Each rank takes the norm of what it computed alone (`gradients.reducer.OwnGradient`); their mean over the ranks, and
+# that of the sum, which every step computes anyway, are the two batch sizes of `engine.tally`. It costs one pass
+# over the gradients and an all-reduce of three numbers, in the steps in which it is due.
+#
+# A gradient is a sum divided by the global denominator D, so that a part of weight D_r holds D_r / D of a mean.
+
+
+DECAY = 0.95
+"""Of the moving averages, for each measurement: about twenty of them."""
+
+
+@dataclass(frozen=True)
+class NoiseReading:
+    """The moments of one step, and their averages over this life of the run."""
+
+    step: Moments
+    mean: Moments
+
+    def values(self) -> dict[str, float]:
+        """Under the names of measurements; `noise/scale` counts samples."""
+        return {"noise/scale": self.mean.scale, "noise/signal": self.step.signal, "noise/trace": self.step.trace}
+
+
+class NoiseMeter:
+    """Measures every `every` steps. `group`: all ranks; `counts`: is this rank the one that counts its samples?
+
+    `separates_microbatches`: is a rank's first microbatch its part (else all that it has)? The averages are not in
+    checkpoints: they start anew where a run goes on.
+    """
+
+    def __init__(
+        self,
+        own: OwnGradient,
+        group: Collective,
+        *,
+        every: int,
+        counts: bool,
+        separates_microbatches: bool,
+        device: torch.device,
+    ) -> None:
+        self._own, self._group, self._device = own, group, device
+        self._every, self._counts, self._separates_microbatches = every, counts, separates_microbatches
+        self._mean = MovingMoments(decay=DECAY)
+
+    def start(self, step: int) -> None:
+        """Before the sync starts its step."""
+        self._own.wanted = step % self._every == 0
+
+    def reading(self, batches: Sequence[Batch], tally: Tally, *, norm: float, scale: float) -> NoiseReading | None:
+        """The noise of a finite step, `norm` being that of the whole gradient; None where it is not due.
+
+        `scale` is the loss scale that is still in the gradients. Every rank calls it, or none does.
+        """
+        if not self._own.wanted:
+            return None
+        square, inverse, parts = self._over_ranks(
+            batches[:1] if self._separates_microbatches else batches, tally, scale
+        )
+        one = moments(square / parts, norm**2, small_inverse=inverse / parts, big_inverse=1 / tally.samples)
+        self._mean = self._mean.after(one)
+        return NoiseReading(step=one, mean=self._mean.mean)
+
+    def _over_ranks(self, part: Sequence[Batch], tally: Tally, scale: float) -> tuple[float, float, float]:
+        """Sums over all parts: squared norms of their mean gradients, inverses of their samples, and how many."""
+        weight, samples = sum(batch.weight for batch in part), sum(len(batch) for batch in part)
+        own = self._own.square(self._device)
+        square = own * (tally.denominator / (weight * scale)) ** 2 if weight else torch.zeros_like(own)
+        counts = float(self._counts and weight > 0)
+        mine = torch.tensor([counts / max(1, samples), counts], dtype=torch.float64, device=self._device)
+        sums = torch.cat([square.reshape(1), mine])
+        if self._group.size > 1:
+            self._group.all_reduce(sums).wait()
+        total, inverse, parts = sums.tolist()
+        return total, inverse, parts
+
+
+# What a step did, and what it took.
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step, without overlap: they add up to it.
+
+    `sync_exposed_s` is what the caller stood still for the wire, wherever that was; `optimizer_s` holds norm and clip.
+    """
+
+    forward_backward_s: float
+    sync_exposed_s: float
+    optimizer_s: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did. `norm` and `loss` are those of the whole global batch; `scale` is the loss scale it used.
+
+    `agreed` is what all replicas know since; None if they did not agree in this step. `noise` is None where it was not
+    due, or the step not finite. `wire` is what this rank sent, by operation. `skipped`: other replicas made the step
+    without this one, which computed nothing.
+    """
+
+    loss: float
+    norm: float
+    scale: float
+    committed: bool
+    tally: Tally
+    times: StepTimes
+    bytes_sent: int
+    agreed: Agreed | None = None
+    noise: NoiseReading | None = None
+    wire: Mapping[str, Entry] = field(default_factory=dict)
+    skipped: bool = False

@@ -20,11 +20,9 @@ from torch import Tensor
 
 from shoal.comm.collective import Collective
 from shoal.data.sample import Batch
-from shoal.engine.device_vote import DeviceVote
 from shoal.engine.forward_backward import PipelinedForwardBackward
-from shoal.engine.noise import NoiseMeter, NoiseReading
 from shoal.engine.rank_context import GlobalSum, RankContext
-from shoal.engine.tally import PendingTally, Tally
+from shoal.engine.tally import DeviceVote, NoiseMeter, NoiseReading, PendingTally, Tally
 from shoal.engine.transforms import AgreedGradient, ClipByGlobalNorm, Transform, clip_by_global_norm
 from shoal.errors import Diverged
 from shoal.gradients.gradients import Gradients

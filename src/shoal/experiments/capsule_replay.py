@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 from torch._C._distributed_c10d import HashStore
 
-from shoal.assembly.epoch_end import order_of, short_epoch
 from shoal.assembly.job import build_job, restore
 from shoal.assembly.objects import UserObjects
+from shoal.assembly.reading import order_of, short_epoch
 from shoal.assembly.run import Run, open_run
 from shoal.config.load import read as read_tables
 from shoal.engine.loop import take_step

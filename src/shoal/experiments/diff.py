@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -10,16 +14,24 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from shoal.assembly.data_record import recorded_data
+from shoal.assembly.data_record import data_hashes, recorded_data
+from shoal.assembly.user_code import GIVEN
 from shoal.checkpoint.objects import Places
+from shoal.config.load import read
 from shoal.config.load import read as read_tables
-from shoal.errors import ConfigError, UsageError
+from shoal.data.corpora import cache_folder
+from shoal.errors import ConfigError, EnvironmentFault, Stopped, UsageError
+from shoal.launch.children import wait_for
+from shoal.launch.lock import FILE_NAME as LOCK_NAME
 from shoal.observe.events import read_events, series
-from shoal.observe.facts import read_facts, recorded_run_file
-from shoal.observe.settings import differing_keys
+from shoal.observe.facts import differing_keys, read_facts, recorded_run_file
+from shoal.observe.provenance import file_hashes, git_state, packages
+from shoal.observe.sink import ending_in
+from shoal.runfile.load import load_run
 
 if TYPE_CHECKING:
     from shoal.checkpoint.inspect import Comparison
+
 
 COMPARED = ("loss/train", "grad/norm", "loss/eval")
 
@@ -177,3 +189,87 @@ def _settings(directory: Path) -> dict[str, Any]:
 def _provenance(directory: Path) -> Mapping[str, Any]:
     found = read_facts(directory).get("provenance")
     return found if isinstance(found, dict) else {}
+
+
+# The same run again, in another directory, and whether every loss and every tensor is bitwise the same.
+
+
+class Reproduction(msgspec.Struct, frozen=True):
+    """`changed`: what is not as it was when the run was recorded, in sentences; `diff`: the two runs compared."""
+
+    directory: str
+    changed: list[str]
+    diff: RunDiff
+
+
+def reproduce(run_directory: Path, into: Path) -> Reproduction:
+    """Trains the run of `run_directory` again into `into`, where it was started and with its environment. What was
+    begun there, and interrupted, goes on.
+
+    Raises `UsageError` where it cannot be started again, `Stopped` at Ctrl-C, `EnvironmentFault` where it ends with an
+    error.
+    """
+    record = _record(run_directory)
+    if into.exists() and not _is_begun(run_directory, into):
+        raise UsageError(f"{into} exists: name a new folder with --into, or remove it")
+    started_in = Path(record["directory"])
+    if not started_in.is_dir():
+        raise EnvironmentFault(f"the run was started in {started_in}, which is not there: put its files back")
+    data = data_hashes(load_run(run_directory / "run.toml").data, started_in, cache=cache_folder(os.environ))
+    recorded = recorded_data(run_directory)
+    changed = environment_differences(record, present(record))
+    changed += data_differences(recorded, data) if recorded else []
+    command = [sys.executable, "-m", "shoal", "train", str((run_directory / "run.toml").resolve())]
+    environ = {**os.environ, **record.get("environment", {})}
+    again = subprocess.Popen(
+        [*command, f"run.directory={str(into.resolve())!r}"], cwd=started_in, env=environ, stdout=sys.stderr
+    )
+    try:
+        code = wait_for(again)
+    except KeyboardInterrupt:
+        raise Stopped(f"interrupted: {into} holds what was trained, and the same command resumes from there") from None
+    if code != 0:
+        raise EnvironmentFault(
+            f"the run, started again, ended with exit code {code}; its own sentence is above, and "
+            f"what has changed since: {'; '.join(changed) or 'nothing that was recorded'}"
+        )
+    return Reproduction(str(into), changed, diff_runs(run_directory, into))
+
+
+def _is_begun(run_directory: Path, into: Path) -> bool:
+    """Whether `into` holds the beginning of the same run, as an interrupted call has left it."""
+    if not (into / "run.toml").is_file():
+        return {path.name for path in into.iterdir()} <= {"logs", LOCK_NAME}
+    begun, ending = load_run(into / "run.toml"), ending_in(read_facts(into))
+    same = begun == load_run(run_directory / "run.toml", [f"run.directory={str(begun.run.directory)!r}"])
+    return same and (ending is None or ending.state != "finished")
+
+
+def present(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run that is started now would be made of, for the files and variables that `record` names."""
+    directory = Path(record["directory"])
+    recorded = record.get("environment", {})
+    return {
+        "python": platform.python_version(),
+        "packages": packages(),
+        "git": git_state(directory),
+        "files": file_hashes(record.get("files", {}), directory),
+        "environment": recorded,  # it is given to the ranks again
+    }
+
+
+def _record(run_directory: Path) -> Mapping[str, Any]:
+    tables = read(recorded_run_file(run_directory))
+    given = [name for name, table in tables.items() if isinstance(table, dict) and table.get("build") == GIVEN]
+    if given:
+        raise UsageError(
+            f"the {given[0]} of {run_directory} is an object of a script, which the run directory does not hold: "
+            "run that script again with another run.directory, and compare with 'shoal diff'"
+        )
+    record = read_facts(run_directory).get("provenance")
+    if not isinstance(record, dict) or not isinstance(record.get("directory"), str):
+        raise UsageError(
+            f"{run_directory}/facts.json does not say what the run was made of, which runs of earlier versions did "
+            "not record: train it again, and compare with 'shoal diff'"
+        )
+    return record

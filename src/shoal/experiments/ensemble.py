@@ -21,12 +21,11 @@ from torch import Tensor
 from shoal.assembly.objects import UserObjects, model_of
 from shoal.assembly.process import device_of
 from shoal.assembly.workload import Workload, load_workload
+from shoal.checkpoint.commit import checkpoint_in, read_manifest
 from shoal.checkpoint.load import read_into
-from shoal.checkpoint.verify import checkpoint_in, read_manifest
 from shoal.data.feed import evaluation_batches
 from shoal.engine.config import CrossEntropy, SquaredError
-from shoal.engine.loss import call_model, weighted_sum
-from shoal.engine.outputs import described, prediction_in
+from shoal.engine.loss import call_model, described, prediction_in, weighted_sum
 from shoal.errors import DataError, UsageError
 from shoal.launch.environment import ALONE
 from shoal.runfile.load import load_run

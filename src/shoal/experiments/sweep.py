@@ -31,16 +31,15 @@ import msgspec
 
 from shoal.assembly.start import RANK
 from shoal.errors import Stopped, UsageError
-from shoal.experiments.config import ASHA, Bayes, Range, SweepFile
-from shoal.experiments.search import Known, Trial, goes_on, propose, rungs, trials
+from shoal.experiments.search import ASHA, Bayes, Known, Range, SweepFile, Trial, goes_on, propose, rungs, trials
 from shoal.experiments.trial_command import command_of, devices_of, overrides_of, require_trained_with
 from shoal.files import read_json
 from shoal.launch import warm
 from shoal.launch.children import stop
 from shoal.launch.lock import RunLock, is_locked
-from shoal.observe.ending import ending_in
 from shoal.observe.events import Event, read_events, series
 from shoal.observe.facts import read_facts, replace_file
+from shoal.observe.sink import ending_in
 from shoal.runfile.load import load_run
 
 LOOK_S = 0.2

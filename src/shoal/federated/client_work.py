@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.data.drawn import SampleSubset
+from shoal.data.sampling import SampleSubset
 from shoal.federated.local_data import ClientData, CohortBatch, cohort_batch
 from shoal.federated.own_training import ClientResult, train_own
 from shoal.federated.rounds import Ticket

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from shoal.config.table import Positive, PositiveFloat, Table, says
+from shoal.config.check import Positive, PositiveFloat, Table, says
 
 
 class _Strategy(Table, frozen=True):

@@ -12,8 +12,7 @@ from torch import Tensor
 from shoal.data.batches import read_batch
 from shoal.data.config import Denominator
 from shoal.data.sample import Source
-from shoal.engine.loss import weighted_losses
-from shoal.engine.outputs import prediction_in
+from shoal.engine.loss import prediction_in, weighted_losses
 from shoal.federated.local_training import LocalTrainer
 
 BATCH = 256

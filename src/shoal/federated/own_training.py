@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.data.drawn import SampleSubset
+from shoal.data.sampling import SampleSubset
 from shoal.errors import ConfigError, UserCodeError
 from shoal.federated.config import FederatedConfig, PrivacyConfig
 from shoal.federated.vector import VectorLayout, vector_of, write_vector

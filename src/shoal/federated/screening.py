@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from shoal.codec.kernels import kernels_for
+from shoal.codec.codec import kernels_for
 from shoal.federated.config import FederatedConfig
 from shoal.federated.strategy import Update
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shoal.config.table import implementation_of
+from shoal.config.check import implementation_of
 from shoal.federated.config import FederatedConfig
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shoal.codec.codec import Codec, Payload
 from shoal.codec.config import CodecConfig, NoCodec
-from shoal.config.table import implementation_of
+from shoal.config.check import implementation_of
 from shoal.maths.counter import key_of
 
 

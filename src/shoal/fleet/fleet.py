@@ -3,7 +3,7 @@
 a replica dies            its end is told to the coordinator, and another takes its slot
 a replica is fenced       its processes are ended, if they are stopped or hang, and another takes its slot
 a replica is stopped      the same, after twice `silence_s`: the coordinator fences none that has not joined yet
-a replica is late         the same: it was not ready to join in time (`launch.arrival`)
+a replica is late         the same: it was not ready to join in time (`launch.supervision`)
 a replica leaves          with exit 75, when its state was handed over: nobody takes its slot
 a replica fails for good  with exit 2, 4 or 6, or as no generation came, which another would repeat: the run ends
 the host is to go         by its file or its cloud's word: SIGTERM to every rank here, and nobody is replaced
@@ -29,12 +29,19 @@ from shoal.coordinator.watch import Silence, view_of
 from shoal.errors import Diverged, EnvironmentFault, Stopped, UsageError, VerificationFailed
 from shoal.fleet.processes import ReplicaProcesses, Starter
 from shoal.fleet.scaling import Speeds
-from shoal.launch.arrival import DUMP_S, failure_of_late, has_arrived
-from shoal.launch.failure import read_failures, write_failure
+from shoal.launch.failure import (
+    Exit,
+    ExitCode,
+    exit_code,
+    failure_report,
+    how,
+    read_failures,
+    root_cause,
+    write_failure,
+)
 from shoal.launch.rank_process import RankProcess
-from shoal.launch.root_cause import Exit, ExitCode, exit_code, failure_report, how, root_cause
 from shoal.launch.signals import Debounce
-from shoal.launch.supervision import say
+from shoal.launch.supervision import DUMP_S, failure_of_late, has_arrived, say
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.detection import Divergence, Slow, ranks_of
 from shoal.resilience.events import Committed, Decision, Ended, Fenced, Formed

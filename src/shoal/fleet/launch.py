@@ -18,18 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.coordinator.journal import Journal
-from shoal.coordinator.serve import coordinator_in
+from shoal.coordinator.service import coordinator_in
 from shoal.coordinator.watch import view_of, watching
 from shoal.errors import EnvironmentFault, UsageError
-from shoal.fleet.assignment import TOKEN, coordinator_from, coordinator_variables, replicas_here
+from shoal.files import temporary_folder
 from shoal.fleet.fleet import Event, Fleet
-from shoal.fleet.processes import Starter
+from shoal.fleet.processes import TOKEN, Starter, coordinator_from, coordinator_variables, replicas_here
 from shoal.fleet.scaling import Speeds, scaling
 from shoal.launch import sockets
+from shoal.launch.children import LAUNCHER_PID, LAUNCHER_PIPE
 from shoal.launch.environment import LOOPBACK
-from shoal.launch.failure import FAILURE_FOLDER
-from shoal.launch.orphans import LAUNCHER_PID, LAUNCHER_PIPE
-from shoal.launch.root_cause import ExitCode
+from shoal.launch.failure import FAILURE_FOLDER, ExitCode
 from shoal.launch.spawn import listening, no_survivors, pipe
 from shoal.launch.supervision import say
 from shoal.resilience.config import ElasticConfig
@@ -37,7 +36,6 @@ from shoal.resilience.events import Decision
 from shoal.resilience.faults import JOURNAL, REHEARSAL, Strike, claim, has_struck, read_faults
 from shoal.resilience.membership import Rules
 from shoal.resilience.preemption import watching_for_preemption
-from shoal.temporary_folder import temporary_folder
 
 
 def journal_of(environ: Mapping[str, str]) -> Callable[[Path], Journal]:

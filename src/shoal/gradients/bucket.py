@@ -7,16 +7,125 @@ back when the exchange has taken it in (ZeRO-2). Gradients of 16 bits are summed
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
 
-from shoal.comm.exchanges.exchange import Exchange
-from shoal.gradients.flat import FlatLayout
+from shoal.comm.exchanges.exchange import Exchange, Segment
 from shoal.maths.norm import two_norm
+from shoal.state import Trained
+from shoal.topology.holding import Holding, Ranks
+
+# Where tensors lie in one flat buffer that is divided evenly over ranks. Pure.
+#
+#     buffer   | w0 ..... | w1 .. | w2 ........... | padding |
+#     pieces   | rank 0      | rank 1      | rank 2          |
+#
+# All pieces are equally long, so that one reduce-scatter sums gradients and one all-gather brings parameters back. A
+# piece may begin inside a tensor and hold several; a rank whose piece is all padding owns nothing. An optimizer that
+# has scales for blocks of a tensor wants these whole, and the same on any number of ranks: tensors and pieces then
+# start at a multiple of `undivided`. One that works on whole matrices (Muon, Shampoo) needs each of them on one rank:
+# `undivided` of None packs tensors into pieces without cutting any,
+#
+#     buffer   | w2 ........... | w0 ..... | w1 .. | padding |
+#     pieces   | rank 0         | rank 1                     |
+#
+# largest first, each onto the rank with the least so far (Graham's LPT rule: the longest piece is at most 4/3 of the
+# best).
+
+
+ALIGNMENT = 16
+"""Elements: tensors start on a cache line."""
+
+
+@dataclass(frozen=True)
+class ElementRun:
+    """The elements `start` .. `stop` of a tensor, which lie in a piece from `at` on."""
+
+    start: int
+    stop: int
+    at: int
+
+    @property
+    def numel(self) -> int:
+        """Elements in it."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """`lengths` of the tensors and where each begins; `piece` elements for each of `ranks`."""
+
+    lengths: tuple[int, ...]
+    starts: tuple[int, ...]
+    piece: int
+    ranks: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole buffer."""
+        return self.piece * self.ranks
+
+    def slice(self, number: int) -> slice:
+        """Where tensor `number` lies in the buffer."""
+        return slice(self.starts[number], self.starts[number] + self.lengths[number])
+
+    def mine(self, rank: int) -> slice:
+        """Where the piece of `rank` lies in the buffer."""
+        return slice(self.piece * rank, self.piece * (rank + 1))
+
+    def run(self, number: int, rank: int) -> ElementRun | None:
+        """What of tensor `number` lies in the piece of `rank`; None if nothing does."""
+        whole, mine = self.slice(number), self.mine(rank)
+        start, stop = max(whole.start, mine.start), min(whole.stop, mine.stop)
+        return ElementRun(start - whole.start, stop - whole.start, start - mine.start) if start < stop else None
+
+    @property
+    def gaps(self) -> list[slice]:
+        """What belongs to no tensor, ascending."""
+        held = sorted((self.slice(number) for number in range(len(self.lengths))), key=lambda part: part.start)
+        ends = [0, *(part.stop for part in held)]
+        begins = [*(part.start for part in held), self.numel]
+        return [slice(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
+
+
+def flat_layout(lengths: Sequence[int], ranks: int, *, undivided: int | None = ALIGNMENT) -> FlatLayout:
+    """The layout of tensors of these lengths. `undivided`, a multiple of `ALIGNMENT`: so many numbers of a tensor, from
+    its first on, stay on one rank; None: all of them.
+    """
+    if undivided is None:
+        return _packed(lengths, ranks)
+    starts, end = [], 0
+    for length in lengths:
+        starts.append(end)
+        end += -(-length // undivided) * undivided
+    return FlatLayout(tuple(lengths), tuple(starts), -(-end // (ranks * undivided)) * undivided, ranks)
+
+
+def share_of(length: int, rank: int, size: int) -> slice:
+    """One rank's part of a buffer that all of `size` ranks hold whole, in whole cache lines."""
+    lines = _lines(length)
+    start, stop = (min(length, lines * r // size * ALIGNMENT) for r in (rank, rank + 1))
+    return slice(start, stop)
+
+
+def _packed(lengths: Sequence[int], ranks: int) -> FlatLayout:
+    ends, places = [0] * ranks, [(0, 0)] * len(lengths)
+    for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
+        rank = min(range(ranks), key=lambda rank: (ends[rank], rank))
+        places[number] = (rank, ends[rank])
+        ends[rank] += _lines(lengths[number]) * ALIGNMENT
+    piece = max(ends)
+    return FlatLayout(tuple(lengths), tuple(rank * piece + at for rank, at in places), piece, ranks)
+
+
+def _lines(length: int) -> int:
+    """Cache lines that hold `length` elements."""
+    return -(-length // ALIGNMENT)
+
 
 IN_FLIGHT = 2
 """Lent buffers on their way at the same time; one more is being filled."""
@@ -158,3 +267,122 @@ class Bucket:
                 piece = self.exchange.result[run.at : run.at + run.numel]
                 found[index] = piece.view(parameter.shape) if run.numel == parameter.numel() else piece
         return found
+
+
+# Which gradients share a bucket. Pure, but for the names of the ranks.
+#
+# Gradients become ready roughly in the reverse order in which parameters were registered. So buckets are filled from
+# the reversed list; the first of each kind is small, so that the wire is busy early (Li et al., PyTorch Distributed,
+# VLDB 2020, section 3.2.3). The members of a bucket depend on the parameters of its own kind and on the limits alone:
+# ranks that share a kind (its group is a part of it) fill it alike, whatever else each of them holds, and so does a
+# resumed run.
+#
+# ZeRO-3 has one bucket for each unit, which is a block of the model, or everything outside of blocks.
+
+
+GradientRanks = Callable[[Holding], Ranks]
+"""Which ranks sum the gradient of a part in every step; the choice of `[sync]`."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """A gradient: its index in the parameter list, its length, and what it can share a buffer with.
+
+    `kind` is everything that must be equal within one bucket: dtype, device, the ranks over which it is summed.
+    """
+
+    index: int
+    numel: int
+    bytes: int
+    kind: Hashable
+
+
+@dataclass(frozen=True)
+class BucketParameters:
+    """The parameters of one bucket, by index, in the order in which they lie in it.
+
+    `sums` are the ranks that sum it, `shard` those of them that divide it; `unit` counts blocks, -1 for the rest.
+    """
+
+    indices: tuple[int, ...]
+    sums: Ranks
+    shard: Ranks
+    unit: int = -1
+
+
+def fill_buckets(members: Sequence[Member], *, first_bytes: int, bytes_limit: int) -> list[list[Member]]:
+    """The buckets, in the order in which they are sent. A gradient larger than the limit has a bucket of its own.
+
+    A bucket is sent after those whose last gradient is ready before its own: a kind with few gradients, spread over the
+    whole model, delays no other.
+    """
+    buckets: list[list[Member]] = []
+    of_kind: dict[Hashable, list[list[Member]]] = {}
+    for member in reversed(members):
+        mine = of_kind.setdefault(member.kind, [])
+        limit = first_bytes if len(mine) == 1 else bytes_limit
+        if not mine or sum(m.bytes for m in mine[-1]) + member.bytes > limit:
+            mine.append([])
+            buckets.append(mine[-1])
+        mine[-1].append(member)
+    return sorted(buckets, key=lambda bucket: -bucket[-1].index)
+
+
+def parts_by_size(
+    trained: Sequence[Trained], ranks: GradientRanks, *, bytes_limit: int, first_bytes: int, divided: bool
+) -> list[BucketParameters]:
+    """Buckets of at most `bytes_limit`, in the order in which they are sent.
+
+    `divided`: ZeRO divides them over `shard`, so that parameters divided over other ranks cannot share a bucket.
+    """
+    units, first_bytes = [-1] * len(trained), min(first_bytes, bytes_limit)
+    return _parts(trained, units, ranks, first_bytes=first_bytes, bytes_limit=bytes_limit, divided=divided)
+
+
+def parts_by_unit(trained: Sequence[Trained], units: Sequence[int], ranks: GradientRanks) -> list[BucketParameters]:
+    """A bucket for each unit and kind, in the order in which they are sent; `units` has each parameter's unit."""
+    no_limit = 1 + sum(t.parameter.nbytes for t in trained)
+    return _parts(trained, units, ranks, first_bytes=no_limit, bytes_limit=no_limit, divided=True)
+
+
+def segments_of(trained: Sequence[Trained], part: BucketParameters, layout: FlatLayout, *, rank: int) -> list[Segment]:
+    """What lies where in the piece of `rank`: whole parameters in their own shape, others flat."""
+    found = []
+    for number, index in enumerate(part.indices):
+        run, t = layout.run(number, rank), trained[index]
+        if run is not None:
+            is_whole = run.numel == t.parameter.numel()
+            found.append(Segment(t.holding.name, run.at, tuple(t.parameter.shape) if is_whole else (run.numel,)))
+    return found
+
+
+def units_of(trained: Sequence[Trained], blocks: Sequence[nn.Module]) -> list[int]:
+    """The block that each parameter belongs to; -1 if none or several."""
+    homes: dict[int, set[int]] = {}
+    for number, block in enumerate(blocks):
+        for parameter in block.parameters():
+            homes.setdefault(id(parameter), set()).add(number)
+    found = [homes.get(id(t.parameter), set()) for t in trained]
+    return [next(iter(home)) if len(home) == 1 else -1 for home in found]
+
+
+def _parts(
+    trained: Sequence[Trained],
+    units: Sequence[int],
+    ranks: GradientRanks,
+    *,
+    first_bytes: int,
+    bytes_limit: int,
+    divided: bool,
+) -> list[BucketParameters]:
+    members = []
+    for index, t in enumerate(trained):
+        shard = t.holding.shard if divided else ()
+        kind = (t.parameter.dtype, t.parameter.device, ranks(t.holding), shard, units[index])
+        members.append(Member(index, t.parameter.numel(), t.parameter.nbytes, kind))
+    found = []
+    for bucket in fill_buckets(members, first_bytes=first_bytes, bytes_limit=bytes_limit):
+        indices = tuple(member.index for member in bucket)
+        holding = trained[indices[0]].holding
+        found.append(BucketParameters(indices, ranks(holding), holding.shard, units[indices[0]]))
+    return found

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from shoal.config.table import Table, says
+from shoal.config.check import Table, says
 
 NEAR_BUCKET_BYTES, FAR_BUCKET_BYTES = 25 << 20, 8 << 20
 

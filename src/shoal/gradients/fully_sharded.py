@@ -13,14 +13,12 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from shoal.comm.collective import Collective
-from shoal.comm.exchanges.exchange import AllReduce, NewExchange
-from shoal.comm.exchanges.pieces import PieceCodecs
-from shoal.gradients.flat import ALIGNMENT
+from shoal.comm.exchanges.exchange import AllReduce, NewExchange, PieceCodecs
+from shoal.gradients.bucket import ALIGNMENT, BucketParameters
 from shoal.gradients.gradients import Groups
-from shoal.gradients.partition import BucketParameters
 from shoal.gradients.sharded import ShardedBase, flat
 from shoal.gradients.units import ShardedParameters, Unit, chained, read_outside
-from shoal.state.ownership import Trained
+from shoal.state import Trained
 
 
 class FullyShardedGradients(ShardedBase):

@@ -15,28 +15,200 @@ cut, not on when they leave.
 
 from __future__ import annotations
 
+import heapq
+import statistics
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils.hooks import RemovableHandle
 
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.credited import Credited, CreditQueue, NewPartitionSum
 from shoal.comm.exchanges.exchange import AllReduce, Segment, segments_within
 from shoal.comm.ledger import Ledger
-from shoal.errors import ConfigError
-from shoal.gradients.bucket import Bucket
+from shoal.errors import ConfigError, UserCodeError
+from shoal.gradients.bucket import Bucket, BucketParameters, parts_by_size
 from shoal.gradients.config import GradientsConfig
-from shoal.gradients.first_use import FirstUse
-from shoal.gradients.partition import BucketParameters, parts_by_size
 from shoal.gradients.reducer import OwnGradient, Reducer
-from shoal.gradients.rehearsal import Rehearsal
 from shoal.gradients.replicated import replicated_bucket
 from shoal.maths.norm import two_norm
-from shoal.state.ownership import Owned, Trained, owned_whole
+from shoal.state import Owned, Trained, owned_whole
+
+# When the forward first uses each parameter: hooks before the modules that own it.
+#
+# A parameter may be used without calling its module (`linear.weight` instead of `linear(x)`). No hook announces that
+# use, but the parameter gets a gradient. While `learning`, such parameters are found, and from then on they count as
+# used as soon as the model itself is called. A gradient of a parameter that was used unannounced later on is refused:
+# it was computed with a weight that may not have been updated yet.
+
+
+class FirstUse:
+    """Calls `ask` with the indices of those `parameters` that belong to the module that is about to run."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Sequence[tuple[str, Parameter]],
+        ask: Callable[[Collection[int]], None],
+    ) -> None:
+        self.learning = True
+        self._ask, self._unannounced = ask, set[int]()
+        self._used: dict[int, None] = {}
+        index_of = {id(parameter): index for index, (_, parameter) in enumerate(parameters)}
+        self._handles: list[RemovableHandle] = [model.register_forward_pre_hook(self._before(self._unannounced))]
+        for module in model.modules():
+            own = [index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of]
+            if own:
+                self._handles.append(module.register_forward_pre_hook(self._before(own)))
+        self._handles += [p.register_hook(self._guard(index, name)) for index, (name, p) in enumerate(parameters)]
+
+    @property
+    def order(self) -> Sequence[int]:
+        """The parameters used in this step, in the order of their first use."""
+        return list(self._used)
+
+    def start(self) -> None:
+        """A step begins."""
+        self._used.clear()
+
+    def close(self) -> None:
+        """Takes the hooks off, and forgets whom it asks, who holds this."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._ask = lambda parameters: None
+
+    def _before(self, own: Collection[int]) -> Callable[[nn.Module, Any], None]:
+        def about_to_run(module: nn.Module, inputs: Any) -> None:
+            self._used.update(dict.fromkeys(own))
+            self._ask(own)
+
+        return about_to_run
+
+    def _guard(self, index: int, name: str) -> Callable[[Tensor], None]:
+        watching = weakref.ref(self)  # whoever has it has the parameter: see `Reducer`
+
+        def arrived(gradient: Tensor) -> None:
+            alive = watching()
+            if alive is None or index in alive._used:
+                return
+            if not alive.learning:
+                raise UserCodeError(
+                    f"the parameter {name} was used without calling the module that has it, and was not in the first "
+                    'steps: under gradients.schedule = "priority" it may be older than the others. Call the module, '
+                    'or set gradients.schedule to "order"'
+                )
+            alive._unannounced.add(index)
+
+        return arrived
+
+
+# The first steps of `gradients.schedule = "priority"`: when gradients are ready, how fast the wire is, and the order
+# in which partitions of gradients leave that follows from both.
+#
+# What the next forward needs first overtakes what was ready earlier, and no more than a credit of bytes is on the wire,
+# because what is there cannot be overtaken (Peng et al., ByteScheduler, SOSP 2019, section 4). All ranks have to start
+# their all-reduces in one order, though, and none knows what the others have ready. So the order is not found while
+# sending: it is simulated beforehand, from times that all ranks agree on, and is then the same table for all.
+#
+# In the first steps nothing leaves before the backward is over. So the backward is timed on a quiet wire, and the wire
+# while nobody computes. The slowest rank's times count.
+
+
+STEPS = 3
+"""The first is slow, for many reasons; the median of three is not."""
+SHORTEST_S = 1e-9
+"""One rank has no wire."""
+
+
+class Rehearsal:
+    """`buckets` are the parameters of each bucket, by index, and `exchanges` what sums them over `group`."""
+
+    def __init__(self, buckets: Sequence[Sequence[int]], exchanges: Sequence[Credited], group: Collective) -> None:
+        self._buckets, self._exchanges, self._group = buckets, exchanges, group
+        self._ready_s: list[list[float]] = []
+        self._wire_s: list[float] = []
+        self._used: Sequence[int] = ()
+
+    @property
+    def over(self) -> bool:
+        """Enough was seen."""
+        return len(self._wire_s) == STEPS
+
+    def note(self, *, used: Sequence[int], begin_s: float, wire_s: float) -> None:
+        """A step is over: parameters as the forward came to them, the time its last backward began, seconds of the
+        wire for all of the gradients.
+        """
+        self._used = self._used or used
+        self._ready_s.append([exchange.filled_s - begin_s for exchange in self._exchanges])
+        self._wire_s.append(wire_s)
+
+    def order(self, sizes: Sequence[int], *, credit_bytes: int) -> list[int]:
+        """The order of all partitions, the same on every rank; `sizes` are the bytes of each."""
+        place = {index: float(place) for place, index in enumerate(self._used)}
+        needed = [min(place.get(index, float(len(place))) for index in bucket) for bucket in self._buckets]
+        ready_s = [statistics.median(times) for times in zip(*self._ready_s, strict=True)]
+        *agreed, wire_s = self._slowest([*needed, *ready_s, statistics.median(self._wire_s)])
+        partitions = {
+            number: Partition(sizes[number], agreed[len(needed) + index], agreed[index])
+            for index, exchange in enumerate(self._exchanges)
+            for number in exchange.partitions
+        }
+        rate = sum(sizes) / max(wire_s, SHORTEST_S)
+        return leaving_order([partitions[n] for n in range(len(sizes))], bytes_s=rate, credit_bytes=credit_bytes)
+
+    def _slowest(self, own: Sequence[float]) -> list[float]:
+        agreed = torch.tensor(own, dtype=torch.float64)
+        self._group.all_reduce(agreed, "max").wait()
+        return agreed.tolist()
+
+
+@dataclass(frozen=True)
+class Partition:
+    """`ready_s`: after the start of the backward; `needed`: when the forward asks for it, as a rank, 0 first."""
+
+    bytes: int
+    ready_s: float
+    needed: float
+
+
+def leaving_order(partitions: Sequence[Partition], *, bytes_s: float, credit_bytes: int) -> list[int]:
+    """The indices of `partitions` as they leave on a wire of `bytes_s`; equal needs leave by index.
+
+    One that is larger than the credit leaves alone.
+    """
+    coming = deque(sorted(range(len(partitions)), key=lambda index: (partitions[index].ready_s, index)))
+    ready: list[tuple[float, int]] = []
+    on_wire: deque[tuple[float, int]] = deque()
+    now_s, order = 0.0, []
+    while coming or ready:
+        while coming and partitions[coming[0]].ready_s <= now_s:
+            index = coming.popleft()
+            heapq.heappush(ready, (partitions[index].needed, index))
+        while on_wire and on_wire[0][0] <= now_s:
+            on_wire.popleft()
+        if not ready:
+            now_s = partitions[coming[0]].ready_s
+            continue
+        index = ready[0][1]
+        size = partitions[index].bytes
+        if on_wire and sum(other for _, other in on_wire) + size > credit_bytes:
+            now_s = on_wire[0][0]
+            continue
+        heapq.heappop(ready)
+        begin_s = max(now_s, on_wire[-1][0]) if on_wire else now_s
+        on_wire.append((begin_s + size / bytes_s, size))
+        order.append(index)
+    return order
+
 
 Update = Callable[[int, Tensor], None]
 """Called with the number of a part of `PriorityGradients.parts` whose sums are there, and their norm."""

@@ -23,12 +23,11 @@ import torch
 from torch import Tensor
 
 from shoal.comm.exchanges.coded import Coded
-from shoal.comm.exchanges.coded_push import CodedPushes
+from shoal.comm.exchanges.coded_sum import CodedPushes
 from shoal.comm.exchanges.exchange import Segment
 from shoal.comm.exchanges.momentum import CodedMomentum
 from shoal.errors import UsageError
-from shoal.state.ownership import Owned
-from shoal.state.target import Held, Target, views
+from shoal.state import Held, Owned, Target, views
 
 PREFIX = "codec/residual/"
 VELOCITY = "codec/velocity/"

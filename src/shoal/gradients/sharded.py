@@ -17,15 +17,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.comm.collective import Allocate, Collective, Handle, ordinary
-from shoal.comm.exchanges.exchange import AllReduce, NewExchange
-from shoal.comm.exchanges.pieces import PieceCodecs
-from shoal.gradients.bucket import Bucket, Flight
-from shoal.gradients.flat import ALIGNMENT, FlatLayout, flat_layout
+from shoal.comm.exchanges.exchange import AllReduce, NewExchange, PieceCodecs
+from shoal.gradients.bucket import ALIGNMENT, Bucket, BucketParameters, FlatLayout, Flight, flat_layout, segments_of
 from shoal.gradients.gradients import Groups, OverReplica, global_norm
 from shoal.gradients.partial_gradient import PartialGradient
-from shoal.gradients.partition import BucketParameters, segments_of
 from shoal.gradients.reducer import OwnGradient, Reducer
-from shoal.state.ownership import Owned, Trained, owned_run, owned_whole, same_piece
+from shoal.state import Owned, Trained, owned_run, owned_whole, same_piece
 
 
 class HasPiece(Protocol):

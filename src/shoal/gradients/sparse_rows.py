@@ -1,6 +1,6 @@
 """Gradients of embedding tables beside the dense ones: of each table only the rows that a step has touched.
 
-A table's gradient is whole in its replica when the backward is over (`shoal.parallel.tables`). Replicas sum theirs by
+A table's gradient is whole in its replica when the backward is over (`shoal.parallel.split`). Replicas sum theirs by
 an all-gather of row numbers and rows, and each adds up the same rows in the same order:
 
     bytes sent per rank and step = (replicas - 1) x rows touched x (width x bytes of a number + 8)
@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.comm.collective import Collective
 from shoal.gradients.gradients import OverReplica, Tuned, VisibleGradients
 from shoal.gradients.reducer import OwnGradient
-from shoal.state.ownership import Owned, Trained, owned_whole
+from shoal.state import Owned, Trained, owned_whole
 
 
 class WithSparseRows(OverReplica):

@@ -66,9 +66,9 @@ from torch.nn import Parameter
 from torch.utils.hooks import RemovableHandle
 
 from shoal.comm.collective import Collective, Handle
-from shoal.comm.exchanges.pieces import PieceCodecs
+from shoal.comm.exchanges.exchange import PieceCodecs
 from shoal.errors import UserCodeError
-from shoal.gradients.flat import FlatLayout
+from shoal.gradients.bucket import FlatLayout
 from shoal.gradients.sharded import flattened
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 
 from shoal.errors import UsageError
-from shoal.horovod.compression import Compression
 from shoal.horovod.engine import Handle, HorovodInternalError
 from shoal.horovod.operations import (
     Adasum,
     Average,
+    Compression,
     Max,
     Min,
     Product,

@@ -6,12 +6,15 @@ the CPU go over `shoal.wire`, those on a GPU over NCCL. bfloat16 on the CPU is s
 
 from __future__ import annotations
 
+import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import IO, Any, Literal
 
 import msgspec
 import numpy as np
@@ -19,9 +22,164 @@ import torch
 from torch import Tensor
 
 from shoal.errors import CollectiveError, ShoalError
-from shoal.horovod.negotiation import WORDS, Begun, Word, conflict, fused, ready
-from shoal.horovod.timeline import Timeline
 from shoal.wire import Group
+
+# Which of the calls that ranks have begun can be carried out now, and in which order: the same answer on all ranks.
+#
+# Ranks begin calls by name, in any order: gradients become ready in another order on each. In a round every rank tells
+# what it has begun; a call that all have begun is carried out, in the order of the lowest rank that still trains. A
+# rank that has joined has no more data: it takes part in all calls, with zeros (Sergeev and Del Balso, "Horovod: fast
+# and easy distributed deep learning in TensorFlow", arXiv:1802.05799, section 3; `join` is of later versions). Pure
+# functions.
+
+
+Kind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier"]
+
+
+class Begun(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank has begun. A group has a shape for each tensor; `splits` are the rows for each rank of `alltoall`."""
+
+    name: str
+    kind: Kind
+    dtypes: tuple[str, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
+    op: str = "sum"
+    root: int = 0
+    prescale: float = 1.0
+    postscale: float = 1.0
+    device: str = "cpu"
+    splits: tuple[int, ...] = ()
+
+
+class Word(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank says in a round."""
+
+    begun: tuple[Begun, ...] = ()
+    joined: bool = False
+
+
+WORDS = msgspec.msgpack.Decoder(Word)
+
+
+def ready(words: Sequence[Word]) -> list[str]:
+    """The names of the calls that all ranks which have not joined have begun, in the order of the lowest of them."""
+    at_work = [word for word in words if not word.joined]
+    if not at_work:
+        return []
+    others = [{call.name for call in word.begun} for word in at_work[1:]]
+    return [call.name for call in at_work[0].begun if all(call.name in names for names in others)]
+
+
+def conflict(calls: Mapping[int, Begun], size: int) -> str | None:
+    """Why the calls of one name, by rank, do not fit together; None where they do."""
+    first_rank, first = next(iter(calls.items()))
+    for rank, call in calls.items():
+        if (difference := _difference(first, call)) is not None:
+            return f"{first.name}: {difference} on ranks {first_rank} and {rank}: begin the same call on all ranks"
+    if len(calls) < size and first.kind in ("broadcast", "alltoall"):
+        return f"{first.name}: {first.kind} after a rank has joined: it has nothing to give; call it before join"
+    return None
+
+
+def fused(calls: Sequence[Begun], *, most_bytes: int, sizes: Sequence[int]) -> list[list[int]]:
+    """Which of `calls`, of so many bytes each, are summed as one vector: neighbours, if alike, up to `most_bytes`."""
+    found: list[list[int]] = []
+    total = 0
+    for place, (call, size) in enumerate(zip(calls, sizes, strict=True)):
+        before = calls[found[-1][0]] if found else None
+        if before is not None and _alike(before, call) and total + size <= most_bytes:
+            found[-1].append(place)
+            total += size
+        else:
+            found.append([place])
+            total = size
+    return found
+
+
+def _alike(one: Begun, other: Begun) -> bool:
+    of = [(c.kind, set(c.dtypes), c.op, c.prescale, c.postscale, c.device) for c in (one, other)]
+    return of[0] == of[1] and one.kind == "allreduce" and len(set(one.dtypes)) == 1
+
+
+def _difference(one: Begun, other: Begun) -> str | None:
+    if one.kind == "allgather" or one.kind == "alltoall":
+        shapes = [tuple(shape[1:] for shape in call.shapes) for call in (one, other)]
+    else:
+        shapes = [call.shapes for call in (one, other)]
+    pairs = {
+        "kind": (one.kind, other.kind), "dtype": (one.dtypes, other.dtypes), "shape": tuple(shapes),
+        "reduction": (one.op, other.op), "root": (one.root, other.root), "device": (one.device, other.device),
+        "scale": ((one.prescale, one.postscale), (other.prescale, other.postscale)),
+    }  # fmt: skip
+    return next((f"{what} {a} and {b}" for what, (a, b) in pairs.items() if a != b), None)
+
+
+# `Timeline`: what happened to each tensor, in the trace format of Chrome (chrome://tracing, Perfetto): a row a tensor,
+# NEGOTIATE from its beginning until all ranks had begun it, then the call itself.
+
+
+class Timeline:
+    """Off until `start`. Threads may use it."""
+
+    def __init__(self) -> None:
+        self._file: IO[str] | None = None
+        self._lock = threading.Lock()
+        self._rows: dict[str, int] = {}
+        self._mark_cycles = False
+
+    def start(self, path: Path, *, mark_cycles: bool = False) -> None:
+        """Writes to `path` from now on. Raises `OSError`."""
+        self.stop()
+        with self._lock:
+            self._file, self._rows, self._mark_cycles = path.open("w"), {}, mark_cycles
+            self._file.write("[\n")
+
+    def stop(self) -> None:
+        """Completes the file, where there is one."""
+        with self._lock:
+            if self._file is not None:
+                self._file.write("{}]\n")
+                self._file.close()
+                self._file = None
+
+    def cycle(self) -> None:
+        """A round of negotiation begins."""
+        if self._file is not None and self._mark_cycles:
+            self._write({"name": "CYCLE_START", "ph": "i", "ts": _us(time.perf_counter()), "pid": 0, "s": "g"})
+
+    def negotiated(self, name: str, begin_s: float) -> None:
+        """All ranks have begun the call of that name."""
+        self._span([name], "NEGOTIATE", begin_s)
+
+    @contextmanager
+    def phase(self, names: Sequence[str], what: str) -> Iterator[None]:
+        """Around a call of these tensors."""
+        begin_s = time.perf_counter()
+        yield
+        self._span(names, what, begin_s)
+
+    def _span(self, names: Sequence[str], what: str, begin_s: float) -> None:
+        if self._file is None:
+            return
+        begin_us, end_us = _us(begin_s), _us(time.perf_counter())
+        for name in names:
+            if name not in self._rows:
+                self._rows[name] = len(self._rows) + 1
+                row = {"name": "process_name", "ph": "M", "pid": self._rows[name], "args": {"name": name}}
+                self._write(row)
+            place = {"pid": self._rows[name], "tid": 0, "ts": begin_us, "dur": end_us - begin_us}
+            self._write({"name": what, "ph": "X", **place})
+
+    def _write(self, event: dict[str, object]) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.write(json.dumps(event) + ",\n")
+                self._file.flush()
+
+
+def _us(seconds: float) -> int:
+    return int(seconds * 1e6)
+
 
 CYCLE_S = 0.001
 """How long a rank waits after a round in which no call was ready."""

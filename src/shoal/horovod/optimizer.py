@@ -14,11 +14,18 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UsageError
-from shoal.horovod.compression import Compression, Compressor
 from shoal.horovod.engine import Handle
-from shoal.horovod.operations import Average, broadcast_, broadcast_object, grouped_allreduce_async_, synchronize
+from shoal.horovod.operations import (
+    Average,
+    Compression,
+    Compressor,
+    broadcast_,
+    broadcast_object,
+    grouped_allreduce_async_,
+    synchronize,
+    to_device,
+)
 from shoal.horovod.process import process
-from shoal.horovod.tree_bytes import to_device
 
 Named = Iterable[tuple[str, Tensor]]
 

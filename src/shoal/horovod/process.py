@@ -13,15 +13,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from shoal.comm.connect import open_nccl
+from shoal.comm.mesh import open_nccl
 from shoal.errors import UsageError
-from shoal.horovod.engine import Engine
-from shoal.horovod.timeline import Timeline
+from shoal.horovod.engine import Engine, Timeline
 from shoal.launch.environment import Place
 from shoal.launch.rendezvous import STORE_TIMEOUT_S
 from shoal.launch.store.client import AuthenticatedStore
-from shoal.wire.connect import group_of
-from shoal.wire.meeting import Met, meet
+from shoal.wire.connect import Met, group_of, meet
 
 TIMEOUT_S = 24 * 3600.0
 """A rank may evaluate for long while the others wait."""

@@ -10,12 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shoal.launch.children import die_with_parent
     from shoal.launch.devices import MemoryLimit, gpus, memory_limit
     from shoal.launch.environment import Place, place_from
-    from shoal.launch.failure import failure_of, report_failure
+    from shoal.launch.failure import ExitCode, failure_of, report_failure
     from shoal.launch.lock import RunLock
-    from shoal.launch.orphans import die_with_parent
-    from shoal.launch.root_cause import ExitCode
     from shoal.launch.signals import StopRequest, end_at_once
     from shoal.launch.spawn import run_ranks
     from shoal.launch.versions import check_torch_version
@@ -50,10 +49,10 @@ _MODULES = {
     "failure": (
         "failure_of",
         "report_failure",
+        "ExitCode",
     ),
     "lock": ("RunLock",),
-    "orphans": ("die_with_parent",),
-    "root_cause": ("ExitCode",),
+    "children": ("die_with_parent",),
     "signals": (
         "StopRequest",
         "end_at_once",

@@ -23,8 +23,8 @@ from shoal.errors import EnvironmentFault
 from shoal.installation import install_command
 from shoal.launch import sockets, versions
 from shoal.launch.devices import MemoryLimit, memory_limit
-from shoal.launch.lab import iproute
-from shoal.launch.lab.owner import leftovers, namespaces
+from shoal.launch.lab import network
+from shoal.launch.lab.network import leftovers, namespaces
 
 Status = Literal["ok", "warning", "problem"]
 GIB = 1 << 30
@@ -60,7 +60,7 @@ def findings(environ: Mapping[str, str]) -> list[Finding]:
         port_finding(),
         interface_finding(environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]),
         cache_finding(_cache_folder(environ)),
-        lab_finding(leftovers(namespaces()), why_not=iproute.why_not()),
+        lab_finding(leftovers(namespaces()), why_not=network.why_not()),
     ]
 
 

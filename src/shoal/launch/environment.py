@@ -12,6 +12,8 @@ Everything is a pure function of `environ`; values that contradict each other ra
 
 from __future__ import annotations
 
+import itertools
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +21,69 @@ from typing import Literal
 
 from shoal.errors import EnvironmentFault
 from shoal.installation import install_command
-from shoal.launch import slurm
+
+# Slurm's two compressed notations: host lists, and tasks a node.
+#
+#     n[01-03,7],m2      n01 n02 n03 n7 m2       zeros are kept; a name may have several brackets: r[1-2]n[1-2]
+#     2(x3),1            2 2 2 1
+#
+# Slurm's own expander is a program (`scontrol show hostnames`), which containers often lack; hence these few lines.
+
+
+MOST_ENTRIES = 1 << 16
+_NAME = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
+_PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+_SPAN = re.compile(r"(\d+)(?:-(\d+))?")
+_REPEAT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+
+
+def hosts(nodelist: str) -> list[str]:
+    """The host names of a Slurm host list, in its order. Raises `EnvironmentFault` where it cannot be read."""
+    names = _NAME.findall(nodelist)
+    if not names or ",".join(names) != nodelist:
+        raise EnvironmentFault(_unreadable("host list", nodelist, "names like n[01-03,7],m2"))
+    return [host for name in names for host in _expand(name, nodelist)]
+
+
+def tasks_per_node(counts: str) -> list[int]:
+    """The number of tasks on each node, from `SLURM_TASKS_PER_NODE`. Raises `EnvironmentFault`."""
+    tasks: list[int] = []
+    for part in counts.split(","):
+        found = _REPEAT.fullmatch(part)
+        times = int(found[2] or 1) if found else 0
+        if found is None or len(tasks) + times > MOST_ENTRIES:
+            raise EnvironmentFault(_unreadable("task count", counts, "counts like 2(x3),1"))
+        tasks += [int(found[1])] * times
+    return tasks
+
+
+def _expand(name: str, nodelist: str) -> list[str]:
+    pieces = [[text] if text else _numbers(bracket, nodelist) for bracket, text in _PIECE.findall(name)]
+    total = 1
+    for piece in pieces:
+        total *= len(piece)
+    if total > MOST_ENTRIES:
+        raise EnvironmentFault(_unreadable("host list", nodelist, f"at most {MOST_ENTRIES} hosts"))
+    return ["".join(chosen) for chosen in itertools.product(*pieces)]
+
+
+def _numbers(bracket: str, nodelist: str) -> list[str]:
+    numbers: list[str] = []
+    for part in bracket.split(","):
+        found = _SPAN.fullmatch(part)
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if found is None or last < first or last - first + len(numbers) >= MOST_ENTRIES:
+            raise EnvironmentFault(_unreadable("host list", nodelist, "brackets like [01-03,7]"))
+        numbers += [f"{number:0{len(found[1])}d}" for number in range(first, last + 1)]
+    return numbers
+
+
+def _unreadable(what: str, text: str, rule: str) -> str:
+    return (
+        f"Slurm's {what} {text[:200]!r} cannot be read: it should hold {rule}; "
+        "set MASTER_ADDR, MASTER_PORT, RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE to do without it"
+    )
+
 
 Environ = Mapping[str, str]
 Launcher = Literal["shoal", "torchrun", "slurm", "mpi", "none"]
@@ -117,7 +181,7 @@ def _slurm_size(environ: Environ) -> str:
 def _slurm_local_size(environ: Environ, node: int) -> int:
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if name in environ:
-            counts = slurm.tasks_per_node(environ[name])
+            counts = tasks_per_node(environ[name])
             _check_below("SLURM_NODEID", node, f"the number of nodes in {name}", len(counts))
             return counts[node]
     return whole_number(environ, "SLURM_NTASKS_PER_NODE")
@@ -171,7 +235,7 @@ def _derived_address(environ: Environ) -> str:
         return LOOPBACK
     for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
         if environ.get(name):
-            return slurm.hosts(environ[name])[0]
+            return hosts(environ[name])[0]
     raise EnvironmentFault("MASTER_ADDR is missing: ranks on several hosts need rank 0's address; set it on every rank")
 
 
@@ -187,3 +251,20 @@ def derived_port(environ: Environ) -> int:
             + (f", or {install_command('mpi')}: then they meet over MPI" if "PMI_RANK" in environ else "")
         )
     return FIRST_PORT + number % PORTS
+
+
+# Which variables of the environment hold secrets, by their names. What records, shows or sends variables asks here.
+#
+# A name is enough to be left out. A value is looked at for one thing alone: an address that carries a password.
+
+
+_NAMES = re.compile(
+    r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|PRIVATE|COOKIE|WEBHOOK|KEYS?(?![A-Z])|_(PASS|PWD|AUTH|DSN)$",
+    re.IGNORECASE,
+)
+_PASSWORD_IN_ADDRESS = re.compile(r"://[^\s/@:]*:[^\s/@]+@")
+
+
+def is_secret(name: str, value: str = "") -> bool:
+    """Whether a variable of this name, or with this value, may hold a secret."""
+    return _NAMES.search(name) is not None or _PASSWORD_IN_ADDRESS.search(value) is not None

@@ -29,7 +29,7 @@ import msgspec
 
 from shoal.errors import EnvironmentFault
 from shoal.files import read_file
-from shoal.launch import frames
+from shoal.launch import sockets
 
 if TYPE_CHECKING:
     import asyncio
@@ -128,11 +128,11 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
 
     async with asyncio.timeout(limit_s):
         greeting = hello()
-        writer.write(frames.encode(greeting))
+        writer.write(sockets.encode(greeting))
         await writer.drain()
-        body = await frames.read(reader, most_bytes=MOST_HANDSHAKE_BYTES, begin_s=limit_s, rest_s=limit_s)
-        answer = welcome(token, greeting, frames.decode(body, PROOFS))
-        writer.write(frames.encode(Refusal() if answer is None else answer))
+        body = await sockets.read(reader, most_bytes=MOST_HANDSHAKE_BYTES, begin_s=limit_s, rest_s=limit_s)
+        answer = welcome(token, greeting, sockets.decode(body, PROOFS))
+        writer.write(sockets.encode(Refusal() if answer is None else answer))
         await writer.drain()
     return answer is not None
 
@@ -140,10 +140,10 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
 def admit_one(connection: socket.socket, token: bytes) -> bool:
     """`admit` on a blocking socket whose timeout bounds each frame. Raises `FrameError` and `OSError`."""
     greeting = hello()
-    connection.sendall(frames.encode(greeting))
-    proof = frames.decode(frames.receive(connection, most_bytes=MOST_HANDSHAKE_BYTES), PROOFS)
+    connection.sendall(sockets.encode(greeting))
+    proof = sockets.decode(sockets.receive(connection, most_bytes=MOST_HANDSHAKE_BYTES), PROOFS)
     answer = welcome(token, greeting, proof)
-    connection.sendall(frames.encode(Refusal() if answer is None else answer))
+    connection.sendall(sockets.encode(Refusal() if answer is None else answer))
     return answer is not None
 
 
@@ -152,10 +152,10 @@ def shake_hands(connection: socket.socket, token: bytes, *, which: str) -> None:
 
     Raises `TokenRefused`, `FrameError` where no service of this version answers, and `OSError`.
     """
-    greeting = frames.decode(frames.receive(connection, most_bytes=MOST_HANDSHAKE_BYTES), HELLOS)
+    greeting = sockets.decode(sockets.receive(connection, most_bytes=MOST_HANDSHAKE_BYTES), HELLOS)
     proof = prove(token, greeting)
-    connection.sendall(frames.encode(proof))
-    answer = frames.decode(frames.receive(connection, most_bytes=MOST_HANDSHAKE_BYTES), WELCOMES)
+    connection.sendall(sockets.encode(proof))
+    answer = sockets.decode(sockets.receive(connection, most_bytes=MOST_HANDSHAKE_BYTES), WELCOMES)
     check_welcome(token, greeting, proof, answer, which=which)
 
 

@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import EnvironmentFault, UsageError
-from shoal.launch import slurm, sockets
+from shoal.launch import environment, sockets
 from shoal.launch.devices import gpus
 from shoal.launch.environment import LOOPBACK, Environ, derived_port, whole_number
+from shoal.launch.failure import ExitCode
 from shoal.launch.rank_process import HostEntry
-from shoal.launch.root_cause import ExitCode
 from shoal.launch.spawn import run_ranks
-from shoal.launch.store.token import JOB_TOKEN
+from shoal.launch.store.messages import JOB_TOKEN
 from shoal.launch.supervision import OWN_SCRIPT
 
 NNODES, NODE_RANK, NPROC_PER_NODE = "PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE"
@@ -151,7 +151,7 @@ def _master(environ: Environ, nodes: int) -> tuple[str, int]:
     else:
         port = derived_port(environ) if "SLURM_JOB_ID" in environ else MASTER_PORT_DEFAULT
     if not address and environ.get("SLURM_STEP_NODELIST"):
-        address = slurm.hosts(environ["SLURM_STEP_NODELIST"])[0]
+        address = environment.hosts(environ["SLURM_STEP_NODELIST"])[0]
     if not address:
         raise EnvironmentFault(
             f"{MASTER_ADDR} is missing: the ranks of {nodes} hosts meet at rank 0's; set it on every host"

@@ -21,9 +21,9 @@ from shoal.launch import sockets
 from shoal.launch.environment import Environ, Place
 from shoal.launch.host import Host
 from shoal.launch.store.connection import StoreConnection, StoreLate, StoreLost, reach_store
-from shoal.launch.store.token import job_token
+from shoal.launch.store.messages import job_token
 from shoal.launch.supervision import say
-from shoal.launch.survey.link import listening, measure
+from shoal.launch.survey.probe import listening, measure
 from shoal.topology.links import Links, best_order
 
 COME_S = 120.0

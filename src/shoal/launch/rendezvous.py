@@ -30,11 +30,19 @@ from torch.distributed import DistError, DistStoreError, PrefixStore, Store, TCP
 from shoal.errors import CollectiveError, EnvironmentFault
 from shoal.launch import sockets
 from shoal.launch.environment import STORE_FD, Place, master_from
-from shoal.launch.over_mpi import meet_over_mpi, mpi_is_there
 from shoal.launch.store.client import AuthenticatedStore
-from shoal.launch.store.connection import MANY_RANKS, POLLS_A_SECOND, SEE, START_KEY, reach_store
-from shoal.launch.store.token import job_token
-from shoal.launch.wait import SAY_AFTER_S, bounded
+from shoal.launch.store.connection import (
+    MANY_RANKS,
+    POLLS_A_SECOND,
+    SAY_AFTER_S,
+    SEE,
+    START_KEY,
+    bounded,
+    meet_over_mpi,
+    mpi_is_there,
+    reach_store,
+)
+from shoal.launch.store.messages import job_token
 
 STORE_TIMEOUT_S = 60.0
 """How long a call on the opened store may take, unless it brings a timeout of its own."""

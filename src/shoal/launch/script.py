@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
+from shoal.launch.children import die_with_parent
 from shoal.launch.environment import place_from
 from shoal.launch.failure import FAILURE_FOLDER, report_failure
-from shoal.launch.orphans import die_with_parent
 
 
 def main(arguments: list[str]) -> None:

@@ -18,16 +18,15 @@ from pathlib import Path
 from types import FrameType
 
 from shoal.errors import Stopped
+from shoal.files import temporary_folder
 from shoal.launch import sockets
+from shoal.launch.children import LAUNCHER_PID, LAUNCHER_PIPE
 from shoal.launch.environment import STORE_FD, Environ
-from shoal.launch.failure import FAILURE_FOLDER, read_failures
+from shoal.launch.failure import FAILURE_FOLDER, ExitCode, exit_code, failure_report, read_failures, root_cause
 from shoal.launch.handshake import make_token
-from shoal.launch.orphans import LAUNCHER_PID, LAUNCHER_PIPE
 from shoal.launch.rank_process import HostEntry, RankProcess, rank_environment, start
-from shoal.launch.root_cause import ExitCode, exit_code, failure_report, root_cause
-from shoal.launch.store.token import JOB_TOKEN
+from shoal.launch.store.messages import JOB_TOKEN
 from shoal.launch.supervision import Patience, Supervision, Watch, say
-from shoal.temporary_folder import temporary_folder
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

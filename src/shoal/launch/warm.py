@@ -14,6 +14,7 @@ reaches another.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import importlib
 import os
@@ -25,9 +26,63 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, NoReturn
+from typing import IO, NamedTuple, NoReturn
 
-from shoal.launch import allocator
+# How much freed memory a CPU rank keeps for its next step, where the allocator is glibc's.
+#
+# Left to itself, glibc gives freed activations back to the kernel, which clears their pages again for the next step:
+# 31,000 page faults a second in a rank that trains a small GPT. Two thresholds decide. Blocks below `mmap_bytes` come
+# from the heap, and the heap keeps up to `trim_bytes` of free memory at its end.
+#
+# What a rank keeps, others cannot have. So the ranks of a host together keep an eighth of its memory at most, and each
+# 1 GiB at most. Source: mallopt(3), M_TRIM_THRESHOLD and M_MMAP_THRESHOLD.
+
+
+TRIM, MMAP = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"
+MOST_TRIM_BYTES, MOST_MMAP_BYTES = 1 << 30, 32 << 20  # glibc takes no larger M_MMAP_THRESHOLD
+GLIBC_BYTES = 128 << 10
+"""glibc's own value of both."""
+SHARE = 8
+"""One part in so many of the host's memory is kept by all its ranks, and one part in so many of that is one block."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+
+
+class Thresholds(NamedTuple):
+    """In bytes."""
+
+    trim_bytes: int
+    mmap_bytes: int
+
+
+def thresholds(memory_bytes: int | None, *, ranks: int) -> Thresholds:
+    """Of each of `ranks` that share `memory_bytes` of memory (None: not known, and taken for plenty)."""
+    share = MOST_TRIM_BYTES if memory_bytes is None else memory_bytes // (SHARE * ranks)
+    trim = max(GLIBC_BYTES, min(MOST_TRIM_BYTES, share))
+    return Thresholds(trim, max(GLIBC_BYTES, min(MOST_MMAP_BYTES, trim // SHARE)))
+
+
+def variables(chosen: Thresholds) -> dict[str, str]:
+    """The environment in which glibc takes them when a process starts."""
+    return {TRIM: str(chosen.trim_bytes), MMAP: str(chosen.mmap_bytes)}
+
+
+def is_chosen(environ: Mapping[str, str]) -> bool:
+    """Whether the user has told glibc how to allocate; nothing is added to that."""
+    return bool({TRIM, MMAP} & set(environ)) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
+
+
+def keep_freed_memory(chosen: Thresholds, environ: Mapping[str, str]) -> bool:
+    """Gives this process `chosen`, from now on. False where it keeps what it has: the allocator is not glibc's, or
+    `environ` has set it already.
+    """
+    if is_chosen(environ):
+        return False
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return False
+    trimmed = library.mallopt(_M_TRIM_THRESHOLD, chosen.trim_bytes)
+    return bool(library.mallopt(_M_MMAP_THRESHOLD, chosen.mmap_bytes) and trimmed)
+
 
 WARM = "SHOAL_WARM"
 """Set in commands whose ranks are forks too."""
@@ -161,9 +216,9 @@ def set_threads(environ: Mapping[str, str]) -> None:
 
 def keep_memory(environ: Mapping[str, str]) -> None:
     """What glibc is told of freed memory by this environment when it starts."""
-    if allocator.TRIM in environ and allocator.MMAP in environ:
-        told = allocator.Thresholds(int(environ[allocator.TRIM]), int(environ[allocator.MMAP]))
-        allocator.keep_freed_memory(told, {})
+    if TRIM in environ and MMAP in environ:
+        told = Thresholds(int(environ[TRIM]), int(environ[MMAP]))
+        keep_freed_memory(told, {})
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from shoal.config.table import Table, says
+from shoal.config.check import Table, says
 from shoal.units import MEMORY_SIZE, memory_bytes
 
 Size = Annotated[str, msgspec.Meta(pattern=MEMORY_SIZE)]

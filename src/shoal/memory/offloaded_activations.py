@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.errors import UserCodeError
+from shoal.memory.spill_file import Traffic
 from shoal.memory.tiers import HostTier, Image, Lane, exposed
-from shoal.memory.traffic import Traffic
 
 LEAST_BYTES = 32 << 10
 LEAST_SHARE = 1 / 8

@@ -5,7 +5,7 @@ does not fit raises `OutOfMemory`, as `cudaMalloc` would. Memory that counts as 
 data, libraries) is made outside of operators or of `counting`, and never enters.
 
 What the ledger does not see are temporaries inside of one operator, which PyTorch's profiler counts
-(`shoal.memory.allocations`): a test holds the two beside each other.
+(`shoal.memory.tracker`): a test holds the two beside each other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal import units
-from shoal.comm.shm.segment import window_bytes
+from shoal.comm.shm.host import window_bytes
 from shoal.errors import OutOfMemory
 
 Holders = Callable[[], Mapping[str, Iterable[Tensor]]]

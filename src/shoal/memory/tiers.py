@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ShoalError
-from shoal.memory.spill_file import Piece, SpillFile, aligned_buffer, rounded
-from shoal.memory.traffic import Traffic
+from shoal.memory.spill_file import Piece, SpillFile, Traffic, aligned_buffer, rounded
 
 T = TypeVar("T")
 

@@ -5,6 +5,7 @@ Not the resident memory of the process: that knows of allocators and libraries, 
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from shoal.comm.shm.host import window_bytes
 
 
 @dataclass(frozen=True)
@@ -159,3 +163,43 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _nothing() -> None:
     """For what is not counted."""
+
+
+# Bytes of tensors that the CPU's allocator has given out: what stays, and the most there was at once.
+#
+# The counterpart of `torch.cuda.max_memory_allocated`. It counts all that PyTorch allocates, temporaries inside of an
+# operator too, and what a group of ranks has given out for tensors; no libraries, no Python, no segments that carry
+# messages. PyTorch's profiler tells of every allocation of its own; it slows a step down, so that steps are not timed
+# while it looks.
+
+
+_MEMORY_EVENT = "[memory]"
+
+
+@dataclass(frozen=True)
+class Allocated:
+    """`stayed_bytes` more at the end than at the beginning; at most `peak_bytes` more in between.
+
+    What groups gave out counts from beginning to end, as far as it stays.
+    """
+
+    stayed_bytes: int
+    peak_bytes: int
+
+
+def allocated(work: Callable[[], object]) -> Allocated:
+    """What `work` allocates on the CPU, in all threads."""
+    gc.collect()  # what goes meanwhile should be this work's own
+    windows_before = window_bytes()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = work()
+    del result
+    results = profiler.profiler.kineto_results if profiler.profiler is not None else None
+    assert results is not None
+    events = [event for event in results.events() if event.name() == _MEMORY_EVENT]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()  # pyright: ignore[reportAttributeAccessIssue]  (the stub lacks it)
+        peak = max(peak, held)
+    windows = window_bytes() - windows_before
+    return Allocated(held + windows, peak + windows)

@@ -26,13 +26,220 @@ same ones, so that the sum over ranks has the same mean.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
-from shoal.models.step_batch_norm import StepBatchNorm, replace_norms
+from shoal.errors import UserCodeError
+
+# What batch normalisations have in common whose running statistics move once a step, whatever the step's microbatches.
+#
+# Batch normalisation (Ioffe and Szegedy, arXiv:1502.03167) over some set of samples with mean m and variance v:
+#
+#     y = (x - m) / sqrt(v + eps) * weight + bias
+#
+# Which samples make a set is the subclass's. Running statistics are a part of the step, not of the forward: a step that
+# is skipped must leave none, a step that is accumulated must count once, and every replica must end with the same. So a
+# layer only adds up what it sees, and the engine commits the sum over all replicas once a step (`StepStatistics`):
+#
+#     forward, forward, ...                          each adds to the layer's sums
+#     total = all_reduce(layer.step_sums())          over the replicas
+#     layer.commit_sums(total)                       or layer.discard_sums() when the step is skipped
+#
+# With `count` sets over all replicas, whose means and unbiased variances were added up,
+#
+#     running <- (1 - momentum) running + momentum sum / count
+#
+# A user's subclass of `torch.nn.BatchNorm2d` may do more than normalise: timm's end with an activation. Its forward
+# stays, and only its call of `F.batch_norm` is answered here.
+
+
+@runtime_checkable
+class StepStatistics(Protocol):
+    """A module with statistics that are agreed once a step."""
+
+    def step_sums(self) -> Tensor:
+        """What was gathered since the last commit or discard, to be summed: float64, flat, of a fixed length."""
+        ...
+
+    def commit_sums(self, total: Tensor) -> None:
+        """Takes `total`, the sum of all replicas' `step_sums()`, into the model's buffers, and starts anew."""
+        ...
+
+    def discard_sums(self) -> None:
+        """Starts anew without a trace of what was gathered."""
+        ...
+
+
+class StepBatchNorm(nn.Module):
+    """Normalises `[samples, channels, ...]` in training by statistics that a subclass takes; a `StepStatistics`.
+
+    Statistics are computed in float32 at least. `eval()` uses the running statistics, as of the last commit.
+    """
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+    running_mean: Tensor
+    running_var: Tensor
+    totals: Tensor
+    around: tuple[_BatchNorm] | None
+    """The layer whose forward calls for this normalisation, in a tuple: its modules are those of this one."""
+
+    def __init__(self, channels: int, *, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True) -> None:
+        super().__init__()
+        self.channels, self.eps, self.momentum, self.around = channels, eps, momentum, None
+        self.weight = nn.Parameter(torch.ones(channels)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(channels)) if affine else None
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+        self.register_buffer("totals", torch.zeros(1 + 2 * channels, dtype=torch.float64), persistent=False)
+
+    def reset_buffers(self) -> None:
+        """The state before the first step."""
+        self.running_mean.zero_()
+        self.running_var.fill_(1)
+        self.totals.zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the shape and type of `x`. In training it raises what `normalised` does.
+
+        Raises `UserCodeError` where the layer `around` does not normalise once.
+        """
+        if self.around is None:
+            return self.normalisation(x)
+        (layer,) = self.around
+        layer.training = self.training
+        with _InPlaceOfBatchNorm(self, layer) as calls:
+            y = layer(x)
+        if calls.count != 1:
+            raise UserCodeError(
+                f"a {type(layer).__name__} called F.batch_norm {calls.count} times in a forward, and model.batch_norm "
+                "puts other statistics in the place of one call: use nn.BatchNorm2d itself, GroupNorm or LayerNorm"
+            )
+        return y
+
+    def normalisation(self, x: Tensor) -> Tensor:
+        """`x` normalised, without what a layer `around` adds."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        if self.training:
+            return self.normalised(wide).to(x.dtype)
+        places = [1] * (x.ndim - 2)
+        mean, var = (running.view(-1, *places) for running in (self.running_mean, self.running_var))
+        return self.scaled(wide, mean, var, places).to(x.dtype)
+
+    def normalised(self, x: Tensor) -> Tensor:
+        """The subclass's part, in training: `x` in float32 or float64, normalised, in its shape; calls `add`."""
+        raise NotImplementedError
+
+    def step_sums(self) -> Tensor:
+        """float64 `[1 + 2 * channels]`: the number of sets, the sum of their means, of their unbiased variances."""
+        return self.totals.clone()
+
+    @torch.no_grad()
+    def commit_sums(self, total: Tensor) -> None:
+        """One step of the running statistics; a total of no sets leaves them as they are."""
+        count, sums = total[0], total[1:].view(2, self.channels)
+        step = self.momentum * (count > 0).to(total.dtype)
+        for running, mean in zip((self.running_mean, self.running_var), sums / count.clamp(min=1), strict=True):
+            running.add_(step * (mean - running))
+        self.discard_sums()
+
+    def discard_sums(self) -> None:
+        """Forgets what was gathered since the last commit."""
+        self.totals.zero_()
+
+    def scaled(self, x: Tensor, mean: Tensor, var: Tensor, places: list[int]) -> Tensor:
+        """`x` normalised by `mean` and `var`, which have a shape that goes with it; `places`: a 1 for each dim of `x`
+        behind the channels.
+        """
+        scale = torch.rsqrt(var + self.eps)
+        if self.weight is None or self.bias is None:
+            return (x - mean) * scale
+        return (x - mean) * (self.weight.view(-1, *places) * scale) + self.bias.view(-1, *places)
+
+    @torch.no_grad()
+    def add(self, mean: Tensor, unbiased: Tensor, *, count: int | Tensor) -> None:
+        """Adds `count` sets, with the sums of their means and of their unbiased variances, both `[channels]`.
+
+        A recomputed forward adds its sets twice, and their number too: the averages stay the same.
+        """
+        sums = torch.cat((mean, unbiased)).to(torch.float64)
+        self.totals += torch.cat((sums.new_ones(1) * count, sums))
+
+
+_PLAIN = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+_OWN = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+"""Parameters and buffers of PyTorch's batch norms."""
+
+
+class _InPlaceOfBatchNorm(TorchFunctionMode):
+    """Answers the call of `F.batch_norm` in the forward of `layer` by the normalisation of `norm`."""
+
+    def __init__(self, norm: StepBatchNorm, layer: _BatchNorm) -> None:
+        super().__init__()
+        self.norm, self.layer, self.count = norm, layer, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        self.count += 1
+        call = _CALL.bind(*args, **(kwargs or {}))
+        call.apply_defaults()
+        given, layer = call.arguments, self.layer
+        same = given["weight"] is layer.weight and given["bias"] is layer.bias and given["eps"] == layer.eps
+        if not same or given["training"] != layer.training:
+            raise UserCodeError(
+                f"a {type(layer).__name__} calls F.batch_norm with another weight, bias, eps or training than its own, "
+                "and model.batch_norm would leave that out: use nn.BatchNorm2d itself, GroupNorm or LayerNorm"
+            )
+        return self.norm.normalisation(given["input"])
+
+
+_CALL = inspect.signature(F.batch_norm)
+
+
+def replace_norms(model: nn.Module, make: Callable[[_BatchNorm], StepBatchNorm]) -> None:
+    """Puts what `make` makes into the place of every batch norm of `model` that trains; parameters and buffers stay,
+    and so does what a subclass of PyTorch's layers or a hook adds. A layer that stands in two places is still one.
+
+    Raises `UserCodeError` for one that averages over all steps (`momentum=None`).
+    """
+    made: dict[nn.Module, StepBatchNorm] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, _BatchNorm) and module.training and name:
+            if module not in made:
+                made[module] = _in_place_of(module, name, make)
+            model.set_submodule(name, made[module])
+
+
+def _in_place_of(norm: _BatchNorm, name: str, make: Callable[[_BatchNorm], StepBatchNorm]) -> StepBatchNorm:
+    if norm.momentum is None:
+        raise UserCodeError(
+            f"module {name} ({type(norm).__name__}) averages its statistics over all steps (momentum=None), which "
+            "statistics that move once a step do not: give it a momentum, such as 0.1"
+        )
+    made = make(norm)
+    if norm.weight is not None:
+        made.weight, made.bias = norm.weight, norm.bias
+    if norm.running_mean is not None and norm.running_var is not None:
+        made.running_mean, made.running_var = norm.running_mean, norm.running_var
+    if type(norm).forward not in _PLAIN or norm._forward_hooks or norm._forward_pre_hooks:
+        others = {*norm._parameters, *norm._buffers} - _OWN
+        if others:
+            raise UserCodeError(
+                f"module {name} ({type(norm).__name__}) has {min(others)!r}, which PyTorch's batch norms have "
+                "not, and model.batch_norm would leave it out: put it into a module of its own"
+            )
+        made.around = (norm,)
+        for child, module in norm.named_children():
+            made.add_module(child, module)
+    return made
 
 
 class GroupedBatchNorm(StepBatchNorm):

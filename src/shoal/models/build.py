@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from shoal.config.table import implementation_of
+from shoal.config.check import implementation_of
 from shoal.errors import UserCodeError
 from shoal.maths.counter import indices, key_of
 from shoal.models.config import BuiltInModel

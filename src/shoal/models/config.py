@@ -6,10 +6,101 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from shoal.config.table import Positive, PositiveFloat, Table, says
-from shoal.models.attention_config import AttentionConfig, Causal
-from shoal.models.foreign_keys import ForeignKeys
-from shoal.models.huggingface.config import TransformersConfig
+from shoal.config.check import Positive, PositiveFloat, Table, says
+from shoal.models.huggingface.config import ForeignKeys, TransformersConfig
+
+# Table `[adapter]`. Imports no torch.
+
+
+class Adapter(Table, frozen=True, kw_only=True):
+    """The keys of every kind: the model is frozen, and what is added to it is trained."""
+
+    implemented_by: ClassVar[str] = ""
+
+    layers: Annotated[
+        tuple[str, ...],
+        says(
+            "Patterns of names of linear layers (`blocks.*.query`) that get one; default: all but the output head.",
+            min_length=1,
+        ),
+    ] = ("*",)
+    train: Annotated[
+        tuple[str, ...], says("Patterns of parameters (`head.*`, `*norm*`) that are trained as well, whole.")
+    ] = ()
+
+
+class LoRA(Adapter, frozen=True, tag_field="kind", tag="lora"):
+    """Low-rank updates of linear layers: W + (alpha / rank) B A (arXiv:2106.09685). Merged into exported weights."""
+
+    implemented_by: ClassVar[str] = "shoal.models.adapters:LoRALinear"
+
+    rank: Annotated[int, says("Rank of each update.", ge=1, le=1 << 14)] = 8
+    alpha: Annotated[PositiveFloat | None, says("The update is scaled by alpha / rank; default: 2 x rank.")] = None
+
+    @property
+    def scale(self) -> float:
+        """What the product of both factors is multiplied by."""
+        return 2.0 if self.alpha is None else self.alpha / self.rank
+
+
+class DoRA(LoRA, frozen=True, tag_field="kind", tag="dora"):
+    """LoRA, and a magnitude for each row of the weight (arXiv:2402.09353). Merged into exported weights."""
+
+    implemented_by: ClassVar[str] = "shoal.models.adapters:DoRALinear"
+
+
+class Bottleneck(Adapter, frozen=True, tag_field="kind", tag="bottleneck"):
+    """Small layers behind linear ones: y + up(relu(down(y))) (arXiv:1902.00751). They stay in exported weights."""
+
+    implemented_by: ClassVar[str] = "shoal.models.adapters:BottleneckLinear"
+
+    width: Annotated[Positive, says("Features between `down` and `up`.")] = 16
+
+
+class BitFit(Adapter, frozen=True, tag_field="kind", tag="bitfit"):
+    """Trains biases alone (arXiv:2106.10199)."""
+
+
+AdapterConfig = LoRA | DoRA | Bottleneck | BitFit
+
+
+# Table `[model.attention]`: which tokens before it a token sees. Imports no torch.
+
+
+class Causal(Table, frozen=True, kw_only=True, tag_field="kind", tag="causal"):
+    """All of them."""
+
+    sparse: ClassVar[bool] = False
+
+
+class SlidingWindow(Table, frozen=True, kw_only=True, tag_field="kind", tag="window"):
+    """The last ones, and the first ones of the sequence (Longformer, arXiv:2004.05150)."""
+
+    sparse: ClassVar[bool] = True
+
+    window: Annotated[Positive, says("Tokens that a token sees, itself among them.")]
+    dilation: Annotated[int, says("A token sees every so many tokens before it, over `window` x this.", ge=1)] = 1
+    global_tokens: Annotated[int, says("The first tokens of a sequence, which all see.", ge=0)] = 0
+    block: Annotated[int, says("Tokens whose queries are computed together.", ge=1, le=1 << 12)] = 64
+
+
+class BigBird(Table, frozen=True, kw_only=True, tag_field="kind", tag="bigbird"):
+    """Blocks of tokens: the last ones, the first ones, and some at random in between (arXiv:2007.14062)."""
+
+    sparse: ClassVar[bool] = True
+
+    window_blocks: Annotated[int, says("Blocks before and with its own that a token sees.", ge=1)] = 3
+    global_blocks: Annotated[int, says("The first blocks of a sequence, which all see.", ge=0)] = 1
+    random_blocks: Annotated[
+        int, says("Others before its own that a block sees; the same in every step, drawn from `seed`.", ge=0)
+    ] = 2
+    seed: Annotated[int, says("Which random blocks a block sees follows from it.", ge=0, le=2**63 - 1)] = 0
+    block: Annotated[int, says("Tokens in a block.", ge=1, le=1 << 12)] = 64
+
+
+AttentionConfig = Causal | SlidingWindow | BigBird
+SparseAttentionConfig = SlidingWindow | BigBird
+
 
 SWIGLU_ROUNDING = 32
 CHANNEL_MULTIPLE = 8
@@ -148,7 +239,7 @@ class MoEConfig(GPTConfig, frozen=True, kw_only=True, tag_field="kind", tag="moe
 class ConvNetConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="convnet"):
     """A small convolutional net for small images."""
 
-    implemented_by: ClassVar[str] = "shoal.models.convnet:convnet_from"
+    implemented_by: ClassVar[str] = "shoal.models.small:convnet_from"
 
     channels: Annotated[int, says("Channels of the images: 1 for grey, 3 for colour.", ge=1, le=1024)] = 1
     classes: Annotated[int, says("Classes to tell apart.", ge=2, le=1 << 20)] = 10
@@ -174,7 +265,7 @@ class ConvNetConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="con
 class MLPConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="mlp"):
     """A multi-layer perceptron over flat inputs."""
 
-    implemented_by: ClassVar[str] = "shoal.models.mlp:mlp_from"
+    implemented_by: ClassVar[str] = "shoal.models.small:mlp_from"
 
     inputs: Annotated[int, says("Numbers in one sample; samples of more dimensions are flattened.", ge=1, le=1 << 24)]
     hidden: Annotated[
@@ -212,3 +303,24 @@ def _nearest(found: int, step: int) -> str:
     """The multiples of `step` on both sides of `found`, as words."""
     below, above = found // step * step, -(-found // step) * step
     return f"{below} or {above}" if below else str(above)
+
+
+# Table `[quantisation]`. Imports no torch.
+
+
+class QuantisationConfig(Table, frozen=True, kw_only=True):
+    """Linear layers compute with weights of few bits, as they will once deployed; what is trained stays as it is."""
+
+    bits: Annotated[Literal[8, 4], says("Bits of a weight: integers from -127 to 127, or from -7 to 7.")] = 8
+    group: Annotated[
+        Positive | None, says("Weights of a row, one after the other, that share a scale; default: the row.")
+    ] = None
+    layers: Annotated[
+        tuple[str, ...],
+        says("Patterns of names of linear layers (`blocks.*.query`); default: all but the output head.", min_length=1),
+    ] = ("*",)
+
+    @property
+    def largest(self) -> int:
+        """The largest integer."""
+        return 2 ** (self.bits - 1) - 1

@@ -29,8 +29,7 @@ import tomli_w
 
 from shoal.errors import UsageError
 from shoal.files import open_file
-from shoal.observe.attempts import last_attempt
-from shoal.observe.events import Event, read_events
+from shoal.observe.events import Event, last_attempt, read_events
 from shoal.observe.facts import read_facts
 
 FILE, INDEX, RUN_FILE = "capsule.zip", "capsule.json", "run.toml"

@@ -8,14 +8,105 @@ from the page's style sheet, by class. Everything that is text is escaped here.
 from __future__ import annotations
 
 import html
+import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 from shoal import units
-from shoal.observe.axis import Axis, axis_for, drawable
-from shoal.observe.series import thin
+from shoal.observe.events import series, thin
+from shoal.observe.record import Record
+from shoal.observe.summary import Summary, smoothed_loss
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+# The axis of a chart: its range, where a value lies on it, and its ticks. Pure.
+
+
+LOG_RATIO = 12.0
+"""Values whose bulk spans more than this ratio are drawn on a logarithmic axis, where the chart allows it."""
+
+LARGEST = 1e150
+"""Larger values are not drawn: the arithmetic of an axis would overflow."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """From `low` to `high`, linear or logarithmic."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        """Where a value lies: 0 at `low`, 1 at `high`; values outside are moved to the nearer end."""
+        if self.log:
+            value = max(value, self.low)
+            share = math.log(value / self.low) / math.log(self.high / self.low)
+        else:
+            share = (value - self.low) / (self.high - self.low)
+        return min(1.0, max(0.0, share))
+
+    def ticks(self, count: int = 5) -> list[float]:
+        """About `count` round values on the axis."""
+        if self.log and self.high / self.low >= 10:
+            return _log_ticks(self.low, self.high, count)
+        return _linear_ticks(self.low, self.high, count)
+
+
+def drawable(values: Iterable[float]) -> list[float]:
+    """The values that can be drawn."""
+    return [value for value in values if abs(value) <= LARGEST]
+
+
+def axis_for(values: Sequence[float], *, from_zero: bool = False, may_be_log: bool = False) -> Axis:
+    """An axis that holds all values with some air; one around a single value; 0 to 1 for none."""
+    numbers = sorted(drawable(values))
+    if not numbers:
+        return Axis(0.0, 1.0)
+    low, high = numbers[0], numbers[-1]
+    if may_be_log and wants_log(numbers):
+        air = (high / low) ** 0.04
+        return Axis(low / air, high * air, log=True)
+    if from_zero:
+        low = min(0.0, low)
+    air = 0.06 * (high - low) or 0.06 * abs(high) or 1.0
+    return Axis(low if low == 0 and from_zero else low - air, high + air)
+
+
+def wants_log(ordered: Sequence[float]) -> bool:
+    """Do ascending values, the outermost fiftieth left out, span so much that a linear axis hides the small ones?"""
+    if not ordered or ordered[0] <= 1e-150:
+        return False
+    edge = len(ordered) // 50
+    return ordered[-1 - edge] / ordered[edge] > LOG_RATIO
+
+
+def _linear_ticks(low: float, high: float, count: int) -> list[float]:
+    step = _round_step((high - low) / max(1, count))
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, min(last, first + 4 * count) + 1)]
+
+
+def _round_step(step: float) -> float:
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(factor * power for factor in (1.0, 2.0, 2.5, 5.0, 10.0) if factor * power >= step * 0.7)
+
+
+def _log_ticks(low: float, high: float, count: int) -> list[float]:
+    first, last = math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9)
+    stride = max(1, math.ceil((last - first + 1) / count))
+    powers = [10.0**power for power in range(first, last + 1, stride)]
+    if len(powers) >= 3:
+        return powers
+    between = (factor * 10.0**power for power in range(first - 1, last + 1) for factor in (1, 2, 5))
+    return [value for value in between if low <= value <= high]
+
 
 WIDTH, HEIGHT = 1000, 400
 MAX_POINTS = 800
@@ -214,3 +305,61 @@ def _column_text(values: dict[str, tuple[float, float]], frame: _Frame) -> str:
         for label, (_, value) in values.items()
     )
     return "\n".join([frame.across.text(place), *lines])
+
+
+# `loss.png`: the loss over the steps, for a slide or a message.
+
+
+INK, SOFT, TEAL, CORAL = "#12242d", "#c9d4d8", "#0b7a75", "#d9532c"
+MAX_PICTURE_POINTS = 4000
+
+
+def loss_picture(record: Record, summary: Summary) -> bytes | None:
+    """The picture as PNG; None where no loss was measured that can be drawn."""
+    steps, losses = series(record.events, "loss/train")
+    eval_steps, eval_losses = series(record.events, "loss/eval")
+    heights = drawable([*losses, *eval_losses])
+    if not heights:
+        return None
+    # Half a second of imports that nobody else should wait for; Figure alone leaves pyplot's global state untouched.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=160, layout="constrained", facecolor="white")
+    axes = figure.add_subplot()
+    _curve(axes, steps, losses, color=SOFT, linewidth=0.8, label="training, each step")
+    _curve(axes, steps, smoothed_loss(losses), color=TEAL, linewidth=2, label="training, smoothed")
+    _curve(axes, eval_steps, eval_losses, color=CORAL, marker="o", markersize=5, linewidth=1, label="held out")
+    if summary.baseline_loss is not None:
+        label = f"{summary.baseline_name} {summary.baseline_loss:.3g}"
+        axes.axhline(summary.baseline_loss, color=INK, linewidth=1, linestyle=(0, (4, 3)), label=label)
+    axes.set_yscale("log" if wants_log(sorted(heights)) else "linear")
+    _style(axes, record.name, loss_label=f"loss ({summary.loss_unit})" if summary.loss_unit else "loss")
+    file = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(file)
+    return file.getvalue()
+
+
+def _curve(axes: Axes, steps: Sequence[float], values: Sequence[float], *, label: str, **look: Any) -> None:
+    heights = [value if drawable([value]) else math.nan for value in values]
+    if not drawable(heights):
+        return
+    # A value that is not finite is a gap where all points are drawn.
+    few = len(heights) <= MAX_PICTURE_POINTS
+    points = list(zip(steps, heights, strict=True)) if few else thin(steps, heights, limit=MAX_PICTURE_POINTS)
+    if points:
+        if len(points) == 1:
+            look.setdefault("marker", "o")
+        axes.plot(*zip(*points, strict=True), label=label, **look)
+
+
+def _style(axes: Axes, title: str, *, loss_label: str) -> None:
+    axes.set_title(title, loc="left", fontsize=13, fontweight="bold", color=INK, parse_math=False)
+    axes.set_xlabel("optimizer step", color=INK)
+    axes.set_ylabel(loss_label, color=INK, parse_math=False)
+    axes.grid(axis="y", color="#e8edef", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(SOFT)
+    axes.tick_params(colors="#5a6d76", length=0, labelsize=9)
+    axes.legend(frameon=False, fontsize=9, labelcolor=INK)

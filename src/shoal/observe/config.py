@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from shoal.config.table import Positive, Table, says
+from shoal.config.check import Positive, Table, says
 
 
 class ObserveConfig(Table, frozen=True):

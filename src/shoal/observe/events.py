@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import math
 import os
+import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated
@@ -21,8 +23,7 @@ from typing import Annotated
 import msgspec
 
 from shoal.errors import EnvironmentFault
-from shoal.observe.ending import Ending
-from shoal.observe.sink import RunStart, Sink
+from shoal.observe.sink import Ending, RunStart, Sink
 
 MAX_STEP = 10**15
 """No run has more steps; a larger number is a damaged line, and would overflow what is computed from it."""
@@ -200,3 +201,185 @@ def _is_torn(path: Path) -> bool:
     with path.open("rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) != b"\n"
+
+
+# What is drawn from a series of measurements: smooth curves, medians, fewer points. Pure.
+#
+# Values that are NaN are steps that were skipped: they count in nothing, and leave a gap where a curve is drawn.
+
+
+def finite(values: Iterable[float]) -> list[float]:
+    """The values that are numbers."""
+    return [value for value in values if math.isfinite(value)]
+
+
+def median(values: Iterable[float]) -> float | None:
+    """The median of the finite values, None where there is none."""
+    numbers = finite(values)
+    return statistics.median(numbers) if numbers else None
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """The mean of the finite values, None where there is none."""
+    numbers = finite(values)
+    return math.fsum(numbers) / len(numbers) if numbers else None
+
+
+def smooth(values: Sequence[float], *, half_life: float) -> list[float]:
+    """The exponential moving average with the bias correction of Adam (Kingma and Ba, 2015, section 3):
+
+        y_t = sum_{s <= t} d^(t-s) x_s / sum_{s <= t} d^(t-s),    d = 2^(-1 / half_life)
+
+    It is causal: a value says nothing about steps after its own, so the curve of a run that goes on never changes.
+    `half_life` is in values. What is not finite counts in nothing and is NaN in the curve, which leaves a gap.
+    """
+    decay = 0.5 ** (1.0 / half_life)
+    total, weight = 0.0, 0.0
+    curve: list[float] = []
+    for value in values:
+        is_number = math.isfinite(value)
+        total = decay * total + (value if is_number else 0.0)
+        weight = decay * weight + is_number
+        curve.append(total / weight if is_number else math.nan)
+    return curve
+
+
+def thin(xs: Sequence[float], ys: Sequence[float], *, limit: int) -> list[tuple[float, float]]:
+    """At most `limit` points that look like all of them: of each run of neighbours, the lowest and the highest."""
+    points = [(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
+    if len(points) <= limit:
+        return points
+    buckets = max(1, limit // 2)
+    kept: list[tuple[float, float]] = []
+    for index in range(buckets):
+        bucket = points[index * len(points) // buckets : (index + 1) * len(points) // buckets]
+        extremes = {min(bucket, key=lambda point: point[1]), max(bucket, key=lambda point: point[1])}
+        kept.extend(sorted(extremes))
+    return kept
+
+
+# The attempts of a run: from each start to the stop that ended it, read off the order of its events. Pure.
+#
+# A new attempt shows in four ways: a line without values (the writer says so), a step number that goes back, a
+# generation that grows, or a measurement that comes a second time for one step.
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Steps `first_step` to `last_step`; `repeated_steps` of them had been computed by the attempt before."""
+
+    generation: int
+    first_step: int
+    last_step: int
+    repeated_steps: int
+    started_s: float
+    ended_s: float
+    away_s: float
+    """Seconds between the last line of the attempt before and the first of this one."""
+
+
+def attempts(events: Iterable[Event]) -> list[Attempt]:
+    """Every attempt that left a line, in order."""
+    found: list[Attempt] = []
+    for group in groups(events):
+        found.append(_attempt(group, found[-1] if found else None))
+    return found
+
+
+def last_attempt(events: Iterable[Event]) -> list[Event]:
+    """The lines behind the last start, its own included; all of them where there was one start."""
+    found = groups(events)
+    return found[-1] if found else []
+
+
+def training_time_s(found: Iterable[Attempt], *, first_step_s: float = 0.0) -> float:
+    """Seconds in which the run trained. An event marks the end of a step: `first_step_s` is added to each attempt."""
+    return sum(one.ended_s - one.started_s + first_step_s for one in found)
+
+
+def failures(found: Sequence[Attempt], *, resumed: int) -> int:
+    """How many attempts ended without having saved their last steps: a later one took them again. `resumed`: the step
+    that the next attempt resumes from. A planned stop saves, and so do replicas that go on with the state.
+    """
+    lost = sum(one.repeated_steps > 0 for one in found[1:])
+    return lost + (bool(found) and found[-1].last_step > resumed)
+
+
+def groups(events: Iterable[Event]) -> list[list[Event]]:
+    """The lines of each attempt, in order."""
+    found: list[list[Event]] = []
+    seen: set[str] = set()
+    for event in events:
+        last = found[-1][-1] if found else None
+        if last is None or _begins_attempt(event, last, seen):
+            found.append([])
+            seen = set()
+        elif event.step != last.step:
+            seen = set()
+        seen.update(event.values)
+        found[-1].append(event)
+    return found
+
+
+def _begins_attempt(event: Event, last: Event, seen_at_step: set[str]) -> bool:
+    again = event.step == last.step and not seen_at_step.isdisjoint(event.values)
+    return not event.values or event.step < last.step or event.generation > last.generation or again
+
+
+def _attempt(group: list[Event], before: Attempt | None) -> Attempt:
+    opening, last = group[0], group[-1]
+    first_step = opening.step if opening.values else opening.step + 1
+    return Attempt(
+        generation=last.generation,
+        first_step=first_step,
+        last_step=last.step,
+        repeated_steps=max(0, before.last_step - first_step + 1) if before else 0,
+        started_s=opening.time_s,
+        ended_s=max(event.time_s for event in group),
+        away_s=max(0.0, opening.time_s - before.ended_s) if before else 0.0,
+    )
+
+
+# The new whole lines of a file that grows: each call of `Tail.lines` goes on where the last one ended.
+
+
+CHUNK_BYTES = 1 << 20
+MAX_LINE_BYTES = 1 << 22
+"""A longer line is damage: it is skipped, and not kept in memory."""
+
+
+class Tail:
+    """Follows one file. A file that is missing, unreadable or no regular file has no lines yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.offset = 0
+        self._rest = b""
+
+    def lines(self, *, most_bytes: int = 1 << 62) -> Iterator[bytes]:
+        """Whole lines since the last call, from about `most_bytes` bytes. A file that shrank is read from its start.
+
+        A line without its end stays for the next call.
+        """
+        for chunk in self._chunks(most_bytes):
+            *whole, self._rest = (self._rest + chunk).split(b"\n")
+            if len(self._rest) > MAX_LINE_BYTES:
+                self._rest = b""
+            yield from whole
+
+    def _chunks(self, most_bytes: int) -> Iterator[bytes]:
+        try:
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        except OSError:
+            return
+        try:
+            if os.fstat(descriptor).st_size < self.offset:
+                self.offset, self._rest = 0, b""
+            while most_bytes > 0 and (chunk := os.pread(descriptor, min(CHUNK_BYTES, most_bytes), self.offset)):
+                self.offset += len(chunk)
+                most_bytes -= len(chunk)
+                yield chunk
+        except OSError:
+            return
+        finally:
+            os.close(descriptor)

@@ -6,14 +6,14 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from pathlib import Path
 from typing import Any
 
 from shoal import units
-from shoal.observe.attempts import last_attempt
-from shoal.observe.events import Event, series
+from shoal.observe.events import Event, last_attempt, series
 from shoal.observe.facts import number_of, text_of
-from shoal.observe.markup import section, table
 from shoal.observe.record import Record
+from shoal.observe.tables import section, table
 
 STEP, MEMORY, BASIS = "time/step_predicted", "memory/peak_bytes_predicted", "prediction"
 WARM_UP = 5
@@ -71,3 +71,14 @@ def median_step_s(events: Sequence[Event]) -> float | None:
 
 def _peak(events: Sequence[Event]) -> float | None:
     return max(series(events, "memory/peak_bytes")[1], default=None)
+
+
+# `Forecast`: what a run is expected to take, stated before it starts and kept beside what it took.
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """`facts` gives the prediction; `remember` keeps it beside the measurement of a finished run."""
+
+    facts: Callable[..., dict[str, Any]]
+    remember: Callable[[Path, Mapping[str, str]], None]

@@ -17,13 +17,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.errors import MissingExtra
-from shoal.observe.ending import Ending
-from shoal.observe.events import Event
-from shoal.observe.gpu_usage import GpuUsage
-from shoal.observe.host_usage import host_usage
-from shoal.observe.metric_names import Metric, metric_of
-from shoal.observe.sink import RunStart, Sink
-from shoal.observe.tail import Tail
+from shoal.observe.events import Event, Tail
+from shoal.observe.host_usage import GpuUsage, Metric, host_usage, metric_of
+from shoal.observe.sink import Ending, RunStart, Sink
 
 if TYPE_CHECKING:
     from prometheus_client.core import Metric as Family

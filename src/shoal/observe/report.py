@@ -12,16 +12,20 @@ from html import escape
 from pathlib import Path
 
 from shoal.errors import EnvironmentFault
-from shoal.observe.breakdown import communication_section, rank_section, time_section
-from shoal.observe.curves import loss_section, measurement_section, steps_across
-from shoal.observe.ending import Ending, write_ending
-from shoal.observe.expert_section import expert_section
+from shoal.observe.charts import loss_picture
 from shoal.observe.facts import replace_file
-from shoal.observe.loss_picture import loss_picture
-from shoal.observe.markup import section
 from shoal.observe.prediction import predicted_section
 from shoal.observe.record import Record, read_record
-from shoal.observe.sink import Sink
+from shoal.observe.report_sections import (
+    communication_section,
+    expert_section,
+    loss_section,
+    measurement_section,
+    rank_section,
+    steps_across,
+    time_section,
+)
+from shoal.observe.sink import Ending, Sink, write_ending
 from shoal.observe.summary import Summary, header, key_numbers, summarize
 from shoal.observe.tables import (
     attempt_section,
@@ -30,6 +34,7 @@ from shoal.observe.tables import (
     meanings_section,
     run_file_section,
     sample_section,
+    section,
     skipped_section,
 )
 

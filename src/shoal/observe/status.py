@@ -13,10 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal import units
-from shoal.observe.ending import Ending
 from shoal.observe.events import Event
 from shoal.observe.goodput import Goodput
-from shoal.observe.sink import RunStart
+from shoal.observe.sink import Ending, RunStart
 
 SLOW_DATA_SHARE = 0.01
 """Waiting for data is mentioned above this share of the step."""

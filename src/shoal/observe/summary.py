@@ -9,9 +9,8 @@ from html import escape
 from typing import Any
 
 from shoal import units
-from shoal.observe import series as curves
-from shoal.observe.attempts import Attempt, attempts, training_time_s
-from shoal.observe.events import Event, series
+from shoal.observe import events as curves
+from shoal.observe.events import Attempt, Event, attempts, series, training_time_s
 from shoal.observe.facts import number_of, text_of
 from shoal.observe.goodput import DETECTING, RESTARTING, goodput_of
 from shoal.observe.record import Record

@@ -2,20 +2,148 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
+from types import MappingProxyType
 from typing import Any
 
 from shoal import units
-from shoal.escape import escape_controls
 from shoal.observe.events import series
-from shoal.observe.fact_names import name_and_value
 from shoal.observe.facts import number_of, text_of
 from shoal.observe.figures import MEANINGS
-from shoal.observe.markup import section, table
 from shoal.observe.record import Record
 from shoal.observe.summary import Summary
+from shoal.standard_output import escape_controls
+
+# The pieces that every section of the report is made of: sections, tables, tabs. All text is escaped here.
+#
+# A table has a label for each column, which its cells carry along: where the page is as narrow as a phone, the style
+# sheet turns every row of a wide table into a card of labelled values.
+
+
+NARROW_COLUMNS = 4
+"""Tables of at most so many columns fit a phone as they are."""
+
+
+class Html(str):
+    """A text that is HTML already."""
+
+    __slots__ = ()
+
+
+Cell = str | Html
+
+
+def section(title: str, body: str, *, lead: str = "") -> str:
+    """A titled part of the page; `lead` is text, `body` is HTML."""
+    opening = f'<p class="lead">{escape(lead)}</p>' if lead else ""
+    return f"<section><h2>{escape(title)}</h2>{opening}{body}</section>"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
+    """A table whose first column names the rows; a cell that is no `Html` is escaped."""
+    labels = [escape(label) for label in columns]
+    head = f"<th>{labels[0]}</th>" + "".join(f"<td>{label}</td>" for label in labels[1:])
+    body = "".join(_row(row, labels) for row in rows)
+    kind = "few" if len(columns) <= NARROW_COLUMNS else "many"
+    return f'<div class="scroll {kind}"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def tabs(name: str, panels: Sequence[tuple[str, str]]) -> str:
+    """(label, HTML) of which one is shown at a time, chosen by radio buttons: it takes no script."""
+    if len(panels) == 1:
+        return panels[0][1]
+    buttons = "".join(
+        f'<input type="radio" name="{escape(name)}" id="{escape(name)}-{index}"{" checked" if index == 0 else ""}>'
+        f'<label for="{escape(name)}-{index}">{escape(label)}</label>'
+        for index, (label, _) in enumerate(panels)
+    )
+    return f'<div class="tabs">{buttons}' + "".join(f"<div>{body}</div>" for _, body in panels) + "</div>"
+
+
+def _row(cells: Sequence[Cell], labels: Sequence[str]) -> str:
+    name, *values = (cell if isinstance(cell, Html) else escape(cell) for cell in cells)
+    data = "".join(f'<td data-label="{label}">{value}</td>' for label, value in zip(labels[1:], values, strict=True))
+    return f'<tr><th data-label="{labels[0]}">{name}</th>{data}</tr>'
+
+
+# What the facts of a run are called on the page, and how their values are written.
+
+
+MAX_FACT_CHARACTERS = 500
+_NAMES: Mapping[str, str] = MappingProxyType(
+    {
+        "steps": "Steps planned",
+        "generation": "Generation (starts so far, less one)",
+        "parameters": "Trained parameters",
+        "world": "Ranks",
+        "layout/replicate": "Layout: replicas",
+        "layout/shard": "Layout: sharded over",
+        "layout/pipeline": "Layout: pipeline stages",
+        "layout/context": "Layout: sequence split over",
+        "layout/tensor": "Layout: tensors split over",
+        "layout/expert": "Layout: experts split over",
+        "device": "Device",
+        "membership": "Replicas lost and joined",
+        "wire": "Communication",
+        "host": "Host of rank 0",
+        "torch": "PyTorch",
+        "python": "Python",
+        "threads": "Threads of a rank",
+        "data/vocabulary": "Vocabulary",
+        "data/train/files": "Training files",
+        "data/held_out/files": "Held-out files",
+        "data/train/samples": "Training samples",
+        "data/held_out/samples": "Held-out samples",
+        "data/train/bytes": "Training text",
+        "data/held_out/bytes": "Held-out text",
+        "corpus/name": "Corpus",
+        "corpus/hash": "Hash of the corpus",
+        "corpus/bytes": "Size of the corpus",
+        "time/step_predicted": "Predicted step",
+        "memory/peak_bytes_predicted": "Predicted peak memory",
+        "prediction": "Prediction from",
+        "evaluation/loss": "Held-out loss",
+        "evaluation/accuracy": "Held-out accuracy",
+    }
+)
+_TOLD_ELSEWHERE = frozenset({"data/hash", "data/baseline/bigram_nats_per_byte"})
+
+
+def name_and_value(key: str, value: Any) -> tuple[str, str]:
+    """A fact in words; a key that is not known is written with spaces, "own/tuning_runs" as "Own: tuning runs".
+
+    The value is "" for a fact that needs no row: it stands elsewhere on the page, or is an axis that splits nothing.
+    """
+    words = ": ".join(key.split("/")).replace("_", " ")
+    return _NAMES.get(key, words[:1].upper() + words[1:]), _written(key, value)
+
+
+def _written(key: str, value: Any) -> str:
+    if value is None or key in _TOLD_ELSEWHERE or (key.startswith("layout/") and value == 1):
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int | float) and abs(value) < 10**18:
+        return _form_of(key, value)(value)
+    if key == "membership" and isinstance(value, list):
+        changes = [text_of(one.get("change")) for one in value if isinstance(one, dict)]
+        return escape_controls(". ".join(filter(None, changes)))[:MAX_FACT_CHARACTERS]
+    if isinstance(value, list):
+        return escape_controls(", ".join(map(str, value)))[:MAX_FACT_CHARACTERS]
+    return escape_controls(str(value))[:MAX_FACT_CHARACTERS]
+
+
+def _form_of(key: str, value: float) -> Callable[[float], str]:
+    if key.startswith("memory/"):
+        return units.memory_size
+    if key.startswith("time/"):
+        return units.seconds
+    if key.endswith("bytes"):
+        return units.byte_size
+    return units.number if isinstance(value, float) else "{:,}".format
+
 
 MAX_ROWS = 12
 MAX_SAMPLE_CHARACTERS = 20_000

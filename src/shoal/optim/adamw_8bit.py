@@ -4,7 +4,7 @@
     x <- (1 - lr w) x - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
 All in float32, or in float64 for parameters of it. x moves by m and v as they are, and these are encoded for the next
-step (`shoal.optim.dynamic`). So a step that begins with the same moments gives the same weights wherever blocks begin;
+step (`shoal.optim.slots`). So a step that begins with the same moments gives the same weights wherever blocks begin;
 the moments that it leaves are those of its blocks.
 
 On a CPU a loop in C does it in one pass (`codec/core/adam.c`). What follows in torch is its oracle, bit by bit, and
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shoal.codec.kernels import Kernels, Moment, kernels_for
+from shoal.codec.codec import Kernels, Moment, kernels_for
 from shoal.optim.config import AdamW8bit
 from shoal.optim.declared import BLOCK
-from shoal.optim.dynamic import Quantised, packed_form, quantised, zeros
 from shoal.optim.fused import FusedAdamW
+from shoal.optim.slots import Quantised, packed_form, quantised, zeros
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Each slot, and whether its numbers have signs."""

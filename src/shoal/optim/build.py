@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from shoal.config.table import implementation_of
+from shoal.config.check import implementation_of
 from shoal.errors import ConfigError
 from shoal.optim.average import keep_average, look_ahead
 from shoal.optim.config import SGD, Adagrad, AdamW, OptimizerConfig

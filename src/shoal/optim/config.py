@@ -6,17 +6,14 @@ asks, and the planner counts its bytes.
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from shoal.config.table import PositiveFloat, says
-from shoal.optim.adaptive_config import Adafactor, Lion, NAdam, RAdam, RMSprop
+from shoal.config.check import Positive, PositiveFloat, Table, says
 from shoal.optim.declared import BLOCK, Common, Granularity, Slot, counter
-from shoal.optim.layerwise_config import LAMB, LARS
-from shoal.optim.muon_config import Dion, Muon
-from shoal.optim.preconditioned_config import KFAC, SOAP, Shampoo
-from shoal.optim.schedule_free_config import ScheduleFreeAdamW, ScheduleFreeSGD
+from shoal.optim.kinds import LAMB, LARS, Adafactor, Lion, NAdam, RAdam, RMSprop, ScheduleFreeAdamW, ScheduleFreeSGD
+from shoal.optim.preconditioned_config import KFAC, SOAP, Dion, Muon, Shampoo
 
 
 class AdamW(Common, frozen=True, tag_field="kind", tag="adamw"):
@@ -146,7 +143,7 @@ class OneBitAdam(OneBit, frozen=True, tag_field="kind", tag="one_bit_adam"):
 class OneBitLAMB(OneBit, frozen=True, tag_field="kind", tag="one_bit_lamb"):
     """1-bit LAMB (arXiv:2104.06069): LAMB, then a momentum sent by its signs; its step lengths follow the variance."""
 
-    implemented_by: ClassVar[str] = "shoal.optim.one_bit_lamb:MomentumLAMB"
+    implemented_by: ClassVar[str] = "shoal.optim.one_bit:MomentumLAMB"
     works_on: ClassVar[Granularity] = "matrices"
 
     lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 4e-3
@@ -210,3 +207,79 @@ OptimizerConfig = (
     | ZeroOneAdam
     | OneBitLAMB
 )
+
+
+# The table `[schedule]`: the learning rate over the run. Imports no torch.
+
+
+Shape = Literal["cosine", "linear", "constant", "stable", "one_cycle", "polynomial", "step", "inverse_sqrt", "chained"]
+_OWN_KEYS = {
+    "decay_fraction": "stable",
+    "power": "polynomial",
+    "milestones": "step",
+    "factor": "step",
+    "initial_fraction": "one_cycle",
+    "phases": "chained",
+}
+
+
+class Phase(Table, frozen=True):
+    """A part of a chained schedule: from the rate at which the one before ends to `final_fraction` of the peak."""
+
+    kind: Annotated[Literal["constant", "linear", "cosine"], says("The shape from its first rate to its last.")]
+    final_fraction: Annotated[
+        float | None, says("The rate at its end, as a fraction of the peak; without it, the rate at its start.")
+    ] = None
+    steps: Annotated[Positive | None, says("Its steps; without it, all that are left. The last has none.")] = None
+
+    def __post_init__(self) -> None:
+        if (self.final_fraction is None) != (self.kind == "constant"):
+            raise ValueError(
+                f'a phase of kind = "{self.kind}" {"with" if self.kind == "constant" else "without"} final_fraction; '
+                "a constant one has none, the others need it"
+            )
+        if self.final_fraction is not None and not 0 <= self.final_fraction <= 1:
+            raise ValueError(f"final_fraction = {self.final_fraction:g} of a phase must be from 0 to 1")
+
+
+class Schedule(Table, frozen=True):
+    """The learning rate over the run: a linear warm-up, then a decay to `final_fraction` of the peak."""
+
+    kind: Annotated[Shape, says("The shape after the warm-up.")] = "cosine"
+    warmup_steps: Annotated[int, says("Steps in which the rate rises from near 0 to its peak.", ge=0)] = 0
+    final_fraction: Annotated[float, says("The rate at the last step, as a fraction of the peak.", ge=0, le=1)] = 0.1
+    decay_fraction: Annotated[
+        float, says('"stable": the share of the steps, at the end, in which the rate falls linearly.', gt=0, le=1)
+    ] = 0.2
+    power: Annotated[PositiveFloat, says('"polynomial": the power of the share of steps that are left.')] = 2.0
+    milestones: Annotated[
+        tuple[Positive, ...], says('"step": after each of these steps the rate is multiplied by `factor`.')
+    ] = ()
+    factor: Annotated[float, says('"step": what the rate is multiplied by.', gt=0, le=1)] = 0.1
+    initial_fraction: Annotated[
+        float, says('"one_cycle": the rate before the first step, as a fraction of the peak.', ge=0, le=1)
+    ] = 0.04
+    phases: Annotated[tuple[Phase, ...], says('"chained": what follows the warm-up, one after the other.')] = ()
+
+    def __post_init__(self) -> None:
+        defaults = _defaults()
+        for key, kind in _OWN_KEYS.items():
+            if self.kind != kind and getattr(self, key) != defaults[key]:
+                raise ValueError(f'{key} with kind = "{self.kind}"; it belongs to kind = "{kind}": leave it out')
+        if self.kind == "step" and (not self.milestones or list(self.milestones) != sorted(set(self.milestones))):
+            raise ValueError(
+                f'kind = "step" with milestones = {list(self.milestones)}; give the steps after which the rate falls, '
+                "ascending, such as [1000, 2000]"
+            )
+        if self.kind == "chained" and not self.phases:
+            raise ValueError('kind = "chained" without phases; give [[schedule.phases]] with kind and steps')
+        open_ended = [number for number, phase in enumerate(self.phases, start=1) if phase.steps is None]
+        if self.phases and open_ended != [len(self.phases)]:
+            raise ValueError(
+                "every phase of a chained schedule but the last has steps, and the last has none: it takes what is left"
+            )
+
+
+def _defaults() -> dict[str, Any]:
+    names, values = Schedule.__struct_fields__, Schedule.__struct_defaults__
+    return dict(zip(names[-len(values) :], values, strict=True))

@@ -12,16 +12,87 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
-from shoal.config.table import Positive, PositiveFloat, Table, says
-from shoal.optim.average_config import SWA, AverageConfig, Lookahead
-from shoal.optim.transforms_config import TransformConfig
+from shoal.config.check import Positive, PositiveFloat, Table, says
+
+# The tables `[optimizer.average]` and `[optimizer.lookahead]`. Imports no torch.
+
+
+class EMA(Table, frozen=True, tag_field="kind", tag="ema"):
+    """An exponential average of the weights, beside them: evaluations and exports are of it."""
+
+    decay: Annotated[float, says("The share of the average that an update leaves.", ge=0, lt=1)] = 0.999
+
+
+class SWA(Table, frozen=True, tag_field="kind", tag="swa"):
+    """The mean of weights at intervals (arXiv:1803.05407), beside them: evaluations and exports are of it."""
+
+    start: Annotated[Positive, says("The first update whose weights count; until then the mean is the weights.")]
+    every: Annotated[Positive, says("Updates between two that count.")] = 1
+
+
+AverageConfig = EMA | SWA
+
+
+class Lookahead(Table, frozen=True):
+    """Lookahead (arXiv:1907.08610): now and then weights go back towards where they were."""
+
+    every: Annotated[Positive, says("Updates until they do.")] = 5
+    share: Annotated[float, says("The share of the way that is kept.", gt=0, le=1)] = 0.5
+
+
+# The tables `[[optimizer.transforms]]`: what happens to the numbers of a gradient before the optimizer sees it, one
+# after the other. Imports no torch.
+
+
+class ClipValue(Table, frozen=True, tag_field="kind", tag="clip_value"):
+    """No number is larger than `limit`."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.transforms:clip_value"
+
+    limit: Annotated[float, says("The largest size of a number.", gt=0)]
+
+
+class ClipLayer(Table, frozen=True, tag_field="kind", tag="clip_layer"):
+    """The gradient of no parameter has a larger 2-norm than `limit`."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.transforms:clip_layer"
+
+    limit: Annotated[float, says("The largest norm.", gt=0)]
+
+
+class ClipAdaptively(Table, frozen=True, tag_field="kind", tag="clip_adaptively"):
+    """Adaptive clipping (arXiv:2102.06171): the gradient of a row is not larger than `limit` times the row itself."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.transforms:clip_adaptively"
+
+    limit: Annotated[float, says("The largest ratio of the norms of gradient and row.", gt=0)] = 0.01
+    least: Annotated[float, says("The least norm that a row is taken for.", gt=0)] = 1e-3
+
+
+class Centralise(Table, frozen=True, tag_field="kind", tag="centralise"):
+    """Centralisation (arXiv:2004.01461): from each row of a matrix's gradient its mean is taken."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.transforms:centralise"
+
+
+class AddNoise(Table, frozen=True, tag_field="kind", tag="add_noise"):
+    """Gaussian noise (arXiv:1511.06807): the same numbers in every layout, of the seed, the step and the place."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.transforms:add_noise"
+
+    std: Annotated[float, says("Its standard deviation in the first step.", gt=0)]
+    decay: Annotated[float, says("Step t has std / t^(decay / 2).", ge=0)] = 0.55
+
+
+TransformConfig = ClipValue | ClipLayer | ClipAdaptively | Centralise | AddNoise
+
 
 Dims = tuple[int, ...]
 Granularity = Literal["elements", "matrices"]
 """What an optimizer needs of a parameter on one rank: any elements of it, or the whole of it."""
 
 BLOCK = 256
-"""Numbers of a moment in 8 bits that share a scale (`shoal.optim.dynamic`)."""
+"""Numbers of a moment in 8 bits that share a scale (`shoal.optim.slots`)."""
 
 
 def _like_parameter(shape: Dims) -> Dims:

@@ -31,10 +31,9 @@ from shoal.comm.collective import Alone, Collective
 from shoal.errors import UserCodeError
 from shoal.optim.declared import Dims
 from shoal.optim.layer_statistics import Factors, LayerStatistics, WeightSharing
-from shoal.optim.owners import Owners
+from shoal.optim.owners import Owners, Whole, WholeOptimizer, as_matrix
 from shoal.optim.parts import Parts
 from shoal.optim.preconditioned_config import KFAC, sides
-from shoal.optim.whole import Whole, WholeOptimizer, as_matrix
 
 _SIDES = ("rows", "columns")
 

@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from shoal.optim.declared import Granularity, Slot, counter
 from shoal.optim.fused import FusedOptimizer, Work
-from shoal.optim.layerwise_config import LAMB, LARS
+from shoal.optim.kinds import LAMB, LARS
 from shoal.optim.parts import Parts, PartSums
 
 

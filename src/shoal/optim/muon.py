@@ -7,7 +7,7 @@ of matrices; s is 0.2 sqrt(max(rows, columns)) or sqrt(max(1, rows / columns)). 
 of stacked experts each is a matrix. Everything else is AdamW's.
 
 The momentum lies where the parameter does, and is saved and divided with it. What is orthogonalised is whole on its
-owner (`shoal.optim.whole`): each matrix on one rank, and the updates come back.
+owner (`shoal.optim.owners`): each matrix on one rank, and the updates come back.
 """
 
 from __future__ import annotations
@@ -20,13 +20,53 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shoal.maths.orthogonal import orthogonalised, orthogonalising_flops
+from shoal.maths.counter import indices, key_of, normal
 from shoal.optim.declared import Dims
-from shoal.optim.muon_config import Muon
-from shoal.optim.whole import WholeOptimizer, as_matrix
+from shoal.optim.owners import WholeOptimizer, as_matrix
+from shoal.optim.preconditioned_config import Dion, Muon, dion_rank
+
+# Newton-Schulz iterations: from a matrix to the nearest one whose singular values are all near 1.
+#
+#     X <- X / |X|_F,     then     X <- a X + (b A + c A^2) X,   A = X X^T
+#
+# acts on every singular value s as a s + b s^3 + c s^5, and leaves singular vectors as they are. With `QUINTIC` small
+# values grow 3.4 times in an iteration; all above 0.005 |X|_F lie in 0.68 to 1.14 after five, and stay there (Jordan et
+# al., Muon, 2024). With `POLISH`, which is 1 + O((1 - s)^3) near 1, one more iteration brings them to 0.93 to 1.
 
 
-def build(config: Muon, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+QUINTIC = (3.4445, -4.7750, 2.0315)
+POLISH = (15 / 8, -10 / 8, 3 / 8)
+_TINY = 1e-7
+
+
+def orthogonalised(x: Tensor, *, iterations: int = 5, polish: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    """The orthogonal factor of each matrix of `x` `[..., rows, columns]`, about; computed in `dtype` (None: its own).
+
+    `polish` iterations follow with `POLISH`.
+    """
+    wide = x.to(dtype or x.dtype, copy=True)
+    tall = wide.size(-2) > wide.size(-1)
+    wide = wide.mT if tall else wide
+    wide = wide / torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp_(min=_TINY)
+    for a, b, c in (*(QUINTIC,) * iterations, *(POLISH,) * polish):
+        gram = wide @ wide.mT
+        wide = _plus(wide, _plus(gram, gram, gram, b, c), wide, a, 1.0)
+    return (wide.mT if tall else wide).to(x.dtype)
+
+
+def _plus(added: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> Tensor:
+    """beta added + alpha left @ right."""
+    product = torch.addmm if added.ndim == 2 else torch.baddbmm
+    return product(added, left, right, beta=beta, alpha=alpha)
+
+
+def orthogonalising_flops(rows: int, columns: int, *, iterations: int) -> float:
+    """Of `orthogonalised`: two products with the matrix and one of its Gram matrix in each iteration."""
+    short, long = min(rows, columns), max(rows, columns)
+    return iterations * (4.0 * short * short * long + 2.0 * short**3)
+
+
+def muon(config: Muon, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
     """The optimizer of the run file."""
     return OwnedMuon(
         groups,
@@ -109,3 +149,85 @@ class OwnedMuon(WholeOptimizer):
         """Floating-point operations."""
         how: NewtonSchulz = self.defaults["newton_schulz"]
         return orthogonalising_flops(shape[0], math.prod(shape[1:]), iterations=how.iterations + how.polish)
+
+
+# Dion (Ahn et al., arXiv:2504.05295, algorithm 1): orthonormal updates of low rank, by a power iteration that goes
+# on from update to update.
+#
+#     B = M + G,     P = qr(B Q),     R = B^T P,     M <- B - (1 - mu) P R^T,     Q <- R with columns of norm 1
+#     X <- (1 - lr w) X - lr sqrt(rows / columns) P Q^T
+#
+# of matrices `[rows, columns]`, P and Q with r columns. What the rank leaves out stays in M, and comes later. It costs
+# some products of a matrix with r columns, and no iterations of whole matrices as Muon's. Q begins with the same
+# numbers in every layout. More dimensions than two are columns; everything else is AdamW's.
+#
+# All of a matrix's state is on its owner (`shoal.optim.owners`), which makes the update.
+
+
+def dion(config: Dion, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    """The optimizer of the run file."""
+    return OwnedDion(
+        groups,
+        lr=lr,
+        momentum=config.momentum,
+        rank_fraction=config.rank_fraction,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+    )
+
+
+class OwnedDion(WholeOptimizer):
+    """Dion for the groups that say `whole`, AdamW for the others.
+
+    Args:
+        params: Dictionaries with `params` and their options; of plain parameters those of two dimensions are `whole`.
+        lr: The learning rate.
+        momentum: mu above.
+        weight_decay: The decay of weights, apart from the gradient.
+        rank_fraction: r, as a share of the shorter side.
+        betas: The decay rates of AdamW's moments.
+        eps: Added to AdamW's denominator.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 0.01,
+        momentum: float = 0.95,
+        weight_decay: float = 0.01,
+        *,
+        rank_fraction: float = 0.25,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+    ) -> None:
+        super().__init__(
+            params, lr=lr, momentum=momentum, weight_decay=weight_decay, rank_fraction=rank_fraction, betas=betas,
+            eps=eps,
+        )  # fmt: skip
+        self.slots = Dion(rank_fraction=rank_fraction).slots
+
+    def updated(self, group: dict[str, Any], direction: Tensor, state: dict[str, Any]) -> Tensor:
+        """sqrt(rows / columns) P Q^T, and the state of the next update."""
+        gradient = as_matrix(direction)
+        rows, columns = gradient.shape
+        if not state:
+            state["dion_momentum"] = torch.zeros_like(direction)
+            state["right_factor"] = _first_factor(columns, dion_rank((rows, columns), group["rank_fraction"]), gradient)
+        buffer = as_matrix(state["dion_momentum"]).add_(gradient)
+        left = torch.linalg.qr(buffer @ state["right_factor"])[0]
+        right = buffer.mT @ left
+        buffer.addmm_(left, right.mT, alpha=-(1 - group["momentum"]))
+        lengths = torch.linalg.vector_norm(right, dim=0, keepdim=True)
+        state["right_factor"] = right / lengths.clamp_(min=torch.finfo(right.dtype).tiny)
+        return (left @ state["right_factor"].mT).mul_(math.sqrt(rows / columns)).view(direction.shape)
+
+    def cost(self, shape: Dims) -> float:
+        """Floating-point operations."""
+        rows, columns = shape[0], math.prod(shape[1:])
+        return 8.0 * rows * columns * dion_rank(shape, self.defaults["rank_fraction"])
+
+
+def _first_factor(columns: int, rank: int, like: Tensor) -> Tensor:
+    """Orthonormal columns that follow from the shape alone."""
+    counters = indices((columns, rank), (0, 0), (columns, rank), device=like.device)
+    return torch.linalg.qr(normal(key_of(0, "dion"), counters, dtype=torch.float64))[0].to(like.dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.comm.collective import Collective
-from shoal.state.ownership import Owned, is_counted
+from shoal.state import Owned, is_counted
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 
-from shoal.optim.config import OptimizerConfig
-from shoal.optim.schedule_config import Schedule
+from shoal.optim.config import OptimizerConfig, Schedule
 
 
 def rate(schedule: Schedule, peak: float, *, step: int, steps: int) -> float:

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from shoal.assembly.run import Run
 from shoal.codec.config import NoCodec, ShardCodecConfig
-from shoal.comm.gather import gather_lines
+from shoal.comm.collective import gather_lines
 from shoal.engine.config import Float32, Float64
-from shoal.engine.proof import (
+from shoal.engine.reference import (
     EXACT,
     SINGLE,
     Finding,
@@ -38,8 +38,8 @@ from shoal.errors import ConfigError, UserCodeError
 from shoal.launch.own_script import ScriptCheck
 from shoal.own_loop.plain import state_of
 from shoal.runfile.run_file import RunFile
-from shoal.state.ownership import Owned, owned_gradients
-from shoal.topology.box import whole
+from shoal.state import Owned, owned_gradients
+from shoal.topology.holding import whole
 
 NOTE = "one process ran the script's own loop in plain PyTorch, each global batch whole"
 CODED = "[codec] and [shard_codec] were left out: this compares gradients that are sent as they are"

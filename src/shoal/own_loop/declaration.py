@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.comm.collective import Collective
-from shoal.comm.gather import gather_lines
+from shoal.comm.collective import Collective, gather_lines
 from shoal.engine.rank_context import GlobalSum
 from shoal.errors import UserCodeError
 

@@ -37,15 +37,14 @@ from torch import Tensor, nn
 from shoal.assembly.run import Run
 from shoal.checkpoint.inspect import write_weights
 from shoal.data.feed import evaluation_batches
-from shoal.engine.evaluation import evaluating
+from shoal.engine.forward_backward import evaluating
 from shoal.engine.loop import Job
-from shoal.engine.meeting import Call, meet
+from shoal.engine.tally import Call, meet
 from shoal.engine.updates import Outcome
 from shoal.errors import UserCodeError
-from shoal.observe.ending import Ending
+from shoal.observe.sink import Ending
 from shoal.own_loop.comparison import Comparison
-from shoal.own_loop.sample_draws import DrawsBySample
-from shoal.own_loop.steps import OwnSteps
+from shoal.own_loop.steps import DrawsBySample, OwnSteps
 from shoal.own_loop.update import Player, Update, joint_outcome, players_of
 
 

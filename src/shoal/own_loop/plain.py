@@ -28,26 +28,26 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 
-from shoal.assembly.draws import draws_of
-from shoal.assembly.epoch_end import epoch_samples, order_of, short_epoch
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.process import settle
+from shoal.assembly.reading import epoch_samples, order_of, short_epoch
 from shoal.assembly.sameness import RANDOM, samples_of
+from shoal.assembly.splitting import draws_of
 from shoal.assembly.trainable import require_trainable
 from shoal.assembly.workload import load_workload
-from shoal.data.as_inputs import AsInputs
 from shoal.data.dataset import Dataset
 from shoal.data.feed import Feed, StepShare, evaluation_batches
+from shoal.data.inputs import AsInputs
 from shoal.data.sample import Batch
 from shoal.engine.compute import Compute, Microbatch
-from shoal.engine.evaluation import evaluating
+from shoal.engine.forward_backward import evaluating
 from shoal.engine.randomness import Randomness
 from shoal.errors import UserCodeError
 from shoal.launch.environment import ALONE
 from shoal.launch.own_script import ScriptCheck
 from shoal.maths.norm import two_norm
-from shoal.models.foreign_keys import ForeignKeys
-from shoal.own_loop.sample_draws import DrawsBySample
+from shoal.models.huggingface.config import ForeignKeys
+from shoal.own_loop.steps import DrawsBySample
 from shoal.own_loop.update import Update
 from shoal.runfile.run_file import RunFile
 from shoal.topology.layout import Layout

@@ -28,19 +28,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.assembly.run import Run
-from shoal.assembly.trained_set import FrozenParameters, TrainedSet
+from shoal.assembly.trainable import FrozenParameters, TrainedSet
 from shoal.comm.collective import Alone
 from shoal.data.sample import Batch
 from shoal.engine.compute import Microbatch
 from shoal.engine.rank_context import RankContext
 from shoal.engine.updates import AgreedUpdate, AtOnce, Outcome, Work
 from shoal.errors import UserCodeError
-from shoal.gradients.gradients import VisibleGradients
-from shoal.gradients.joint import JointGradients
+from shoal.gradients.gradients import JointGradients, VisibleGradients
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.own_loop.declaration import Declaration, named, numbers_of, used_anywhere
 from shoal.own_loop.objects import scaler_in
-from shoal.state.ownership import Owned
+from shoal.state import Owned
 
 OnUpdate = Callable[[int, Sequence[Owned]], None]
 """Called with the number of the step, and with what this rank's optimizer is about to update."""

@@ -18,11 +18,10 @@ import msgspec
 from shoal.config.load import read as read_tables
 from shoal.errors import ConfigError, UsageError
 from shoal.launch.lock import is_locked
-from shoal.observe.ending import Ending, ending_in
-from shoal.observe.events import Event, events_path
+from shoal.observe.events import Event, Tail, events_path
 from shoal.observe.facts import facts_path, number_of, read_facts, text_of
 from shoal.observe.goodput import Waterfall
-from shoal.observe.tail import Tail
+from shoal.observe.sink import Ending, ending_in
 from shoal.page.lead import CollectiveMean, ExpertMap, Lead, LinkMean
 from shoal.page.notices import (
     LogWarnings,

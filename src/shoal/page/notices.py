@@ -11,12 +11,12 @@ from typing import Any, Literal
 import msgspec
 
 from shoal import units
-from shoal.escape import escape_controls
-from shoal.observe.ending import Ending
+from shoal.observe.events import Tail
 from shoal.observe.facts import text_of
-from shoal.observe.tail import Tail
+from shoal.observe.sink import Ending
 from shoal.page.rank_times import RankTimes, SlowRank
 from shoal.resilience.hang_verdict import HangVerdict
+from shoal.standard_output import escape_controls
 
 Level = Literal["failure", "warning", "note"]
 MOST = 40

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.observe.timing import EVEN_SPREAD
+from shoal.observe.record import EVEN_SPREAD
 
 PARTS = ("step", "data", "forward_backward", "sync_exposed", "optimizer", "checkpoint_stall")
 WORK = (1, 2, 4)

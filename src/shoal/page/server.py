@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.errors import EnvironmentFault, InUse, MissingExtra
-from shoal.observe.settings import differing_keys
+from shoal.observe.facts import differing_keys
 from shoal.page.live_run import LiveRun, RunSnapshot
 
 if TYPE_CHECKING:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from shoal.codec.config import BlockwiseConfig, CastConfig
-from shoal.config.table import Positive, Table, says
+from shoal.config.check import Positive, Table, says
 from shoal.schedules.build import stages_per_rank_of
-from shoal.schedules.names import AnySchedule
+from shoal.schedules.table import AnySchedule
 
 
 class PipelineConfig(Table, frozen=True):

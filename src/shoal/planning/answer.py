@@ -14,26 +14,21 @@ from shoal import units
 from shoal.cost.footprint import Footprint, Overheads
 from shoal.errors import ConfigError, LayoutError, UsageError
 from shoal.models.config import GPTConfig
-from shoal.planner.explain.codecs import Codings, codec_changes, codings
-from shoal.planner.explain.explain import helps
+from shoal.planner.explain.explain import Codings, codec_changes, codings, helps
 from shoal.planner.explain.explain import why_not as explain_why_not
 from shoal.planner.explain.residuals import Evidence, prediction_record
 from shoal.planner.explain.text import Change
-from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import Measured
-from shoal.planner.predict.predictor import Prediction, Predictor, Workload
-from shoal.planner.predict.run_cost import run_cost
+from shoal.planner.predict.predictor import Prediction, Predictor, Workload, run_cost
+from shoal.planner.predict.workload import Constants
 from shoal.planner.search.search import Found
 from shoal.planning.history import remembered, track_record
 from shoal.planning.measured_step import MeasuredStep, calibrated, step_of_earlier_run
 from shoal.planning.operators import calibration_here, cores, measured_for_traces, measured_here
-from shoal.planning.optimizers import optimizer_changes, search_with
 from shoal.planning.plan_file import allowed_by, with_codec, written_plan
-from shoal.planning.sizes import transformer_of
-from shoal.planning.stack import stack_of
+from shoal.planning.stack import optimizer_changes, search_with, stack_of, transformer_of
 from shoal.runfile.run_file import RunFile
-from shoal.topology.calibration import CodecTime
-from shoal.topology.cluster import Cluster
+from shoal.topology.cluster import Cluster, CodecTime
 from shoal.topology.cluster_file import cluster_from, load_cluster
 
 DATA_SHEET: Evidence = "data sheet"

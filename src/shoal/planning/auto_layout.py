@@ -28,10 +28,10 @@ from shoal.planning.answer import predictor_of, predictor_on
 from shoal.planning.plan_file import chunk_choices, runnable, with_plan
 from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile, run_directory
-from shoal.topology.axes import DENSE
 from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import load_cluster
 from shoal.topology.config import LayoutConfig
+from shoal.topology.layout import DENSE
 
 
 @dataclass(frozen=True, kw_only=True)

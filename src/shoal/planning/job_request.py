@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import EnvironmentFault, LayoutError, UsageError
-from shoal.observe.settings import differing_keys
+from shoal.observe.facts import differing_keys
 from shoal.planner.predict.predictor import Prediction, Predictor
 from shoal.planner.search.candidates import Allowed
 from shoal.planner.search.search import search

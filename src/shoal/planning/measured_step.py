@@ -17,16 +17,20 @@ from pathlib import Path
 
 from shoal import units
 from shoal.errors import UsageError
-from shoal.observe.attempts import last_attempt
-from shoal.observe.events import read_events
-from shoal.observe.expert_loads import layer_loads, mean_imbalance
+from shoal.observe.events import last_attempt, read_events
 from shoal.observe.facts import read_facts, text_of
 from shoal.observe.prediction import median_step_s
+from shoal.observe.record import layer_loads, mean_imbalance
 from shoal.planner.explain.residuals import Evidence
-from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.predictor import Predictor
-from shoal.planner.predict.workload import calibrate_compute, calibrate_dispatch, calibrate_factor, calibrate_speed
+from shoal.planner.predict.workload import (
+    Constants,
+    calibrate_compute,
+    calibrate_dispatch,
+    calibrate_factor,
+    calibrate_speed,
+)
 from shoal.planning.plan_file import written_plan
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile, run_directory
@@ -34,7 +38,7 @@ from shoal.topology.cluster import Cluster
 from shoal.topology.devices import DEVICES
 
 ONE_HOST = ("on one host", "one rank alone")
-"""How the reason for a run's backend says that all ranks were on one host (`shoal.comm.backends`)."""
+"""How the reason for a run's backend says that all ranks were on one host (`shoal.comm.config`)."""
 
 MET = 0.01
 """Share of the measured step by which the calibrated prediction may miss it."""

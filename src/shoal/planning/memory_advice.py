@@ -11,8 +11,8 @@ from shoal.errors import ShoalError
 from shoal.optim.config import in_8_bits
 from shoal.planner.predict.predictor import Predictor
 from shoal.planning.answer import predictor_on, tensor_bytes
-from shoal.planning.optimizers import with_optimizer
 from shoal.planning.plan_file import chunk_choices, written_plan
+from shoal.planning.stack import with_optimizer
 from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile
 from shoal.topology.cluster_file import cluster_from

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal import units
-from shoal.comm.backends import Capabilities, choose_backend
-from shoal.comm.config import WireConfig
+from shoal.comm.config import Capabilities, WireConfig, choose_backend
 from shoal.cost.plan import Plan
 from shoal.engine.config import Float32
 from shoal.errors import LayoutError
@@ -24,12 +23,12 @@ from shoal.planner.intra.choose import Choice, Prices, Problem, placements_of
 from shoal.planner.intra.graph import WHOLE, Node, graph_of
 from shoal.planner.predict.measured import Measured, measured_of
 from shoal.planner.predict.predictor import Predictor
-from shoal.planner.trace.group import TracedGroup
+from shoal.planner.trace.operator import TracedGroup
 from shoal.planner.trace.subject import Subject
 from shoal.planning.cluster_here import calibration_path, read_calibration
 from shoal.planning.tracing import subject_of
 from shoal.runfile.run_file import RunFile
-from shoal.topology.calibration import Calibration
+from shoal.topology.cluster import Calibration
 
 UNCOVERED = "no prediction: covered are dense GPTs in float32 on CPU ranks of one thread, on one host"
 HOW = "no prediction: this machine is not calibrated; 'shoal bench products' measures it in about a minute"

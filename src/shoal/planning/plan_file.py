@@ -17,10 +17,10 @@ from shoal.errors import LayoutError, ShoalError
 from shoal.memory.config import MemoryConfig
 from shoal.models.config import GPTConfig, ModelConfig
 from shoal.planner.search.candidates import Allowed
-from shoal.runfile.microbatches import microbatch_sizes
+from shoal.runfile.layout_rules import microbatch_sizes
 from shoal.runfile.rules import check_across, loss_chunks_refusal, refusal
 from shoal.runfile.run_file import RunFile
-from shoal.schedules.names import Schedule
+from shoal.schedules.table import Schedule
 from shoal.topology.cluster import Cluster
 
 

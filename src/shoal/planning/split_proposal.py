@@ -21,14 +21,13 @@ from shoal.data.batches import read_batch
 from shoal.engine.compute import on_device
 from shoal.errors import ConfigError, ShoalError
 from shoal.files import read_file
-from shoal.models.foreign_keys import ForeignKeys
+from shoal.models.huggingface.config import ForeignKeys
 from shoal.models.roles import DeclaresParts, DeclaresRoles
 from shoal.observe.facts import replace_file
 from shoal.parallel.pipeline.stages import balanced_cut, estimated_costs
 from shoal.parallel.traced.chain import traced_chain
-from shoal.parallel.traced.declare import integer_attributes
-from shoal.parallel.traced.relay import Relay, chain_of_calls
-from shoal.parallel.traced.roles import Proposal, propose_roles
+from shoal.parallel.traced.following import Proposal, propose_roles
+from shoal.parallel.traced.relay import Relay, chain_of_calls, integer_attributes
 from shoal.runfile.run_file import RunFile
 
 _FOR_OTHERS = 'shoal split is for model.kind = "python", and for models of transformers that declare no plan'

@@ -2,18 +2,75 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+import msgspec
+
+from shoal import units
 from shoal.codec.config import SignConfig
 from shoal.cost.footprint import AUTOCAST, FLOAT32, FLOAT64, StateBytes
+from shoal.cost.transformer import Transformer, embedding_parameters, head_parameters, total_parameters
 from shoal.engine.config import BFloat16, Float8, Float16, Float32, Float64
-from shoal.optim.config import OneBit
+from shoal.errors import ConfigError, LayoutError
+from shoal.models.config import GPTConfig, ModelConfig, MoEConfig
+from shoal.optim.config import OneBit, in_8_bits
+from shoal.planner.explain.text import Change
+from shoal.planner.predict.predictor import Prediction, Predictor
 from shoal.planner.predict.stack import Codecs, Stack
-from shoal.planning.sizes import hidden_share
+from shoal.planner.search.candidates import Allowed
+from shoal.planner.search.search import Found, search
+from shoal.planning.plan_file import runnable
 from shoal.runfile.run_file import RunFile
-from shoal.topology.calibration import CodecTime
-from shoal.topology.cluster import Cluster
+from shoal.topology.cluster import Cluster, CodecTime
+
+# The sizes of a run file's model, as the planner's closed forms take them.
+
+
+def transformer_of(model: ModelConfig, *, expert_imbalance: float = 1.0) -> Transformer:
+    """The sizes of a GPT or mixture, of which the fullest expert gets `expert_imbalance` times the mean. Raises
+    `ConfigError` for other models."""
+    if not isinstance(model, GPTConfig):
+        kind = model.variant
+        raise ConfigError(f'model.kind = "{kind}": only "gpt" and "moe", whose sizes the run file tells, are simulated')
+    sizes = Transformer(
+        layers=model.layers,
+        hidden=model.width,
+        heads=model.heads,
+        kv_heads=model.key_value_heads,
+        head_size=model.width // model.heads,
+        feed_forward=model.hidden_width,
+        vocabulary=model.vocabulary,
+        gated=model.feed_forward == "swiglu",
+        tied=model.tied,
+    )
+    return _mixture(sizes, model, expert_imbalance) if isinstance(model, MoEConfig) else sizes
+
+
+def _mixture(sizes: Transformer, model: MoEConfig, imbalance: float) -> Transformer:
+    mixed = (model.layers - model.first_dense) // model.moe_every
+    most = math.inf if model.capacity_factor is None else max(1.0, model.capacity_factor)
+    return replace(
+        sizes,
+        feed_forward=model.width_of_expert,
+        experts=model.experts,
+        experts_per_token=model.top_k,
+        shared_feed_forward=model.shared_experts * model.width_of_expert,
+        dense_layers=model.layers - mixed,
+        dense_feed_forward=model.hidden_width,
+        expert_imbalance=min(imbalance, most),
+    )
+
+
+def hidden_share(model: ModelConfig) -> float:
+    """The share of the parameters that are neither embeddings nor the head; 1 of a model whose sizes are not known."""
+    if not isinstance(model, GPTConfig):
+        return 1.0
+    sizes = transformer_of(model)
+    return 1 - (embedding_parameters(sizes) + head_parameters(sizes)) / total_parameters(sizes)
+
 
 _STATES: Mapping[type, tuple[StateBytes, str]] = {
     Float32: (FLOAT32, "float32"),
@@ -99,3 +156,53 @@ def codecs_of(run_file: RunFile, *, times: tuple[CodecTime, ...], one_host: bool
         bucket_bytes=float((buckets if one_host else buckets.between_hosts()).bucket_size),
         times=times,
     )
+
+
+# What another optimizer would change in a plan: moments in 8 bits in the place of AdamW's.
+
+
+def with_optimizer(predictor: Predictor, run_file: RunFile) -> Predictor:
+    """The same with what the optimizer of `run_file` keeps and moves."""
+    stack, other = predictor.stack, stack_of(run_file, predictor.cluster)
+    kept = other.state
+    state = replace(stack.state, optimizer=kept.optimizer, saved=kept.saved, streamed_bytes=kept.streamed_bytes)
+    if state == stack.state and other.update_bytes == stack.update_bytes:
+        return predictor
+    changed = replace(stack, state=state, update_bytes=other.update_bytes, state_home=other.state_home)
+    return predictor.on(predictor.cluster, measured=predictor.measured, stack=changed)
+
+
+def _in_8_bits(run_file: RunFile, predictor: Predictor) -> tuple[str, Predictor] | None:
+    """The key that brings moments to 8 bits, and what prices it; None where they cannot be, or are."""
+    optimizer = in_8_bits(run_file.optimizer)
+    if optimizer is None:
+        return None
+    changed = msgspec.structs.replace(run_file, optimizer=optimizer)
+    return f'optimizer.kind = "{optimizer.variant}"', with_optimizer(predictor, changed)
+
+
+def search_with(run_file: RunFile, predictor: Predictor, allowed: Allowed, *, keep: int) -> Found:
+    """The fastest plans of a run file. Raises `LayoutError` where nothing fits, with what would fit with moments in 8
+    bits.
+    """
+    legal = runnable(run_file, predictor.cluster)
+    try:
+        return search(predictor, allowed, keep=keep, legal=legal)
+    except LayoutError as error:
+        other, best = _in_8_bits(run_file, predictor), None
+        with contextlib.suppress(LayoutError):
+            best = search(other[1], allowed, keep=1, legal=legal).best[0] if other else None
+        if other is None or best is None:
+            raise
+        size = units.memory_size(best.memory_bytes)
+        raise LayoutError(f"{error}; with {other[0]}, {best.plan.describe()} fits in {size}") from error
+
+
+def optimizer_changes(run_file: RunFile, predictor: Predictor, best: Prediction) -> list[Change]:
+    """Moments in 8 bits, as a change of the best plan."""
+    other = _in_8_bits(run_file, predictor)
+    if other is None:
+        return []
+    one = other[1].predict(best.plan)
+    caveat = "moments are rounded to 8 bits"
+    return [Change(what=other[0], step_s=one.step_s, memory_bytes=one.memory_bytes, fits=one.fits, caveat=caveat)]

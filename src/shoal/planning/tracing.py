@@ -15,18 +15,17 @@ from shoal.assembly.objects import UserObjects, data_of, loss_of, users_model
 from shoal.cost.footprint import Overheads
 from shoal.data.collate import collate
 from shoal.data.sample import Batch, Tree, map_tree
-from shoal.engine.chunked_loss import in_chunks
 from shoal.engine.compute import Compute
-from shoal.engine.loss import Loss, cross_entropy, weighted_sum
+from shoal.engine.loss import Loss, cross_entropy, in_chunks, weighted_sum
 from shoal.engine.precision import precision_of
 from shoal.engine.randomness import Randomness
 from shoal.models.build import build as build_model
 from shoal.models.config import ForeignModel
 from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits, vocabulary_cross_entropy
-from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.stack import Stack
-from shoal.planner.trace.group import TracedGroup
+from shoal.planner.predict.workload import Constants
+from shoal.planner.trace.operator import TracedGroup
 from shoal.planner.trace.predictor import TracedPredictor
 from shoal.planner.trace.subject import Step, Subject, TracedJob
 from shoal.runfile.run_file import RunFile

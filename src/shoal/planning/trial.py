@@ -21,7 +21,7 @@ from shoal.errors import EnvironmentFault, UsageError
 from shoal.launch.children import THROWN_AWAY_S, stop
 from shoal.launch.devices import gpus
 from shoal.observe.events import read_events
-from shoal.observe.progress_bar import ProgressBar
+from shoal.observe.terminal import ProgressBar
 from shoal.planner.explain.residuals import prediction_record
 from shoal.planner.predict.predictor import Prediction
 from shoal.planning.plan_file import run_file_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from shoal.config.table import Positive, PositiveFloat, Table, says
+from shoal.config.check import Positive, PositiveFloat, Table, says
 
 COORDINATOR = "SHOAL_COORDINATOR"
 """The variable that names the coordinator of an elastic run on several hosts, as HOST:PORT."""

@@ -14,10 +14,9 @@ from typing import Any
 import msgspec
 
 from shoal.config.check import checked, keys_of, shown, table_for
-from shoal.config.load import apply, read
-from shoal.config.reference import markdown
+from shoal.config.load import apply, markdown, read
 from shoal.data.config import Mixture
-from shoal.data.reading import Reading
+from shoal.data.record_config import Reading
 from shoal.errors import ConfigError
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile

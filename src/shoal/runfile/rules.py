@@ -14,17 +14,18 @@ from shoal.engine.config import CrossEntropy, Float8, Float16
 from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
-from shoal.runfile.codec_rules import codec_refusal, pipeline_codec_refusal, shard_codec_refusal
-from shoal.runfile.elastic_rules import elastic_refusal
 from shoal.runfile.federated_rules import federated_refusal
-from shoal.runfile.layout_rules import layout_refusal
-from shoal.runfile.memory_rules import memory_refusal
-from shoal.runfile.microbatches import microbatch_sizes, most_samples
-from shoal.runfile.norm_rules import norm_refusal
-from shoal.runfile.optimizer_rules import optimizer_refusal
+from shoal.runfile.layout_rules import layout_refusal, microbatch_sizes, most_samples
 from shoal.runfile.run_file import RunFile, statistics_group, synchronises_norms
-from shoal.runfile.sparsity_rules import partly_trained_refusal
-from shoal.runfile.sync_rules import division_refusal, sync_refusal
+from shoal.runfile.sync_rules import (
+    codec_refusal,
+    division_refusal,
+    elastic_refusal,
+    pipeline_codec_refusal,
+    shard_codec_refusal,
+    sync_refusal,
+)
+from shoal.runfile.training_rules import memory_refusal, norm_refusal, optimizer_refusal, partly_trained_refusal
 
 
 def check_across(run_file: RunFile, *, file: str) -> None:

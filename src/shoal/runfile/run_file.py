@@ -14,7 +14,7 @@ import msgspec
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.codec.config import CodecConfig, NoCodec, ShardCodecConfig
 from shoal.comm.config import WireConfig
-from shoal.config.table import Table, says
+from shoal.config.check import Table, says
 from shoal.data.config import BatchConfig, DataConfig
 from shoal.engine.config import (
     CrossEntropy,
@@ -35,17 +35,13 @@ from shoal.federated.config import (
 )
 from shoal.gradients.config import GradientsConfig
 from shoal.memory.config import MemoryConfig
-from shoal.models.adapter_config import AdapterConfig
-from shoal.models.config import ModelConfig
-from shoal.models.foreign_keys import ForeignKeys
-from shoal.models.quantisation_config import QuantisationConfig
+from shoal.models.config import AdapterConfig, ModelConfig, QuantisationConfig
+from shoal.models.huggingface.config import ForeignKeys
 from shoal.observe.config import ObserveConfig
-from shoal.optim.config import AdamW, OptimizerConfig
-from shoal.optim.schedule_config import Schedule
+from shoal.optim.config import AdamW, OptimizerConfig, Schedule
 from shoal.parallel.config import ContextConfig, PipelineConfig
 from shoal.resilience.config import ElasticConfig
-from shoal.sparsity.config import SparsityConfig
-from shoal.sparsity.freeze_config import FreezeConfig
+from shoal.sparsity.config import FreezeConfig, SparsityConfig
 from shoal.sync.config import AllReduceConfig, SyncConfig
 from shoal.topology.config import LayoutConfig
 

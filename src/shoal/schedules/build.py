@@ -2,13 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import MappingProxyType
 
-from shoal.schedules import limits, script
-from shoal.schedules.script import in_rounds, woven
-from shoal.schedules.table import Action, ScheduleTable, looped, v_shaped
+from shoal.errors import ConfigError, LayoutError
+from shoal.schedules import table
+from shoal.schedules.table import Action, ScheduleTable, in_rounds, looped, v_shaped, woven
+
+# Which sizes a schedule takes, in sentences that offer the nearest that work.
+
+
+def check_name(name: str, known: tuple[str, ...]) -> None:
+    """Raises `ConfigError` for a schedule that does not exist."""
+    if name not in known:
+        near = get_close_matches(name, known, n=1, cutoff=0.5)
+        meant = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"schedule {name!r} is not known: it is one of {', '.join(known)}{meant}")
+
+
+def check_size(what: str, size: int) -> None:
+    """Raises `LayoutError` unless there is one at least."""
+    if size < 1:
+        raise LayoutError(f"{size} {what}: a pipeline has at least 1; set 1 or more")
+
+
+def check_stages_per_rank(name: str, given: int, required: int) -> None:
+    """Raises `LayoutError` for a schedule whose number of stages a rank is not free."""
+    if given != required:
+        raise LayoutError(
+            f"{name} with {given} stages per rank: it places exactly {required} on each; set {required}, or choose "
+            f"Interleaved1F1B, which takes any number"
+        )
+
+
+def round_size(microbatches: int, ranks: int) -> int:
+    """How many microbatches go through a stage before the next stage's turn: `ranks`, or a little more."""
+    return microbatches // max(1, microbatches // ranks)
+
+
+def fits_rounds(microbatches: int, ranks: int) -> bool:
+    """Whether the microbatches fall into floor(microbatches / ranks) equal rounds."""
+    return microbatches % max(1, microbatches // ranks) == 0
+
+
+def check_rounds(name: str, microbatches: int, ranks: int) -> None:
+    """Raises `LayoutError` unless `fits_rounds`; every multiple of `ranks` and every number below 2 ranks does."""
+    if not fits_rounds(microbatches, ranks):
+        near = _nearest(microbatches, lambda number: fits_rounds(number, ranks))
+        raise LayoutError(
+            f"{name} with {microbatches} microbatches on {ranks} ranks: they go in {microbatches // ranks} equal "
+            f"rounds, which does not divide {microbatches}; nearest: {near}"
+        )
+
+
+def check_enough(name: str, microbatches: int, ranks: int) -> None:
+    """Raises `LayoutError` unless there are as many microbatches as stages of a V."""
+    if microbatches < 2 * ranks:
+        raise LayoutError(
+            f"{name} with {microbatches} microbatches on {ranks} ranks: its two stages a rank need at least "
+            f"{2 * ranks}; set {2 * ranks} or more, or choose ZBVZeroBubble, which takes any number"
+        )
+
+
+def _nearest(size: int, works: Callable[[int], bool]) -> str:
+    below = next((n for n in range(size - 1, 0, -1) if works(n)), None)
+    above = next(n for n in range(size + 1, 2 * size + 2) if works(n))
+    return f"{above}" if below is None else f"{below} or {above}"
+
 
 Row = tuple[Action, ...]
 
@@ -27,7 +90,7 @@ class Sizes:
 
     @property
     def round_size(self) -> int:
-        return limits.round_size(self.microbatches, self.ranks)
+        return round_size(self.microbatches, self.ranks)
 
 
 def _gpipe(rank: int, sizes: Sizes) -> Row:
@@ -59,14 +122,14 @@ def _interleaved(rank: int, sizes: Sizes, *, ahead: int, lag: int | None = None)
 
 def _zero_bubble_v(rank: int, sizes: Sizes) -> Row:
     whole = max(sizes.microbatches, 2 * sizes.ranks - 1)
-    phases = script.zero_bubble_v(rank, ranks=sizes.ranks, microbatches=whole)
-    row = script.played(phases, _of_v(rank, sizes))
+    phases = table.zero_bubble_v(rank, ranks=sizes.ranks, microbatches=whole)
+    row = table.played(phases, _of_v(rank, sizes))
     return tuple(action for action in row if action.microbatch < sizes.microbatches)
 
 
 def _dual_pipe_v(rank: int, sizes: Sizes) -> Row:
-    phases = script.dual_pipe_v(rank, ranks=sizes.ranks, microbatches=sizes.microbatches)
-    return script.played(phases, _of_v(rank, sizes))
+    phases = table.dual_pipe_v(rank, ranks=sizes.ranks, microbatches=sizes.microbatches)
+    return table.played(phases, _of_v(rank, sizes))
 
 
 def _of_v(rank: int, sizes: Sizes) -> tuple[int, int]:
@@ -115,13 +178,13 @@ def stages_per_rank_of(name: str, given: int | None = None) -> int:
 
     Raises `ConfigError` for an unknown name, `LayoutError` for a number that the schedule does not take.
     """
-    limits.check_name(name, NAMES)
+    check_name(name, NAMES)
     required = _SCHEDULES[name].stages_per_rank
     if given is None:
         return required or 2
-    limits.check_size("stages per rank", given)
+    check_size("stages per rank", given)
     if required:
-        limits.check_stages_per_rank(name, given, required)
+        check_stages_per_rank(name, given, required)
     return given
 
 
@@ -134,13 +197,89 @@ def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | No
     """
     per_rank = stages_per_rank_of(name, stages_per_rank)
     schedule = _SCHEDULES[name]
-    limits.check_size("ranks", ranks)
-    limits.check_size("microbatches", microbatches)
+    check_size("ranks", ranks)
+    check_size("microbatches", microbatches)
     if schedule.rounds:
-        limits.check_rounds(name, microbatches, ranks)
+        check_rounds(name, microbatches, ranks)
     if schedule.enough:
-        limits.check_enough(name, microbatches, ranks)
+        check_enough(name, microbatches, ranks)
     sizes = Sizes(ranks, microbatches, per_rank)
     placement = v_shaped(ranks) if schedule.v else looped(ranks, per_rank)
     rows = tuple(schedule.row(rank, sizes) for rank in range(ranks))
     return ScheduleTable(name, ranks, ranks * per_rank, microbatches, placement, rows, flushes=schedule.flushes)
+
+
+# Cutting a chain of parts into stages: contiguous runs, one after the other, none empty.
+#
+# The slowest stage sets the pace of a pipeline, so the automatic cut minimises the largest stage,
+#
+#     min over cuts of  max_s  sum of the costs of the parts in s,
+#
+# exactly (greedy filling decides whether a limit can be kept; bisection finds the smallest that can), and of the cuts
+# that keep this limit takes the most even one, min sum_s cost(s)^2, by dynamic programming.
+
+
+Cut = tuple[range, ...]
+"""For each stage, the indices of its parts."""
+
+_ROUNDING = 1e-12
+"""Relative slack of a limit: sums of the same costs differ by rounding with the order of summation."""
+
+
+def balanced_cut(costs: Sequence[float], stages: int) -> Cut:
+    """The cut of parts of these `costs` (of any unit, none negative) whose largest stage is smallest.
+
+    Raises `LayoutError` where there are fewer parts than stages.
+    """
+    check_enough_blocks(len(costs), stages)
+    limit = _smallest_limit(costs, stages) * (1 + _ROUNDING)
+    ends = _most_even(costs, stages, limit)
+    return tuple(range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True))
+
+
+def check_enough_blocks(parts: int, stages: int) -> None:
+    """Raises `LayoutError` where there are fewer parts than stages."""
+    if parts < stages:
+        raise LayoutError(
+            f"{stages} pipeline stages for a model of {parts} parts: every stage needs a part; use at most {parts} "
+            f"stages (layout.pipeline x pipeline.stages_per_rank)"
+        )
+
+
+def _smallest_limit(costs: Sequence[float], stages: int) -> float:
+    low, high = max(costs), math.fsum(costs)
+    if _fewest_stages(costs, low) <= stages:
+        return low
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (low, middle) if _fewest_stages(costs, middle) <= stages else (middle, high)
+    return high
+
+
+def _fewest_stages(costs: Sequence[float], limit: float) -> int:
+    stages, filled = 1, 0.0
+    for cost in costs:
+        if filled + cost > limit:
+            stages, filled = stages + 1, 0.0
+        filled += cost
+    return stages
+
+
+def _most_even(costs: Sequence[float], stages: int, limit: float) -> list[int]:
+    """Where each stage ends."""
+    parts = len(costs)
+    best = [[math.inf] * (parts + 1) for _ in range(stages + 1)]
+    start_of = [[0] * (parts + 1) for _ in range(stages + 1)]
+    best[0][0] = 0.0
+    for stage in range(1, stages + 1):
+        for end in range(stage, parts - (stages - stage) + 1):
+            cost = 0.0
+            for start in range(end - 1, stage - 2, -1):
+                cost += costs[start]
+                if cost > limit:
+                    break
+                if best[stage - 1][start] + cost * cost < best[stage][end]:
+                    best[stage][end], start_of[stage][end] = best[stage - 1][start] + cost * cost, start
+    ends = [parts]
+    for stage in range(stages, 1, -1):
+        ends.insert(0, start_of[stage][ends[0]])
+    return ends

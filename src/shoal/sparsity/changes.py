@@ -13,6 +13,7 @@ lottery     |w| of another run                                              noth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -22,12 +23,184 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.maths.counter import indices, key_of, uniform
 from shoal.sparsity.config import SET, Lottery, Movement, RandomPruning, RigL, Snip, Sparse, TopKAST
-from shoal.sparsity.features import feature_mask, feature_scores
-from shoal.sparsity.masks import Masks
-from shoal.sparsity.owners import Owners
-from shoal.sparsity.patterns import MASKED, moved, of_every, spread, top, units, units_in
-from shoal.sparsity.plan import MaskPlan, erk
-from shoal.state.ownership import Owned
+from shoal.sparsity.masks import Masks, Owners, feature_mask, feature_scores
+from shoal.state import Owned
+from shoal.topology.holding import Dims
+
+# What is kept together, and which of it: pure functions of the scores of one whole layer.
+#
+# A layer's scores have its shape. A **unit** is what is kept or masked as one: a weight, a row, a block. The score of a
+# unit is the mean of its weights' scores, so that units of different layers can be compared. Of equal scores the one
+# that comes first in the layer is kept.
+
+
+MASKED = -math.inf
+"""The score of what may not come back."""
+
+
+def top(scores: Tensor, count: int) -> Tensor:
+    """The `count` largest of flat `scores`, as a mask of their shape."""
+    if count >= scores.numel():
+        return torch.ones_like(scores, dtype=torch.bool)
+    if count <= 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    threshold = scores.topk(count, sorted=True).values[-1]
+    kept = scores > threshold
+    ties = (scores == threshold).nonzero().flatten()
+    kept[ties[: count - int(kept.sum())]] = True
+    return kept
+
+
+def units(scores: Tensor, config: Sparse) -> Tensor:
+    """The scores of the units of a layer, flat; those of single weights for "unstructured" and "N:M"."""
+    match config.pattern:
+        case "rows":
+            return scores.flatten(1).mean(1)
+        case "columns":
+            return scores.transpose(0, 1).flatten(1).mean(1)
+        case "block":
+            rows, columns = config.block
+            return _blocks(scores.flatten(1), rows, columns).mean((1, 3)).flatten()
+    return scores.flatten()
+
+
+def spread(kept: Tensor, shape: Dims, config: Sparse) -> Tensor:
+    """The mask of a layer of `shape` from that of its units."""
+    match config.pattern:
+        case "rows":
+            return kept.view(-1, *(1,) * (len(shape) - 1)).expand(shape)
+        case "columns":
+            return kept.view(1, -1, *(1,) * (len(shape) - 2)).expand(shape)
+        case "block":
+            rows, columns = config.block
+            height, width = shape[0], math.prod(shape[1:])
+            grid = kept.view(height // rows, 1, width // columns, 1)
+            return grid.expand(-1, rows, -1, columns).reshape(shape)
+    return kept.view(shape)
+
+
+def of_every(scores: Tensor, kept: int, of: int) -> Tensor:
+    """The mask that keeps the `kept` largest of every `of` neighbours of a row of `scores`."""
+    groups = scores.reshape(-1, of)
+    order = groups.sort(dim=1, descending=True, stable=True).indices[:, :kept]
+    return torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order, True).view(scores.shape)
+
+
+def units_in(shape: Dims, config: Sparse) -> int:
+    """How many units a layer of `shape` has."""
+    match config.pattern:
+        case "rows":
+            return shape[0]
+        case "columns":
+            return shape[1]
+        case "block":
+            return math.prod(shape) // math.prod(config.block)
+    return math.prod(shape)
+
+
+def check_divides(name: str, shape: Dims, config: Sparse) -> None:
+    """Raises `ConfigError` where the pattern does not divide the layer `name` of `shape`."""
+    height, width, kept = shape[0], math.prod(shape[1:]), config.kept_of
+    if kept is not None and width % kept[1]:
+        raise ConfigError(
+            f'sparsity.pattern = "{config.pattern}": the rows of {name} have {width} weights, which is no multiple of '
+            f"{kept[1]}; leave it out of sparsity.layers, or use another pattern"
+        )
+    rows, columns = config.block
+    if config.pattern == "block" and (height % rows or width % columns):
+        raise ConfigError(
+            f"sparsity.block = {list(config.block)}: {name} has {height} rows of {width} weights, which such blocks do "
+            "not divide; leave it out of sparsity.layers, or use other blocks"
+        )
+
+
+def moved(kept: Tensor, weight: Tensor, growth: Tensor, count: int) -> Tensor:
+    """A mask of as many units: of those `kept`, `count` of the smallest `weight` go, and what has the largest `growth`
+    of all that do not stay comes (RigL, algorithm 1). All are flat.
+    """
+    number = int(kept.sum())
+    stay = top(weight.masked_fill(~kept, MASKED), number - count)
+    return stay | top(growth.masked_fill(stay, MASKED), count)
+
+
+def _blocks(matrix: Tensor, rows: int, columns: int) -> Tensor:
+    height, width = matrix.shape
+    return matrix.reshape(height // rows, rows, width // columns, columns)
+
+
+# When masks change and how many weights they keep: pure functions of the step.
+#
+# cubic       d(t) = d_end + (1 - d_end) (1 - t)^3,  t from 0 at `begin` to 1 at `end`   arXiv:1710.01878, equation 1
+# linear      d(t) = d_end + (1 - d_end) (1 - t)
+# drop        f(t) = drop / 2 (1 + cos(pi t)),       t = step / end                      arXiv:1911.11134, section 3
+# ERK         d_l ~ (sum of a layer's sizes) / (product of them), at most 1              arXiv:1911.11134, section 3
+
+
+DEFAULT_END = 0.75
+"""Of the run's steps, where the schedule names no end (arXiv:1911.11134, section 4)."""
+
+
+@dataclass(frozen=True)
+class MaskPlan:
+    """The schedule of a run of `steps` steps, which are counted from 1."""
+
+    config: Sparse
+    steps: int
+
+    @property
+    def begin(self) -> int:
+        return self.config.schedule.begin
+
+    @property
+    def end(self) -> int:
+        """The last step at which masks change."""
+        return max(self.begin, self.config.schedule.end or int(DEFAULT_END * self.steps))
+
+    def due(self, step: int) -> bool:
+        """Whether masks change in `step`, beside the first masks of a run that starts sparse."""
+        schedule = self.config.schedule
+        if self.config.starts_sparse:
+            changes = self.config.grows or self.config.sends_all
+            return changes and self.begin <= step < self.end and step % schedule.every == 0
+        if schedule.shape == "one_shot":
+            return step == self.begin
+        return self.begin <= step <= self.end and ((step - self.begin) % schedule.every == 0 or step == self.end)
+
+    def density(self, step: int) -> float:
+        """The share of weights that is kept after `step`."""
+        final, shape = self.config.final_density, self.config.schedule.shape
+        if self.config.starts_sparse or (step >= self.begin and shape == "one_shot"):
+            return final
+        if step < self.begin:
+            return 1.0
+        left = 1.0 - min(1.0, (step - self.begin) / max(1, self.end - self.begin)) if step < self.end else 0.0
+        return final + (1.0 - final) * left ** (3 if shape == "cubic" else 1)
+
+    def moved(self, step: int) -> float:
+        """The share of kept weights that a change at `step` drops and grows anew."""
+        assert isinstance(self.config, SET | RigL), "no other kind moves weights"
+        return self.config.drop / 2 * (1 + math.cos(math.pi * min(1.0, step / self.end)))
+
+
+def erk(shapes: Mapping[str, tuple[int, ...]], density: float) -> dict[str, float]:
+    """The density of each layer of `shapes`, so that all of them together have `density`.
+
+    Layers whose share would be above 1 stay dense, and the others have what is left.
+    """
+    numbers = {name: math.prod(shape) for name, shape in shapes.items()}
+    raw = {name: sum(shape) / math.prod(shape) for name, shape in shapes.items()}
+    dense: set[str] = set()
+    while True:
+        sparse = [name for name in shapes if name not in dense]
+        if not sparse:
+            return dict.fromkeys(shapes, 1.0)
+        kept = density * sum(numbers.values()) - sum(numbers[name] for name in dense)
+        factor = kept / sum(raw[name] * numbers[name] for name in sparse)
+        above = {name for name in sparse if factor * raw[name] > 1}
+        if not above:
+            return {name: 1.0 if name in dense else factor * raw[name] for name in shapes}
+        dense |= above
+
 
 Ticket = Callable[[str], Tensor]
 """From a layer's name to its whole weights in the trained run that a lottery ticket comes from."""

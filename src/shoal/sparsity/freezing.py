@@ -4,7 +4,7 @@ What `freeze.layers` names never requires a gradient: it has no bucket, no optim
 activations for it unless something before it is trained.
 
 Layers that are frozen later have both, and give them up: their `.grad` is None in the optimizer's step, their state is
-dropped, replicas do not send their gradients (`shoal.sparsity.exchange`), and autograd does not record what lies before
+dropped, replicas do not send their gradients (`shoal.sparsity.masks`), and autograd does not record what lies before
 the first trained layer. Trained again, their optimizer state begins anew. What is frozen follows from the step alone,
 but for progress, which is saved.
 
@@ -32,10 +32,9 @@ from torch.nn import Parameter
 
 from shoal.comm.collective import Collective
 from shoal.errors import ConfigError
-from shoal.sparsity.freeze_config import FreezeByProgress, FreezeConfig
+from shoal.sparsity.config import FreezeByProgress, FreezeConfig
 from shoal.sparsity.masks import Masks
-from shoal.state.ownership import Owned, is_counted
-from shoal.state.target import Held, views
+from shoal.state import Held, Owned, is_counted, views
 
 REFERENCE = "freeze/reference/"
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")

@@ -8,13 +8,18 @@ broadcast as it is saved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from shoal.topology.box import Box, Dims
+from shoal.comm.collective import Collective
+from shoal.comm.exchanges.exchange import AllReduce, Segment
+from shoal.errors import ConfigError, UsageError
+from shoal.state import Owned, is_counted
+from shoal.topology.holding import Box, Dims, Holding
 
 
 def packed(mask: Tensor) -> Tensor:
@@ -59,3 +64,271 @@ class Masks:
         """That of the parts `boxes` of it, one after the other, flat."""
         whole = self.whole(name, shape)
         return None if whole is None else torch.cat([whole[box.slices].reshape(-1) for box in boxes])
+
+
+# Hidden features: what the column layers of a pair make and its row layer reads (`shoal.models.roles`).
+#
+#     gate, up  [features, width]   a feature is a row      down  [width, features]   a feature is a column
+#
+# Masked together over all of them, a feature computes nothing, and can be taken out of the model: its layers get
+# smaller, and every device computes less. So a pattern that masks features is the one that shrinks a model.
+
+
+@dataclass(frozen=True)
+class FeatureGroup:
+    """The layers that share `size` hidden features, each with the dim along which they lie."""
+
+    dims: Mapping[str, int]
+    size: int
+
+    @property
+    def leader(self) -> str:
+        """The first of them, whose owner decides for all."""
+        return next(iter(self.dims))
+
+
+def feature_groups(shapes: Mapping[str, Dims], kinds: Mapping[str, str]) -> list[FeatureGroup]:
+    """The groups that the layers of `shapes` make, by the modules that hold them; `kinds` are their roles.
+
+    Raises `ConfigError` for a layer that is in no group.
+    """
+    by_module: dict[str, list[str]] = {}
+    for name in shapes:
+        by_module.setdefault(name.rpartition(".")[0].rpartition(".")[0], []).append(name)
+    found = []
+    for names in by_module.values():
+        dims = {name: {"column": 0, "row": 1}.get(kinds[name]) for name in names}
+        sizes = {shapes[name][dim] for name, dim in dims.items() if dim is not None}
+        known = {name: dim for name, dim in dims.items() if dim is not None}
+        if len(known) < len(names) or len(sizes) != 1 or set(known.values()) != {0, 1}:
+            raise ConfigError(
+                f'sparsity.pattern = "features": {names[0]} is not of layers that make and read the same features, '
+                'declared as "column" and "row"; name those in sparsity.layers, such as "*.feed_forward.*"'
+            )
+        found.append(FeatureGroup(known, sizes.pop()))
+    return found
+
+
+def feature_scores(group: FeatureGroup, scores: Mapping[str, Tensor]) -> Tensor:
+    """The score of each feature `[size]`: the mean over all weights that make or read it."""
+    parts = [scores[name].transpose(0, dim).flatten(1) for name, dim in group.dims.items()]
+    return torch.cat(parts, dim=1).mean(1)
+
+
+def feature_mask(kept: Tensor, dim: int, shape: Dims) -> Tensor:
+    """The mask of a layer whose features lie along `dim`."""
+    return kept.view(*(-1 if each == dim else 1 for each in range(len(shape)))).expand(shape)
+
+
+def shrunk(
+    weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], groups: list[FeatureGroup]
+) -> tuple[dict[str, Tensor], int]:
+    """The weights of the model without its masked features, and how many features each group has left.
+
+    Raises `UsageError` where groups would differ: a model has one number of them.
+    """
+    found, left = dict(weights), set[int]()
+    for group in groups:
+        kept = torch.stack([_kept(masks[name], dim) for name, dim in group.dims.items()]).any(0)
+        left.add(int(kept.sum()))
+        for name, dim in group.dims.items():
+            found[name] = weights[name].index_select(dim, kept.nonzero().flatten()).contiguous()
+    if len(left) != 1:
+        raise UsageError(
+            f"blocks would have from {min(left)} to {max(left)} features, and this model has one number of them: prune "
+            'with sparsity.distribution = "uniform"'
+        )
+    return found, left.pop()
+
+
+def _kept(mask: Tensor, dim: int) -> Tensor:
+    return mask.transpose(0, dim).flatten(1).any(1)
+
+
+# Masks are decided once, by an owner for each layer, from the scores of all ranks, and broadcast as bits.
+#
+#     every rank    scores of the weights that it counts, zero elsewhere     --sum-->        owner: the whole layer's
+#     owner         mask of the whole layer, by the plain functions of `patterns`
+#     owner         a bit a weight                                           --broadcast-->  every rank
+#
+# So all ranks hold the same bits, whatever their devices make of near-ties, and no layout has a rule of its own. It
+# costs a reduction of the weights in a step in which masks change, and memory for one layer at a time. With
+# `distribution = "global"` an owner keeps the scores of all of its layers, and a radix search finds the threshold of
+# all ranks' scores from sums of 256 counts.
+
+
+Values = Callable[[Owned], Tensor]
+"""Numbers of a part that this rank's optimizer steps: as many as it has, in its order."""
+
+
+@dataclass(frozen=True)
+class Owners:
+    """`owned` are the parts of layers that this rank steps, `shapes` all layers of the unsplit model in its order, the
+    same on all ranks of `group`. Numbers are of `dtype`, on `device`. Layers of one of `groups` have one owner.
+    """
+
+    owned: Sequence[Owned]
+    shapes: Mapping[str, Dims]
+    group: Collective
+    device: torch.device
+    dtype: torch.dtype
+    groups: Sequence[FeatureGroup] = ()
+
+    def owns(self, name: str) -> bool:
+        """Whether this rank decides the mask of the layer `name`."""
+        return self._owner(name) == self.group.rank
+
+    def whole(self, name: str, values: Values) -> Tensor:
+        """At its owner, `values` of the whole layer `name`, in its shape; elsewhere undefined. All ranks call it."""
+        whole = torch.zeros(self.shapes[name], dtype=self.dtype, device=self.device)
+        for own in self.owned:
+            first_replica = own.holding.rank == own.holding.across[0]
+            if own.name == name and first_replica and is_counted(own):
+                put(whole, own, values(own))
+        self.group.reduce(whole, root=self._owner(name)).wait()
+        return whole
+
+    def share(self, name: str, mask: Tensor | None) -> Tensor:
+        """The bits of the layer's mask, which its owner passes and the others do not. All ranks call it."""
+        numel = math.prod(self.shapes[name])
+        bits = torch.empty(packed_bytes(numel), dtype=torch.uint8, device=self.device) if mask is None else packed(mask)
+        self.group.broadcast(bits, root=self._owner(name)).wait()
+        return bits
+
+    def largest(self, scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+        """Masks of the `count` largest of the flat `scores` of all layers, each at its owner; all ranks call it.
+
+        Of equal scores those of the first layer are kept, and of a layer the first.
+        """
+        keys = {name: _ordered(each) for name, each in scores.items()}
+        threshold, above = self._threshold(list(keys.values()), count)
+        names = list(self.shapes)
+        ties = torch.zeros(len(names), dtype=torch.int64, device=self.device)
+        for name, each in keys.items():
+            ties[names.index(name)] = (each == threshold).sum()
+        self.group.all_reduce(ties).wait()
+        before = (ties.cumsum(0) - ties).tolist()
+        found = {}
+        for name, each in keys.items():
+            kept = each > threshold
+            kept[(each == threshold).nonzero().flatten()[: max(0, count - above - before[names.index(name)])]] = True
+            found[name] = kept
+        return found
+
+    def _threshold(self, keys: Sequence[Tensor], count: int) -> tuple[int, int]:
+        """(the `count`-th largest of all ranks' keys, how many are larger), a byte at a time from the highest on."""
+        mine = torch.cat(list(keys)) if keys else torch.zeros(0, dtype=torch.int64, device=self.device)
+        threshold, above = 0, 0
+        for shift in range(24, -1, -8):
+            counts = torch.bincount((mine >> shift) & 255, minlength=256)
+            self.group.all_reduce(counts).wait()
+            from_top = counts.flip(0).cumsum(0).tolist()
+            place = next(i for i, total in enumerate(from_top) if above + total >= count)
+            above += from_top[place - 1] if place else 0
+            threshold |= (255 - place) << shift
+            mine = mine[((mine >> shift) & 255) == 255 - place]
+        return threshold, above
+
+    def _owner(self, name: str) -> int:
+        leader = next((group.leader for group in self.groups if name in group.dims), name)
+        return list(self.shapes).index(leader) % self.group.size
+
+
+def put(whole: Tensor, own: Owned, values: Tensor) -> None:
+    """Writes the `values` of a part into the whole layer."""
+    flat = values.reshape(-1)
+    for region in own.regions:
+        numbers = flat[region.start : region.start + region.box.numel]
+        whole[region.box.slices] = numbers.view(region.box.shape).to(whole.dtype)
+
+
+def taken(whole: Tensor, own: Owned) -> Tensor:
+    """What of the whole layer is the part `own`, in the shape of its parameter."""
+    flat = torch.empty(own.parameter.numel(), dtype=whole.dtype, device=whole.device)
+    for region in own.regions:
+        flat[region.start : region.start + region.box.numel] = whole[region.box.slices].reshape(-1)
+    return flat.view(own.parameter.shape)
+
+
+def _ordered(scores: Tensor) -> Tensor:
+    """int64 keys from 0 to 2^32 - 1 in the order of the scores, rounded to float32 (IEEE 754: the bits of positive
+    numbers are in their order, those of negative ones in the opposite)."""
+    bits = (scores.float() + 0.0).view(torch.int32).to(torch.int64)
+    return torch.where(bits < 0, -1 - bits, bits + 2**31)
+
+
+# An all-reduce of what masks and freezing leave of a gradient: a bucket's kept numbers, one after the other.
+#
+# All ranks have the same masks, and so agree without a word on which numbers are sent: bytes fall with the density, and
+# no index travels. The sum of what is masked is zero.
+
+
+@dataclass(frozen=True)
+class PackedBy:
+    """Makes exchanges of the numbers that `masks` keep; `holdings` are those of this rank's masked parameters."""
+
+    masks: Masks
+    holdings: Mapping[str, Holding]
+    by_microbatch = False
+
+    def __call__(self, group: Collective, buffer: Tensor, segments: Sequence[Segment] = (), /) -> MaskedAllReduce:
+        return MaskedAllReduce(group, buffer, segments, masks=self.masks, holdings=self.holdings)
+
+
+class MaskedAllReduce(AllReduce):
+    """The sum over `group` of the numbers that are kept, in place."""
+
+    def __init__(
+        self,
+        group: Collective,
+        buffer: Tensor,
+        segments: Sequence[Segment],
+        *,
+        masks: Masks,
+        holdings: Mapping[str, Holding],
+    ) -> None:
+        super().__init__(group, buffer, segments)
+        self._segments, self._masks, self._holdings = segments, masks, holdings
+        self._version, self._kept = (-1, False), torch.zeros(0, dtype=torch.int64)
+        self._sent: Tensor | None = None
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of what a rank has to say."""
+        kept = self._indices()
+        return self.result.nbytes if kept is None else kept.numel() * self.result.element_size()
+
+    def send(self, buffer: Tensor) -> None:
+        kept = self._indices() if self.group.size > 1 else None
+        self._sent = None if kept is None else buffer[kept]
+        super().send(buffer if self._sent is None else self._sent)
+
+    def wait(self) -> None:
+        super().wait()
+        if self._sent is not None:
+            self.result.zero_()
+            self.result[self._kept] = self._sent
+            self._sent = None
+
+    def _indices(self) -> Tensor | None:
+        """Places of the buffer that are kept; None where all are sent."""
+        if not self._masks.frozen and (self._masks.all_sent or not self._masks.bits):
+            return None
+        version = (self._masks.version, self._masks.all_sent)
+        if self._version != version:
+            self._version, self._kept = version, self._found()
+        return self._kept
+
+    def _found(self) -> Tensor:
+        kept = torch.ones(self.result.numel(), dtype=torch.bool, device=self.result.device)
+        for segment in self._segments:
+            holding = self._holdings.get(segment.name)
+            if segment.name in self._masks.frozen:
+                kept[segment.slice] = False
+                continue
+            if holding is None or self._masks.all_sent:
+                continue
+            mask = self._masks.held(segment.name, holding.global_shape, holding.boxes)
+            if mask is not None:
+                kept[segment.slice] = mask[segment.skipped : segment.skipped + segment.numel]
+        return kept.nonzero().flatten()

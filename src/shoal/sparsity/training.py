@@ -26,14 +26,10 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
-from shoal.sparsity.changes import MaskChanges, NewMasks, Ticket
+from shoal.sparsity.changes import MaskChanges, MaskPlan, NewMasks, Ticket, check_divides
 from shoal.sparsity.config import Movement, Sparse, TopKAST
-from shoal.sparsity.masks import Masks, packed_bytes
-from shoal.sparsity.owners import Owners, taken
-from shoal.sparsity.patterns import check_divides
-from shoal.sparsity.plan import MaskPlan
-from shoal.state.ownership import Owned, is_counted
-from shoal.state.target import Held, views
+from shoal.sparsity.masks import Masks, Owners, packed_bytes, taken
+from shoal.state import Held, Owned, is_counted, views
 
 PREFIX = "sparsity/"
 MASK, TRAINED = f"{PREFIX}mask/", f"{PREFIX}trained/"

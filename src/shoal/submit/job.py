@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import Diverged, UsageError, VerificationFailed
-from shoal.launch.secret_names import is_secret
-from shoal.launch.store.token import JOB_TOKEN
+from shoal.launch.environment import is_secret
+from shoal.launch.store.messages import JOB_TOKEN
 from shoal.observe.provenance import RECORDED_NAMES
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, run_directory, with_processes

@@ -3,17 +3,62 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from shoal.errors import EnvironmentFault, ShoalError, UsageError
-from shoal.submit import yaml
 from shoal.submit.job import SubmittedJob
-from shoal.submit.kubernetes_job import jobset, trainjob
-from shoal.submit.pods import OWNER, OWNER_LABEL, KubernetesOptions, config_map_name, object_name
+from shoal.submit.pods import OWNER, OWNER_LABEL, KubernetesOptions, config_map_name, jobset, object_name, trainjob
 from shoal.submit.scheduler import State, Status, Submission, call, said
 from shoal.units import plural
+
+# Objects as YAML in block style: dictionaries, lists, texts, whole numbers, booleans. What YAML 1.2 reads, no more.
+#
+# A text is written plain only where no reader could take it for anything else; else as JSON writes it, which is YAML
+# too, or as a literal block where it has lines.
+
+
+_PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9/._-]*")
+_TAKEN = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
+"""What YAML 1.1 reads as something other than a text."""
+
+
+def documents(objects: Iterable[Mapping[str, Any]]) -> str:
+    """The objects, one document each."""
+    return "---\n".join("\n".join(_block(document)) + "\n" for document in objects)
+
+
+def _block(value: Any) -> list[str]:
+    if isinstance(value, Mapping) and value:
+        return [line for key, inner in value.items() for line in _entry(f"{_text(key)}:", inner)]
+    if isinstance(value, list) and value:
+        return [line for inner in value for line in _item(inner)]
+    return [_scalar(value)]
+
+
+def _entry(key: str, value: Any) -> list[str]:
+    if isinstance(value, str) and "\n" in value and value.endswith("\n") and not value.startswith((" ", "\n")):
+        keep = "|+" if value.endswith("\n\n") else "|"
+        return [f"{key} {keep}", *(f"  {line}" if line else "" for line in value[:-1].split("\n"))]
+    if isinstance(value, Mapping | list) and value:
+        return [key, *(f"  {line}" if line else "" for line in _block(value))]
+    return [f"{key} {_scalar(value)}"]
+
+
+def _item(value: Any) -> list[str]:
+    first, *rest = _block(value)
+    return [f"- {first}", *(f"  {line}" if line else "" for line in rest)]
+
+
+def _scalar(value: Any) -> str:
+    return _text(value) if isinstance(value, str) else json.dumps(value)
+
+
+def _text(text: str) -> str:
+    return text if _PLAIN.fullmatch(text) and text.lower() not in _TAKEN else json.dumps(text)
+
 
 Kind = Literal["jobset", "trainjob"]
 MANIFEST, RUNTIME = "job.yaml", "runtime.yaml"
@@ -37,9 +82,9 @@ class Kubernetes:
         """The manifest of the job, and of what it names; where the server checks both at once, in one file."""
         options = self._need_options()
         if self._kind == "jobset":
-            return {MANIFEST: yaml.documents(jobset(job, options))}
+            return {MANIFEST: documents(jobset(job, options))}
         config, runtime, train = trainjob(job, options)
-        return {RUNTIME: yaml.documents([config, runtime]), MANIFEST: yaml.documents([train])}
+        return {RUNTIME: documents([config, runtime]), MANIFEST: documents([train])}
 
     def submit(self, job: SubmittedJob) -> Submission:
         """Let the server check all objects, then apply them. An ended job of this name makes room.

@@ -17,8 +17,7 @@ from pathlib import Path
 from types import FrameType
 
 from shoal.errors import CollectiveError, ShoalError, Stopped
-from shoal.submit.ray_driver import connect, import_ray
-from shoal.submit.ray_host import RayHost
+from shoal.submit.ray_driver import RayHost, connect, import_ray
 
 SAVE_S = 120.0
 _LOOK_S = 0.1

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from shoal.config.table import Positive, Table, says
+from shoal.config.check import Positive, Table, says
 from shoal.maths.mixing import (
     Matrix,
     check_mixing,
@@ -63,7 +63,7 @@ class Strategy(Table, frozen=True):
 class AllReduceConfig(Strategy, frozen=True, tag_field="kind", tag="allreduce"):
     """The replicas' gradients are summed by all-reduce in every step, while the backward still runs."""
 
-    implemented_by: ClassVar[str] = "shoal.sync.allreduce:AllReduceSync"
+    implemented_by: ClassVar[str] = "shoal.sync.strategy:AllReduceSync"
     replicas_are: ClassVar[ReplicasAre] = "lockstep"
     takes_sparse: ClassVar[bool] = True
     takes_codec: ClassVar[bool] = True
@@ -258,7 +258,7 @@ class HogwildConfig(Strategy, frozen=True, tag_field="kind", tag="hogwild"):
 class StreamingConfig(OuterKeys, frozen=True, tag_field="kind", tag="streaming"):
     """Streaming DiLoCo (arXiv:2501.18512): fragments of the model are agreed on in turn, behind further steps."""
 
-    implemented_by: ClassVar[str] = "shoal.sync.streaming:StreamingSync"
+    implemented_by: ClassVar[str] = "shoal.sync.local:StreamingSync"
     takes_codec: ClassVar[bool] = True
 
     fragments: Annotated[

@@ -19,11 +19,9 @@ import torch
 
 from shoal.comm.collective import Collective
 from shoal.comm.mesh import Mesh
-from shoal.state.section import Section
+from shoal.state import Section
 from shoal.sync.config import EASGDConfig
-from shoal.sync.flat_copy import FlatCopy
-from shoal.sync.meeting import Meeting, device_of, sum_over
-from shoal.sync.own import OwnSection
+from shoal.sync.flat_copy import FlatCopy, Meeting, OwnSection, device_of, sum_over
 from shoal.sync.strategy import Agreed, OwnOptimizer, OwnSteps, Replica, Taken
 
 

@@ -7,15 +7,18 @@ unsplit model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import Segment
-from shoal.state.ownership import Owned
-from shoal.state.target import Held, views
+from shoal.state import Held, Owned, views
+from shoal.sync.strategy import Agreed, Replica, Taken
 
 
 class FlatCopy:
@@ -72,3 +75,115 @@ def _starts(group: Sequence[Owned]) -> Iterator[tuple[Owned, int]]:
     for one in group:
         yield one, start
         start += one.parameter.numel()
+
+
+# The parameters of each replica in a checkpoint, for strategies under which replicas never become equal.
+#
+# `model/...` is the one model that such a strategy shows to evaluations and saves: the replicas' average, or a centre.
+# `sync/replica-<number>/x/<parameter>` is what replica `number` itself goes on with, `sync/replica-<number>/<scalar>`
+# are its numbers. As many replicas as saved go on from their own; any other number begins at the model.
+
+
+SYNC = "sync/"
+MOMENTUM = f"{SYNC}momentum/"
+_NAME = re.compile(rf"{SYNC}replica-(\d+)/")
+
+
+class OwnSection:
+    """The section of one replica's own `x`, and of float64 `scalars` of it; `shared` are outer momenta, equal on all.
+
+    `loaded` says whether a checkpoint was read into them.
+    """
+
+    name = "sync"
+
+    def __init__(
+        self,
+        replicas: Collective,
+        x: FlatCopy,
+        *,
+        scalars: Mapping[str, Tensor] | None = None,
+        shared: Sequence[FlatCopy] = (),
+    ) -> None:
+        self._replicas, self._x, self.loaded = replicas, x, False
+        self._scalars, self._shared = dict(scalars or {}), shared
+
+    def tensors(self) -> dict[str, Held]:
+        """This replica's own, and what is shared."""
+        prefix = f"{SYNC}replica-{self._replicas.rank}/"
+        own = self._x.held(f"{prefix}x/") | {f"{prefix}{name}": scalar for name, scalar in self._scalars.items()}
+        return own | self._shared_tensors()
+
+    def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
+        """What this replica had, if there were as many replicas; what is shared in any case."""
+        self.loaded = replicas_in(saved) == self._replicas.size
+        held = self.tensors() if self.loaded else self._shared_tensors()
+        return {name: targets for name, targets in held.items() if name in saved}
+
+    def elsewhere(self, saved: Mapping[str, torch.dtype]) -> set[str]:
+        """Every rank has its own; another strategy may have saved more."""
+        return {name for name in saved if name.startswith(SYNC)}
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, facts: Mapping[str, Any]) -> None:
+        """There are no facts."""
+
+    def _shared_tensors(self) -> dict[str, Held]:
+        return {name: held for copy in self._shared for name, held in copy.held(MOMENTUM).items()}
+
+
+def replicas_in(saved: Iterable[str]) -> int:
+    """How many replicas have saved parameters of their own; 0 if none."""
+    numbers: Sequence[int] = [int(found[1]) for name in saved if (found := _NAME.match(name))]
+    return max(numbers, default=-1) + 1
+
+
+# What replicas tell each other when they meet, beside parameters: who was told to stop, tokens, the mean loss.
+#
+# Persistent buffers of the model, such as running statistics, are averaged there too.
+
+
+@dataclass
+class Meeting:
+    """What this replica has to tell of its steps since the last meeting. `replicas` are those at its place in each."""
+
+    replica: Replica
+    replicas: Collective
+    stop: bool = False
+    tokens: int = 0
+    losses: float = 0.0
+    steps: int = 0
+    loss: float = 0.0
+    """The mean over all replicas of the losses between the last two meetings."""
+
+    def note(self, taken: Taken) -> None:
+        """A step was taken."""
+        self.stop, self.tokens = self.stop or taken.stop, self.tokens + taken.tokens
+        self.losses, self.steps = self.losses + taken.loss, self.steps + 1
+
+    def hold(self, device: torch.device) -> Agreed:
+        """All replicas are here."""
+        for buffer in self.replica.buffers:
+            mean = buffer.double()
+            sum_over(self.replicas, [mean])
+            buffer.copy_(mean / self.replicas.size)
+        told = [float(self.stop), float(self.tokens), self.losses / max(1, self.steps)]
+        shared = torch.tensor(told, dtype=torch.float64, device=device)
+        self.replicas.all_reduce(shared).wait()
+        stop, tokens, loss = shared.tolist()
+        self.stop, self.tokens, self.losses, self.steps = False, 0, 0.0, 0
+        self.loss = loss / self.replicas.size
+        return Agreed(stop > 0, int(tokens))
+
+
+def sum_over(replicas: Collective, tensors: Sequence[Tensor]) -> None:
+    """Each tensor becomes its sum over the replicas, in place."""
+    for handle in [replicas.all_reduce(tensor) for tensor in tensors]:
+        handle.wait()
+
+
+def device_of(replica: Replica) -> torch.device:
+    """Where the replica computes."""
+    return next((one.parameter.device for one in replica.owned), torch.device("cpu"))

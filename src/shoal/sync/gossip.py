@@ -34,14 +34,10 @@ from shoal.comm.collective import Collective, Handle
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
 from shoal.maths.mixing import Matrix
-from shoal.state.section import Section
+from shoal.state import Section
 from shoal.sync.config import GossipConfig
-from shoal.sync.flat_copy import FlatCopy
-from shoal.sync.gossip_message import message_bytes, pack, unpack
-from shoal.sync.late_shares import LateShares, Schedule
-from shoal.sync.meeting import Meeting, device_of, sum_over
-from shoal.sync.own import OwnSection
-from shoal.sync.push_sum import PushSum, Share
+from shoal.sync.flat_copy import FlatCopy, Meeting, OwnSection, device_of, sum_over
+from shoal.sync.push_sum import LateShares, PushSum, Schedule, Share, message_bytes, pack, unpack
 from shoal.sync.strategy import Agreed, OwnOptimizer, OwnSteps, Replica, Taken
 
 

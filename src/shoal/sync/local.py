@@ -12,23 +12,145 @@ is an agreement, however long the round was.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shoal.comm.collective import Collective
+from shoal.comm.exchanges.exchange import Exchange
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
-from shoal.state.section import Section
-from shoal.state.target import Held
-from shoal.sync.config import LocalConfig
-from shoal.sync.flat_copy import FlatCopy
-from shoal.sync.meeting import Meeting, device_of
-from shoal.sync.outer import OuterStep
-from shoal.sync.own import MOMENTUM, SYNC
-from shoal.sync.period import Period
+from shoal.state import Held, Owned, Section
+from shoal.sync.config import LocalConfig, OuterKeys, StreamingConfig
+from shoal.sync.flat_copy import MOMENTUM, SYNC, FlatCopy, Meeting, OwnSection, device_of
 from shoal.sync.strategy import Agreed, OwnOptimizer, OwnSteps, Replica, Taken
+
+# The outer optimizer: SGD, with momentum, on what replicas changed since they last agreed.
+#
+#     g = mean over k of (x - x_k)          the outer gradient: x where the round began, x_k where replica k has come,
+#                                           weighted by the samples that it took there
+#     m = mu m + g                          the outer momentum
+#     x = x - lr (g + mu m)                 Nesterov; without it x - lr m
+#
+# (DiLoCo, arXiv:2311.08105, algorithm 1.) SlowMo (arXiv:1910.00643, algorithm 1) counts its momentum in units of the
+# inner learning rate, gamma: g / gamma goes into m, and gamma lr m comes out.
+#
+# The mean is an exchange between replicas: as it is, or with a codec, which then codes outer gradients.
+
+
+class OuterStep:
+    """The outer optimizer of the tensors `owned`. `start` is where the round began, `momentum` None without one.
+
+    A step is `send`, `arrive` and `apply`; steps of the replica may lie between the first two.
+    """
+
+    def __init__(self, config: OuterKeys, replica: Replica, replicas: Collective, owned: Sequence[Owned]) -> None:
+        self.start = FlatCopy(owned)
+        self.momentum = FlatCopy(owned) if config.outer_momentum else None
+        self._config, self._replicas, self._change = config, replicas, FlatCopy(owned)
+        self._exchanges: list[Exchange] = [
+            replica.exchange(replicas, buffer, segments)
+            for buffer, segments in zip(self._change.buffers, self._change.segments, strict=True)
+        ]
+        self.start.read()
+
+    def send(self, *, weight: float | None = None) -> None:
+        """Starts to sum what replicas changed. `weight`: what this replica's samples of the round weigh; None: as much
+        as those of any other.
+        """
+        self._change.read()
+        share = 1.0 if weight is None else self._share(weight)
+        for exchange, change, start in zip(self._exchanges, self._change.buffers, self.start.buffers, strict=True):
+            torch.sub(start, change, out=change)
+            if share != 1.0:
+                change.mul_(share)
+            exchange.start()
+            exchange.send(change)
+            exchange.settle()
+
+    def _share(self, weight: float) -> float:
+        """The weight of this replica beside the mean weight."""
+        total = torch.tensor([weight], dtype=torch.float64, device=self.start.buffers[0].device)
+        self._replicas.all_reduce(total).wait()
+        return weight * self._replicas.size / float(total) if float(total) else 1.0  # none counts: all alike
+
+    def arrive(self) -> None:
+        """Returns when the outer gradient is there."""
+        for exchange, change in zip(self._exchanges, self._change.buffers, strict=True):
+            exchange.wait()
+            exchange.commit()
+            change /= self._replicas.size
+
+    def apply(self, *, unit: float = 1.0, plain: bool = False) -> None:
+        """`start` takes the outer step; parameters stay. `unit`: that of the momentum, SlowMo's gamma. `plain`: the
+        mean of the replicas, which leaves the momentum as it is.
+        """
+        for index, (start, change) in enumerate(zip(self.start.buffers, self._change.buffers, strict=True)):
+            momentum = None if plain or self.momentum is None else self.momentum.buffers[index]
+            start.sub_(self._step(change, momentum, unit) if not plain else change)
+
+    def _step(self, change: Tensor, momentum: Tensor | None, unit: float) -> Tensor:
+        config = self._config
+        if momentum is None:
+            return config.outer_lr * change
+        momentum.mul_(config.outer_momentum).add_(change / unit)
+        if config.nesterov:
+            return config.outer_lr * (change + unit * config.outer_momentum * momentum)
+        return config.outer_lr * unit * momentum
+
+
+# When replicas that take steps of their own agree: every H steps, or with an H that follows the loss. Pure.
+#
+# AdaComm (Wang, Joshi, "Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in Local-Update
+# SGD", arXiv:1810.08313, equations 17 and 18): rare agreements serve while the loss is high, frequent ones at the end.
+# With the losses F and learning rates lr of the first interval (0) and of the last one (l),
+#
+#     H_l = ceil(sqrt(lr_0 F_l / (lr_l F_0)) H_0),    and at most H_(l-1) / 2 if that is not below H_(l-1)
+#
+# The intervals of the paper are seconds; here they are steps, so that a run repeats itself.
+
+
+class Period:
+    """Counts a replica's steps. `adapt_every`: steps of an interval; 0: the period stays."""
+
+    def __init__(self, period: int, *, adapt_every: int = 0) -> None:
+        self.period, self._first, self._adapt_every = period, period, adapt_every
+        self._agreed = self._adapted = 0
+        self._start: tuple[float, float] | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether replicas agree after `step`."""
+        return step % self.period == 0 if not self._adapt_every else step - self._agreed >= self.period
+
+    def agreed(self, step: int, *, loss: float, lr: float) -> None:
+        """Replicas agreed after `step`; `loss` is the mean of theirs since the last agreement."""
+        self._agreed = step
+        if not self._adapt_every or not math.isfinite(loss) or loss <= 0 or lr <= 0:
+            return
+        if self._start is None:
+            self._start = (loss, lr)
+        if step - self._adapted < self._adapt_every:
+            return
+        self._adapted = step
+        first_loss, first_lr = self._start
+        wanted = math.ceil(math.sqrt(first_lr / lr * loss / first_loss) * self._first)
+        self.period = max(1, wanted if wanted < self.period else self.period // 2)
+
+    def to_state(self) -> dict[str, Any]:
+        """For a checkpoint; nothing if the period stays."""
+        if not self._adapt_every:
+            return {}
+        return {"period": self.period, "agreed": self._agreed, "adapted": self._adapted, "start": self._start}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from `to_state`; a run whose period stays leaves it."""
+        if not self._adapt_every or not state:
+            return
+        self.period, self._agreed, self._adapted = state["period"], state["agreed"], state["adapted"]
+        self._start = None if state["start"] is None else (state["start"][0], state["start"][1])
 
 
 class LocalSync(OwnSteps):
@@ -118,3 +240,119 @@ class _LocalSection:
 
     def load(self, facts: Mapping[str, Any]) -> None:
         self._period.load(facts)
+
+
+# Streaming DiLoCo (Douillard et al., arXiv:2501.18512, algorithm 2): a fragment of the model at a time, while replicas
+# compute on.
+#
+# With H steps a period, P fragments and a delay of tau steps, fragment p leaves tau steps before step (p + 1) H / P of
+# every period and is applied there:
+#
+#     g = mean over k of (x - x_k),    x <- outer step along g,    x_k <- alpha x_k + (1 - alpha) x
+#
+# x is what all replicas share of the fragment, x_k what replica k has by then, alpha the mixing. Compared to DiLoCo as
+# many bytes are sent, P times fewer at once, and nobody waits for them unless they need longer than tau steps.
+#
+# Replicas never become equal. Where a period ends, nothing is on the wire: the x of all fragments together are the
+# model that evaluations and checkpoints see, and a checkpoint holds each replica's own parameters too. After the last
+# step the replicas' average is the model.
+
+
+class StreamingSync(OwnSteps):
+    """`Sync` of kind "streaming"."""
+
+    def __init__(self, config: StreamingConfig, mesh: Mesh) -> None:
+        self._config, self._replicas = config, mesh.axis("replicate", lane="sync")
+
+    def agreement(self, replica: Replica) -> StreamingAgreement:
+        return StreamingAgreement(self._config, replica, self._replicas)
+
+
+class StreamingAgreement(OwnOptimizer):
+    """`Agreement` by fragments, over `replicas`: the ranks at this rank's place in each of them."""
+
+    def __init__(self, config: StreamingConfig, replica: Replica, replicas: Collective) -> None:
+        self.equal = True
+        self._config, self._replica = config, replica
+        self._fragments = [
+            _Fragment(config, OuterStep(config, replica, replicas, owned), FlatCopy(owned))
+            for owned in fragments_of(replica.owned, config.fragments)
+        ]
+        self._x = FlatCopy(replica.owned)
+        self._meeting, self._device = Meeting(replica, replicas), device_of(replica)
+        self._begun = False
+        momenta = [fragment.outer.momentum for fragment in self._fragments if fragment.outer.momentum is not None]
+        self._own = OwnSection(replicas, self._x, shared=momenta)
+        self.sections: Sequence[Section] = (self._own,)
+
+    def before_step(self, weight: float = 1.0) -> None:
+        """Replicas that have shown the model go on from what they had."""
+        if not self.equal:
+            return
+        self.equal = False
+        for fragment in self._fragments:
+            fragment.outer.start.read()
+        if self._begun or self._own.loaded:
+            self._x.write()
+            self._replica.gather()
+        self._begun = True
+
+    def after_update(self, step: int, taken: Taken) -> Agreed | None:
+        self._meeting.note(taken)
+        last, place = step == self._replica.steps, step % self._config.period or self._config.period
+        applied = False
+        for number, fragment in enumerate(self._fragments):
+            applies_at = (number + 1) * (self._config.period // self._config.fragments)
+            if place == applies_at - self._config.delay:
+                fragment.outer.send()
+                fragment.on_wire = True
+            if fragment.on_wire and (last or place == applies_at):
+                fragment.apply()
+                applied = True
+        if not last and place != self._config.period:
+            if applied:
+                self._replica.gather()
+            return None
+        self._x.read()
+        for fragment in self._fragments:
+            if last:
+                fragment.average()
+            fragment.outer.start.write()
+        self._replica.gather()
+        self.equal = True
+        return self._meeting.hold(self._device)
+
+
+class _Fragment:
+    """One fragment: its outer optimizer, and whether its outer gradient is on the wire."""
+
+    def __init__(self, config: StreamingConfig, outer: OuterStep, own: FlatCopy) -> None:
+        self.outer, self.on_wire = outer, False
+        self._mixing, self._own = config.mixing, own
+
+    def apply(self) -> None:
+        """The outer step, and the parameters mixed with its result."""
+        self.outer.arrive()
+        self.outer.apply()
+        self.on_wire = False
+        self._own.read()
+        for own, shared in zip(self._own.buffers, self.outer.start.buffers, strict=True):
+            torch.lerp(shared, own, self._mixing, out=own)
+        self._own.write()
+
+    def average(self) -> None:
+        """What is shared becomes the mean of the replicas' parameters."""
+        self.outer.send()
+        self.outer.arrive()
+        self.outer.apply(plain=True)
+
+
+def fragments_of(owned: Sequence[Owned], number: int) -> list[list[Owned]]:
+    """`number` fragments of whole tensors, about equally large: the largest first, each to the smallest fragment."""
+    found: list[list[Owned]] = [[] for _ in range(number)]
+    sizes = [0] * number
+    for one in sorted(owned, key=lambda one: -one.parameter.numel()):
+        smallest = sizes.index(min(sizes))
+        found[smallest].append(one)
+        sizes[smallest] += one.parameter.numel()
+    return found

@@ -20,10 +20,70 @@ from torch import Tensor
 
 from shoal.errors import CollectiveError
 from shoal.sync.admission import Accounts, Contribution, Effects, Rule, Update, staleness_of
-from shoal.sync.changed_chunks import changed_chunks
 from shoal.sync.event_order import CONTRIBUTE, LEAVE, LOOK_UP, READ, AsTheyCome, EventOrder
 from shoal.sync.server_tables import ServedTable
-from shoal.sync.staleness import compensated, scaled_by_staleness
+
+# What an old contribution is worth. tau is the number of updates made since its worker read the parameters.
+#
+#     plain        g
+#     scaled       g / max(1, tau)                       Zhang et al. 2015, arXiv:1511.05950, section 3.2
+#     compensated  g + strength * g * g * (x - x_old)    DC-ASGD, Zheng et al. 2016, arXiv:1609.08326, equation 10
+#
+# x are the parameters that the contribution meets and x_old those that it was computed from; the product is
+# elementwise, and g * g stands for the diagonal of the Hessian. With strength = 0, or x = x_old, "compensated" is
+# "plain".
+
+
+def scaled_by_staleness(gradient: Tensor, tau: int) -> Tensor:
+    """`gradient` / max(1, tau); itself where that changes nothing."""
+    return gradient / tau if tau > 1 else gradient
+
+
+def compensated(gradient: Tensor, now: Tensor, then: Tensor, *, strength: float) -> Tensor:
+    """`gradient` + strength * g * g * (now - then). All have one shape.
+
+    `now` are the parameters that it will update, `then` those that it was computed from.
+    """
+    return gradient.addcmul(gradient.square(), now - then, value=strength)
+
+
+# Which chunks of a row of numbers have changed: pushes and pulls leave the others out.
+#
+#     push    chunks of the gradient that are not all zero
+#     pull    chunks of the parameters that differ from what the worker read before
+#
+# A chunk is `CHUNK` elements; the last one may be shorter. Where the first element of every chunk has changed, all are
+# taken as changed without another look: that is the usual case, and costs one element in `CHUNK`.
+
+
+CHUNK = 256
+"""Elements: a bit in 2,048 of float64, and small beside a layer."""
+
+
+def changed_chunks(now: Tensor, before: Tensor | None = None) -> Tensor | None:
+    """Bool [chunks] for `now` [numel] beside `before` [numel] (None: zeros); None: all have changed.
+
+    What is not a number has changed.
+    """
+    if not bool((now[::CHUNK] == (0 if before is None else before[::CHUNK])).any()):
+        return None
+    differs = now != (0 if before is None else before)
+    whole = len(now) // CHUNK * CHUNK
+    chunks = differs[:whole].view(-1, CHUNK).any(1)
+    if whole < len(now):
+        chunks = torch.cat([chunks, differs[whole:].any()[None]])
+    return None if bool(chunks.all()) else chunks
+
+
+def elements_of(chunks: Tensor, numel: int) -> Tensor:
+    """Bool [numel]: the elements of `chunks`, bool [chunks]."""
+    return chunks.repeat_interleave(CHUNK)[:numel]
+
+
+def chunks_in(numel: int) -> int:
+    """Chunks of a row of `numel`."""
+    return -(-numel // CHUNK)
+
 
 StalenessPolicy = Literal["plain", "scaled", "compensated"]
 
@@ -32,7 +92,7 @@ class Merge(NamedTuple):
     """How contributions become a gradient: by their mean, or, if an update `adds` shares of a global batch's, by their
     sum.
 
-    `staleness` and `strength`: see `shoal.sync.staleness`. Of a share of 1 / n, the strength is n times as large.
+    `staleness` and `strength`: see `shoal.sync.server_part`. Of a share of 1 / n, the strength is n times as large.
     """
 
     adds: bool = False

@@ -25,14 +25,12 @@ from torch import Tensor
 
 from shoal.comm import volume
 from shoal.comm.collective import Collective, GroupCollective, Handle
-from shoal.comm.exchanges.coded_push import CodedPushes
+from shoal.comm.exchanges.coded_sum import CodedPushes
 from shoal.comm.exchanges.exchange import Segment
 from shoal.comm.ledger import Ledger
 from shoal.sync.admission import Contribution
-from shoal.sync.changed_chunks import changed_chunks, chunks_in, elements_of
-from shoal.sync.server_part import Sent, ServedPart, Standing
-from shoal.sync.server_partition import ParameterRun
-from shoal.sync.server_tables import TablePlaces
+from shoal.sync.server_part import Sent, ServedPart, Standing, changed_chunks, chunks_in, elements_of
+from shoal.sync.server_tables import ParameterRun, TablePlaces
 
 _GRADIENT, _NOTHING, _LEAVE, _LOOK_UP, _CODED, _CHUNKS, _IN_PLACE = 0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0
 _HEAD, _BODY = 0, 1  # tags

@@ -21,14 +21,16 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from shoal.comm.exchanges.coded_push import CodedPushes
-from shoal.comm.exchanges.exchange import AllReduce, NewExchange, Segment
-from shoal.models.embedding_table import EmbeddingTable
-from shoal.state.ownership import Owned
-from shoal.state.section import Section
+from shoal.comm.exchanges.coded_sum import CodedPushes
+from shoal.comm.exchanges.exchange import AllReduce, Canonical, NewExchange, Segment
+from shoal.comm.mesh import Mesh
+from shoal.config.check import implementation_of
+from shoal.models.roles import EmbeddingTable
+from shoal.state import Owned, Section
+from shoal.sync.config import AllReduceConfig, SyncConfig
 from shoal.sync.event_order import Rounds
-from shoal.topology.axes import INSIDE_REPLICA, Axis
 from shoal.topology.holding import Holding, Ranks
+from shoal.topology.layout import DENSE, INSIDE_REPLICA, Axis
 
 NewPushes = Callable[[int, Sequence[int], Sequence[Segment], torch.dtype], CodedPushes]
 """From this rank, those that push, what lies where in a gradient, and its dtype, to what codes its pushes."""
@@ -191,3 +193,47 @@ class Sync(Protocol):
     def agreement(self, replica: Replica) -> Agreement:
         """The running side, for this rank's part of its replica, whose training has not begun."""
         ...
+
+
+# The strategy that a run file asks for.
+
+
+def build_sync(config: SyncConfig, mesh: Mesh) -> Sync:
+    """On this rank of `mesh`. Every rank calls it at the same point: it may open groups."""
+    return implementation_of(config)(config, mesh)
+
+
+# Synchronous data parallelism: all replicas sum their gradients in every step, and so make the same update.
+#
+# In canonical order they sum the gradients of logical shards of the batch, as many whatever the number of replicas, in
+# one fixed tree (`comm.exchanges.exchange`); each shard is a microbatch.
+
+
+class AllReduceSync:
+    """`Sync` of kind "allreduce": sums inside and across replicas are one all-reduce."""
+
+    lockstep_axes: tuple[Axis, ...] = DENSE
+    keeps_replicas_equal = True
+
+    def __init__(self, config: AllReduceConfig, mesh: Mesh) -> None:
+        """Nothing to open: the groups of the gradients are all it needs."""
+        self.exchange: NewExchange = Canonical if config.order == "canonical" else AllReduce
+
+    def gradient_ranks(self, holding: Holding) -> Ranks:
+        return holding.sums
+
+    def agreement(self, replica: Replica) -> AlwaysEqual:
+        return AlwaysEqual()
+
+
+class AlwaysEqual(OwnOptimizer):
+    """`Agreement` of replicas that make the same update: equal gradients have met equal states."""
+
+    equal = True
+    sections: Sequence[Section] = ()
+
+    def before_step(self, weight: float = 1.0) -> None:
+        """Nothing to prepare."""
+
+    def after_update(self, step: int, taken: Taken) -> Agreed:
+        return Agreed(taken.stop, taken.tokens)

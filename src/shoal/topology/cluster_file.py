@@ -21,10 +21,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from shoal.config.check import checked
-from shoal.config.load import read
-from shoal.config.reference import markdown
-from shoal.config.table import Table, says
+from shoal.config.check import Table, checked, says
+from shoal.config.load import markdown, read
 from shoal.errors import ConfigError
 from shoal.topology.cluster import Architecture, Cluster, Device, FatTree, Link, Machine, Network, Price, Reliability
 from shoal.topology.devices import DEVICES, MACHINES, PUBLISHED, published_rate

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from shoal.config.table import Table, says
+from shoal.config.check import Table, says
 from shoal.topology.layout import Layout
 from shoal.topology.refusal import MOST_RANKS
 

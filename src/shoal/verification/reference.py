@@ -18,30 +18,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.assembly.draws import draws_of
 from shoal.assembly.objects import loss_of, model_of
 from shoal.assembly.run import Run
 from shoal.assembly.sparse import Placed, build_sparse
-from shoal.comm.collective import Alone
-from shoal.comm.gather import gather_named
+from shoal.assembly.splitting import draws_of
+from shoal.comm.collective import Alone, gather_named
 from shoal.data.sample import Batch, map_tree
 from shoal.engine.compute import Compute
-from shoal.engine.proof import Finding, HeldBox, compare_rates, compare_weights
 from shoal.engine.randomness import Randomness
-from shoal.engine.reference import Arrange, Reference, joined
-from shoal.models.mixture_routes import UNKNOWN, ReplayRoutes, RouteDifference, Routes, set_routes
+from shoal.engine.reference import Arrange, Finding, HeldBox, Reference, compare_rates, compare_weights, joined
+from shoal.models.mixture import UNKNOWN, ReplayRoutes, RouteDifference, Routes, set_routes
 from shoal.models.roles import roles_of
 from shoal.optim.build import build_optimizer
+from shoal.optim.config import Schedule
 from shoal.optim.layer_statistics import SeesLayers, layers_in
 from shoal.optim.parts import Parts
-from shoal.optim.schedule_config import Schedule
 from shoal.optim.transforms import Chain
 from shoal.runfile.run_file import RunFile, declared_group, synchronises_norms
 from shoal.sparsity.masks import Masks
 from shoal.sparsity.training import SparseTraining
-from shoal.state.ownership import Owned, Trained, boxes_in, owned_whole
-from shoal.topology.box import Box, whole
-from shoal.topology.holding import held
+from shoal.state import Owned, Trained, boxes_in, owned_whole
+from shoal.topology.holding import Box, held, whole
 from shoal.topology.layout import Layout
 
 

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from shoal.assembly.run import Run
-from shoal.comm.gather import gather_named
+from shoal.comm.collective import gather_named
 from shoal.data.sample import Batch
-from shoal.engine.proof import HeldBox, assembled
-from shoal.engine.reference import Reference, ReferenceGradient, norm_of
+from shoal.engine.reference import HeldBox, Reference, ReferenceGradient, assembled, norm_of
 from shoal.engine.updates import Work
 from shoal.models.config import ForeignModel
-from shoal.models.mixture_routes import RecordRoutes, ReplayRoutes, RouteDifference, Routes, set_routes
-from shoal.state.ownership import owned_gradients
-from shoal.topology.box import Box
+from shoal.models.mixture import RecordRoutes, ReplayRoutes, RouteDifference, Routes, set_routes
+from shoal.state import owned_gradients
+from shoal.topology.holding import Box
 from shoal.verification.plain_rules import Vectors
 from shoal.verification.reference import (
     buffers_of,

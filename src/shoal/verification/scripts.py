@@ -18,11 +18,11 @@ from types import FrameType
 import msgspec
 
 from shoal.errors import UsageError
+from shoal.files import temporary_folder
 from shoal.launch.children import wait_for
+from shoal.launch.failure import ExitCode
 from shoal.launch.own_script import KEYS, ScriptCheck, divided
-from shoal.launch.root_cause import ExitCode
-from shoal.observe.progress_bar import ProgressBar
-from shoal.temporary_folder import temporary_folder
+from shoal.observe.terminal import ProgressBar
 from shoal.verification.verdict import Verdict
 
 STEPS = 5

@@ -19,29 +19,29 @@ import msgspec
 import torch
 from torch import Tensor
 
-from shoal.assembly.proofs import remember
+from shoal.assembly.proofs import remember, said_of
 from shoal.assembly.run import Run
-from shoal.assembly.unkeyed_draws import said_of
 from shoal.codec.config import NoCodec
-from shoal.comm.gather import gather_named
+from shoal.comm.collective import gather_named
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed
 from shoal.data.sample import Batch
-from shoal.engine.proof import (
+from shoal.engine.reference import (
     Finding,
     HeldBox,
     Quantity,
+    Reference,
+    ReferenceGradient,
     Tolerances,
     assembled,
     compare_gradients,
     compare_number,
     compare_weights,
 )
-from shoal.engine.reference import Reference, ReferenceGradient
 from shoal.errors import ConfigError
 from shoal.models.config import ForeignModel
-from shoal.models.mixture_routes import ReplayRoutes
-from shoal.observe.progress_bar import ProgressBar
+from shoal.models.mixture import ReplayRoutes
+from shoal.observe.terminal import ProgressBar
 from shoal.runfile.run_file import RunFile, declared_group
 from shoal.sync.config import StreamingConfig
 from shoal.verification.plain_rules import (

@@ -17,38 +17,39 @@ from torch._C._distributed_c10d import Store
 
 from shoal import units
 from shoal.assembly.objects import UserObjects
-from shoal.assembly.proofs import remember
+from shoal.assembly.proofs import remember, said_of
 from shoal.assembly.run import Run, open_run
-from shoal.assembly.unkeyed_draws import said_of
 from shoal.codec.config import NoCodec, ShardCodecConfig
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed
 from shoal.engine.config import BFloat16, Float8, Float16, Float32, Float64, PrecisionConfig
 from shoal.engine.precision import LossScaler, precision_of
-from shoal.engine.proof import (
+from shoal.engine.reference import (
     EXACT,
     HALF,
     SINGLE,
     Finding,
     HeldBox,
+    Reference,
     Tolerances,
 )
-from shoal.engine.reference import Reference
 from shoal.launch.environment import Place
 from shoal.models.config import ForeignModel
-from shoal.models.mixture_routes import ReplayRoutes
-from shoal.observe.progress_bar import ProgressBar
+from shoal.models.mixture import ReplayRoutes
+from shoal.observe.terminal import ProgressBar
 from shoal.runfile.run_file import RunFile, declared_group
-from shoal.verification import coded
-from shoal.verification.layout_step import compare_step, expect_step, take_step
-from shoal.verification.moments import (
+from shoal.verification import layout_step
+from shoal.verification.layout_step import (
     LEFT_OUT,
-    NOTE,
+    MOMENTS_NOTE,
+    compare_step,
+    expect_step,
     give_moments,
     rounds_moments,
+    take_step,
+    verify_pipedream,
     without_rounding,
 )
-from shoal.verification.pipedream import verify_pipedream
 from shoal.verification.reference import (
     axes_of,
     give_weights,
@@ -110,7 +111,7 @@ def verify_rank(
     run_file, notes = provable(run_file) if differ else (run_file, [])
     if rounds_moments(run_file):
         plain = differ or run_file.pipeline.asynchronous
-        notes.append((LEFT_OUT if plain else NOTE).format(run_file.optimizer.variant))
+        notes.append((LEFT_OUT if plain else MOMENTS_NOTE).format(run_file.optimizer.variant))
         run_file = without_rounding(run_file) if plain else run_file
     if run_file.shard_codec != ShardCodecConfig():
         notes.append(LOSSY_PIECES)
@@ -131,7 +132,7 @@ def verify_rank(
         verdict = verify_pipedream(run, steps=steps, tolerances=tolerances, exact=exact)
         return None if verdict is None else replace(verdict, notes=(*verdict.notes, *notes))
     if run_file.codec != NoCodec():
-        notes.append(coded.NOTE.format(run_file.codec.variant))
+        notes.append(layout_step.LOSSY_NOTE.format(run_file.codec.variant))
     with closing(run.feed(Cursor())) as feed, closing(_whole_feed(run)) as whole:
         proof = _Proof(run, reference_of(run) if place.rank == 0 else None, feed, whole, rate_findings(run), bar)
         holds = proof.take(range(1, steps + 1), tolerances)

@@ -4,16 +4,137 @@ from __future__ import annotations
 
 import functools
 import os
+import zlib
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
+
+from shoal.comm.ledger import Sent
 from shoal.comm.shm.core import CoreMissing
 from shoal.comm.shm.host import Apart, host_identity
-from shoal.wire.board import StoreBoard
+from shoal.launch import sockets
+from shoal.launch.environment import ALONE, FIRST_PORT, LOOPBACK, PORTS, STORE_FD, Place, master_from, place_from
+from shoal.launch.store.connection import StoreConnection, meet_over_mpi, mpi_is_there, reach_store
+from shoal.launch.store.messages import job_token
+from shoal.wire.arrays import Array
 from shoal.wire.group import Alone, Group, Transport
-from shoal.wire.meeting import START_S, Met, meet
 from shoal.wire.memory import SharedMemory
-from shoal.wire.tcp import Tcp
-from shoal.wire.two_levels import TwoLevels
+from shoal.wire.tcp import StoreBoard, Tcp
+
+# Where the ranks of any launcher meet, without torch: one store, hosted by rank 0.
+#
+#     launcher        where                                                   token
+#     shoal           MASTER_ADDR, on the socket that the launcher bound      the launcher's
+#     torchrun        MASTER_ADDR, at a port that follows from the run's id   the user's own, or SHOAL_JOB_TOKEN's
+#     slurm, mpi      as `shoal.launch.rendezvous`                            the same
+#     none            nowhere: a process alone
+#
+# torchrun's agents keep the port that they announce for a store of their own, which speaks PyTorch's protocol.
+
+
+START_S = 600.0
+"""How long ranks wait for each other at the start."""
+
+
+class Met(NamedTuple):
+    """This process's place, its connection to the store, the job's token, and this host's address for the others.
+
+    Of a process alone, `connection` is None.
+    """
+
+    place: Place
+    connection: StoreConnection | None
+    token: bytes
+    address: str
+
+
+def meet(environ: Mapping[str, str] = os.environ, *, timeout_s: float = START_S) -> Met:
+    """Connects this rank; rank 0 hosts the store.
+
+    Raises `EnvironmentFault` where the variables contradict each other, `InUse` for a port that is taken, and
+    `CollectiveError` where rank 0 does not come.
+    """
+    place = place_from(environ) or ALONE
+    if place.world_size == 1:
+        return Met(place, None, b"", LOOPBACK)
+    if place.launcher == "mpi" and not environ.get("MASTER_PORT") and mpi_is_there():
+        address, port, token, listen_fd = meet_over_mpi(place, environ, timeout_s=timeout_s)
+    else:
+        address, port = _store_at(environ)
+        token, listen_fd = job_token(environ), None
+        if place.rank == 0:
+            own = environ.get(STORE_FD)
+            listen_fd = int(own) if own else sockets.listen_at(address, port, one_host=place.one_host).detach()
+    connection = reach_store(place, address, port, token=token, timeout_s=timeout_s, listen_fd=listen_fd)
+    own_address = LOOPBACK if place.one_host else sockets.address_towards(address, port)
+    return Met(place, connection, token, own_address)
+
+
+def _store_at(environ: Mapping[str, str]) -> tuple[str, int]:
+    address, port = master_from(environ)
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        run = (environ.get("TORCHELASTIC_RUN_ID", ""), environ.get("TORCHELASTIC_RESTART_COUNT", "0"), port)
+        port = FIRST_PORT + zlib.crc32(repr(run).encode()) % PORTS
+    return address, port
+
+
+# `TwoLevels`: ranks on several hosts, as many on each. Sums go through shared memory inside a host.
+#
+#     all_reduce    reduce-scatter inside each host, all-reduce of each part between the ranks that have it, all-gather
+#                   inside: 2 (m-1)/m S leaves each of m hosts; a sum over TCP alone sends n times as much from n ranks
+#     others        over TCP between all ranks
+#
+# Sums run over the ranks of a host, then over hosts: the same bits on all ranks, but not those of a sum in rank order.
+
+
+class TwoLevels:
+    """`flat` joins all ranks, `inside` those of this host, `across` those with this rank's place on each host."""
+
+    def __init__(self, flat: Tcp, inside: SharedMemory, across: Tcp) -> None:
+        self.rank, self.size = flat.rank, flat.size
+        self._flat, self._inside, self._across = flat, inside, across
+
+    def all_reduce(self, send: Array, receive: Array, op: str) -> Sent:
+        mates, hosts = self._inside.size, self._across.size
+        each = -(-send.size // mates)
+        padded = np.zeros(each * mates, send.dtype)
+        padded[: send.size] = send.reshape(-1)
+        part = np.empty(each, send.dtype)
+        step = "sum" if op == "avg" else op
+        sent = [self._inside.reduce_scatter(padded, part, step), self._across.all_reduce(part, part, step)]
+        sent.append(self._inside.all_gather(part, padded))
+        if op == "avg":
+            np.divide(padded, mates * hosts, out=padded, casting="same_kind")
+        receive.reshape(-1)[...] = padded[: send.size]
+        return Sent(sum(s.inside_bytes for s in sent), sum(s.between_bytes for s in sent))
+
+    def reduce_scatter(self, send: Array, receive: Array, op: str) -> Sent:
+        return self._flat.reduce_scatter(send, receive, op)
+
+    def all_gather(self, send: Array, receive: Array) -> Sent:
+        return self._flat.all_gather(send, receive)
+
+    def broadcast(self, array: Array, root: int) -> Sent:
+        return self._flat.broadcast(array, root)
+
+    def all_to_all(self, send: Sequence[Array], receive: Sequence[Array]) -> Sent:
+        return self._flat.all_to_all(send, receive)
+
+    def send(self, array: Array, to: int, tag: int) -> Sent:
+        return self._flat.send(array, to, tag)
+
+    def receive(self, array: Array, source: int, tag: int) -> Sent:
+        return self._flat.receive(array, source, tag)
+
+    def barrier(self) -> Sent:
+        return self._flat.barrier()
+
+    def close(self) -> None:
+        """Ends all three."""
+        for transport in (self._flat, self._inside, self._across):
+            transport.close()
+
 
 TIMEOUT_S = 300.0
 """How long a call waits for other ranks."""

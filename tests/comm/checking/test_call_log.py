@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.board import Board
-from shoal.comm.checking.call_log import KEPT, Call, CallLog
-from shoal.comm.diagnosis import Diagnosis
+from shoal.comm.diagnosis import KEPT, Call, CallLog, Diagnosis
 from shoal.errors import CollectiveError
 from tests.comm.groups import replicas
 

@@ -11,9 +11,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shoal.comm.backends import TransportName
 from shoal.comm.collective import Collective
-from shoal.comm.config import WireConfig
+from shoal.comm.config import TransportName, WireConfig
 from shoal.comm.diagnosis import disagreement
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.errors import CollectiveError

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from shoal.comm.backends import TransportName
 from shoal.comm.collective import Collective, Handle
+from shoal.comm.config import TransportName
 from shoal.errors import CollectiveError
 from tests.comm.checking.test_checked import checked
 

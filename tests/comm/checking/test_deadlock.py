@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from shoal.comm.board import Board
-from shoal.comm.checking.deadlock import Wait, WaitGraph
+from shoal.comm.checking import Wait, WaitGraph
 from shoal.errors import CollectiveError
 
 GROUPS = {"left": (0, 1), "right": (1, 2), "all": (0, 1, 2)}

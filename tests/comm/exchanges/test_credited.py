@@ -15,7 +15,7 @@ from shoal.comm.exchanges.credited import CreditQueue
 from shoal.comm.exchanges.exchange import AllReduce
 from shoal.comm.ledger import Ledger
 from shoal.errors import CollectiveError
-from shoal.gradients.rehearsal import Partition, leaving_order
+from shoal.gradients.priority import Partition, leaving_order
 from tests.waiting import HANG_S
 
 

@@ -15,7 +15,7 @@ from shoal.codec.config import SignConfig
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import Segment
 from shoal.comm.exchanges.momentum import MomentumSum
-from shoal.config.table import implementation_of
+from shoal.config.check import implementation_of
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import AdamW, OneBit, OneBitAdam, OneBitLAMB, ZeroOneAdam
 from tests.comm.local import local_group

@@ -14,9 +14,8 @@ from torch import Tensor
 from shoal.codec.codec import Codec
 from shoal.codec.config import ShardCodecConfig
 from shoal.comm.collective import Collective
-from shoal.comm.exchanges.exchange import AllReduce
-from shoal.comm.exchanges.pieces import PieceCodecs
-from shoal.config.table import implementation_of
+from shoal.comm.exchanges.exchange import AllReduce, PieceCodecs
+from shoal.config.check import implementation_of
 from tests.comm.local import local_group
 from tests.waiting import HANG_S
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.comm.shm.core import Settings, core_settings
-from shoal.comm.shm.segment import Handshake
+from shoal.comm.shm.host import Handshake
 from tests.waiting import HANG_S
 
 NOBODY = 65534

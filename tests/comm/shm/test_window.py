@@ -15,8 +15,8 @@ from torch._C import _distributed_c10d as c10d
 
 from shoal.comm.collective import GroupCollective
 from shoal.comm.config import WireConfig
-from shoal.comm.connect import connect
 from shoal.comm.ledger import Ledger
+from shoal.comm.mesh import connect
 from shoal.errors import CollectiveError
 from shoal.gradients.reducer import Reducer
 from tests.comm.shm.test_group import DTYPES, FLOATS, OPS, brought, by_definition, options, shared

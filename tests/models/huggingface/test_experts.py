@@ -19,11 +19,11 @@ from shoal.comm.mesh import build_mesh
 from shoal.errors import UserCodeError
 from shoal.models.huggingface.build import build
 from shoal.models.huggingface.config import TransformersConfig
-from shoal.models.huggingface.experts import planned_experts
 from shoal.models.huggingface.model import check_plans
-from shoal.models.mixture_exchange import LocalExchange
+from shoal.models.huggingface.tensor_plan import planned_experts
 from shoal.models.roles import roles_of
-from shoal.parallel.expert.exchange import ExpertGroups, split_experts
+from shoal.models.router import LocalExchange
+from shoal.parallel.expert import ExpertGroups, split_experts
 from shoal.topology.layout import Layout
 from tests import programs
 from tests.assembly.journey import Leg, travel

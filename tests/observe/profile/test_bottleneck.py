@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shoal.observe.profile.arrivals import Exposed
 from shoal.observe.profile.bottleneck import Measured, Setup, bottleneck
+from shoal.observe.profile.recording import Exposed
 from shoal.observe.profile.split import Operator, TimeSplit
 
 

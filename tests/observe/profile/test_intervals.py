@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.observe.profile.intervals import Spans, difference, intersection, length, union
+from shoal.observe.profile.split import Spans, difference, intersection, length, union
 
 SPANS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=8)
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from shoal.observe.profile.arrivals import exposed, joined
-from shoal.observe.profile.evidence import interval, rounds
-from shoal.observe.profile.recording import Called, Step
+from shoal.observe.profile.recording import Called, Step, exposed, interval, joined, rounds
 from shoal.observe.profile.split import operators, split
 from tests.observe.profile.recordings import recording
 

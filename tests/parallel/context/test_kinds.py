@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from shoal.comm.collective import Alone, Collective
 from shoal.errors import LayoutError, UserCodeError
 from shoal.models.layers import CausalAttention
-from shoal.parallel.context import tiles
-from shoal.parallel.context import tiles as rows_of_tiles
-from shoal.parallel.context.kernels import Plain
-from shoal.parallel.context.put import KINDS, check_context, put_context
-from shoal.parallel.context.shard import positions
+from shoal.parallel import attention_tiles
+from shoal.parallel import attention_tiles as rows_of_tiles
+from shoal.parallel.attention_tiles import Plain
+from shoal.parallel.context import KINDS, check_context, positions, put_context
 from tests.comm.local import local_group
 from tests.waiting import HANG_S
 
@@ -113,7 +112,7 @@ def test_the_plain_kernel_and_tiles_cut_into_rows_give_the_same(
     kind: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What runs where there is no fused kernel, and where a mask is too large to be written at once."""
-    monkeypatch.setattr(tiles, "MOST_MASKED_NUMEL", 1000)
+    monkeypatch.setattr(attention_tiles, "MOST_MASKED_NUMEL", 1000)
     monkeypatch.setattr(rows_of_tiles, "kernel_for", lambda *_, **__: Plain())
     tensors, documents = inputs(batch=2, heads=4, kv_heads=2, seq=40, packed=packed)
     for mine, whole in split_and_whole(kind, 2, tensors, documents):

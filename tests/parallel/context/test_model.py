@@ -16,9 +16,8 @@ from shoal.memory.recompute import recompute
 from shoal.memory.tracker import measured_activation_bytes
 from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
-from shoal.models.dropout import set_sample_keys
-from shoal.parallel.context.put import KINDS, AttentionSizes, attention_bytes_sent, put_context
-from shoal.parallel.context.shard import positions, slice_sequence
+from shoal.models.layers import set_sample_keys
+from shoal.parallel.context import KINDS, AttentionSizes, attention_bytes_sent, positions, put_context, slice_sequence
 from shoal.topology.layout import Layout
 from tests.ranks import TestPlace
 

@@ -12,7 +12,7 @@ from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.models.mixture import Mixture, MixtureOptions
 from shoal.models.router import auxiliary_total, set_auxiliary
-from shoal.parallel.expert.exchange import ExpertGroups, split_experts
+from shoal.parallel.expert import ExpertGroups, split_experts
 from shoal.topology.layout import Layout
 from tests.ranks import TestPlace
 

@@ -10,7 +10,7 @@ import torch
 from shoal.comm.collective import Alone
 from shoal.errors import LayoutError
 from shoal.models.mixture import Mixture, MixtureOptions
-from shoal.parallel.expert.exchange import ExpertGroups, GroupExchange, bounds, by_expert, check_experts
+from shoal.parallel.expert import ExpertGroups, GroupExchange, bounds, by_expert, check_experts
 from tests.parallel.expert.split_layer import Case, alone, assembled, differences, on_rank
 
 # float64 sums in another order.

@@ -12,16 +12,14 @@ from torch import Tensor, nn
 from shoal.comm.collective import Alone, Collective
 from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
+from shoal.models.batch_norm import StepStatistics
 from shoal.models.build import build, initialise
 from shoal.models.config import MoEConfig
-from shoal.models.dropout import set_sample_keys
-from shoal.models.mixture import loads, mixtures_of
-from shoal.models.mixture_routes import RecordRoutes, Routes, set_routes
+from shoal.models.layers import set_sample_keys
+from shoal.models.mixture import RecordRoutes, Routes, loads, mixtures_of, set_routes
 from shoal.models.router import auxiliary_total, counted_tokens, set_auxiliary
-from shoal.models.step_batch_norm import StepStatistics
-from shoal.parallel.context.put import put_context
-from shoal.parallel.context.shard import positions
-from shoal.parallel.expert.exchange import ExpertGroups, ExpertPart, split_experts
+from shoal.parallel.context import positions, put_context
+from shoal.parallel.expert import ExpertGroups, ExpertPart, split_experts
 from shoal.parallel.tensor.plan import TensorPart, split_tensor
 from shoal.parallel.tensor.vocabulary import vocabulary_cross_entropy
 from shoal.topology.layout import Layout

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.models.config import GPTConfig
-from shoal.models.dropout import set_sample_keys
 from shoal.models.gpt import GPT
+from shoal.models.layers import set_sample_keys
 from shoal.models.roles import Part
 
 SEED, SAMPLES, SEQUENCE, VOCABULARY, WIDTH = 11, 2, 5, 13, 8

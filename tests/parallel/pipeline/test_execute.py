@@ -13,7 +13,7 @@ from shoal.comm.collective import Collective
 from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.errors import LayoutError
-from shoal.models.dropout import set_sample_keys
+from shoal.models.layers import set_sample_keys
 from shoal.parallel.pipeline.execute import Computation, Hooks, PipelineRun, run_pipeline
 from shoal.parallel.pipeline.joints import AS_IT_IS, Packing
 from shoal.parallel.pipeline.stages import Stages, balanced_cut, estimated_costs, staged

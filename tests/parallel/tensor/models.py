@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
-from shoal.models.dropout import set_sample_keys
+from shoal.models.layers import set_sample_keys
 from shoal.models.roles import Role
 
 VOCABULARY, SEQUENCE = 40, 8

@@ -13,17 +13,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from shoal.cost.alpha_beta import group_of
 from shoal.cost.matmul import Rates
-from shoal.cost.wire import group_of
 from shoal.errors import UserCodeError
 from shoal.models.build import build
 from shoal.models.config import GPTConfig
 from shoal.models.roles import roles_of
 from shoal.planner.intra import choose as eliminate
 from shoal.planner.intra.choose import Choice, Prices, Problem, cheapest, placements_of
-from shoal.planner.intra.graph import PARTIAL, SHARED, WHOLE, Node, OperatorPlacement, conversion_s, graph_of, split
-from shoal.planner.intra.strategies import folded, strategies_of
-from shoal.planner.trace.group import TracedGroup
+from shoal.planner.intra.graph import (
+    PARTIAL,
+    SHARED,
+    WHOLE,
+    Node,
+    OperatorPlacement,
+    conversion_s,
+    folded,
+    graph_of,
+    split,
+    strategies_of,
+)
+from shoal.planner.trace.operator import TracedGroup
 from shoal.topology.cluster_file import known_cluster
 from tests.planner.trace.models import subject
 from tests.planner.trace.test_trace import entropy

@@ -19,15 +19,14 @@ from shoal.codec.config import (
 from shoal.codec.stated import Matrices, label, stated
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Transformer
-from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.coding import gradient_sum
 from shoal.planner.predict.predictor import Predictor, Workload
 from shoal.planner.predict.stack import MODERN, Codecs, Stack
+from shoal.planner.predict.workload import Constants
 from shoal.planner.simulate.step import simulate_step
 from shoal.planner.simulate.work import work_of
 from shoal.planning.simulating import table_of
-from shoal.topology.calibration import CodecTime
-from shoal.topology.cluster import Cluster
+from shoal.topology.cluster import Cluster, CodecTime
 from shoal.topology.cluster_file import cluster_from
 from shoal.topology.layout import Layout
 

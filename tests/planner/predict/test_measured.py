@@ -14,13 +14,20 @@ from shoal.cost.plan import Plan
 from shoal.cost.prices import Heads
 from shoal.cost.transformer import Transformer
 from shoal.errors import ConfigError
-from shoal.planner.predict.bill import Constants
-from shoal.planner.predict.measured import Measured, measured_of
+from shoal.planner.predict.measured import (
+    AT_THE_END,
+    HEAD_SUMS,
+    ContextKind,
+    Measured,
+    exchange,
+    measured_of,
+    meetings,
+    waits_of,
+)
 from shoal.planner.predict.predictor import Predictor, Workload
 from shoal.planner.predict.stack import Stack
-from shoal.planner.predict.waiting import AT_THE_END, HEAD_SUMS, ContextKind, exchange, meetings, waits_of
-from shoal.planner.predict.workload import calibrate_factor
-from shoal.topology.calibration import Calibration, Crowd, Wait
+from shoal.planner.predict.workload import Constants, calibrate_factor
+from shoal.topology.cluster import Calibration, Crowd, Wait
 from shoal.topology.cluster_file import cluster_from
 from shoal.topology.layout import Layout
 from tests.planner.calibrations import CORES, calibration

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from shoal.cost.operators import head_seconds, layer_seconds
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import gpt
-from shoal.planner.predict.bill import ITEMS, Constants
 from shoal.planner.predict.layer import share_of
 from shoal.planner.predict.predictor import Predictor
 from shoal.planner.predict.stack import MODERN
+from shoal.planner.predict.workload import ITEMS, Constants
 from shoal.planner.simulate.work import rank_seconds, work_of
 from shoal.topology.cluster import Cluster
 from shoal.topology.layout import Layout

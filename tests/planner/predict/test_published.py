@@ -9,8 +9,7 @@ import pytest
 from benchmarks.plan import machines, predicted_s, report, scored
 from benchmarks.plan_errors import Machine
 from benchmarks.published import layer_times
-from shoal.planner.predict.bill import Constants
-from shoal.planner.predict.workload import calibrate_compute, calibrate_dispatch
+from shoal.planner.predict.workload import Constants, calibrate_compute, calibrate_dispatch
 
 PUBLISHED = Path(__file__).parent.parent / "published"
 SHORT = ("share of groups", "share with a median")  # docs/benchmarks says by how much, and why

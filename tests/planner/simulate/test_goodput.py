@@ -7,7 +7,7 @@ import math
 import pytest
 
 from shoal.cost.interval import availability_optimal_s, daly_s, effective_share, young_s
-from shoal.planner.simulate.goodput import Faults, best_interval, goodput
+from shoal.planner.simulate.outcome import Faults, best_interval, goodput
 
 YEAR_S = 365 * 86400.0
 INTERVALS = 0.10

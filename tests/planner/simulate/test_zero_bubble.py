@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.simulate import BOUNDS
 from benchmarks.zero_bubble import MEASURED, PROFILES, bubble_rates, peak_memory, throughput
-from shoal.planner.simulate.memory import stored_bytes
+from shoal.planner.simulate.work import stored_bytes
 from shoal.schedules.build import build
 from shoal.schedules.timeline import in_flight
 

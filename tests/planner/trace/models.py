@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.parallel.tensor.vocabulary import VocabularySplit
-from shoal.planner.trace.group import TracedGroup
+from shoal.planner.trace.operator import TracedGroup
 from shoal.planner.trace.subject import Step, Subject
 
 WIDTH, LENGTH, CLASSES = 32, 16, 10

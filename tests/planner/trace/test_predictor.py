@@ -12,15 +12,15 @@ from shoal.cost.footprint import FLOAT32
 from shoal.cost.plan import Plan
 from shoal.models.config import GPTConfig
 from shoal.planner.explain.explain import why_not
-from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import measured_of
 from shoal.planner.predict.predictor import Predictor, Workload
 from shoal.planner.predict.stack import MODERN
+from shoal.planner.predict.workload import Constants
 from shoal.planner.search.candidates import Allowed, candidates
 from shoal.planner.search.search import search
 from shoal.planner.trace.predictor import TracedPredictor
 from shoal.planner.trace.subject import Subject, TracedJob
-from shoal.schedules.names import Schedule
+from shoal.schedules.table import Schedule
 from shoal.topology.cluster_file import cluster_from, known_cluster
 from shoal.topology.layout import Layout
 from tests.planner.calibrations import CORES, calibration

@@ -15,9 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.cost.transformer import Transformer, model_flops, total_parameters
 from shoal.errors import UserCodeError
-from shoal.memory.allocations import allocated
 from shoal.memory.closed_form import Activations, block_saved_bytes
-from shoal.memory.tracker import measured_activation_bytes
+from shoal.memory.tracker import allocated, measured_activation_bytes
 from shoal.models.build import build
 from shoal.models.config import ConvNetConfig, GPTConfig
 from shoal.planner.trace.subject import Subject, TracedSplit

@@ -8,7 +8,12 @@ sum, max and min, parts of different sizes, gather and scatter. The ranks always
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from itertools import permutations
 from typing import Any, get_args
 
 import torch
@@ -16,11 +21,224 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.collectives.table import CollectiveTable, Kind
-from shoal.comm.algorithms.probe import probe
-from shoal.comm.algorithms.tables import ChosenCollective, Tables
-from shoal.comm.collective import GroupCollective, Reduction
+from shoal.comm.algorithms import execute
+from shoal.comm.algorithms.choose import choose, choose_named
+from shoal.comm.collective import Collective, GroupCollective, Handle, Reduction
 from shoal.comm.config import Algorithm
-from shoal.topology.links import clustered
+from shoal.comm.worker import Worker
+from shoal.topology.links import Links, Matrix, clustered, measured
+
+# Measures the links between all ranks of a group: a latency and a rate for each direction of each pair, and the gap.
+#
+# One pair measures at a time while the others wait at a barrier, so that nobody shares a link. A tiny message there and
+# back takes twice the latency; a larger one there and a tiny one back gives the rate; several tiny ones there and one
+# back give what each further message costs. Inside a host the larger message hardly takes longer than the tiny one:
+# then a still larger one is sent, because a rate is a difference of two times and must not be their noise. Medians are
+# taken; all ranks get the same numbers.
+
+
+LEAST_SHARE = 0.1
+"""Of a timing that counts as transfer when noise makes the latency look like all of it."""
+MANY = 8
+"""Tiny messages at once, to see what each costs beside the latency."""
+DOMINATES = 4.0
+"""A transfer is measured well when it takes this many times as long as a tiny message."""
+GROWTH, MOST_BYTES = 8, 1 << 24
+_PROBE_TAG, _TOLD = 900_001, 900_002
+
+
+def probe(group: Collective, *, device: torch.device, size_bytes: int = 1 << 18, repeats: int = 5) -> Links:
+    """The links of `group`, its hosts read from them. Every rank has to call it; n (n-1) measurements.
+
+    `size_bytes`, the first size of the larger message, has to exceed what the network lets through in a burst.
+    """
+    own = torch.ones(group.size, 3, dtype=torch.float64, device=device)
+    for source, target in permutations(range(group.size), 2):
+        if group.rank == source:
+            own[target] = torch.tensor(_time(group, target, device, size_bytes, repeats), dtype=torch.float64)
+        elif group.rank == target:
+            _answer(group, source, device, repeats)
+        group.barrier().wait()
+    everyone = torch.empty(group.size * group.size, 3, dtype=torch.float64, device=device)
+    group.all_gather(everyone, own).wait()
+    latency, rate, gap = everyone.view(group.size, group.size, 3).cpu().unbind(-1)
+    apart = ~torch.eye(group.size, dtype=torch.bool)
+    return measured(_matrix(latency), _matrix(rate), gap_s=float(gap[apart].median()) if group.size > 1 else 0.0)
+
+
+def _matrix(tensor: torch.Tensor) -> Matrix:
+    return tuple(tuple(row) for row in tensor.tolist())
+
+
+def _time(
+    group: Collective, target: int, device: torch.device, size_bytes: int, repeats: int
+) -> tuple[float, float, float]:
+    """(latency_s, bytes_s, gap_s) towards `target`."""
+    tiny_s = _median_s(group, target, device, 1, 1, repeats)
+    many_s = _median_s(group, target, device, 1, MANY, repeats)
+    large_s = _median_s(group, target, device, size_bytes, 1, repeats)
+    while large_s < DOMINATES * tiny_s and size_bytes * GROWTH <= MOST_BYTES:
+        size_bytes *= GROWTH
+        large_s = _median_s(group, target, device, size_bytes, 1, repeats)
+    _tell(group, target, device, 0, 0)
+    rate = size_bytes / max(large_s - tiny_s, LEAST_SHARE * large_s)
+    return tiny_s / 2, rate, max(0.0, many_s - tiny_s) / (MANY - 1)
+
+
+def _median_s(group: Collective, target: int, device: torch.device, size: int, count: int, repeats: int) -> float:
+    """Seconds for `count` messages of `size` bytes there and a tiny one back."""
+    _tell(group, target, device, size, count)
+    message, reply, times = _bytes(size, device), _bytes(1, device), []
+    for _ in range(repeats + 1):
+        begin_s = time.perf_counter()
+        sent = [group.send(message, to=target, tag=_PROBE_TAG) for _ in range(count)]
+        group.recv(reply, source=target, tag=_PROBE_TAG).wait()
+        for handle in sent:
+            handle.wait()
+        times.append(time.perf_counter() - begin_s)
+    return statistics.median(times[1:])  # the first opens connections and touches memory
+
+
+def _tell(group: Collective, target: int, device: torch.device, size: int, count: int) -> None:
+    """What comes next: a size and how many of it; none at the end."""
+    group.send(torch.tensor([size, count], device=device), to=target, tag=_TOLD).wait()
+
+
+def _answer(group: Collective, source: int, device: torch.device, repeats: int) -> None:
+    """The other side of `_median_s`, until `source` tells the end."""
+    told = torch.zeros(2, dtype=torch.int64, device=device)
+    while True:
+        group.recv(told, source=source, tag=_TOLD).wait()
+        size, count = (int(number) for number in told)
+        if count == 0:
+            return
+        messages, reply = [_bytes(size, device) for _ in range(count)], _bytes(1, device)
+        for _ in range(repeats + 1):
+            for handle in [group.recv(message, source=source, tag=_PROBE_TAG) for message in messages]:
+                handle.wait()
+            group.send(reply, to=source, tag=_PROBE_TAG).wait()
+
+
+def _bytes(size: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+# Collectives by the cheapest algorithm for their size, on given links.
+#
+# `Tables` chooses a table once for each power of two; it holds no group, so that it keeps none open. `ChosenCollective`
+# runs the tables over `send` and `recv` of the group below, and passes on what has none. Collectives run one after the
+# other in a thread of their own, in the order of the calls.
+
+
+class Tables:
+    """Chosen once for each power of two. `name`: all-reduces by the algorithm of that name, wherever the links lead."""
+
+    def __init__(self, links: Links, *, add_bytes_s: float = math.inf, name: str | None = None) -> None:
+        self._links, self._add_bytes_s, self._name = links, add_bytes_s, name
+        self._made: dict[tuple[Kind, int, int], CollectiveTable] = {}
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks a table is for."""
+        return self._links.ranks
+
+    def __call__(self, kind: Kind, size_bytes: int, *, root: int = 0) -> CollectiveTable:
+        """For the whole vector of `size_bytes`, or for what one rank holds for an all-to-all."""
+        key = (kind, size_bytes.bit_length(), root)
+        if key not in self._made:
+            self._made[key] = self._choose(kind, float(1 << size_bytes.bit_length()), root)
+        return self._made[key]
+
+    def _choose(self, kind: Kind, size: float, root: int) -> CollectiveTable:
+        named = choose_named(self._name, kind, size, self._links, root=root) if self._name else None
+        return (named or choose(kind, size, self._links, root=root, add_bytes_s=self._add_bytes_s)).table
+
+
+_TAG = 1_000_000
+"""Above the tags of those who send to each other themselves."""
+
+
+class ChosenCollective:
+    """Over `inner`, whose ranks have to pass the same `links` (`probe` gives them). Close it when it is done with.
+
+    `name`: all-reduces by the algorithm of that name, wherever the links would lead.
+    """
+
+    def __init__(
+        self, inner: Collective, links: Links, *, add_bytes_s: float = math.inf, name: str | None = None
+    ) -> None:
+        self.rank, self.size = inner.rank, inner.size
+        self._inner = inner
+        self.tables = Tables(links, add_bytes_s=add_bytes_s, name=name)
+        self._worker = Worker(_nothing, name="shoal-algorithms", goes_on=True)
+
+    @property
+    def wire(self) -> str:
+        return self._inner.wire
+
+    @property
+    def pending(self) -> int:
+        """Calls that the thread has not begun."""
+        return self._worker.pending
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._inner.allocate(numel, dtype=dtype, device=device)
+
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Handle:
+        table = self.tables("all_reduce", tensor.nbytes)
+        return self._run(execute.all_reduce, tensor, table, self._inner, op=op, tag=_TAG)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Handle:
+        table = self.tables("reduce_scatter", input.nbytes)
+        return self._run(execute.reduce_scatter, output, input, table, self._inner, tag=_TAG)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Handle:
+        table = self.tables("all_gather", output.nbytes)
+        return self._run(execute.all_gather, output, input, table, self._inner, tag=_TAG)
+
+    def all_to_all(
+        self, output: Tensor, input: Tensor, *, output_sizes: Sequence[int] = (), input_sizes: Sequence[int] = ()
+    ) -> Handle:
+        """Parts of different sizes are left to the group below."""
+        if output_sizes or input_sizes:
+            return self._inner.all_to_all(output, input, output_sizes=output_sizes, input_sizes=input_sizes)
+        table = self.tables("all_to_all", input.nbytes)
+        return self._run(execute.all_to_all, output, input, table, self._inner, tag=_TAG)
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0) -> Handle:
+        table = self.tables("broadcast", tensor.nbytes, root=root)
+        return self._run(execute.broadcast, tensor, table, self._inner, tag=_TAG)
+
+    def reduce(self, tensor: Tensor, op: Reduction = "sum", *, root: int = 0) -> Handle:
+        table = self.tables("reduce", tensor.nbytes, root=root)
+        return self._run(execute.reduce, tensor, table, self._inner, op=op, tag=_TAG)
+
+    def gather(self, outputs: Sequence[Tensor], input: Tensor, *, root: int = 0) -> Handle:
+        return self._inner.gather(outputs, input, root=root)
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], *, root: int = 0) -> Handle:
+        return self._inner.scatter(output, inputs, root=root)
+
+    def send(self, tensor: Tensor, *, to: int, tag: int = 0) -> Handle:
+        return self._inner.send(tensor, to=to, tag=tag)
+
+    def recv(self, tensor: Tensor, *, source: int, tag: int = 0) -> Handle:
+        return self._inner.recv(tensor, source=source, tag=tag)
+
+    def barrier(self) -> Handle:
+        return self._inner.barrier()
+
+    def close(self) -> None:
+        """Waits for what is under way and ends the thread."""
+        self._worker.close()
+
+    def _run(self, function: Callable[..., None], *args: object, **keywords: object) -> Handle:
+        return self._worker.do(functools.partial(function, *args, **keywords), what="an algorithm's messages")
+
+
+def _nothing() -> None:
+    """The group below ends with those who hold it."""
+
 
 # Where nothing was measured, (seconds, bytes a second): memory, and Ethernet of 10 Gbit/s. They decide the number of
 # blocks of a pipelined tree, and that ranks of a host stand together.

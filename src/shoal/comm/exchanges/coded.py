@@ -26,8 +26,7 @@ from shoal.codec.codec import Codec
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.between_hosts import BetweenHosts, InOrder, Levels
 from shoal.comm.exchanges.choice import Choice
-from shoal.comm.exchanges.coded_push import CodedPushes
-from shoal.comm.exchanges.coded_sum import CodedSum, Coding, Spent, as_it_is, coded_sum
+from shoal.comm.exchanges.coded_sum import CodedPushes, CodedSum, Coding, Spent, as_it_is, coded_sum
 from shoal.comm.exchanges.exchange import Exchange, Segment
 from shoal.maths.counter import key_of
 from shoal.maths.norm import two_norm

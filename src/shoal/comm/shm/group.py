@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from shoal.comm.board import Board
 from shoal.comm.c10d_forms import (
     GlooGroup,
+    MonitoredBarrier,
     check_blocks,
     checked_root,
     given_timeout_s,
@@ -31,12 +32,11 @@ from shoal.comm.c10d_forms import (
     listed,
     profiler_enabled,
     ranged,
+    untraced,
 )
-from shoal.comm.monitored_barrier import MonitoredBarrier
 from shoal.comm.shm.core import DTYPES, REDUCTIONS, Kind, core_settings, load_core
 from shoal.comm.shm.host import find_mates
 from shoal.comm.shm.transport import Transport
-from shoal.comm.untraced import untraced
 
 Finish = list[Callable[[], object]]
 

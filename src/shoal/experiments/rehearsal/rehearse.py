@@ -19,18 +19,18 @@ import torch
 from shoal.assembly.start import processes_of
 from shoal.checkpoint.inspect import compare, weights_of
 from shoal.errors import EnvironmentFault, ShoalError, UsageError
+from shoal.experiments.rehearsal.faults import why_no_small_disk
 from shoal.experiments.rehearsal.scenarios import FAMILIES, Scenario, scenarios
-from shoal.experiments.rehearsal.small_disk import why_no_small_disk
 from shoal.experiments.rehearsal.trial import FaultTrial, Setup, play
 from shoal.experiments.rehearsal.two_hosts import why_not_two_hosts
-from shoal.fleet.assignment import REPLICA
+from shoal.files import temporary_folder
+from shoal.fleet.processes import REPLICA
+from shoal.launch.children import LAUNCHER_PID
 from shoal.launch.environment import place_from
-from shoal.launch.orphans import LAUNCHER_PID
 from shoal.resilience.config import COORDINATOR
 from shoal.resilience.faults import REHEARSAL
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
-from shoal.temporary_folder import temporary_folder
 
 TOLERANCE = 1e-4
 """Of the weights, after some steps in another order of summation: elastic runs divide a step's samples anew, and Adam

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shoal.checkpoint.objects import ACTIONS
-from shoal.experiments.rehearsal.relay import DELAY_S, RATE_MBIT, Trouble
+from shoal.experiments.rehearsal.faults import DELAY_S, RATE_MBIT, Trouble
 from shoal.resilience.faults import JOURNAL, Action, Fault
 
 STEPS, SAVE_EVERY, AT = 8, 2, 5

@@ -23,17 +23,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from shoal.checkpoint.commit import checkpoints, newest_verified, read_manifest
 from shoal.checkpoint.objects import Places
-from shoal.checkpoint.verify import checkpoints, newest_verified, read_manifest
 from shoal.errors import ConfigError, Diverged, UsageError
-from shoal.experiments.rehearsal.relay import Relay, relay
+from shoal.experiments.rehearsal.faults import Relay, end_fill, fill, relay, small_disk
 from shoal.experiments.rehearsal.scenarios import FULL_BYTES, GOING_S, STOPPED_S, Scenario
-from shoal.experiments.rehearsal.small_disk import end_fill, fill, small_disk
 from shoal.experiments.rehearsal.two_hosts import CoordinatorProcess, Started, on_two_hosts
 from shoal.launch.children import THROWN_AWAY_S, stop
 from shoal.launch.own_script import KEYS
-from shoal.observe.attempts import attempts
-from shoal.observe.events import Event, read_events
+from shoal.observe.events import Event, attempts, read_events
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.faults import REHEARSAL, Strike, say_acted, strikes, write_faults
 

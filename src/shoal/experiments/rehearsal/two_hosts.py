@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import EnvironmentFault
-from shoal.experiments.rehearsal.relay import ADDRESSES, INTERFACE, Relay, RelayHost, why_no_relay
+from shoal.experiments.rehearsal.faults import ADDRESSES, INTERFACE, Relay, RelayHost, why_no_relay
 from shoal.launch.children import THROWN_AWAY_S, stop
 from shoal.launch.environment import LOOPBACK
 from shoal.resilience.config import ElasticConfig

@@ -22,9 +22,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from shoal.config.check import checked
+from shoal.config.check import Table, checked, says
 from shoal.config.load import read
-from shoal.config.table import Table, says
 from shoal.errors import ConfigError
 
 MOST_HOSTS, MOST_RANKS = 64, 256

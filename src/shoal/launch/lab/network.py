@@ -12,13 +12,181 @@ meet no others, and it is gone when its namespaces are.
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import re
+import shutil
+import signal
 import subprocess
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
-from shoal.launch.lab import owner
-from shoal.launch.lab.iproute import TIMEOUT_S, inside, ip, require, tc
+from shoal.errors import EnvironmentFault
+from shoal.launch.environment import Environ
+from shoal.launch.failure import ExitCode
 from shoal.launch.lab.lab_file import Lab
+from shoal.launch.rank_process import HostEntry
+from shoal.launch.spawn import run_ranks
+from shoal.launch.supervision import Patience, say
+
+# `ip` and `tc`: whether this process may use them, and running several of their commands at once.
+#
+# What the kernel counted on the interfaces of this network namespace.
+
+
+TIMEOUT_S = 30.0
+INSTEAD = 'or set lab.network = "throttle", which slows the ranks\' own processes down, approximately'
+
+
+def why_not() -> str | None:
+    """Why this process cannot make a lab, as a sentence with the repair; None where it can."""
+    if sys.platform != "linux":
+        return f"a lab is made of Linux's network namespaces, and this is {sys.platform}; use Linux, {INSTEAD}"
+    if os.geteuid() != 0:
+        return f"a lab needs root to make network namespaces, and this is user {os.geteuid()}; use sudo, {INSTEAD}"
+    missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
+    if missing:
+        return f"a lab needs iproute2, and there is no {' and no '.join(missing)}; apt-get install iproute2, {INSTEAD}"
+    return None
+
+
+def require() -> None:
+    """Raises `EnvironmentFault` where this process cannot make a lab."""
+    if (reason := why_not()) is not None:
+        raise EnvironmentFault(reason)
+
+
+def ip(commands: Sequence[str], *, namespace: str | None = None) -> str:
+    """Runs lines of `ip`, stops at the first that fails, and returns their output. Raises `EnvironmentFault`."""
+    return _batch("ip", commands, namespace)
+
+
+def tc(commands: Sequence[str], *, namespace: str | None = None) -> str:
+    """The same of `tc`."""
+    return _batch("tc", commands, namespace)
+
+
+def inside(namespace: str) -> list[str]:
+    """What stands before a command that runs in a namespace, in the same process."""
+    return ["ip", "netns", "exec", namespace]
+
+
+def _batch(tool: str, commands: Sequence[str], namespace: str | None) -> str:
+    where = ["-n", namespace] if namespace is not None else []
+    text = "".join(f"{command}\n" for command in commands)
+    try:
+        done = subprocess.run(
+            [tool, *where, "-batch", "-"],
+            input=text, capture_output=True, text=True, timeout=TIMEOUT_S, check=False, start_new_session=True,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EnvironmentFault(f"{tool} could not be run ({error}); {INSTEAD}") from error
+    if done.returncode != 0:
+        raise EnvironmentFault(
+            f"{tool} refused {_refused(commands, done.stderr)!r} ({_reason(done.stderr)}): a lab needs a kernel with "
+            f"network namespaces, veth, bridges and tbf, and the right to use them; run it on such a machine, {INSTEAD}"
+        )
+    return done.stdout
+
+
+def _refused(commands: Sequence[str], complaint: str) -> str:
+    """The line that `Command failed -:3` tells of."""
+    number = complaint.rpartition("-:")[2].strip()
+    return commands[int(number) - 1] if number.isdigit() and int(number) <= len(commands) else "; ".join(commands)
+
+
+def _reason(complaint: str) -> str:
+    lines = [line for line in complaint.splitlines() if line and not line.startswith("Command failed")]
+    return lines[0].removeprefix("Error: ").rstrip(".") if lines else "without a reason"
+
+
+INTERFACES = Path("/sys/class/net")
+LOOPBACK = "lo"
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Sent to other hosts since the interfaces were made, headers included."""
+
+    bytes_sent: int
+    packets_sent: int
+
+    def __sub__(self, earlier: Counted) -> Counted:
+        return Counted(self.bytes_sent - earlier.bytes_sent, self.packets_sent - earlier.packets_sent)
+
+
+def counted(interfaces: Path = INTERFACES) -> Counted:
+    """The sum over all interfaces but the loopback."""
+    names = [path for path in interfaces.iterdir() if path.name != LOOPBACK]
+    return Counted(_sum(names, "tx_bytes"), _sum(names, "tx_packets"))
+
+
+def _sum(interfaces: list[Path], counter: str) -> int:
+    return sum(int((path / "statistics" / counter).read_text()) for path in interfaces)
+
+
+# Names of a lab's namespaces, and what dead labs have left behind.
+#
+# A name holds the id and the start time of the process that made it: `shoal-lab-<pid>-<ticks>-<lab>-<host>`. Ids are
+# used again, both together are not. A namespace whose owner is gone belongs to a lab that was killed: it can be
+# removed.
+
+
+NAMESPACES = Path("/run/netns")
+_NAME = re.compile(r"shoal-lab-(?P<pid>\d+)-(?P<ticks>\d+)-(?P<lab>\d+)-[a-z0-9]+")
+
+
+def free_prefix(existing: Iterable[str], *, pid: int | None = None) -> str:
+    """What the names of a new lab of this process begin with, beside the `existing` names of others."""
+    pid = os.getpid() if pid is None else pid
+    ticks, taken = start_ticks(pid), list(existing)
+    if ticks is None:
+        raise EnvironmentFault(f"process {pid} has no start time in /proc: a lab's names hold it; mount /proc")
+    names = (f"shoal-lab-{pid}-{ticks}-{number}-" for number in count())
+    return next(name for name in names if not any(other.startswith(name) for other in taken))
+
+
+def start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; None where there is no such process, or only its zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def namespaces(folder: Path = NAMESPACES) -> list[str]:
+    """The named network namespaces of this machine."""
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def leftovers(names: Iterable[str]) -> list[str]:
+    """Those of `names` that dead labs have left."""
+    found = []
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match is not None and start_ticks(int(match["pid"])) != int(match["ticks"]):
+            found.append(name)
+    return found
+
+
+def remove_namespaces(names: Iterable[str]) -> None:
+    """Removes namespaces, with the links and bridges in them. Processes in them keep theirs until they end.
+
+    One that another process has just removed is gone, too, which is all that is wanted.
+    """
+    for name in names:
+        with contextlib.suppress(EnvironmentFault, subprocess.TimeoutExpired):
+            ip([f"netns del {name}"])
+    still = set(names) & set(namespaces())
+    if still:
+        raise EnvironmentFault(f"the namespaces {', '.join(sorted(still))} cannot be removed; try ip netns del NAME")
+
 
 INTERFACE = "eth0"
 STORE_PORT = 29400
@@ -61,9 +229,9 @@ def network(lab: Lab) -> Iterator[Network]:
         EnvironmentFault: this process may not make one, or the kernel cannot.
     """
     require()
-    existing = owner.namespaces()
-    owner.remove(owner.leftovers(existing))
-    prefix = owner.prefix(existing)
+    existing = namespaces()
+    remove_namespaces(leftovers(existing))
+    prefix = free_prefix(existing)
     hosts, switch = tuple(f"{prefix}h{host.number}" for host in lab.hosts), f"{prefix}switch"
     with _removed_in_any_case((*hosts, switch)):
         ip([f"netns add {name}" for name in (switch, *hosts)])
@@ -91,7 +259,7 @@ def _removed_in_any_case(names: tuple[str, ...]) -> Iterator[None]:
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired):
             remover.communicate(b"end\n", timeout=TIMEOUT_S)
-        owner.remove(set(names) & set(owner.namespaces()))
+        remove_namespaces(set(names) & set(namespaces()))
 
 
 def _join(lab: Lab, hosts: tuple[str, ...], switch: str) -> None:
@@ -144,3 +312,84 @@ def _bucket(lab: Lab, interface: str, rate_mbit: float) -> str:
 
 def _long() -> str:
     return f"gso_max_size {_LONGEST_BYTES} gro_max_size {_LONGEST_BYTES}"
+
+
+# Running ranks in a lab: each on its host, all of them supervised like ranks of this machine.
+#
+# Where the lab's network is "throttle", the hosts are names and the links are kept to by the ranks themselves, who are
+# told the rates.
+
+
+RATES = "SHOAL_LAB_RATES"
+"""The variable that tells throttled ranks their hosts and the rates between them."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+def run_in_lab(
+    lab: Lab,
+    command: Sequence[str],
+    *,
+    run_directory: Path,
+    environ: Environ,
+    keep_fds: Sequence[int] = (),
+    patience: Patience | None = None,
+) -> ExitCode:
+    """`shoal.launch.spawn.run_ranks` with the ranks on the hosts of `lab`, which is gone afterwards.
+
+    Call it from the main thread. Raises `EnvironmentFault` where there can be no lab.
+    """
+    environ = {"TORCH_CPP_LOG_LEVEL": "ERROR", **environ}  # addresses of a lab have no names, which torch warns of
+    common: dict[str, Any] = {
+        "processes": lab.ranks,
+        "run_directory": run_directory,
+        "environ": environ,
+        "keep_fds": keep_fds,
+        "patience": patience,
+    }
+    if lab.network == "throttle":
+        say(
+            f"lab: {len(lab.hosts)} hosts by name only; ranks keep to the rates between them by themselves, which is "
+            'an approximation (lab.network = "kernel" shapes real links)'
+        )
+        return run_ranks(command, **common, entry_of=lambda rank: throttled_entry(lab, rank))
+    with unwinding(), network(lab) as net:
+        return run_ranks(command, **common, entry_of=lambda rank: kernel_entry(net, rank))
+
+
+def kernel_entry(net: Network, rank: int) -> HostEntry:
+    """A rank in the namespace of its host."""
+    host = net.lab.host_of[rank]
+    return HostEntry(net.enter(host), {**_place(net.lab, rank), **net.environ(host)})
+
+
+def throttled_entry(lab: Lab, rank: int) -> HostEntry:
+    """A rank of this machine that takes itself for one of a lab's host, and keeps to its rates."""
+    host = lab.hosts[lab.host_of[rank]]
+    rates = json.dumps({"hosts": lab.host_of, "bytes_s": lab.bytes_s()})
+    return HostEntry((), {**_place(lab, rank), "SHOAL_HOST": host.name, RATES: rates})
+
+
+@contextlib.contextmanager
+def unwinding() -> Iterator[None]:
+    """A signal that would end the process becomes an exception, once, so that what was made is removed."""
+    raised: list[int] = []
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        if not raised:
+            raised.append(number)
+            raise SystemExit(128 + number)
+
+    chosen = [number for number in _STOP_SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
+    for number in chosen:
+        signal.signal(number, unwind)
+    try:
+        yield
+    finally:
+        for number in chosen:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _place(lab: Lab, rank: int) -> Mapping[str, str]:
+    host = lab.hosts[lab.host_of[rank]]
+    place = {"LOCAL_RANK": rank - host.ranks.start, "LOCAL_WORLD_SIZE": len(host.ranks), "GROUP_RANK": host.number}
+    return {name: str(value) for name, value in place.items()}

@@ -7,22 +7,78 @@ for a queue, which has a limit of time and hears signals.
 from __future__ import annotations
 
 import contextlib
+import importlib
+import importlib.util
 import itertools
 import queue
 import random
+import secrets
 import socket
+import sys
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from shoal.errors import CollectiveError, GenerationOver
-from shoal.launch import frames, handshake, sockets
-from shoal.launch.environment import Place
+from shoal.errors import CollectiveError, EnvironmentFault, GenerationOver
+from shoal.launch import handshake, sockets
+from shoal.launch.environment import LOOPBACK, Place
 from shoal.launch.store.messages import MOST_FRAME_BYTES, MOST_VALUE_BYTES, REPLIES, SERVICE, Operation, Reply, Request
-from shoal.launch.wait import bounded
 
 if TYPE_CHECKING:
     from shoal.launch.store.server import StoreServer
+
+
+# A wait that says what it waits for, and ends.
+#
+# Calls into a store or a socket library may block without a bound of their own (a rank that is stopped, a cable that is
+# cut). So the work is done by a thread, and the caller waits for the thread: it says on standard error what is missing,
+# first after 5 s, then after twice as long each time, and gives up when its time is over.
+
+
+SAY_AFTER_S = 5.0
+T = TypeVar("T")
+
+
+def bounded(
+    work: Callable[[threading.Event], T], *, rank: int, timeout_s: float, missing: Callable[[], str], repair: str
+) -> T:
+    """What `work` returns; it should end soon once its argument is set, which happens when nobody waits any more.
+
+    `missing` says what is waited for now, as "rank 1 of 2". Raises what `work` raises, or `CollectiveError` once
+    `timeout_s` is over.
+    """
+    over = threading.Event()
+    done: queue.SimpleQueue[Future[T]] = queue.SimpleQueue()
+
+    def run() -> None:
+        future: Future[T] = Future()
+        try:
+            future.set_result(work(over))
+        except Exception as error:
+            future.set_exception(error)
+        done.put(future)
+
+    threading.Thread(target=run, name="shoal-wait", daemon=True).start()
+    begin_s, next_word_s = time.monotonic(), SAY_AFTER_S
+    try:
+        while True:
+            until_s = begin_s + min(next_word_s, timeout_s)
+            try:
+                return done.get(timeout=max(0.0, until_s - time.monotonic())).result()
+            except queue.Empty:
+                if next_word_s >= timeout_s:
+                    raise CollectiveError(
+                        f"rank {rank} waited {timeout_s:g} s in vain for {missing()}: {repair}"
+                    ) from None
+            with contextlib.suppress(OSError):  # the terminal may be gone
+                waited = f"{next_word_s:g} of at most {timeout_s:g} s"
+                print(f"rank {rank} waits for {missing()}, {waited}", file=sys.stderr, flush=True)
+            next_word_s *= 2
+    finally:
+        over.set()
+
 
 ANSWER_S = 30.0
 """How long a reply may take beyond the time that the store was asked to wait for keys."""
@@ -122,7 +178,7 @@ class StoreConnection:
             if self._lost:
                 raise self._gone(self._lost)
             try:
-                self._connection.sendall(frames.encode(request))
+                self._connection.sendall(sockets.encode(request))
             except OSError as error:  # perhaps in the middle of a frame: nothing can follow
                 self._end(str(error))
                 raise self._gone(str(error)) from None
@@ -136,12 +192,12 @@ class StoreConnection:
         reason = "it was closed"
         try:
             while True:
-                reply = frames.decode(
-                    frames.receive(self._connection, most_bytes=MOST_FRAME_BYTES, patient=True), REPLIES
+                reply = sockets.decode(
+                    sockets.receive(self._connection, most_bytes=MOST_FRAME_BYTES, patient=True), REPLIES
                 )
                 if (replies := self._pending.get(reply.number)) is not None:  # else nobody waits for it any more
                     replies.put(reply)
-        except (OSError, frames.FrameError) as error:
+        except (OSError, sockets.FrameError) as error:
             reason = str(error)
         with self._lock:
             self._end(reason)
@@ -201,7 +257,7 @@ def reach_store(
     repair = f"{SEE}, and whether MASTER_ADDR, MASTER_PORT and the firewall are right; {START_KEY}"
     try:
         return bounded(work, rank=place.rank, timeout_s=timeout_s, missing=missing, repair=repair)
-    except frames.FrameError as error:
+    except sockets.FrameError as error:
         raise CollectiveError(
             f"what listens at {address}:{port} is not the store of rank 0: set MASTER_ADDR and MASTER_PORT to those of "
             "rank 0 on every rank"
@@ -225,3 +281,67 @@ def _shake_hands(connection: socket.socket, token: bytes) -> None:
 
 def _listed(keys: Sequence[str]) -> str:
     return ", ".join(keys[:_NAMED]) + (f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else "")
+
+
+# Where ranks that mpiexec started meet: rank 0 takes a free port, and says over MPI where. It imports no torch.
+
+
+TOKEN_BYTES = 32
+_MPI_TEXT_BYTES = 512
+_FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.1
+
+
+class Met(NamedTuple):
+    """Where the store is, and which token it asks for; rank 0 has a socket that listens there."""
+
+    address: str
+    port: int
+    token: bytes
+    listen_fd: int | None
+
+
+def mpi_is_there() -> bool:
+    """Whether mpi4py is installed."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def meet_over_mpi(place: Place, environ: Mapping[str, str], *, timeout_s: float) -> Met:
+    """Rank 0 takes a free port, and says over MPI where it is, and which token it asks for."""
+    address = environ.get("MASTER_ADDR") or (LOOPBACK if place.one_host else socket.gethostname())
+    listener = sockets.listen_at(address, 0, one_host=place.one_host) if place.rank == 0 else None
+    port = listener.getsockname()[1] if listener is not None else 0
+    said = _broadcast(place, f"{secrets.token_hex(TOKEN_BYTES)} {port} {address}", timeout_s=timeout_s)
+    token, found, address = said.split(" ", 2)
+    return Met(address, int(found), token.encode(), listener.detach() if listener is not None else None)
+
+
+def _broadcast(place: Place, text: str, *, timeout_s: float) -> str:
+    """Rank 0's `text`, up to 512 bytes, on every rank; the others pass anything.
+
+    Raises `EnvironmentFault` where mpi4py and mpiexec are of different MPIs, and `CollectiveError` where the others
+    have not called it within `timeout_s`.
+    """
+    mpi: Any = importlib.import_module("mpi4py.MPI")  # its import starts MPI
+    world = mpi.COMM_WORLD
+    if (found := (world.Get_rank(), world.Get_size())) != (place.rank, place.world_size):
+        raise EnvironmentFault(
+            f"mpiexec says rank {place.rank} of {place.world_size}, mpi4py rank {found[0]} of {found[1]}: both have to "
+            "be of one MPI; start them with the mpiexec of the MPI that mpi4py finds"
+        )
+    message = bytearray(text.encode().ljust(_MPI_TEXT_BYTES, b"\0"))
+    request = world.Ibcast([message, mpi.BYTE], root=0)
+
+    def work(over: threading.Event) -> None:
+        pause_s = _FIRST_POLL_S
+        while not request.Test() and not over.wait(pause_s):
+            pause_s = min(2 * pause_s, _LAST_POLL_S)
+
+    missing = "the other ranks" if place.rank == 0 else "rank 0"
+    bounded(
+        work,
+        rank=place.rank,
+        timeout_s=timeout_s,
+        missing=lambda: f"{missing}, to meet over MPI",
+        repair=f"{SEE}; {START_KEY}",
+    )
+    return message.rstrip(b"\0").decode()

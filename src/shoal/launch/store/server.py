@@ -17,12 +17,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from shoal.launch import frames, handshake
+from shoal.launch import handshake, sockets
 from shoal.launch.sockets import BACKLOG
 from shoal.launch.store.messages import MOST_FRAME_BYTES, REPLY_BYTES, REQUESTS, SERVICE, Reply, Request
 
 LOG = logging.getLogger("shoal.store")
-_GONE = (OSError, TimeoutError, asyncio.IncompleteReadError, frames.FrameError)
+_GONE = (OSError, TimeoutError, asyncio.IncompleteReadError, sockets.FrameError)
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Keys:
         try:
             answer(self._changed(request))
         except (ValueError, IndexError) as error:
-            raise frames.FrameError(f"a request {request.operation} makes no sense ({error})") from None
+            raise sockets.FrameError(f"a request {request.operation} makes no sense ({error})") from None
         return None
 
     def give_up(self, waiter: Waiter) -> None:
@@ -140,7 +140,7 @@ class _Peer:
     waiters: set[Waiter] = field(default_factory=set)
 
     def reply(self, reply: Reply) -> None:
-        self.writer.write(frames.encode(reply))
+        self.writer.write(sockets.encode(reply))
 
 
 def allow_descriptors() -> None:
@@ -219,8 +219,8 @@ class StoreServer:
 
     async def _serve_peer(self, peer: _Peer, reader: asyncio.StreamReader) -> None:
         while True:  # without a limit on time: a rank that is stopped in the middle of a frame may go on later
-            body = await frames.read(reader, most_bytes=MOST_FRAME_BYTES, begin_s=None, rest_s=None)
-            request: Request = frames.decode(body, REQUESTS)
+            body = await sockets.read(reader, most_bytes=MOST_FRAME_BYTES, begin_s=None, rest_s=None)
+            request: Request = sockets.decode(body, REQUESTS)
             waiter = self._keys.handle(request, peer.reply)
             if waiter is not None:
                 peer.waiters = {other for other in peer.waiters if other.missing} | {waiter}

@@ -5,13 +5,32 @@ from __future__ import annotations
 import ipaddress
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from shoal.launch.doctor import Finding
-from shoal.launch.survey.grouping import MOST_NAMED, groups, listed
-from shoal.launch.survey.messages import HostFacts, SurveyedLink
-from shoal.launch.survey.visit import Survey
+from shoal.launch.survey.channel import HostFacts, Survey, SurveyedLink
 from shoal.units import plural
+
+# Hosts by what they have in common, as text.
+
+
+MOST_NAMED = 8
+
+
+def groups(values: Mapping[str, object]) -> list[tuple[object, list[str]]]:
+    """The hosts of each value, the most frequent value first."""
+    counted = Counter(values.values())
+    return [(value, [name for name, own in values.items() if own == value]) for value, _ in counted.most_common()]
+
+
+def shown_groups(groups: Iterable[tuple[object, list[str]]], *, nothing: str = "not installed") -> str:
+    return "; ".join(f"{nothing if value is None else value} on {listed(names)}" for value, names in groups)
+
+
+def listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
+
 
 FAR_APART_S = 0.5
 SLOW_SHARE = 0.5

@@ -16,8 +16,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from shoal import units
-from shoal.observe.profile.arrivals import Exposed
-from shoal.observe.profile.evidence import Share, interval
+from shoal.observe.profile.recording import Exposed, Share, interval
 from shoal.observe.profile.split import Operator, TimeSplit, mean
 
 Kind = Literal["data", "wire", "slow rank", "operator", "host", "compute", "nothing"]

@@ -43,7 +43,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from shoal.codec.codec import Codec, pack, unpack
 from shoal.codec.config import BlockwiseConfig, CastConfig
-from shoal.config.table import implementation_of
+from shoal.config.check import implementation_of
 from shoal.errors import UserCodeError
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

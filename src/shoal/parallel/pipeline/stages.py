@@ -2,7 +2,7 @@
 
 What each part of a chain costs, from its parameters or by the clock, and a cut by the names of its parts.
 
-The automatic cut by costs is `schedules.cut.balanced_cut`.
+The automatic cut by costs is `schedules.build.balanced_cut`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shoal.errors import LayoutError, UserCodeError
 from shoal.models.roles import DeclaresParts, Part, role_of
-from shoal.schedules.cut import Cut, balanced_cut, check_enough
+from shoal.schedules.build import Cut, balanced_cut, check_enough_blocks
 
 __all__ = ["Cut", "Stages", "balanced_cut", "cut_at", "estimated_costs", "measured_costs", "stage_costs", "staged"]
 
@@ -74,7 +74,7 @@ def cut_at(names: Sequence[str], firsts: Sequence[str], *, stages: int) -> Cut:
 
     Raises `LayoutError` for a name that no part has, for names out of order, and where their number does not fit.
     """
-    check_enough(len(names), stages)
+    check_enough_blocks(len(names), stages)
     if len(firsts) != stages - 1:
         raise LayoutError(
             f"pipeline.cut names {len(firsts)} parts, but {stages} stages are cut at {stages - 1}; name the first part "

@@ -2,7 +2,8 @@
 
 Activations and gradients on their way between stages: posted ahead, never waited for before they are needed.
 
-Three rules make every table that `schedules.check` accepts run without a deadlock, and keep nothing longer than needed.
+Three rules make every table that `schedules.timeline` accepts run without a deadlock, and keep nothing longer than
+needed.
 
 - A rank never waits for a send while it has work. A message from a peer proves what the peer did before it: sends that
   it had taken by then are complete, and are let go.
@@ -23,8 +24,8 @@ from torch import Tensor
 from shoal.comm.collective import Collective, Handle
 from shoal.errors import UserCodeError
 from shoal.parallel.pipeline.joints import AS_IT_IS, HEADER_NUMEL, Form, Packing
-from shoal.schedules.check import needs
 from shoal.schedules.table import Action, ScheduleTable
+from shoal.schedules.timeline import needs
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shoal.comm.collective import Collective
 from shoal.errors import LayoutError, UserCodeError
-from shoal.models.dropout import KeyedDropout
+from shoal.models.layers import KeyedDropout
 from shoal.parallel.tensor.operators import slice_of
 from shoal.topology.refusal import nearest_divisors, nearest_multiples
 

@@ -25,7 +25,6 @@ from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.models.keyed_draws import Extent, Inside
 from shoal.models.roles import DeclaresCounts, DeclaresRoles, role_of, roles_of
-from shoal.parallel.tensor.crossings import Crossings, block_layers
 from shoal.parallel.tensor.layers import (
     ColumnLinear,
     Cut,
@@ -41,10 +40,10 @@ from shoal.parallel.tensor.layers import (
     slice_positions,
     uneven_cut,
 )
-from shoal.parallel.tensor.region import Region, linear, regions_of
+from shoal.parallel.tensor.region import Crossings, Region, block_layers, linear, regions_of
 from shoal.parallel.tensor.summa import Grid
 from shoal.parallel.tensor.vocabulary import VocabularySplit
-from shoal.topology.box import Box, Dims
+from shoal.topology.holding import Box, Dims
 
 SPLIT_ROLES = ("column", "row", "packed", "embedding", "head")
 

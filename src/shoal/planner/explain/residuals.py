@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.predictor import Prediction
-from shoal.planner.search.scaling import Choice
+from shoal.planner.predict.workload import Constants
+from shoal.planner.search.search import Choice
 
 FEWEST = 20
 """Rows without which a 90 % interval would have no row beyond each of its ends."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from shoal import units
 from shoal.cost.footprint import Footprint
 from shoal.planner.explain.residuals import Residuals
-from shoal.planner.predict.bill import ITEMS, Bill
 from shoal.planner.predict.predictor import Prediction
-from shoal.planner.search.scaling import Choice
+from shoal.planner.predict.workload import ITEMS, Bill
+from shoal.planner.search.search import Choice
 
 
 @dataclass(frozen=True, kw_only=True)

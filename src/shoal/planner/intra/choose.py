@@ -24,11 +24,20 @@ from math import prod
 
 import numpy as np
 
+from shoal.cost.alpha_beta import Links
 from shoal.cost.matmul import Rates, matmul_s, pass_s
-from shoal.cost.wire import Links
 from shoal.errors import UserCodeError
-from shoal.planner.intra.graph import SHARED, WHOLE, Node, OperatorPlacement, conversion_s, split
-from shoal.planner.intra.strategies import VIEWS, Strategy, strategies_of
+from shoal.planner.intra.graph import (
+    SHARED,
+    VIEWS,
+    WHOLE,
+    Node,
+    OperatorPlacement,
+    Strategy,
+    conversion_s,
+    split,
+    strategies_of,
+)
 from shoal.planner.trace.operator import BACKWARD_ATTENTION
 
 MOST_ENTRIES = 1 << 24

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.cost.alpha_beta import Links
 from shoal.cost.operators import LayerSeconds, Share
 from shoal.cost.plan import Plan
 from shoal.cost.prices import Prices
 from shoal.cost.transformer import Recompute, Transformer
-from shoal.cost.wire import Links
 from shoal.planner.predict.machine import Exposed, Machine, context_group, expert_group, exposed, tensor_group
+from shoal.planner.predict.measured import ContextKind, exchange
 from shoal.planner.predict.stack import Stack
-from shoal.planner.predict.waiting import ContextKind, exchange
 
 LOSS_TWICE = 1.5
 """The passes of a loss whose forward runs twice, of those of one that runs once: forward and backward make as many."""

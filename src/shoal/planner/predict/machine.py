@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.cost.alpha_beta import Links, group_of
 from shoal.cost.matmul import Rates
 from shoal.cost.plan import Plan
 from shoal.cost.prices import Prices, RooflinePrices
-from shoal.cost.wire import Links, group_of
-from shoal.planner.predict.bill import Constants
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.stack import Stack
+from shoal.planner.predict.workload import Constants
 from shoal.topology.cluster import Cluster
 
 

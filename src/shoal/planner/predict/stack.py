@@ -12,12 +12,11 @@ from typing import Literal
 
 from shoal.codec.config import BlockwiseConfig, CastConfig, CodecConfig, NoCodec, ShardCodecConfig
 from shoal.cost.activations import Kept
-from shoal.cost.attention import Kernel
 from shoal.cost.footprint import MEGATRON_BF16, MEGATRON_FP16, StateBytes
-from shoal.cost.matmul import Float8Casts
+from shoal.cost.matmul import Float8Casts, Kernel
 from shoal.cost.operators import Float8
-from shoal.planner.predict.waiting import ContextKind
-from shoal.topology.calibration import CodecTime
+from shoal.planner.predict.measured import ContextKind
+from shoal.topology.cluster import CodecTime
 
 UNCODED, WHOLE_PIECES = NoCodec(), ShardCodecConfig()
 

@@ -7,12 +7,118 @@ from collections.abc import Mapping
 from shoal.cost.activations import bubble_s
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Transformer
-from shoal.planner.predict.bill import COMPUTED, Bill
-from shoal.planner.predict.coding import number_bytes
-from shoal.planner.predict.data_parallel import coding_s, gathers, gradients, optimizer_s
+from shoal.planner.predict.coding import (
+    GradientSum,
+    boundary_coding_s,
+    chosen_codec,
+    gradient_sum,
+    number_bytes,
+    pieces_coding_s,
+)
 from shoal.planner.predict.layer import LayerBill
-from shoal.planner.predict.machine import Exposed, Machine, exposed, stage_group
-from shoal.planner.predict.workload import Stage
+from shoal.planner.predict.machine import Exposed, Machine, ends_group, exposed, shard_group, stage_group, world_group
+from shoal.planner.predict.workload import COMPUTED, Bill, Stage
+
+# What data parallelism adds to a step: gathered weights, sums of gradients, the optimizer's own share.
+
+
+FLOAT8_BYTES = 1.0
+CROSSINGS = 4
+"""Of a stage and a microbatch: an activation and a gradient, each in and out."""
+AGREEMENT_BYTES = 32.0
+"""What ranks agree on in one small sum: a denominator, a loss, a norm."""
+
+
+def gathers(plan: Plan, stage: Stage, machine: Machine, *, beside_s: float) -> Exposed:
+    """Each microbatch: ZeRO-2 and -3 scatter gradients, or they would not be sharded; ZeRO-3 gathers weights twice.
+
+    One collective a layer, so that the latency of a long ring counts as often as it does in FSDP. What belongs to no
+    layer is gathered before the first one computes and scattered behind the last, so that nothing hides it.
+    `beside_s` are the seconds in which the device computes and no other collective of this rank uses the links.
+    """
+    group = shard_group(plan, machine)
+    if plan.zero < 2 or group.ranks == 1:
+        return Exposed(seen_s=0.0, slowed_s=0.0)
+    state, hides = machine.stack.state, beside_s if machine.stack.overlap_data else 0.0
+    pieces = machine.stack.codecs.pieces
+    coded, weights = pieces.codec("gradients"), pieces.codec("weights")
+    weight_bytes = FLOAT8_BYTES if machine.stack.gathers_float8 else number_bytes(weights, state.activation)
+    scatter = group.all_gather if coded is None else group.all_to_all
+    term_bytes = number_bytes(coded, state.wire)
+    numbers = (stage.numbers - stage.outside_numbers) / stage.layers if stage.layers else 0.0  # the head alone
+    each = scatter(numbers * term_bytes)
+    outside = scatter(stage.outside_numbers * term_bytes)
+    if plan.zero == 3:
+        each += 2 * group.all_gather(numbers * weight_bytes)
+        outside += group.all_gather(stage.outside_numbers * number_bytes(weights, state.activation))
+    hidden = exposed(stage.layers * each, hides, slowdown=machine.constants.overlap_slowdown)
+    return Exposed(seen_s=hidden.seen_s + outside, slowed_s=hidden.slowed_s)
+
+
+def gradients(plan: Plan, stage: Stage, machine: Machine, *, beside_s: float) -> Exposed:
+    """Once a step: sums over shard x context (unless each microbatch did), then over replicas; new weights gathered.
+
+    `beside_s` is the backward of the last microbatch, beside which sums may run; the gather of weights may not.
+    """
+    stack, group = machine.stack, shard_group(plan, machine)
+    seconds = stage_sum(plan, stage, machine, beside_s=beside_s).wire_s
+    after = group.all_gather(stage.numbers * stack.state.activation) if plan.zero in (1, 2) else 0.0
+    hides = beside_s if sums_overlap(plan, machine) else 0.0
+    seen = exposed(seconds, hides, slowdown=machine.constants.overlap_slowdown)
+    agreed = stack.agreements * world_group(plan, machine).all_reduce(AGREEMENT_BYTES)
+    return Exposed(seen_s=seen.seen_s + after + _tied_s(plan, stage, machine) + agreed, slowed_s=seen.slowed_s)
+
+
+def sums_overlap(plan: Plan, machine: Machine) -> bool:
+    """Whether sums of gradients run beside the backward."""
+    stack = machine.stack
+    return stack.overlap_data or (stack.overlap_network and world_group(plan, machine).spans_nodes)
+
+
+def stage_sum(plan: Plan, stage: Stage, machine: Machine, *, beside_s: float) -> GradientSum:
+    """The sum of all gradients of the fullest rank, by the program's codec."""
+    codec = chosen_codec(plan, machine, numbers=stage.numbers, matrices=stage.matrices, beside_s=beside_s)
+    return gradient_sum(plan, machine, codec, numbers=stage.numbers, matrices=stage.matrices)
+
+
+def coding_s(plan: Plan, stage: Stage, machine: Machine, *, beside_s: float) -> float:
+    """What a step's codecs take of the device: of sums, of ZeRO's pieces, of what travels between stages."""
+    seconds = stage_sum(plan, stage, machine, beside_s=beside_s).coding_s
+    seconds += pieces_coding_s(plan, machine, numbers=stage.numbers) * (1 if plan.zero == 1 else plan.microbatches)
+    if plan.layout.pipeline > 1:
+        numbers = stage.boundary_bytes / machine.stack.state.stream
+        each = boundary_coding_s(machine, numbers=numbers, world=plan.world_size)
+        seconds += CROSSINGS * plan.virtual_stages * plan.microbatches * each
+    return seconds
+
+
+def optimizer_s(plan: Plan, stage: Stage, machine: Machine) -> float:
+    """Passes over the state of the parameters that this rank updates, and beside them its way there and back."""
+    share = plan.state_ranks if plan.zero else 1
+    numbers = stage.numbers / share
+    passes = machine.prices(plan.world_size).update(numbers, update_bytes=machine.stack.update_bytes)
+    return max(passes, _moves_s(numbers, machine)) + machine.constants.optimizer_start_s
+
+
+def _moves_s(numbers: float, machine: Machine) -> float:
+    """Of the state of so many parameters that lives elsewhere: over the link to the host in both directions at once,
+    to and from the disk of a node one after the other. On cores a move is a pass over memory, of `update_bytes`.
+    """
+    stack, cluster = machine.stack, machine.cluster
+    state_bytes = numbers * stack.state.optimizer
+    if stack.state_home == "device":
+        return 0.0
+    if stack.state_home == "disk":
+        return 2 * state_bytes * cluster.machine.devices / (cluster.reliability.storage_gb_s * 1e9)
+    return state_bytes / (cluster.reliability.staging_gb_s * 1e9)
+
+
+def _tied_s(plan: Plan, stage: Stage, machine: Machine) -> float:
+    """First and last stage sum the gradient of a tied embedding."""
+    if not stage.tied_numbers or plan.layout.pipeline == 1:
+        return 0.0
+    size = stage.tied_numbers / plan.layout.tensor * machine.stack.state.wire
+    return ends_group(plan, machine).all_reduce(size)
 
 
 def step_bill(plan: Plan, stage: Stage, layer: LayerBill, *, model: Transformer, machine: Machine) -> Bill:

@@ -23,7 +23,7 @@ from shoal.cost.plan import Plan, Zero
 from shoal.cost.transformer import Recompute
 from shoal.planner.predict.workload import Abilities
 from shoal.schedules.build import fixed_stages_of
-from shoal.schedules.names import Schedule
+from shoal.schedules.table import Schedule
 from shoal.topology.cluster import Cluster
 from shoal.topology.layout import Layout
 

@@ -25,8 +25,8 @@ import numpy as np
 
 from shoal.planner.simulate.play import Played, Tasks, play
 from shoal.planner.simulate.work import Stage, Stragglers, Work, lasting_s
-from shoal.schedules.check import Needs, completing, needs, walk
 from shoal.schedules.table import Action, ScheduleTable
+from shoal.schedules.timeline import Needs, completing, needs, walk
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,10 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
+from shoal.comm.collective import Handle, Reduction, ordinary
 from shoal.cost.matmul import Matmul
 
 Phase = Literal["forward", "backward", "recompute"]
@@ -84,7 +86,9 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One collective between tensor ranks; `size` are the bytes of the whole tensor, as `cost.wire.Links` counts."""
+    """One collective between tensor ranks; `size` are the bytes of the whole tensor, as `cost.alpha_beta.Links`
+    counts.
+    """
 
     kind: Literal["all_reduce", "all_gather"]
     size: int
@@ -202,3 +206,71 @@ class WeightGradients:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+# The ranks of a group that a trace pretends to: whatever they are told is written down, and nothing travels.
+
+
+Told = Callable[[str, int], None]
+"""Gets the kind of a collective, and the bytes of the whole tensor."""
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing was under way."""
+
+
+def _nobody(kind: str, size: int) -> None:
+    """Hears of collectives outside of a trace."""
+
+
+@dataclass
+class TracedGroup:
+    """`Collective` of rank 0 among `size`, for tensors without storage. `told` hears of every collective."""
+
+    size: int
+    rank: int = 0
+    told: Told = _nobody
+    wire: str = "no wire: ranks are traced"
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return ordinary(numel, dtype=dtype, device=device)
+
+    def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Handle:
+        return self._tell("all_reduce", tensor)
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Handle:
+        return self._tell("all_gather", input)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Handle:
+        return self._tell("all_gather", output)
+
+    def all_to_all(
+        self, output: Tensor, input: Tensor, *, output_sizes: Sequence[int] = (), input_sizes: Sequence[int] = ()
+    ) -> Handle:
+        return self._tell("all_to_all", input)
+
+    def broadcast(self, tensor: Tensor, *, root: int = 0) -> Handle:
+        return self._tell("broadcast", tensor)
+
+    def reduce(self, tensor: Tensor, op: Reduction = "sum", *, root: int = 0) -> Handle:
+        return self._tell("all_reduce", tensor)
+
+    def gather(self, outputs: Sequence[Tensor], input: Tensor, *, root: int = 0) -> Handle:
+        return self._tell("gather", input)
+
+    def scatter(self, output: Tensor, inputs: Sequence[Tensor], *, root: int = 0) -> Handle:
+        return self._tell("scatter", output)
+
+    def send(self, tensor: Tensor, *, to: int, tag: int = 0) -> Handle:
+        return self._tell("send", tensor)
+
+    def recv(self, tensor: Tensor, *, source: int, tag: int = 0) -> Handle:
+        return _Done()
+
+    def barrier(self) -> Handle:
+        return _Done()
+
+    def _tell(self, kind: str, tensor: Any) -> Handle:
+        self.told(kind, tensor.numel() * tensor.element_size())
+        return _Done()

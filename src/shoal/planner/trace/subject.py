@@ -25,15 +25,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.cost.plan import Plan
 from shoal.errors import LayoutError, UserCodeError
-from shoal.memory.blocks import blocks_of
-from shoal.memory.recompute import RecomputeKind, recompute
+from shoal.memory.recompute import RecomputeKind, blocks_of, recompute
 from shoal.models.roles import DeclaresParts, DeclaresRoles, roles_of
 from shoal.parallel.pipeline.stages import balanced_cut, estimated_costs
 from shoal.parallel.tensor.plan import split_tensor
 from shoal.parallel.tensor.vocabulary import VocabularySplit
-from shoal.planner.trace.group import TracedGroup
+from shoal.planner.trace.operator import TracedGroup
+from shoal.planner.trace.recorder import Units, units_of
 from shoal.planner.trace.trace import Trace, traced
-from shoal.planner.trace.units import Units, units_of
 from shoal.schedules.build import fixed_stages_of
 from shoal.schedules.table import looped, v_shaped
 

@@ -32,10 +32,8 @@ from torch.utils._pytree import tree_leaves
 from shoal.codec.stated import Matrices
 from shoal.errors import ShoalError, UserCodeError
 from shoal.models.roles import roles_of
-from shoal.planner.trace.group import TracedGroup
-from shoal.planner.trace.operator import BACKWARD_ATTENTION, Message, Operator, ParameterTrace
-from shoal.planner.trace.recorder import Alive, Recorder
-from shoal.planner.trace.units import Units
+from shoal.planner.trace.operator import BACKWARD_ATTENTION, Message, Operator, ParameterTrace, TracedGroup
+from shoal.planner.trace.recorder import Alive, Recorder, Units
 
 Result = TypeVar("Result")
 

@@ -1,0 +1,161 @@
+"""`busy`: work that takes longer than 2 s says what it does."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from shoal.runfile.run_file import RunFile
+
+
+SILENCE_S = 2.0
+
+
+@contextmanager
+def busy(text: str, *, after_s: float = SILENCE_S) -> Iterator[None]:
+    """Shows `text` on standard error when the block takes longer than `after_s` seconds.
+
+    On a terminal it stands with the time elapsed until the block ends; elsewhere it is one line.
+    """
+    over, lock = threading.Event(), threading.Lock()
+
+    def show() -> None:
+        if over.wait(after_s):
+            return
+        from shoal.observe.terminal import open_progress_bar
+
+        with lock, open_progress_bar(sys.stderr) as bar:
+            if not over.is_set():
+                bar.update(text)
+                over.wait()
+
+    thread = threading.Thread(target=show, name="shoal-busy", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        with lock:  # the line is erased before anything else is printed
+            pass
+
+
+# Arguments and options that several verbs have, and files that a verb writes, checked before it works for them.
+
+
+RunFileArgument = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")]
+ScriptOverrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[key=value]... [ARGS]...", help="Keys of the run; after --, a script's arguments."),
+]
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option("--cluster", metavar="C.toml", help="The machine; default: layout.cluster, else CPU cores."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
+
+PICTURES = (".png", ".svg", ".pdf")
+
+
+def output_file(path: Path | None) -> Path | None:
+    """A callback of options: `path` in a folder that is there, or `typer.BadParameter`."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"{path}: there is no folder {path.absolute().parent}; make it, or give another")
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder; give the name of a file")
+    return path
+
+
+def picture_file(path: Path | None) -> Path | None:
+    """As `output_file`, for what is drawn."""
+    if path is not None and path.suffix.lower() not in PICTURES:
+        raise typer.BadParameter(
+            f"{path}: a picture is written as {', '.join(PICTURES)}; give it one of these suffixes"
+        )
+    return output_file(path)
+
+
+# The list of verbs that `--help` shows.
+
+
+class Verbs(TyperGroup):
+    """A list of verbs with their whole first paragraph, which click would cut at 45 characters.
+
+    Ctrl-C in a verb that has no other answer to it ends the verb with a sentence, and the code of the signal.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs the verb that the command line names."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            verb = " ".join(filter(None, (ctx.command_path, ctx.invoked_subcommand)))
+            print(f"{verb}: interrupted before its end; the same command starts it again", file=sys.stderr)
+            raise typer.Exit(128 + signal.SIGINT) from None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the list; called for `--help`."""
+        verbs = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        texts = {name: (verb.help or "").partition("\n\n")[0] for name, verb in verbs if verb and not verb.hidden}
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, " ".join(text.split())) for name, text in texts.items()])
+
+
+# A script in the place of a run file: `shoal submit mine.py`, `shoal profile mine.py`, `shoal rehearse mine.py`.
+#
+# The script is run up to its first call of `shoal.train` or `shoal.start`, which says what run it is. Keys of the
+# command line reach that call by a variable; what is no key is an argument of the script.
+
+
+@dataclass(frozen=True)
+class ScriptTarget:
+    """A script, with its own `arguments` and the `keys` of the command line; `run_file` is that of its run."""
+
+    file: Path
+    arguments: tuple[str, ...]
+    keys: tuple[str, ...]
+    run_file: RunFile
+
+    @property
+    def command(self) -> list[str]:
+        """What runs it here."""
+        return [sys.executable, str(self.file), *self.arguments]
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The variable that tells it the keys; nothing where there are none."""
+        from shoal.launch.own_script import KEYS
+
+        return {KEYS: json.dumps(self.keys)} if self.keys else {}
+
+
+def command_of_script(file: Path, given: Sequence[str]) -> ScriptTarget | None:
+    """The script that `file` is, with what was `given` behind it; None for a run file. Raises `UsageError` where it is
+    missing, `UserCodeError` where it makes no call of Shoal, and what the script raises.
+    """
+    if file.suffix != ".py":
+        return None
+    from shoal.errors import UsageError
+    from shoal.launch.own_script import divided, run_file_of_script
+
+    if not file.is_file():
+        raise UsageError(f"{file} is missing: give a script that calls shoal.train or shoal.start, or a run file")
+    keys, arguments = divided(given)
+    before = sys.argv
+    try:
+        found = run_file_of_script([sys.executable, str(file), *arguments], keys, os.environ)
+    finally:
+        sys.argv = before
+    return ScriptTarget(file, tuple(arguments), tuple(keys), found)

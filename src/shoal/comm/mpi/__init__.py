@@ -1,1 +1,0 @@
-"""MPI between ranks that mpiexec started: the extra `mpi`."""

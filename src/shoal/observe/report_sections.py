@@ -1,0 +1,360 @@
+"""The report on where the time went: the parts of a step, its communication, and the ranks side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from itertools import pairwise
+
+from shoal import units
+from shoal.observe.charts import Across, Curve, Level, bar, chart
+from shoal.observe.events import Attempt, series
+from shoal.observe.record import LayerLoads, RankTime, Record, collective_costs, parts_of_step, slowest
+from shoal.observe.summary import Summary, smoothed_loss
+from shoal.observe.tables import Html, section, table, tabs
+
+MAX_RANKS = 24
+"""More ranks than these are shown by their slowest."""
+
+
+def time_section(record: Record) -> str:
+    """A stacked bar of all the time of the lead rank's steps, and a table of its parts."""
+    parts = parts_of_step(record.events)
+    if not parts:
+        return section("Where the time went", '<p class="empty">No step has its time measured.</p>')
+    fills = [(part.key, f"{part.label}: {units.percent(part.share)}", part.share) for part in parts]
+    rows = [
+        (
+            Html(f'<i class="swatch {part.key}"></i>{escape(part.label)}'),
+            units.percent(part.share),
+            units.milliseconds(part.median_s),
+            units.milliseconds(part.mean_s),
+        )
+        for part in parts
+    ]
+    body = bar(fills) + table(("part of a step", "of all time", "median", "mean"), rows)
+    lead = f"Rank {record.lead_rank}, all steps. Exposed sync is waiting for other ranks that no computation hid."
+    return section("Where the time went", body, lead=lead)
+
+
+def communication_section(record: Record) -> str:
+    """Bytes and seconds of each kind of collective in a mean step of the lead rank; "" where nothing was sent."""
+    costs = collective_costs(record.events)
+    if not any(cost.sent_bytes > 0 or cost.exposed_s > 0 for cost in costs):
+        return ""
+    rows = [
+        (
+            cost.name.replace("_", "-"),
+            units.byte_size(cost.sent_bytes),
+            units.milliseconds(cost.exposed_s),
+            units.milliseconds(cost.hidden_s),
+        )
+        for cost in costs
+    ]
+    lead = (
+        f"Rank {record.lead_rank}, mean of a step. Exposed: the rank stood still for it. Hidden: it computed meanwhile."
+    )
+    return section("Communication", table(("collective", "sent", "exposed", "hidden"), rows), lead=lead)
+
+
+def rank_section(record: Record) -> str:
+    """Every rank's median step on one scale, its peak memory, and the slowest by name; "" for a single rank."""
+    times = record.rank_times
+    if len(times) < 2:
+        return ""
+    shown = sorted(sorted(times, key=lambda time: -time.work_s)[:MAX_RANKS], key=lambda time: time.rank)
+    longest_s = max(time.step_s for time in shown)
+    columns = ["rank", "", "step", "forward and backward", "exposed sync", "data"]
+    measured_memory = any(time.peak_bytes is not None for time in shown)
+    rows = [_rank_row(time, longest_s, with_memory=measured_memory) for time in shown]
+    omitted = f" The {len(shown)} with the most work of {len(times)} are shown." if len(shown) < len(times) else ""
+    body = table([*columns, "peak memory"] if measured_memory else columns, rows)
+    return section("Rank by rank", body, lead=_slowest_sentence(times) + omitted)
+
+
+def _rank_row(time: RankTime, longest_s: float, *, with_memory: bool) -> list[str]:
+    fills = [
+        ("data", "waiting for data", time.data_s),
+        ("forward_backward", "forward and backward", time.forward_backward_s),
+        ("sync_exposed", "exposed sync", time.sync_exposed_s),
+        ("optimizer", "optimizer", time.optimizer_s),
+    ]
+    spans = [(key, f"{label}: {units.milliseconds(seconds)}", seconds) for key, label, seconds in fills]
+    cells = (time.step_s, time.forward_backward_s, time.sync_exposed_s, time.data_s)
+    row = [str(time.rank), Html(bar(spans, whole=longest_s)), *(units.milliseconds(seconds) for seconds in cells)]
+    if with_memory:
+        row.append("–" if time.peak_bytes is None else units.memory_size(time.peak_bytes))
+    return row
+
+
+def _slowest_sentence(times: list[RankTime]) -> str:
+    found = slowest(times)
+    if found is None:
+        return "The ranks are even: none has over 5 % more work of its own than the median. Medians of all steps."
+    time, excess = found
+    return (
+        f"Rank {time.rank} is the slowest: its own work takes {units.milliseconds(time.work_s)} of a step, "
+        f"{units.percent(excess)} more than the median rank's, and the others wait for it. Medians of all steps."
+    )
+
+
+# The report's charts of measurements: the loss by step, by tokens and by time, then the others step by step.
+#
+# A restart is a dashed upright line.
+
+
+_SPANS = ((172_800.0, 86_400.0, "days"), (7_200.0, 3_600.0, "hours"), (120.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
+"""From so many seconds on, a time axis is in units of so many seconds, of this name."""
+
+
+def steps_across(summary: Summary) -> Across:
+    """The axis of steps, with the restarts marked."""
+    return Across(marks=[one.first_step - 0.5 for one in summary.attempts[1:]])
+
+
+def loss_section(record: Record, summary: Summary) -> str:
+    """The loss, raw and smoothed, and held out: by step, and by tokens (or samples) and time where those are known."""
+    step_axis = steps_across(summary)
+    panels = [("by step", _loss(record, summary, step_axis, None))]
+    for name in ("tokens", "samples"):
+        consumed = dict(zip(*series(record.events, f"{name}/consumed"), strict=True))
+        if consumed:
+            across = Across(name, marks=_marks(summary.attempts, consumed))
+            panels.append((f"by {name}", _loss(record, summary, across, consumed)))
+            break
+    elapsed_s = training_seconds(record, summary)
+    if len(elapsed_s) > 1:
+        size_s, name = next((size, name) for bound, size, name in _SPANS if max(elapsed_s.values()) >= bound)
+        places = {step: value / size_s for step, value in elapsed_s.items()}
+        across = Across(f"{name} of training", units.number, _marks(summary.attempts, places), whole=False)
+        panels.append(("by time", _loss(record, summary, across, places)))
+    return f"<section>{tabs('loss-axis', panels)}</section>"
+
+
+def measurement_section(record: Record, summary: Summary) -> str:
+    """Throughput, memory, bytes sent, learning rate and gradient norm, step by step; with a codec, what it costs."""
+    across = steps_across(summary)
+    charts = [
+        _throughput(record, summary, across),
+        _memory(record, across),
+        _wire(record, across),
+        chart("Learning rate", [Curve("", *series(record.events, "lr"))], across=across, from_zero=True),
+        chart("Gradient norm", _smoothed(record, "grad/norm"), across=across, may_be_log=True),
+        *_codec(record, across),
+    ]
+    restarts = "" if not across.marks else "A dashed upright line is a restart."
+    return section("Step by step", f'<div class="grid-of-charts">{"".join(charts)}</div>', lead=restarts)
+
+
+def training_seconds(record: Record, summary: Summary) -> dict[int, float]:
+    """Seconds of training behind each step, time away from the run not counted; the last attempt counts for a step."""
+    found: dict[int, float] = {}
+    before_s, remaining = 0.0, list(summary.attempts)
+    first_step_s = summary.step_s or 0.0
+    for event in record.events:
+        while len(remaining) > 1 and event.time_s >= remaining[1].started_s:
+            before_s += remaining[0].ended_s - remaining[0].started_s + first_step_s
+            remaining.pop(0)
+        found[event.step] = before_s + max(0.0, event.time_s - remaining[0].started_s) + first_step_s
+    ordered: dict[int, float] = {}
+    latest = 0.0
+    for step in sorted(found):  # clocks may go back; an axis does not
+        latest = max(latest, found[step])
+        ordered[step] = latest
+    return ordered
+
+
+def _loss(record: Record, summary: Summary, across: Across, places: Mapping[int, float] | None) -> str:
+    steps, losses = series(record.events, "loss/train")
+    curves = [
+        _placed("each step", steps, losses, "faint", places),
+        _placed("training, smoothed", steps, smoothed_loss(losses), "main", places),
+    ]
+    held_out = series(record.events, "loss/eval")
+    if held_out[0]:
+        curves.append(_placed("held out", *held_out, "dots", places))
+    level = None if summary.baseline_loss is None else Level(summary.baseline_name, summary.baseline_loss)
+    return chart("Loss", curves, across=across, unit=summary.loss_unit, level=level, may_be_log=True, large=True)
+
+
+def _placed(
+    label: str, steps: Sequence[int], values: Sequence[float], look: str, places: Mapping[int, float] | None
+) -> Curve:
+    """A curve over steps, or over `places` of the steps; steps without a place are left out."""
+    if places is None:
+        return Curve(label, steps, values, look)
+    kept = [(places[step], value) for step, value in zip(steps, values, strict=True) if step in places]
+    return Curve(label, [place for place, _ in kept], [value for _, value in kept], look)
+
+
+def _marks(attempts: Sequence[Attempt], places: Mapping[int, float]) -> list[float]:
+    """Where the attempts after the first begin."""
+    return [places[one.first_step] for one in attempts[1:] if one.first_step in places]
+
+
+def _throughput(record: Record, summary: Summary, across: Across) -> str:
+    name = summary.throughput_unit.removesuffix("/s") or "samples"
+    curves = _smoothed(record, f"throughput/{name}_per_second")
+    return chart("Throughput", curves, across=across, unit=f"{name}/s", from_zero=True, form=units.count)
+
+
+def _memory(record: Record, across: Across) -> str:
+    steps, values = series(record.events, "memory/peak_bytes")
+    size, unit = (units.GIB, "GiB") if max(values, default=0.0) >= units.GIB else (2**20, "MiB")
+    curve = Curve("", steps, [value / size for value in values])
+    return chart(f"Peak memory of rank {record.lead_rank}", [curve], across=across, unit=unit, from_zero=True)
+
+
+def _wire(record: Record, across: Across) -> str:
+    curve = Curve("", *series(record.events, "wire/bytes_sent"))
+    title = f"Sent by rank {record.lead_rank}"
+    return chart(title, [curve], across=across, unit="bytes a step", from_zero=True, form=units.byte_size)
+
+
+def _codec(record: Record, across: Across) -> list[str]:
+    """What error feedback keeps back, and the seconds of coding; nothing without a codec."""
+    kept, encode = series(record.events, "codec/error"), series(record.events, "codec/encode_s")
+    charts = []
+    if kept[0]:
+        title = "Kept back by the codec, of what was to be sent"
+        charts.append(chart(title, [Curve("", *kept)], across=across, from_zero=True))
+    if encode[0]:
+        curves = [
+            Curve(label, *_milliseconds(record, name))
+            for label, name in (("encoding", "codec/encode_s"), ("decoding", "codec/decode_s"))
+        ]
+        charts.append(chart("Coding", curves, across=across, unit="ms a step", from_zero=True))
+    return charts
+
+
+def _milliseconds(record: Record, name: str) -> tuple[Sequence[int], list[float]]:
+    steps, seconds = series(record.events, name)
+    return steps, [1e3 * value for value in seconds]
+
+
+def _smoothed(record: Record, name: str) -> list[Curve]:
+    steps, values = series(record.events, name)
+    return [Curve("each step", steps, values, "faint"), Curve("smoothed", steps, smoothed_loss(values))]
+
+
+# The report's part on mixtures of experts: who is loaded how much, how unevenly, and what found no room.
+#
+# The load of each expert over the steps is a heat map: rows of cells as inline SVG, a class of the style sheet for each
+# shade, with the experts' numbers, the steps and the scale written beside it.
+
+
+SHADES = 9
+MAX_COLUMNS = 60
+MAX_ROW_LABELS = 8
+MAX_MAPS = 6
+"""Mixtures that are drawn; of more, the least even ones."""
+HOTTEST = 2.0
+"""Times the mean load, at which a cell has the darkest shade."""
+
+
+def expert_section(record: Record, across: Across) -> str:
+    """Curves of the imbalance and of dropped tokens, then each mixture's experts over the steps; "" without any."""
+    curves = _imbalance(record, across) + _dropped(record, across)
+    if not curves:
+        return ""
+    layers = sorted(record.expert_loads, key=lambda layer: -layer.imbalance)
+    drawn = "".join(_map(layer) for layer in layers[:MAX_MAPS])
+    body = f'<div class="grid-of-charts">{curves}</div><div class="grid-of-charts">{drawn}</div>'
+    return section("Experts", body + (_table(layers[:MAX_MAPS]) if layers else ""), lead=_lead(layers))
+
+
+def heat_map(title: str, rows: Sequence[Sequence[float]], *, hottest: float, labels: Sequence[str]) -> str:
+    """Cells `rows[y][x]` from 0 (the lightest shade) to `hottest` and above (the darkest); a hover text for each row.
+
+    Longer rows are shown by the means of neighbours. All rows are equally long.
+    """
+    cells = [_shortened(row) for row in rows]
+    width, height = len(cells[0]), len(cells)
+    paths = []
+    for shade in range(SHADES):
+        places = [f"M{x},{y}h1v1h-1z" for y, row in enumerate(cells) for x, value in enumerate(row)
+                  if _shade(value, hottest) == shade]  # fmt: skip
+        paths.append(f'<path class="heat h{shade}" d="{"".join(places)}"/>' if places else "")
+    strips = (
+        f'<rect class="strip" x="0" y="{y}" width="{width}" height="1"><title>{escape(label)}</title></rect>'
+        for y, label in enumerate(labels)
+    )
+    return (
+        f'<svg class="heats" viewBox="0 0 {width} {height}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{escape(title)}">{"".join(paths)}{"".join(strips)}</svg>'
+    )
+
+
+def _shade(value: float, hottest: float) -> int:
+    return min(SHADES - 1, round((SHADES - 1) * value / hottest))
+
+
+def _shortened(row: Sequence[float]) -> list[float]:
+    if len(row) <= MAX_COLUMNS:
+        return list(row)
+    edges = [index * len(row) // MAX_COLUMNS for index in range(MAX_COLUMNS + 1)]
+    return [sum(row[a:b]) / (b - a) for a, b in pairwise(edges)]
+
+
+def _lead(layers: list[LayerLoads]) -> str:
+    if not layers:
+        return "The load of single experts was not recorded (observe.expert_loads_every_steps = 0)."
+    shown = f" The {MAX_MAPS} least even of {len(layers)} mixtures are shown." if len(layers) > MAX_MAPS else ""
+    return f"A row for each expert, steps to the right. The darker, the more tokens chose it.{shown}"
+
+
+def _imbalance(record: Record, across: Across) -> str:
+    worst, average = (series(record.events, f"moe/load_max_over_mean{end}") for end in ("", "_average"))
+    if not worst[0]:
+        return ""
+    curves = [Curve("worst mixture", *worst, "faint"), Curve("average", *average)]
+    title = f"Busiest expert over mean, mixtures of rank {record.lead_rank}"
+    return chart(title, curves, across=across, level=Level("even", 1.0))
+
+
+def _dropped(record: Record, across: Across) -> str:
+    dropped = series(record.events, "moe/dropped_share")
+    if not dropped[0]:
+        return ""
+    curve = [Curve("", *dropped)]
+    return chart("Choices without room", curve, across=across, from_zero=True, form=units.percent)
+
+
+def _map(layer: LayerLoads) -> str:
+    shares = [[tokens * layer.experts / sum(row) for tokens in row] for row in layer.tokens]
+    rows = [list(column) for column in zip(*shares, strict=True)]
+    labels = [f"expert {e}: {sum(row) / len(row):.2f} times the mean load" for e, row in enumerate(rows)]
+    picture = heat_map(f"Load of the experts of {layer.name}", rows, hottest=HOTTEST, labels=labels)
+    title = f"{layer.name}, {units.plural(layer.experts, 'expert')}"
+    legend = "".join(f'<i class="h{shade}"></i>' for shade in range(0, SHADES, 2))
+    scale = f'<span class="scale">0{legend}{HOTTEST:g} × mean or more</span>'
+    caption = f'<figcaption><b>{escape(title)}</b><span class="legend">{scale}</span></figcaption>'
+    body = f'<div class="map">{_expert_numbers(layer.experts)}{picture}{_steps(layer)}</div>'
+    return f'<figure class="chart">{caption}{body}</figure>'
+
+
+def _expert_numbers(experts: int) -> str:
+    """Numbers beside the rows, at most `MAX_ROW_LABELS` of them, and what they number."""
+    stride = -(-experts // MAX_ROW_LABELS)
+    numbers = "".join(
+        f'<span class="y" style="top:{100 * (expert + 0.5) / experts:.2f}%">{expert}</span>'
+        for expert in range(0, experts, stride)
+    )
+    return f'{numbers}<span class="expert">expert</span>'
+
+
+def _steps(layer: LayerLoads) -> str:
+    first, last = layer.steps[0], layer.steps[-1]
+    return f'<span class="x first">step {first:,}</span><span class="x last">step {last:,}</span>'
+
+
+def _table(layers: list[LayerLoads]) -> str:
+    columns = ("mixture", "busiest expert", "its load / mean", "idlest expert", "its load / mean")
+    return table(columns, map(_row, layers))
+
+
+def _row(layer: LayerLoads) -> tuple[str, ...]:
+    totals = layer.totals
+    mean = sum(totals) / len(totals)
+    most, least = totals.index(max(totals)), totals.index(min(totals))
+    return (layer.name, str(most), f"{totals[most] / mean:.2f}", str(least), f"{totals[least] / mean:.2f}")

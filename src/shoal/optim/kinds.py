@@ -1,0 +1,208 @@
+"""The tables of optimizers with a rate for each number, beside AdamW and Adagrad. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from shoal.config.check import PositiveFloat, says
+from shoal.optim.declared import Common, Described, Granularity, Slot, counter
+
+
+class RMSprop(Common, frozen=True, tag_field="kind", tag="rmsprop"):
+    """RMSProp (Hinton, lecture 6e of the 2012 course), PyTorch's."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.adaptive:rmsprop"
+
+    lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 0.01
+    alpha: Annotated[float, says("Decay of the mean square.", ge=0, lt=1)] = 0.99
+    eps: Annotated[float, says("Added to the root of the mean square.", gt=0)] = 1e-8
+    momentum: Annotated[float, says("Momentum of the scaled gradients.", ge=0, lt=1)] = 0.0
+    centered: Annotated[bool, says("Scale by the variance: the mean square less the square of the mean.")] = False
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The mean square, the number of steps, and the velocity and the mean if they are asked for."""
+        momentum = (Slot("momentum_buffer"),) if self.momentum else ()
+        return (Slot("square_avg"), counter("step"), *momentum, *((Slot("grad_avg"),) if self.centered else ()))
+
+
+class _Adam(Common, frozen=True):
+    """Keys of Adam's relatives; the decay of weights is apart from the gradient, as in AdamW."""
+
+    lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 3e-4
+    beta1: Annotated[float, says("Decay of the first moment.", ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, says("Decay of the second moment.", ge=0, lt=1)] = 0.999
+    eps: Annotated[float, says("Added to the root of the second moment.", gt=0)] = 1e-8
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Both moments, and the number of steps."""
+        return (Slot("exp_avg"), Slot("exp_avg_sq"), counter("step"))
+
+
+class NAdam(_Adam, frozen=True, tag_field="kind", tag="nadam"):
+    """NAdam (Dozat, ICLR workshop 2016), Adam with Nesterov's momentum; PyTorch's."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.adaptive:nadam"
+
+    momentum_decay: Annotated[float, says("How fast the momentum reaches `beta1`.", ge=0)] = 4e-3
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Both moments, the number of steps, and the product of the momenta."""
+        return (*super().slots, counter("mu_product"))
+
+
+class RAdam(_Adam, frozen=True, tag_field="kind", tag="radam"):
+    """RAdam (arXiv:1908.03265), Adam that waits for its variance to be known; PyTorch's."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.adaptive:radam"
+
+
+class Lion(Common, frozen=True, tag_field="kind", tag="lion"):
+    """Lion (arXiv:2302.06675): the sign of a momentum. It wants a third to a tenth of AdamW's rate, and 3 to 10 times
+    its decay.
+    """
+
+    implemented_by: ClassVar[str] = "shoal.optim.adaptive:lion"
+    updates_apart: ClassVar[bool] = True
+
+    lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 1e-4
+    beta1: Annotated[float, says("Share of the momentum in what the sign is taken of.", ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, says("Decay of the momentum.", ge=0, lt=1)] = 0.99
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The momentum."""
+        return (Slot("exp_avg"),)
+
+
+class Adafactor(Common, frozen=True, tag_field="kind", tag="adafactor"):
+    """Adafactor (arXiv:1804.04235), as PyTorch has it: the second moment of a matrix is kept as a row and a column."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.adaptive:adafactor"
+    works_on: ClassVar[Granularity] = "matrices"
+    asks_for_whole: ClassVar[bool] = True
+
+    lr: Annotated[float, says("Largest learning rate, beside 1 / sqrt(step).", ge=0, le=1e3)] = 0.01
+    beta2_decay: Annotated[float, says("The power of the step in the decay of the second moment.", le=0)] = -0.8
+    eps1: Annotated[PositiveFloat | None, says("Least root of the second moment; without it, that of the dtype.")] = (
+        None
+    )
+    eps2: Annotated[float, says("Least root mean square of a parameter, which its step follows.", gt=0)] = 1e-3
+    threshold: Annotated[float, says("Largest root mean square of a step, before the rate.", gt=0)] = 1.0
+
+    def options(self, parameter: Described) -> dict[str, Any]:
+        """Its state is on one rank."""
+        return {"whole": True}
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The number of steps; a row and a column, or of a vector the second moment itself."""
+        return (
+            counter("step"),
+            Slot("row_var", lambda shape: (*shape[:-1], 1) if len(shape) > 1 else (0,), whole=True),
+            Slot("col_var", lambda shape: (*shape[:-2], 1, *shape[-1:]) if len(shape) > 1 else (0,), whole=True),
+            Slot("variance", lambda shape: shape if len(shape) < 2 else (0,), whole=True),
+        )
+
+
+# The tables of optimizers whose rate follows the norm of each layer: LARS and LAMB. Imports no torch.
+
+
+class _Layerwise(Common, frozen=True):
+    """Keys of both."""
+
+    asks_for_whole: ClassVar[bool] = True
+
+    trust: Annotated[
+        Literal["decayed", "all"],
+        says('Which parameters have a rate of their own: those that decay, and so no bias and no norm; or "all".'),
+    ] = "decayed"
+    max_trust: Annotated[PositiveFloat | None, says("Largest factor of a parameter's rate; without it, none.")] = None
+
+    def options(self, parameter: Described) -> dict[str, Any]:
+        """`trust`: whether the rate follows the norms."""
+        return {"trust": parameter.decays or self.trust == "all"}
+
+
+class LARS(_Layerwise, frozen=True, tag_field="kind", tag="lars"):
+    """LARS (arXiv:1708.03888): SGD with momentum whose rate, for each parameter, follows the ratio of two norms."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.layerwise:lars"
+
+    lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 1.0
+    momentum: Annotated[float, says("Momentum.", ge=0, lt=1)] = 0.9
+    nesterov: Annotated[bool, says("Nesterov's form of the momentum.")] = False
+    coefficient: Annotated[float, says("What the ratio of the norms is multiplied by.", gt=0, le=1)] = 1e-3
+    eps: Annotated[float, says("Added to the norm of the gradient.", ge=0)] = 1e-8
+    weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
+        1e-4
+    )
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The velocity."""
+        return (Slot("momentum_buffer"),)
+
+
+class LAMB(_Layerwise, frozen=True, tag_field="kind", tag="lamb"):
+    """LAMB (arXiv:1904.00962): AdamW whose steps are as long as each parameter's norm asks for."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.layerwise:lamb"
+
+    lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 4e-3
+    beta1: Annotated[float, says("Decay of the first moment.", ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, says("Decay of the second moment.", ge=0, lt=1)] = 0.999
+    eps: Annotated[float, says("Added to the root of the second moment.", gt=0)] = 1e-6
+    bias_correction: Annotated[bool, says("Correct moments for their start from zero.")] = True
+    decay_in_norm: Annotated[
+        bool, says("Whether the decay counts in the norm of the step, as in the paper; else it is apart, as in AdamW.")
+    ] = True
+    weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
+        0.01
+    )
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Both moments, and the number of steps."""
+        return (Slot("exp_avg"), Slot("exp_avg_sq"), counter("step"))
+
+
+# The tables of schedule-free optimizers. Imports no torch.
+
+
+class _ScheduleFree(Common, frozen=True):
+    """What both have in common."""
+
+    keeps_average: ClassVar[bool] = True
+
+
+class ScheduleFreeAdamW(_ScheduleFree, frozen=True, tag_field="kind", tag="schedule_free_adamw"):
+    """Schedule-free AdamW (arXiv:2405.15682): an average in the place of a decay of the rate."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.average:adamw"
+
+    lr: Annotated[float, says("Learning rate; often 1 to 10 times AdamW's.", ge=0, le=1e3)] = 2.5e-3
+    beta1: Annotated[float, says("The share of the average in the weights.", ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, says("Decay of the second moment.", ge=0, lt=1)] = 0.999
+    eps: Annotated[float, says("Added to the root of the second moment.", gt=0)] = 1e-8
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """z, the average, the second moment, the number of steps, and the sum of squared rates."""
+        return (Slot("z"), Slot("average"), Slot("exp_avg_sq"), counter("step"), counter("squared_rates"))
+
+
+class ScheduleFreeSGD(_ScheduleFree, frozen=True, tag_field="kind", tag="schedule_free_sgd"):
+    """Schedule-free SGD (arXiv:2405.15682): an average in the place of a decay of the rate."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.average:sgd"
+
+    lr: Annotated[float, says("Learning rate; often 10 times that of SGD with momentum.", ge=0, le=1e3)] = 1.0
+    beta: Annotated[float, says("The share of the average in the weights.", ge=0, lt=1)] = 0.9
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """z, the average, the number of steps, and the sum of squared rates."""
+        return (Slot("z"), Slot("average"), counter("step"), counter("squared_rates"))

@@ -1,0 +1,254 @@
+"""Shampoo (Gupta et al., arXiv:1802.09568) by blocks, with the length of Adam's step (Shi et al., arXiv:2309.06497):
+
+    L <- b2 L + (1 - b2) G G^T,     R <- b2 R + (1 - b2) G^T G                of each block G of a matrix of gradients
+    M <- b1 M + (1 - b1) G,         D = L^(-1/4) M R^(-1/4)
+    A = (M / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps),   V as Adam has it
+    X <- (1 - lr w) X - lr (|A| / |D|) D                                      norms of the whole matrix
+
+A block has at most `block` rows and columns; those at the edges are filled with zeros, which change nothing. The roots
+are computed every `every` updates, of L + e l I with l its largest eigenvalue, and the first `start` updates are A.
+More dimensions than two are columns.
+
+All of a matrix's state is on its owner (`shoal.optim.owners`), which makes the update; everything else is AdamW's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.optim.declared import Dims
+from shoal.optim.owners import WholeOptimizer, as_matrix
+from shoal.optim.preconditioned_config import SOAP, Shampoo, sides
+
+
+def shampoo(config: Shampoo, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    """The optimizer of the run file."""
+    return OwnedShampoo(
+        groups,
+        lr=lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        block=config.block,
+        root_eps=config.root_eps,
+        start=config.start,
+        every=config.every,
+    )
+
+
+class OwnedShampoo(WholeOptimizer):
+    """Shampoo for the groups that say `whole`, AdamW for the others.
+
+    Args:
+        params: Dictionaries with `params` and their options; of plain parameters those of two dimensions are `whole`.
+        lr: The learning rate.
+        betas: The decay rates of the momentum, and of all squares.
+        eps: Added to the denominator of A.
+        weight_decay: The decay of weights, apart from the gradient.
+        block: Largest rows and columns of a block.
+        root_eps: e above.
+        start: First updates that are Adam's.
+        every: Updates between two computations of the roots.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        block: int = 1024,
+        root_eps: float = 1e-6,
+        start: int = 10,
+        every: int = 10,
+    ) -> None:
+        super().__init__(
+            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, block=block, root_eps=root_eps, start=start,
+            every=every,
+        )  # fmt: skip
+        self.slots = Shampoo(block=block).slots
+
+    def updated(self, group: dict[str, Any], direction: Tensor, state: dict[str, Any]) -> Tensor:
+        """What is subtracted, and the state of the next update."""
+        gradient, (beta1, beta2) = as_matrix(direction), group["betas"]
+        blocks = _blocks(gradient, group["block"])
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=direction.device)
+            state |= {name: torch.zeros_like(direction) for name in ("graft_avg", "graft_avg_sq")}
+            for name, side in (("rows", blocks), ("columns", blocks.mT)):
+                state |= {f"{of}_{name}": torch.zeros_like(side @ side.mT) for of in ("mean", "root")}
+        state["step"] += 1
+        step, mean, square = int(state["step"]), as_matrix(state["graft_avg"]), as_matrix(state["graft_avg_sq"])
+        mean.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        for name, side in (("rows", blocks), ("columns", blocks.mT)):
+            state[f"mean_{name}"].mul_(beta2).add_(side @ side.mT, alpha=1 - beta2)
+        adam = (mean / (1 - beta1**step)) / (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        if step <= group["start"]:
+            return adam.view(direction.shape)
+        if step == group["start"] + 1 or step % group["every"] == 0:
+            for name in ("rows", "columns"):
+                state[f"root_{name}"] = _inverse_fourth_root(state[f"mean_{name}"], group["root_eps"])
+        turned = state["root_rows"] @ _blocks(mean, group["block"]) @ state["root_columns"]
+        found = _joined(turned, gradient.shape)
+        length = torch.linalg.vector_norm(found)
+        return found.mul_(torch.where(length > 0, torch.linalg.vector_norm(adam) / length, 0.0)).view(direction.shape)
+
+    def cost(self, shape: Dims) -> float:
+        """Floating-point operations of an update, without those of the roots."""
+        rows, columns = sides(shape)
+        block = self.defaults["block"]
+        return 4.0 * rows * columns * (min(rows, block) + min(columns, block))
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    """`[block rows, block columns, rows, columns]`, filled with zeros at the edges."""
+    own = [min(block, length) for length in x.shape]
+    counts = [-(-length // size) for length, size in zip(x.shape, own, strict=True)]
+    filled = x.new_zeros([count * size for count, size in zip(counts, own, strict=True)])
+    filled[: x.shape[0], : x.shape[1]] = x
+    return filled.view(counts[0], own[0], counts[1], own[1]).transpose(1, 2)
+
+
+def _joined(blocks: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of `_blocks`."""
+    down, across, rows, columns = blocks.shape
+    return blocks.transpose(1, 2).reshape(down * rows, across * columns)[: shape[0], : shape[1]].contiguous()
+
+
+def _inverse_fourth_root(mean: Tensor, eps: float) -> Tensor:
+    """(M + e l I)^(-1/4) of each matrix `[..., n, n]`, l its largest eigenvalue; of one that is zero, zero."""
+    values, vectors = torch.linalg.eigh(mean)
+    largest = values[..., -1:].clamp(min=0)
+    powers = (values.clamp(min=0) + eps * largest).pow(-0.25)
+    powers = torch.where(largest > 0, powers, 0.0)
+    return (vectors * powers[..., None, :]) @ vectors.mT
+
+
+# SOAP (Vyas et al., arXiv:2409.11321, algorithm 3): Adam in the eigenbasis of Shampoo's preconditioners.
+#
+# For a matrix G of gradients, with both sides' means L, R and their eigenvectors P, Q:
+#
+#     M <- b1 M + (1 - b1) G,     G' = P^T G Q,     V <- b2 V + (1 - b2) G'^2
+#     U = P [ (P^T M Q / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps) ] Q^T,     X <- (1 - lr w) X - lr U
+#     L <- b L + (1 - b) G G^T,   R <- b R + (1 - b) G^T G
+#
+# and every `every` updates P <- qr(L P), Q <- qr(R Q), one step of the power iteration, its columns in the order of
+# their eigenvalues, V's with them. The first gradient gives L and R, whose eigenvectors are computed whole, and no
+# update. A side that is longer than `largest_side` stays as it is. More dimensions than two are columns.
+#
+# All of a matrix's state is on its owner (`shoal.optim.owners`), which makes the update; everything else is AdamW's.
+
+
+_SIDES = ("rows", "columns")
+
+
+def soap(config: SOAP, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    """The optimizer of the run file."""
+    return OwnedSOAP(
+        groups,
+        lr=lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        shampoo_beta=config.shampoo_beta,
+        every=config.every,
+        largest_side=config.largest_side,
+    )
+
+
+class OwnedSOAP(WholeOptimizer):
+    """SOAP for the groups that say `whole`, AdamW for the others.
+
+    Args:
+        params: Dictionaries with `params` and their options; of plain parameters those of two dimensions are `whole`.
+        lr: The learning rate.
+        betas: The decay rates of both moments.
+        eps: Added to the denominator.
+        weight_decay: The decay of weights, apart from the gradient.
+        shampoo_beta: The decay rate of L and R.
+        every: Updates between two changes of the basis.
+        largest_side: Sides of more rows or columns stay as they are.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        shampoo_beta: float = 0.95,
+        every: int = 10,
+        largest_side: int = 4096,
+    ) -> None:
+        super().__init__(
+            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, shampoo_beta=shampoo_beta, every=every,
+            largest_side=largest_side,
+        )  # fmt: skip
+        self.slots = SOAP(largest_side=largest_side).slots
+
+    def updated(self, group: dict[str, Any], direction: Tensor, state: dict[str, Any]) -> Tensor:
+        """U, and the state of the next update."""
+        gradient = as_matrix(direction)
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=direction.device)
+            state |= {name: torch.zeros_like(direction) for name in ("soap_avg", "soap_avg_sq")}
+            _start(gradient, state, group["largest_side"])
+            return torch.zeros_like(direction)
+        state["step"] += 1
+        step, (beta1, beta2) = int(state["step"]), group["betas"]
+        mean, square = as_matrix(state["soap_avg"]), as_matrix(state["soap_avg_sq"])
+        mean.lerp_(gradient, 1 - beta1)
+        turned = _into_basis(gradient, state)
+        square.mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
+        scale = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        found = _out_of_basis(_into_basis(mean, state).div_(scale), state).div_(1 - beta1**step)
+        _follow(gradient, state, group["shampoo_beta"])
+        if step % group["every"] == 0:
+            _turn(square, state)
+        return found.view(direction.shape)
+
+    def cost(self, shape: Dims) -> float:
+        """Floating-point operations of an update, without those of a change of the basis."""
+        rows, columns = sides(shape)
+        return 8.0 * rows * columns * (rows + columns)
+
+
+def _start(gradient: Tensor, state: dict[str, Any], largest: int) -> None:
+    for name, side in zip(_SIDES, (gradient, gradient.mT), strict=True):
+        if side.shape[0] <= largest:
+            state[f"mean_{name}"] = side @ side.mT
+            state[f"basis_{name}"] = torch.linalg.eigh(state[f"mean_{name}"])[1].flip(-1).contiguous()
+
+
+def _into_basis(x: Tensor, state: dict[str, Any]) -> Tensor:
+    x = state["basis_rows"].mT @ x if "basis_rows" in state else x.clone()
+    return x @ state["basis_columns"] if "basis_columns" in state else x
+
+
+def _out_of_basis(x: Tensor, state: dict[str, Any]) -> Tensor:
+    x = state["basis_rows"] @ x if "basis_rows" in state else x
+    return x @ state["basis_columns"].mT if "basis_columns" in state else x
+
+
+def _follow(gradient: Tensor, state: dict[str, Any], beta: float) -> None:
+    for name, side in zip(_SIDES, (gradient, gradient.mT), strict=True):
+        if f"mean_{name}" in state:
+            state[f"mean_{name}"].addmm_(side, side.mT, beta=beta, alpha=1 - beta)
+
+
+def _turn(square: Tensor, state: dict[str, Any]) -> None:
+    """One power iteration of each side; `square` is kept in step with the order of the columns."""
+    for dim, name in enumerate(_SIDES):
+        if f"mean_{name}" not in state:
+            continue
+        mean, basis = state[f"mean_{name}"], state[f"basis_{name}"]
+        order = (basis * (mean @ basis)).sum(0).argsort(descending=True)
+        square.copy_(square.index_select(dim, order))
+        state[f"basis_{name}"] = torch.linalg.qr(mean @ basis[:, order])[0]

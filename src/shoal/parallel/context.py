@@ -1,0 +1,425 @@
+"""Which tokens of a sequence a context rank holds.
+
+The causal mask gives late tokens more work than early ones. A sequence of n tokens is therefore cut into 2 C chunks,
+and rank i of C holds the chunks i and 2 C - 1 - i, in this order: the work of the two adds up to the same on every
+rank (arXiv:2407.21783, section 3.3.2). All kinds of context parallelism use this one order.
+
+The attention core of a context rank: as `CausalAttention`, over a part of each sequence.
+
+A core gets this rank's slices of query, key and value, in the order of `shard`, and returns its slice of the result.
+The ranks of `group` call it together, forward and backward.
+
+What context ranks send each other: a shift round the ring, and the document numbers of all.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from shoal.comm.collective import Collective, Handle
+from shoal.comm.volume import bytes_sent
+from shoal.errors import LayoutError, UserCodeError
+from shoal.models.layers import CausalAttention
+from shoal.parallel.attention_tiles import Documents, Rows, RowsBackward, tiles_of_sequence, tiles_of_source, wide_dtype
+from shoal.topology.refusal import nearest_divisors, nearest_multiples
+
+
+@dataclass(frozen=True)
+class Shift:
+    """A tensor on its way to the next rank, and the previous rank's on its way here."""
+
+    leaving: Tensor  # kept until it has left
+    arriving: Tensor
+    handles: tuple[Handle, Handle]
+
+    def wait(self) -> Tensor:
+        """What has arrived."""
+        for handle in self.handles:
+            handle.wait()
+        return self.arriving
+
+
+def shift(group: Collective, tensor: Tensor, *, tag: int) -> Shift:
+    """Begins to send `tensor`, contiguous and not to be written until `wait`, to the next rank of the ring.
+
+    Even ranks call send first and odd ranks receive first: a backend that runs the calls of a pair in their order, as
+    NCCL does, would stand still if both began with the same.
+    """
+    arriving = torch.empty_like(tensor)
+    to, source = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    if group.rank % 2 == 0:
+        sent = group.send(tensor, to=to, tag=tag)
+        return Shift(tensor, arriving, (sent, group.recv(arriving, source=source, tag=tag)))
+    received = group.recv(arriving, source=source, tag=tag)
+    return Shift(tensor, arriving, (received, group.send(tensor, to=to, tag=tag)))
+
+
+def gathered(group: Collective, tensor: Tensor) -> Tensor:
+    """`[size, ...]`: every rank's `tensor`."""
+    tensor = tensor.contiguous()
+    output = torch.empty((group.size * tensor.shape[0], *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    group.all_gather(output, tensor).wait()
+    return output.unflatten(0, (group.size, -1))
+
+
+def check_sequence(tokens: int, size: int) -> None:
+    """Raises `LayoutError` unless `size` context ranks can hold two equal chunks of `tokens` each."""
+    if size > 1 and (tokens % (2 * size) or tokens == 0):
+        fitting = " or ".join(f"sequence={n}" for n in nearest_multiples(2 * size, tokens))
+        raise LayoutError(
+            f"sequence={tokens} cannot be split by context={size}: each rank holds two chunks of equal length, so the "
+            f"sequence must be a multiple of 2 x context = {2 * size}; nearest: {fitting}"
+        )
+
+
+def positions(tokens: int, *, size: int, rank: int) -> Tensor:
+    """The places in their sequence, int64 `[tokens / size]`, ascending, of what `rank` of `size` ranks holds.
+
+    Raises `LayoutError` where the sequence cannot be split.
+    """
+    check_sequence(tokens, size)
+    if size == 1:
+        return torch.arange(tokens)
+    chunk = tokens // (2 * size)
+    late = 2 * size - 1 - rank
+    return torch.cat((torch.arange(rank * chunk, (rank + 1) * chunk), torch.arange(late * chunk, (late + 1) * chunk)))
+
+
+def slice_sequence(tensor: Tensor, places: Tensor, *, dim: int = 1) -> Tensor:
+    """The slices of `tensor` `[..., tokens, ...]` at `places`, a rank's `positions`, along `dim`."""
+    return tensor.index_select(dim, places.to(tensor.device))
+
+
+def in_sequence(by_rank: Sequence[Tensor] | Tensor, *, dim: int) -> Tensor:
+    """What all ranks hold, rank 0 first, put together in the order of the sequence along `dim`."""
+    early, late = zip(*(part.chunk(2, dim) for part in by_rank), strict=True)
+    return torch.cat((*early, *reversed(late)), dim)
+
+
+def by_rank(whole: Tensor, *, size: int, dim: int) -> Tensor:
+    """The inverse of `in_sequence`: `[size, ...]`, the part of each rank."""
+    chunks = whole.chunk(2 * size, dim)
+    return torch.stack([torch.cat((chunks[rank], chunks[-1 - rank]), dim) for rank in range(size)])
+
+
+class ContextCore(CausalAttention, ABC):
+    """Base of the kinds."""
+
+    def __init__(self, group: Collective) -> None:
+        super().__init__()
+        self.group = group
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
+        """`query` `[batch, heads, seq / size, head_size]`, `key` and `value` with `kv_heads`; as `query`.
+
+        `documents` `[batch, seq / size]` are integers. All ranks pass some, or none does.
+        Raises `LayoutError` where the sequence has no two equal chunks for each rank.
+        """
+        check_sequence(query.shape[2] * self.group.size, self.group.size)
+        device = query.device.type
+        if torch.is_autocast_enabled(device):  # as for scaled_dot_product_attention
+            half = torch.get_autocast_dtype(device)
+            query, key, value = query.to(half), key.to(half), value.to(half)
+        with torch.autocast(device, enabled=False):
+            return self.attend(query, key, value, documents)
+
+    @abstractmethod
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        """What each kind does in its own way; as `forward`, without autocast."""
+
+    def extra_repr(self) -> str:
+        return f"rank {self.group.rank} of {self.group.size}"
+
+
+# Attention over gathered keys and values (Llama 3, arXiv:2407.21783, section 3.3.2).
+#
+# Each rank gathers the keys and values of the whole sequence, which grouped-query heads make small beside the queries,
+# and computes its own rows. The backward gathers them again, so that none is kept, and reduce-scatters their gradients.
+
+
+SEQUENCE = -2
+"""The dimension of `[..., seq, head_size]` that is split."""
+
+
+class GatheredAttention(ContextCore):
+    """`ContextCore` by an all-gather."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        all_documents = None if documents is None else in_sequence(gathered(self.group, documents), dim=-1)
+        return _Gathered.apply(query, key, value, documents, all_documents, self.group)
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        documents: Tensor | None,
+        all_documents: Tensor | None,
+        group: Collective,
+    ) -> Tensor:
+        rows, (keys, values) = Rows(query), _whole(group, key, value)
+        for tile in tiles_of_sequence(group.rank, size=group.size, length=query.shape[2]):
+            rows.add(tile, keys, values, documents=_documents(documents, all_documents))
+        ctx.group, out = group, rows.out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, documents, all_documents, out, rows.lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        query, key, value, documents, all_documents, out, lse = ctx.saved_tensors
+        group, rows = ctx.group, RowsBackward(grads[0], query, out=out, lse=lse)
+        both = _whole(group, key, value)
+        of_both = torch.zeros(both.shape, dtype=wide_dtype(both.dtype), device=both.device)
+        with torch.autocast(query.device.type, enabled=False):
+            for tile in tiles_of_sequence(group.rank, size=group.size, length=query.shape[2]):
+                rows.add(
+                    tile, both[0], both[1], documents=_documents(documents, all_documents),
+                    grad_key=of_both[0], grad_value=of_both[1],
+                )  # fmt: skip
+        own = _own_sum(group, of_both)
+        return (rows.grad_query.to(query.dtype), own[0].to(key.dtype), own[1].to(value.dtype), None, None, None)
+
+
+def _whole(group: Collective, key: Tensor, value: Tensor) -> Tensor:
+    """`[2, batch, kv_heads, seq, head_size]`: the keys and the values of the whole sequence, in its order."""
+    return in_sequence(gathered(group, torch.stack((key, value))), dim=SEQUENCE)
+
+
+def _own_sum(group: Collective, whole: Tensor) -> Tensor:
+    """This rank's part of the sum of all ranks' `whole`; the adjoint of `_whole`."""
+    parts = by_rank(whole, size=group.size, dim=SEQUENCE)
+    own = torch.empty_like(parts[0])
+    group.reduce_scatter(own, parts.flatten(0, 1)).wait()
+    return own
+
+
+def _documents(documents: Tensor | None, all_documents: Tensor | None) -> Documents | None:
+    return None if documents is None or all_documents is None else Documents(documents, all_documents)
+
+
+# Ring attention (Liu, Zaharia and Abbeel, arXiv:2310.01889), balanced for the causal mask.
+#
+# Keys and values travel round the ring while each rank computes with those that it has; what comes out is merged by the
+# log-sum-exp. In the backward they travel again, and their gradients one step behind them: the sum of a block begins at
+# the rank after its home, gains a term at every rank, and is home after size - 1 steps. Only this rank's slices and its
+# log-sum-exp are kept in between.
+
+
+BLOCKS, GRADIENTS = 0, 1
+"""Tags of the two things that travel."""
+
+
+class RingAttention(ContextCore):
+    """`ContextCore` by a ring."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        everyones = None if documents is None else gathered(self.group, documents)
+        return _Ring.apply(query, key, value, everyones, self.group)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, everyones: Tensor | None, group: Collective
+    ) -> Tensor:
+        rows, block = Rows(query), torch.stack((key, value))
+        for source in _sources(group):
+            coming = None if source == _last(group) else shift(group, block, tag=BLOCKS)
+            documents = _ring_documents(everyones, group.rank, source)
+            for tile in tiles_of_source(group.rank, source, length=query.shape[2]):
+                rows.add(tile, block[0], block[1], documents=documents)
+            block = block if coming is None else coming.wait()
+        ctx.group, out = group, rows.out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, everyones, out, rows.lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        query, key, value, everyones, out, lse = ctx.saved_tensors
+        with torch.autocast(query.device.type, enabled=False):
+            rows = RowsBackward(grads[0], query, out=out, lse=lse)
+            of_block = _block_gradient(rows, torch.stack((key, value)), everyones, group=ctx.group)
+        return rows.grad_query.to(query.dtype), of_block[0].to(key.dtype), of_block[1].to(value.dtype), None, None
+
+
+def _block_gradient(rows: RowsBackward, block: Tensor, everyones: Tensor | None, *, group: Collective) -> Tensor:
+    """The gradient of this rank's `block` of keys and values, all ranks' terms; adds to `rows` on the way."""
+    own = torch.zeros(block.shape, dtype=wide_dtype(block.dtype), device=block.device)
+    travelling = None
+    for source in _sources(group):
+        coming = None if source == _last(group) else shift(group, block, tag=BLOCKS)
+        terms = own if source == group.rank else torch.zeros_like(own)
+        documents = _ring_documents(everyones, group.rank, source)
+        for tile in tiles_of_source(group.rank, source, length=rows.query.shape[2]):
+            rows.add(tile, block[0], block[1], documents=documents, grad_key=terms[0], grad_value=terms[1])
+        if source != group.rank:
+            if travelling is not None:
+                terms += travelling.wait()
+            travelling = shift(group, terms, tag=GRADIENTS)
+        block = block if coming is None else coming.wait()
+    return own if travelling is None else own + travelling.wait()
+
+
+def _sources(group: Collective) -> list[int]:
+    """Whose block is here, step by step."""
+    return [(group.rank - step) % group.size for step in range(group.size)]
+
+
+def _last(group: Collective) -> int:
+    return _sources(group)[-1]
+
+
+def _ring_documents(everyones: Tensor | None, rank: int, source: int) -> Documents | None:
+    return None if everyones is None else Documents(everyones[rank], everyones[source])
+
+
+# Attention by exchanging heads for sequence (DeepSpeed-Ulysses, Jacobs et al., arXiv:2309.14509).
+#
+#     [batch, heads, seq / size, head_size]  --all-to-all-->  [batch, heads / size, seq, head_size]
+#
+# In between each rank has whole sequences of some heads, and attention is the ordinary one. Key and value heads that
+# are too few for the ranks are sent to each rank that needs them; the gradients of the copies add up.
+
+
+class UlyssesAttention(ContextCore):
+    """`ContextCore` by two all-to-alls."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None) -> Tensor:
+        size, heads, kv_heads = self.group.size, query.shape[1], key.shape[1]
+        check_heads(heads, size)
+        copies = kv_copies(kv_heads, size)
+        key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
+        parts = torch.cat([x.unflatten(1, (size, -1)) for x in (query, key, value)], dim=2).movedim(1, 0)
+        whole = in_sequence(_Exchange.apply(parts, self.group), dim=SEQUENCE)
+        own = (heads // size, kv_heads * copies // size, kv_heads * copies // size)
+        all_documents = None if documents is None else in_sequence(gathered(self.group, documents), dim=-1)
+        query, key, value = whole.split(own, dim=1)
+        out = CausalAttention.forward(self, query, key, value, all_documents)
+        return _Exchange.apply(by_rank(out, size=size, dim=SEQUENCE), self.group).movedim(0, 1).flatten(1, 2)
+
+
+class _Exchange(torch.autograd.Function):
+    """Part i of `[size, ...]` goes to rank i, part j comes from rank j; its own adjoint."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: Collective) -> Tensor:
+        ctx.group = group
+        return _exchanged(group, parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _exchanged(ctx.group, grads[0]), None
+
+
+def _exchanged(group: Collective, parts: Tensor) -> Tensor:
+    parts = parts.contiguous()
+    output = torch.empty_like(parts)
+    group.all_to_all(output, parts).wait()
+    return output
+
+
+def kv_copies(kv_heads: int, size: int) -> int:
+    """How often each key and value head is sent, so that every rank has those of its query heads."""
+    return size // math.gcd(kv_heads, size)
+
+
+def check_heads(heads: int, size: int) -> None:
+    """Raises `LayoutError` unless `size` ranks can each take as many of the query heads, those of a tensor rank."""
+    if heads % size:
+        fitting = " or ".join(f"context={n}" for n in nearest_divisors(heads, size))
+        raise LayoutError(
+            f"context={size} with kind 'ulysses' does not divide the {heads} query heads of a rank, which it exchanges "
+            f"for parts of the sequence; nearest: {fitting}, or another kind"
+        )
+
+
+# Makes a model's attention see the whole sequence where the rank holds a part of it.
+#
+# Bytes that a context rank sends for one attention, forward and backward: closed forms beside the wire's own count.
+#
+# With K the bytes of a rank's keys, and C ranks:
+#
+#     ring        2 K (C - 1) forward; the same again and the gradients, 2 K' (C - 1), backward
+#     allgather   2 K (C - 1) forward; the same again and a reduce-scatter of 2 K' C backward
+#     ulysses     (C - 1) / C of query, keys, values and result, each way; keys and values in `kv_copies`
+#
+# K' is K in float32 at least: terms of gradients are added up in a wide type.
+
+
+ContextKind = Literal["ring", "ulysses", "allgather"]
+
+KINDS: Mapping[ContextKind, type[ContextCore]] = MappingProxyType(
+    {"ring": RingAttention, "ulysses": UlyssesAttention, "allgather": GatheredAttention}
+)
+
+
+def check_context(model: nn.Module, group: Collective) -> None:
+    """Raises `UserCodeError` for a whole model without `CausalAttention`, where `group` has several ranks."""
+    if group.size > 1 and not _cores(model):
+        raise UserCodeError(
+            f"{type(model).__name__} has no module of type shoal.models.layers.CausalAttention, and without one a "
+            f"rank sees only its own part of a sequence: compute attention in such a module, or set layout.context=1"
+        )
+
+
+def put_context(model: nn.Module, group: Collective, kind: ContextKind) -> None:
+    """Replaces every `CausalAttention` of `model` by the kind's, over the context ranks of `group`.
+
+    From then on the model is called with this rank's slices of the sequence and with its `positions` (see `shard`).
+    Call it before `recompute`. A group of one rank changes nothing, and neither does a stage without attention.
+    Raises `UserCodeError` for a module that is recomputed already.
+    """
+    if group.size == 1:
+        return
+    for name, module in _cores(model).items():
+        if "forward" in vars(module):
+            raise UserCodeError(f"'{name}' already has a forward of its own: split the context before recompute")
+        model.set_submodule(name, KINDS[kind](group))
+
+
+def _cores(model: nn.Module) -> dict[str, CausalAttention]:
+    named = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in named if type(module) is CausalAttention}
+
+
+WIDE_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSizes:
+    """One attention of a rank: `tokens` are the rank's own, over all its samples."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    element_bytes: int
+
+
+def attention_bytes_sent(kind: ContextKind, sizes: AttentionSizes, *, size: int, backend: str) -> int:
+    """Bytes sent by one of `size` ranks for one forward and backward; documents not counted."""
+    numel = sizes.tokens * sizes.kv_heads * sizes.head_size
+    block, wide_block = 2 * numel * sizes.element_bytes, 2 * numel * max(WIDE_BYTES, sizes.element_bytes)
+    if kind == "ulysses":
+        heads = 2 * sizes.heads + 2 * sizes.kv_heads * kv_copies(sizes.kv_heads, size)
+        each_way = sizes.tokens * heads * sizes.head_size * sizes.element_bytes
+        return 2 * bytes_sent("all_to_all", each_way, size=size, backend=backend)
+    if kind == "ring":
+        return (2 * block + wide_block) * (size - 1)
+    gradients = bytes_sent("reduce_scatter", wide_block * size, size=size, backend=backend)
+    return 2 * bytes_sent("all_gather", block, size=size, backend=backend) + gradients

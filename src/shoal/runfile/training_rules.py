@@ -1,0 +1,314 @@
+"""The rules between `[optimizer]` and the other tables. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shoal.engine.config import CrossEntropy, Float8
+from shoal.models.huggingface.config import TransformersConfig
+from shoal.optim.config import AdamW8bit
+from shoal.optim.preconditioned_config import KFAC
+from shoal.runfile.run_file import RunFile, synchronises_norms
+
+
+def optimizer_refusal(run_file: RunFile) -> str | None:
+    """One sentence if another table takes from the optimizer what it needs."""
+    return _transforms_rule(run_file) or _average_rule(run_file) or _layers_rule(run_file)
+
+
+def _transforms_rule(run_file: RunFile) -> str | None:
+    transforms = run_file.optimizer.transforms
+    found = next(_against_transforms(run_file), None) if transforms else None
+    if found is None:
+        return None
+    kinds = ", ".join(transform.variant for transform in transforms)
+    return f"optimizer.transforms ({kinds}) with {found[0]}: {found[1]}; leave one of the two out"
+
+
+def _average_rule(run_file: RunFile) -> str | None:
+    """The average is in the place of a decay; and it is that of the model, which replicas or servers may not have."""
+    optimizer, schedule, sync = run_file.optimizer, run_file.schedule, run_file.sync
+    if optimizer.keeps_average and schedule.kind != "constant":
+        return (
+            f'optimizer.kind = "{optimizer.variant}" with schedule.kind = "{schedule.kind}": it averages in the place '
+            'of a decay of the rate; set schedule.kind = "constant" (with schedule.warmup_steps)'
+        )
+    if optimizer.keeps_average and optimizer.average is not None:
+        return (
+            f'optimizer.average with optimizer.kind = "{optimizer.variant}", which keeps an average of its own: leave '
+            "optimizer.average out"
+        )
+    averages = optimizer.keeps_average or optimizer.average is not None
+    if (averages or optimizer.lookahead is not None) and sync.replicas_are != "lockstep":
+        what = "optimizer.lookahead" if not averages else "an average of weights (optimizer)"
+        return (
+            f'{what} with sync.kind = "{sync.variant}": what its replicas have between two agreements is not the '
+            'model\'s; leave it out, or set sync.kind = "allreduce"'
+        )
+    return None
+
+
+def _against_transforms(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not)"""
+    optimizer, sync = run_file.optimizer, run_file.sync
+    if optimizer.sends_momentum:
+        yield f'optimizer.kind = "{optimizer.variant}"', "its ranks sum momenta, not gradients"
+    if run_file.gradients.schedule == "priority":
+        yield 'gradients.schedule = "priority"', "parameters are updated before the whole gradient is there"
+    if run_file.layout.pipeline > 1 and run_file.pipeline.asynchronous:
+        yield f"pipeline.schedule = {run_file.pipeline.schedule!r}", "stages are never at the same gradient"
+    if sync.replicas_are == "workers":
+        yield f'sync.kind = "{sync.variant}"', "its workers have a gradient of their own each, and no agreed one"
+
+
+def _layers_rule(run_file: RunFile) -> str | None:
+    own = run_file.optimizer
+    if not isinstance(own, KFAC):
+        return None
+    return layers_refusal(run_file, f'optimizer.kind = "{own.variant}"', reduces=own.weight_sharing == "reduce")
+
+
+def layers_refusal(run_file: RunFile, optimizer: str, *, reduces: bool) -> str | None:
+    """One sentence if `optimizer`, which measures layers, does not see whole ones, in one backward, on all ranks.
+
+    `reduces`: it takes all positions of a sample together.
+    """
+    found = next(_against_layers(run_file, reduces=reduces), None)
+    return None if found is None else f"{found[0]} with {optimizer}: {found[1]}"
+
+
+def _against_layers(run_file: RunFile, *, reduces: bool) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do)"""
+    layout, schedule, sync = run_file.layout, run_file.pipeline.schedule, run_file.sync
+    for axis in ("tensor", "expert"):
+        if getattr(layout, axis) > 1:
+            yield f"layout.{axis} = {getattr(layout, axis)}", "it measures whole layers; split the model by shard"
+    if layout.context > 1 and reduces:
+        why = 'no rank has all positions of a sample; set optimizer.weight_sharing = "expand"'
+        yield f"layout.context = {layout.context}", why
+    if layout.pipeline > 1 and schedule not in ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"):
+        yield f"pipeline.schedule = {schedule!r}", "its backwards come in two parts, or are stale; use 1F1B"
+    if run_file.gradients.schedule == "priority":
+        yield 'gradients.schedule = "priority"', 'parameters are updated one after the other; use "order"'
+    if sync.variant != "allreduce":
+        yield f'sync.kind = "{sync.variant}"', 'ranks sum what they measure in every step; use "allreduce"'
+    if run_file.elastic is not None:
+        yield "[elastic]", "what ranks measure is not carried over a loss; leave one of the two out"
+    if run_file.run.compile:
+        yield run_file.run.compile_said, "compiled layers cannot be seen; leave run.compile out"
+
+
+# The rules between synchronised batch norms and the other tables. Imports no torch.
+
+
+def norm_refusal(run_file: RunFile) -> str | None:
+    """One sentence if ranks cannot take statistics together in every forward."""
+    if not synchronises_norms(run_file.model):
+        return None
+    found = next(_against_synchronised(run_file), None)
+    return None if found is None else f'model.batch_norm = "synchronised" with {found[0]}: {found[1]}'
+
+
+def _against_synchronised(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do)"""
+    layout, sync = run_file.layout, run_file.sync
+    for axis in ("pipeline", "context", "tensor", "expert"):
+        if getattr(layout, axis) > 1:
+            why = "its ranks have to hold whole samples and all layers; use layout.replicate and layout.shard"
+            yield f"layout.{axis} = {getattr(layout, axis)}", why
+    if sync.replicas_are != "lockstep":
+        why = 'replicas at different steps have no microbatch in common; set it to "allreduce"'
+        yield f'sync.kind = "{sync.variant}"', why
+    if run_file.sync.in_canonical_order:
+        why = 'the samples of a microbatch follow the number of replicas; set model.batch_norm = "grouped"'
+        yield 'sync.order = "canonical"', why
+    if run_file.batch.division != "even":
+        yield (
+            f'batch.division = "{run_file.batch.division}"',
+            "all ranks need as many microbatches; leave one of the two out",
+        )
+    if run_file.elastic is not None:
+        why = 'the statistics follow the number of replicas, which changes; set model.batch_norm = "grouped"'
+        yield "[elastic]", why
+    if run_file.run.compile:
+        yield run_file.run.compile_said, "a compiled forward holds no exchange between ranks; leave it out"
+
+
+# What `[memory]` asks of other tables: where state may lie elsewhere, and what a simulated device can count.
+
+
+def memory_refusal(run_file: RunFile) -> str | None:
+    """One sentence if another table needs at once what `[memory]` moves away, or computes where it cannot look."""
+    return _parameters_rule(run_file) or _state_rule(run_file) or _activations_rule(run_file) or _device_rule(run_file)
+
+
+def _parameters_rule(run_file: RunFile) -> str | None:
+    memory = run_file.memory
+    if memory.offload.parameters == "device":
+        return None
+    said = f'memory.offload.parameters = "{memory.offload.parameters}"'
+    if memory.offload.optimizer == "device":
+        return (
+            f'{said} with the optimizer on the device: its update is the host\'s; set memory.offload.optimizer = "host"'
+        )
+    if memory.zero in (1, 2):
+        return f"{said} with memory.zero = {memory.zero}, which keeps parameters whole: set it to 3, or leave it out"
+    if run_file.run.compile is not False:
+        return f"{said} with {run_file.run.compile_said}: blocks fetch their weights while they compute; leave one out"
+    return None
+
+
+def _state_rule(run_file: RunFile) -> str | None:
+    home = run_file.memory.offload.optimizer
+    found = None if home == "device" else next(_against_streams(run_file), None)
+    return None if found is None else f'memory.offload.optimizer = "{home}" with {found[0]}: {found[1]}'
+
+
+def _against_streams(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do)"""
+    optimizer, sync = run_file.optimizer, run_file.sync
+    if not optimizer.updates_apart:
+        yield (
+            f'optimizer.kind = "{optimizer.variant}"',
+            'it needs state beyond that of the parameters it updates, or keeps it itself; choose "adamw", '
+            '"adamw_8bit", "sgd" or "lion"',
+        )
+    if optimizer.average is not None or optimizer.lookahead is not None:
+        yield "optimizer.average or optimizer.lookahead", "they read all of it beside the update; leave them out"
+    if run_file.gradients.schedule == "priority":
+        yield 'gradients.schedule = "priority"', 'updates are made inside the next forward; set it to "order"'
+    if run_file.pipeline.asynchronous:
+        yield 'pipeline.schedule = "PipeDream"', "all of it would move once a microbatch; choose another schedule"
+    if sync.replicas_are == "workers" or run_file.elastic is not None:
+        name = "[elastic]" if run_file.elastic is not None else f'sync.kind = "{sync.variant}"'
+        yield name, "its state is brought to other ranks while the run goes on; leave one of the two out"
+
+
+def _activations_rule(run_file: RunFile) -> str | None:
+    offload = run_file.memory.offload
+    if offload.activations == "device" and offload.activation_bits is None:
+        return None
+    key = 'activations = "host"' if offload.activations == "host" else "activation_bits = 8"
+    if run_file.run.compile is not False:
+        return (
+            f"memory.offload.{key} with {run_file.run.compile_said}: a compiled program decides itself what it saves; "
+            "leave one of the two out"
+        )
+    return None
+
+
+def _device_rule(run_file: RunFile) -> str | None:
+    memory = run_file.memory
+    if memory.simulate_device is None:
+        return None
+    said = f'memory.simulate_device = "{memory.simulate_device}"'
+    if run_file.run.device == "cuda":
+        return f'{said} with run.device = "cuda", which has memory of its own: set run.device = "cpu", or leave it out'
+    if run_file.run.compile is not False:
+        return f"{said} with {run_file.run.compile_said}: what a compiled program allocates is not seen; leave one out"
+    return None
+
+
+# The rules between `[sparsity]`, `[freeze]`, `[adapter]`, ... and the other tables. Imports no torch.
+
+
+def partly_trained_refusal(run_file: RunFile) -> str | None:
+    """One sentence if what leaves a part of the model out cannot be put on what another table asks for."""
+    rules = (_distillation_rule, _schedule_rule, _masks_rule, _freeze_rule, _sparse_layers_rule)
+    return next((sentence for rule in rules if (sentence := rule(run_file)) is not None), None)
+
+
+def _distillation_rule(run_file: RunFile) -> str | None:
+    """The teacher is whole on every rank, and sees whole samples there."""
+    layout = run_file.layout
+    if run_file.distillation is None:
+        return None
+    split = next((axis for axis in ("pipeline", "context", "tensor") if getattr(layout, axis) > 1), None)
+    if split is not None:
+        return (
+            f"[distillation] with layout.{split} = {getattr(layout, split)}: no rank has whole logits beside its "
+            "teacher's; use layout.shard or replicate"
+        )
+    if not isinstance(run_file.loss, CrossEntropy):
+        return (
+            f'[distillation] with loss.kind = "{run_file.loss.variant}": a teacher gives classes; use "cross_entropy"'
+        )
+    if run_file.memory.loss_chunks > 1 or run_file.run.compile not in (False, "blocks"):
+        key = "memory.loss_chunks" if run_file.memory.loss_chunks > 1 else "run.compile"
+        return f"[distillation] with {key}: the logits are not there to be compared with the teacher's; leave it out"
+    return None
+
+
+def _schedule_rule(run_file: RunFile) -> str | None:
+    config, steps = run_file.sparsity, run_file.run.steps
+    if config is None or config.starts_sparse:
+        return None
+    for key, value in (("begin", config.schedule.begin), ("end", config.schedule.end or 0)):
+        if value > steps:
+            return (
+                f"sparsity.schedule.{key} = {value} with run.steps = {steps}: the run would end before it has its "
+                "density; lower it, or raise run.steps"
+            )
+    return None
+
+
+def _masks_rule(run_file: RunFile) -> str | None:
+    if run_file.sparsity is None:
+        return None
+    found = next(iter((*_against_changes(run_file), *_against_masks(run_file))), None)
+    kind = run_file.sparsity.variant
+    return found and f'sparsity.kind = "{kind}" with {found[0]}: {found[1]}; leave one of the two out'
+
+
+def _freeze_rule(run_file: RunFile) -> str | None:
+    if run_file.freeze is None or not run_file.freeze.changes:
+        return None
+    key = "freeze.later" if run_file.freeze.later else "freeze.progress"
+    found = next(_against_changes(run_file), None)
+    return found and f"{key} with {found[0]}: {found[1]}; use freeze.layers, or leave one of the two out"
+
+
+def _sparse_layers_rule(run_file: RunFile) -> str | None:
+    """Adapters and rounding are in linear layers, which other tables replace by their own."""
+    model = run_file.model
+    tables = {"adapter": run_file.adapter, "quantisation": run_file.quantisation}
+    given = [name for name, table in tables.items() if table is not None]
+    if not given:
+        return None
+    if len(given) > 1:
+        return "[adapter] with [quantisation]: a layer has one of both; leave one of the two out"
+    if run_file.layout.tensor > 1:
+        return (
+            f"[{given[0]}] with layout.tensor = {run_file.layout.tensor}: layers that ranks split do not have it; set "
+            "layout.tensor = 1"
+        )
+    if isinstance(run_file.precision, Float8):
+        return f'[{given[0]}] with precision.kind = "float8", whose layers do not have it; set it to "bfloat16"'
+    if isinstance(model, TransformersConfig) and model.lora_rank is not None:
+        return f"[{given[0]}] with model.lora_rank = {model.lora_rank}: leave one of the two out"
+    return None
+
+
+def _against_changes(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why what is trained cannot change in a run)"""
+    sync = run_file.sync
+    if sync.replicas_are != "lockstep":
+        yield (
+            f'sync.kind = "{sync.variant}"',
+            "its replicas have no agreed gradient to leave a part out of",
+        )
+    if run_file.elastic is not None:
+        yield "[elastic]", "what is left out is not carried from one membership to the next"
+    if run_file.codec.variant != "none":
+        yield f'codec.kind = "{run_file.codec.variant}"', "replicas send less of their gradients already"
+    if run_file.gradients.schedule == "priority":
+        yield 'gradients.schedule = "priority"', "weights are updated before the whole gradient is there"
+    if run_file.layout.pipeline > 1 and run_file.pipeline.asynchronous:
+        yield f'pipeline.schedule = "{run_file.pipeline.schedule}"', "stages are never at the same gradient"
+    if run_file.optimizer.sends_momentum:
+        yield f'optimizer.kind = "{run_file.optimizer.variant}"', "its ranks sum momenta of the whole model"
+
+
+def _against_masks(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    if isinstance(run_file.optimizer, AdamW8bit):
+        yield 'optimizer.kind = "adamw_8bit"', "moments of masked weights share their scale with others"

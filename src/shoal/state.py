@@ -1,0 +1,210 @@
+"""What a rank trains, and what of it is its own to update and to save.
+
+The ranks' holdings say what each trains (`Trained`); how gradients are reduced decides which tensors the optimizer runs
+on (`Owned`). If optimizer state is sharded these are pieces of parameters: a whole parameter in its own shape, or a
+one-dimensional run of its elements. Their `regions` say which boxes of the unsplit parameter they are, so that every
+slot of the optimizer can be saved and resharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from shoal.topology.holding import Box, Dims, Holding, Ranks, boxes_of_run
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A parameter of this rank, and where it stands in the unsplit model: its numbers are those of `holding.boxes`."""
+
+    holding: Holding
+    parameter: Parameter
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of an owned tensor: the elements from `start` on, row by row, are `box` of the unsplit parameter."""
+
+    box: Box
+    start: int
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A tensor that this rank's optimizer updates; its `.grad` is the agreed gradient after `Gradients.reduce`."""
+
+    name: str
+    parameter: Parameter
+    holding: Holding
+    regions: tuple[Region, ...]
+
+    @property
+    def gradient(self) -> Tensor:
+        """Its agreed gradient, dense; zeros where it has none."""
+        gradient = self.parameter.grad
+        gradient = torch.zeros_like(self.parameter) if gradient is None else gradient
+        return gradient.to_dense() if gradient.is_sparse else gradient
+
+    def boxes(self, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+        """The boxes of the unsplit parameter that it holds, and the numbers of each in `tensor`, of its shape: views
+        where that is contiguous.
+        """
+        flat = tensor.flatten()
+        for region in self.regions:
+            yield region.box, flat[region.start : region.start + region.box.numel].view(region.box.shape)
+
+    def regions_of(self, start: int, numel: int) -> list[Region]:
+        """What lies in its elements from `start` on, counted from there."""
+        return list(regions_of_run(self.regions, start, start + numel))
+
+
+def regions_of(holding: Holding) -> tuple[Region, ...]:
+    """The boxes of a holding, one after the other."""
+    regions, at = [], 0
+    for box in holding.boxes:
+        regions.append(Region(box, at))
+        at += box.numel
+    return tuple(regions)
+
+
+def boxes_in(holding: Holding, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
+    """The boxes of a holding, and the numbers of each in `tensor`, which is the rank's parameter: views of it."""
+    if len(holding.boxes) == 1:
+        yield holding.box, tensor
+        return
+    flat = tensor.view(-1)
+    for region in regions_of(holding):
+        yield region.box, flat[region.start : region.start + region.box.numel].view(region.box.shape)
+
+
+def owned_whole(trained: Trained, piece: Parameter | None = None) -> Owned:
+    """All that this rank holds of a parameter, as it stands in the model or in `piece`, which has its shape."""
+    holding = trained.holding
+    return Owned(holding.name, trained.parameter if piece is None else piece, holding, regions_of(holding))
+
+
+def owned_run(holding: Holding, piece: Parameter, start: int, stop: int) -> Owned:
+    """The elements `start` .. `stop` of what this rank holds of a parameter; `piece` is one-dimensional."""
+    return Owned(holding.name, piece, holding, tuple(regions_of_run(regions_of(holding), start, stop)))
+
+
+def regions_of_run(regions: Iterable[Region], start: int, stop: int) -> Iterator[Region]:
+    """What lies in the elements `start` .. `stop` of a tensor with these `regions`, counted from `start`."""
+    for region in regions:
+        first, last = max(start, region.start), min(stop, region.start + region.box.numel)
+        at = first - start
+        for box in boxes_of_run(region.box.shape, first - region.start, last - region.start):
+            yield Region(box.within(region.box.offset), at)
+            at += box.numel
+
+
+def same_piece(holding: Holding, ranks: Ranks) -> Ranks:
+    """Those of `ranks` (`holding.sums` or `holding.holders`) whose piece of this part is the piece of this rank.
+
+    `replicate` and `pipeline` lie outside of the sharding axis in a layout, and the other axes within it; so the place
+    of a rank along that axis is its number, without what is within, modulo the size of the axis.
+    """
+    size = len(holding.shard)
+    if size == 1:
+        return ranks
+    within = holding.shard[1] - holding.shard[0]
+    return tuple(rank for rank in ranks if rank // within % size == holding.rank // within % size)
+
+
+def owned_gradients(owned: Iterable[Owned]) -> Iterator[tuple[str, Box, Tensor]]:
+    """The agreed gradients of a rank: name, box of the unsplit parameter, values."""
+    for each in owned:
+        for box, part in each.boxes(each.gradient):
+            yield each.name, box, part
+
+
+def is_counted(own: Owned) -> bool:
+    """Whether this rank is the first of its replica that holds these numbers."""
+    return own.holding.rank == min(same_piece(own.holding, own.holding.holders))
+
+
+# `Target`: a part of a tensor of the unsplit model that one rank holds; what is saved from it and loaded into it.
+#
+# A rank names the tensors of the unsplit model and says of each what it holds: a plain tensor is the whole, a sequence
+# of targets are the boxes of it that lie here, an empty sequence means that another rank has it. If the boxes are runs
+# of one flat buffer, as ZeRO divides them, `views` makes them targets without a copy.
+
+
+class Target(NamedTuple):
+    """A part of a tensor: `tensor` begins at `offset` of the tensor whose shape is `global_shape`."""
+
+    tensor: Tensor
+    global_shape: Dims
+    offset: Dims
+
+    @property
+    def box(self) -> Box:
+        """Which part it is."""
+        return Box(tuple(self.offset), tuple(self.tensor.shape))
+
+
+Held = Tensor | Target | Sequence[Target]
+"""What a rank has of one tensor: all of it, or boxes of it."""
+
+
+def targets_of(held: Held) -> tuple[Target, ...]:
+    """`held` as targets; none for an empty sequence, which says that other ranks have the tensor."""
+    if isinstance(held, Tensor):
+        return (Target(held, tuple(held.shape), (0,) * held.dim()),)
+    return (held,) if isinstance(held, Target) else tuple(held)
+
+
+def parts_of(tensors: Mapping[str, Held]) -> dict[str, tuple[Target, ...]]:
+    """Every name of `tensors`, and the parts of it that are here."""
+    return {name: targets_of(held) for name, held in tensors.items()}
+
+
+def views(tensor: Tensor, regions: Iterable[tuple[Box, int]], *, global_shape: Dims) -> list[Target]:
+    """The boxes of an unsplit tensor of `global_shape` that lie in the contiguous `tensor`.
+
+    A region is a box, and the place among the elements of `tensor` from where on it lies there, row-major.
+    """
+    flat = tensor.detach().view(-1)
+    return [
+        Target(flat[start : start + box.numel].view(box.shape), tuple(global_shape), box.offset)
+        for box, start in regions
+        if box.numel
+    ]
+
+
+# `Section`: a part of the state of a run, as checkpoints see it.
+
+
+class Section(Protocol):
+    """Tensors and facts under names of their own."""
+
+    @property
+    def name(self) -> str:
+        """Where its facts stand in a checkpoint's state."""
+        ...
+
+    def tensors(self) -> Mapping[str, Held]:
+        """What is saved."""
+        ...
+
+    def targets(self, saved: Mapping[str, torch.dtype]) -> Mapping[str, Held]:
+        """What a checkpoint that holds `saved` (name and dtype) is read into."""
+        ...
+
+    def elsewhere(self, saved: Mapping[str, torch.dtype]) -> set[str]:
+        """Those of `saved` that belong to this section and that other ranks fill."""
+        ...
+
+    def facts(self) -> dict[str, Any]:
+        """What is not a tensor, for JSON."""
+        ...
+
+    def load(self, facts: Mapping[str, Any]) -> None:
+        """Goes on from what `facts` gave."""
+        ...

@@ -1,1 +1,0 @@
-"""What a rank holds of the state of a run: which tensors are its own, and where they lie in the unsplit model."""
