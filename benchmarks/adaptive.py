@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shoal.launch.lab.lab_file import lab_from
-from shoal.launch.lab.network import INTERFACE, Network, network, tc
+from shoal.launcher.lab.lab_file import lab_from
+from shoal.launcher.lab.network import INTERFACE, Network, network, tc
 
 RATES = (1000, 50, 1000)
 NUMBERS = 1_000_000

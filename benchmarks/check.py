@@ -27,7 +27,7 @@ from shoal.bench.training_job import corpus_file, gpt_run_file, start_training, 
 from shoal.comm.collective import Collective
 from shoal.comm.config import TransportName, WireConfig
 from shoal.engine.loop import take_step
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.memory.config import MemoryConfig
 from shoal.runfile.run_file import RunFile
 from shoal.topology.config import LayoutConfig

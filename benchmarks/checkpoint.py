@@ -25,7 +25,7 @@ from shoal.bench.report import Result, check, milliseconds, print_report
 from shoal.bench.training_job import corpus_file, gpt_run_file, start_training, training_job
 from shoal.comm.collective import Collective
 from shoal.engine.loop import Job, take_step
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.state import targets_of
 
 STALL = 0.10

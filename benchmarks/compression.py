@@ -37,9 +37,9 @@ from shoal.bench.report import Check, Result, Turns, check, columns, merged, pri
 from shoal.bench.training_job import SEQUENCE, Training, corpus_file, gpt_run_file, start_alone, start_training
 from shoal.codec.config import BlockwiseConfig, CodecConfig, NoCodec, PowerSGDConfig, SignConfig, TopKConfig
 from shoal.errors import EnvironmentFault
-from shoal.launch.environment import Place
-from shoal.launch.lab.lab_file import Lab, lab_from
-from shoal.launch.lab.network import why_not
+from shoal.launcher.environment import Place
+from shoal.launcher.lab.lab_file import Lab, lab_from
+from shoal.launcher.lab.network import why_not
 from shoal.models.config import GPTConfig
 from shoal.runfile.run_file import RunFile
 

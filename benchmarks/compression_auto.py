@@ -28,8 +28,8 @@ from shoal.bench.training_job import Training, corpus_file, gpt_run_file, start_
 from shoal.codec.config import AutoConfig, BlockwiseConfig, CastConfig, CodecConfig, NoCodec, PowerSGDConfig
 from shoal.comm.collective import Collective
 from shoal.errors import EnvironmentFault
-from shoal.launch.environment import Place
-from shoal.launch.lab.network import INTERFACE, tc, why_not
+from shoal.launcher.environment import Place
+from shoal.launcher.lab.network import INTERFACE, tc, why_not
 
 FAST_MBIT, SLOW_MBIT, BURST_BYTES = 10_000, 50, 32 << 10
 PHASES_MBIT = (FAST_MBIT, SLOW_MBIT, FAST_MBIT)

@@ -35,8 +35,8 @@ from shoal.bench.training_job import SEQUENCE, corpus_file, start_training
 from shoal.codec.config import CodecConfig, NoCodec
 from shoal.comm.collective import Collective
 from shoal.errors import EnvironmentFault
-from shoal.launch.environment import Place
-from shoal.launch.lab.network import why_not
+from shoal.launcher.environment import Place
+from shoal.launcher.lab.network import why_not
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile
 

@@ -37,8 +37,8 @@ from shoal.bench.report import Result, again_cells, check, columns, lower_bound,
 from shoal.bench.training_job import SEQUENCE, corpus_file, gpt_run_file, start_alone, start_training
 from shoal.codec.config import ShardCodecConfig
 from shoal.errors import EnvironmentFault
-from shoal.launch.environment import Place
-from shoal.launch.lab.network import why_not
+from shoal.launcher.environment import Place
+from shoal.launcher.lab.network import why_not
 from shoal.runfile.run_file import RunFile
 from shoal.topology.config import LayoutConfig
 

@@ -30,7 +30,7 @@ from shoal.bench.report import Result, Row, check, print_report
 from shoal.bench.sync import GLOBAL_SAMPLES, run_file_of
 from shoal.bench.training_job import pace, start_training, training_job
 from shoal.engine.loop import take_step
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 
 FOLLOWED, PART = 20, 0.85
 EVEN = -1

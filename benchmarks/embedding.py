@@ -28,7 +28,7 @@ from shoal.bench.options import AsJson, Processes
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import Result, again_cells, check, columns, lower_bound, milliseconds, print_report, ratios
 from shoal.bench.training_job import Training, start_training
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.runfile.run_file import RunFile
 
 FEATURES, WIDTH = 8, 32

@@ -24,7 +24,7 @@ from shoal.bench.report import Result, check, merged, print_report
 from shoal.bench.training_job import Training, start_training, training_job
 from shoal.data.sample import Source
 from shoal.engine.loop import take_step
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.observe.events import read_events
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile

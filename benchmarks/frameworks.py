@@ -18,7 +18,7 @@ import sys
 import tempfile
 from typing import Any
 
-from shoal.launch import sockets
+from shoal.launcher import sockets
 
 RANK = """
 import json, os, sys, time

@@ -43,7 +43,7 @@ from shoal.bench.report import machine_facts
 from shoal.bench.training_job import ENDLESS, LR, Training, training_job
 from shoal.engine.loop import take_step
 from shoal.errors import EnvironmentFault, ShoalError
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.runfile.run_file import RunFile
 
 PLAIN, SHOAL = "plain", "shoal"

@@ -55,7 +55,7 @@ from shoal.bench.report import (
 from shoal.bench.training_job import ENDLESS, LR, Training, training_job
 from shoal.data.inputs import AsInputs
 from shoal.engine.loop import take_step
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.own_loop.loop import Training as OwnLoop
 from shoal.runfile.run_file import RunFile
 

@@ -32,7 +32,7 @@ from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import print_report
 from shoal.bench.training_job import start_training
 from shoal.comm.collective import Collective
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.memory.tracker import allocated
 from shoal.planning.operators import calibration_here
 from shoal.runfile.run_file import RunFile

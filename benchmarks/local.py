@@ -25,7 +25,7 @@ from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import Result, Row, check, print_report
 from shoal.bench.training_job import start_training
 from shoal.codec.config import BlockwiseConfig, CodecConfig, NoCodec
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 from shoal.sync.config import AllReduceConfig, EASGDConfig, GossipConfig, LocalConfig, StreamingConfig, SyncConfig

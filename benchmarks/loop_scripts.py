@@ -25,7 +25,7 @@ from shoal.assembly.user_code import GIVEN
 from shoal.bench.ddp_script import decay_groups, new_gpt
 from shoal.bench.training_job import ENDLESS, LR, SEQUENCE, Training, training_job
 from shoal.data.inputs import AsInputs
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.own_loop.loop import Training as OwnLoop
 from shoal.runfile.run_file import RunFile
 

@@ -22,7 +22,7 @@ from shoal.bench.options import AsJson
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import Result, merged, print_report
 from shoal.bench.training_job import corpus_file
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.topology.layout import Layout
 
 RANKS = 4

@@ -30,7 +30,7 @@ from shoal.comm.config import WireConfig
 from shoal.data.config import BatchConfig, StdlibText
 from shoal.engine.tally import Moments, rate_at, steps_at
 from shoal.errors import Diverged
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.models.config import GPTConfig
 from shoal.observe.config import ObserveConfig
 from shoal.optim.config import AdamW

@@ -47,7 +47,7 @@ from shoal.bench.report import Result, Turns, again_cells, check, columns, print
 from shoal.bench.training_job import Training, start_training, training_job
 from shoal.engine.loop import Job, take_step
 from shoal.errors import EnvironmentFault
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.observe.sink import Ending, RunStart, Sinks
 from shoal.observe.sinks import open_sinks
 from shoal.observe.terminal import LiveDisplay

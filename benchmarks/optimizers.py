@@ -31,7 +31,7 @@ from shoal.comm.mesh import Mesh
 from shoal.gradients.bucket import ALIGNMENT
 from shoal.gradients.build import Summing, build_gradients
 from shoal.gradients.config import GradientsConfig
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.models.roles import roles_of
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import AdamW, OptimizerConfig

@@ -40,7 +40,7 @@ from shoal.bench.report import (
 )
 from shoal.bench.training_job import SEQUENCE, corpus_file, gpt_run_file, start_training, training_job
 from shoal.engine.loop import take_step
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 
 TRAIN, TRAIN_AGAIN, OWN = "shoal_train", "shoal_train_again", "own_loop"
 WITHIN = 0.99

@@ -38,7 +38,7 @@ from shoal.bench.training_job import corpus_file, start_training
 from shoal.comm.collective import Collective
 from shoal.comm.config import WireConfig
 from shoal.data.config import BatchConfig, Tokens
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.memory.tracker import SavedActivations
 from shoal.models.config import GPTConfig
 from shoal.parallel.config import PipelineConfig

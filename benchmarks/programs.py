@@ -28,7 +28,7 @@ from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import Result, merged, print_report
 from shoal.bench.training_job import corpus_file
 from shoal.comm.collective import Collective
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 
 FAKE = "fake"
 BACKENDS = {GLOO: GLOO, OURS: shoal.c10d.BACKEND, INSTANT: FAKE, AGAIN: FAKE, ALONE: FAKE}

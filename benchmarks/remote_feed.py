@@ -42,7 +42,7 @@ from shoal.data.record_config import Parquet
 from shoal.data.sample import Batch
 from shoal.engine.tally import StepResult
 from shoal.files import temporary_folder
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.models.config import MLPConfig
 from shoal.runfile.run_file import RunConfig, RunFile
 

@@ -31,7 +31,7 @@ from shoal.bench.ranks import is_rank, on_ranks, result_folder, run_as_rank
 from shoal.bench.report import Result, Row, check, print_report
 from shoal.comm.collective import Collective
 from shoal.comm.ledger import Ledger
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.sync.admission import Asynchronous
 from shoal.sync.server_part import Merge, ServedPart
 from shoal.sync.server_tables import partition

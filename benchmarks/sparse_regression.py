@@ -27,7 +27,7 @@ from shoal.engine.config import PythonLoss
 from shoal.engine.rank_context import RankContext
 from shoal.engine.updates import Outcome, UpdatePolicy, Work
 from shoal.gradients.gradients import Gradients
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.models.config import PythonModel
 from shoal.observe.config import ObserveConfig
 from shoal.optim.config import SGD, Schedule

@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any
 
 from shoal.comm.packing import packed, unpacked
-from shoal.launch import handshake, sockets
-from shoal.launch.environment import Place
-from shoal.launch.failure import Exit, Failure, failure_report, read_failures, root_cause, write_failure
-from shoal.launch.store import server as store_server
-from shoal.launch.store.connection import POLLS_A_SECOND
-from shoal.launch.store.messages import REPLIES, SERVICE, Reply, Request
-from shoal.launch.store.server import Keys, StoreServer
+from shoal.launcher import handshake, sockets
+from shoal.launcher.environment import Place
+from shoal.launcher.failure import Exit, Failure, failure_report, read_failures, root_cause, write_failure
+from shoal.launcher.store import server as store_server
+from shoal.launcher.store.connection import POLLS_A_SECOND
+from shoal.launcher.store.messages import REPLIES, SERVICE, Reply, Request
+from shoal.launcher.store.server import Keys, StoreServer
 
 PROCESSES = 2
 TIMEOUT_S = 40.0
@@ -99,7 +99,7 @@ def measured(ranks: int) -> dict[str, float]:
 
 def _clients(share: range, ranks: int, port: int, token: bytes, gate: Any, answers: Any) -> None:
     from shoal.comm.board import Board
-    from shoal.launch.rendezvous import Rendezvous, connect_store
+    from shoal.launcher.rendezvous import Rendezvous, connect_store
 
     threading.stack_size(256 << 10)
     times: list[tuple[float, float]] = []

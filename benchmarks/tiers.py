@@ -25,7 +25,7 @@ from shoal import units
 from shoal.assembly.run import Run, open_run
 from shoal.bench.options import AsJson
 from shoal.bench.report import Result, Row, check, print_report
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.memory.streamed_state import LEAST_BYTES
 from shoal.runfile.run_file import RunFile
 

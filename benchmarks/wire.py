@@ -40,7 +40,7 @@ from shoal.comm.shm.core import CoreMissing
 from shoal.comm.shm.group import share_core
 from shoal.comm.shm.host import Apart
 from shoal.errors import EnvironmentFault
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 
 TIMEOUT_S = 120.0
 PIECE_BYTES = 256 << 10

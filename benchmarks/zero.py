@@ -33,7 +33,7 @@ from shoal.bench.report import (
     ratios,
 )
 from shoal.bench.training_job import SEQUENCE, corpus_file
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.topology.layout import Layout
 
 PEERS = {"zero_1": ("ddp", 0.97), "zero_2": ("ddp", 0.97), "zero_3": ("fully_shard", 1.0)}

@@ -17,7 +17,7 @@ PRELOAD = [
     "s3fs",
     "shoal.cli.main",
     "shoal.cli.train",
-    "shoal.launch.script",
+    "shoal.launcher.script",
     "shoal.comm.mesh",
     "shoal.training",
     "shoal.own_loop.start",

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from tests.forkserver import forkserver
 from tests.waiting import HANG_S
 
-FORKED_MODULES = ("shoal", "shoal.launch.script")
+FORKED_MODULES = ("shoal", "shoal.launcher.script")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGUSR2)
 _IGNORED = (signal.SIGPIPE, signal.SIGXFSZ)
 """Python ignores them from its start on; `subprocess` sets them back before an exec, which no forked child makes."""

@@ -25,7 +25,7 @@ def main() -> None:
     if ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     from shoal.cli.main import main as run
-    from shoal.launch.signals import end_with
+    from shoal.launcher.signals import end_with
 
     if ours:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -31,8 +31,8 @@ from shoal.comm.hierarchical import share_hosts
 from shoal.comm.shm.core import CoreMissing
 from shoal.comm.shm.group import share_core
 from shoal.comm.shm.host import Apart
-from shoal.launch.rendezvous import STORE_TIMEOUT_S
-from shoal.launch.store.client import AuthenticatedStore
+from shoal.launcher.rendezvous import STORE_TIMEOUT_S
+from shoal.launcher.store.client import AuthenticatedStore
 from shoal.wire.connect import FIRST, TIMEOUT_S, meet
 
 BACKEND, MET = "shoal", "shoal_wire"

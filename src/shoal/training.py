@@ -18,8 +18,8 @@ from shoal.assembly.run import Run, open_run
 from shoal.assembly.run_record import check_replay, rounds_of, run_facts, write_run_file
 from shoal.engine.loop import train
 from shoal.errors import ConfigError
-from shoal.launch.environment import Place
-from shoal.launch.signals import StopRequest, end_with
+from shoal.launcher.environment import Place
+from shoal.launcher.signals import StopRequest, end_with
 from shoal.observe.facts import write_facts
 from shoal.observe.prediction import Forecast
 from shoal.runfile.run_file import RunFile, run_directory

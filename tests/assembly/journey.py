@@ -17,7 +17,7 @@ from shoal.checkpoint.save import Saver
 from shoal.comm.board import Board
 from shoal.comm.collective import gather_named
 from shoal.engine.recovery import resume
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.state import parts_of
 from tests.ranks import TestPlace
 from tests.verification.layouts import run_file_of

@@ -16,7 +16,7 @@ from shoal.assembly.run import open_run
 from shoal.comm.exchanges.coded import Coded
 from shoal.errors import ConfigError, UsageError
 from shoal.gradients.residuals import PREFIX
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.verification.verify import verify_rank
 from tests.assembly.journey import Leg, travel
 from tests.ranks import TestPlace

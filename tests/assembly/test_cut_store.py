@@ -21,8 +21,8 @@ import torch.distributed as dist
 import shoal
 from shoal.comm.board import Board
 from shoal.errors import CollectiveError
-from shoal.launch.environment import Place
-from shoal.launch.rendezvous import Rendezvous
+from shoal.launcher.environment import Place
+from shoal.launcher.rendezvous import Rendezvous
 from tests.assembly.store_relay import Relay
 from tests.assembly.training_ranks import trained
 from tests.ranks import TestPlace
@@ -155,7 +155,7 @@ STORE_CALLS = {"add", "append", "barrier", "check", "compare_set", "delete_key",
 BOUNDED = {
     "shoal/comm/board.py",
     "shoal/comm/clock.py",
-    "shoal/launch/rendezvous.py",
+    "shoal/launcher/rendezvous.py",
     "shoal/elastic/rendezvous.py",
 }
 """Where each call of a store runs in a thread that nobody waits for without a bound, or asks for what is there."""

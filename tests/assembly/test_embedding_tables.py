@@ -13,7 +13,7 @@ import torch
 import shoal
 from shoal.assembly.run import open_run
 from shoal.errors import UserCodeError
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from tests.assembly.journey import travel
 from tests.ranks import TestPlace
 from tests.verification.layouts import run_file_of, verified

@@ -11,13 +11,13 @@ import torch
 from shoal.assembly.lab import conditions_from, processes_in
 from shoal.comm.conditions import Conditions, HostRates
 from shoal.errors import ConfigError, UsageError
-from shoal.launch.environment import Place
-from shoal.launch.lab.network import RATES, throttled_entry
+from shoal.launcher.environment import Place
+from shoal.launcher.lab.network import RATES, throttled_entry
 from shoal.runfile.load import load_run
 from tests.cli.project import Project, project
 from tests.comm.groups import replicas
 from tests.comm.hosts import on_host
-from tests.launch.labs import can_lab, lab_of
+from tests.launcher.labs import can_lab, lab_of
 from tests.ranks import TestPlace
 
 __all__ = ["can_lab"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.layouts import peak_bytes
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.memory.tracker import allocated
 from shoal.planning.answer import cluster_of, predictor_on, tensor_bytes
 from shoal.planning.plan_file import written_plan

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from shoal.assembly.run import open_run
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.runfile.sync_rules import pipeline_codec_refusal
 from tests.assembly.journey import travel
 from tests.ranks import TestPlace

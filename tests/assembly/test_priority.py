@@ -24,7 +24,7 @@ from shoal.engine.loop import Cadence
 from shoal.engine.recovery import resume
 from shoal.errors import ConfigError, Stopped
 from shoal.gradients.priority import PriorityGradients
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.runfile.rules import check_across
 from tests.assembly.journey import LR, save, whole_state
 from tests.ranks import TestPlace

@@ -13,8 +13,8 @@ import pytest
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.profiling import profile_rank
 from shoal.config.load import apply
-from shoal.launch.environment import Place
-from shoal.launch.lab.network import RATES
+from shoal.launcher.environment import Place
+from shoal.launcher.lab.network import RATES
 from shoal.observe.profile.trace import trace
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile

@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.assembly.run import open_run
 from shoal.assembly.run_record import replayed
 from shoal.errors import ConfigError
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.sync.event_order import EventFiles, Rounds, event_file, read_rounds
 from tests.assembly.journey import whole_state
 from tests.ranks import TestPlace

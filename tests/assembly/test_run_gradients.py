@@ -11,7 +11,7 @@ from shoal.assembly.run import open_run
 from shoal.gradients.build import build_gradients
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.gradients import Gradients
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from tests.verification.layouts import corpus, run_file_of
 
 MIB = 1 << 20

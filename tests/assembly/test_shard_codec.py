@@ -12,7 +12,7 @@ import torch
 
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.run import open_run
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.runfile.rules import check_across
 from shoal.runfile.sync_rules import shard_codec_refusal
 from shoal.verification.verify import verify_rank

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.assembly.run import open_run
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.models.build import build, parameter_count
 from shoal.models.config import GPTConfig
 from shoal.runfile.rules import refusal

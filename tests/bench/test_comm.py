@@ -10,7 +10,7 @@ from shoal.bench.collective_times import bus_factor, collective_rows, fits_of, n
 from shoal.bench.comm import check_hosts, default_backends
 from shoal.bench.options import OPERATIONS, Sweep
 from shoal.errors import UsageError
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.topology.cluster import CollectiveFit
 
 LAST = 1 << 20

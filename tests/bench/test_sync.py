@@ -13,7 +13,7 @@ from shoal.bench.pictures import write_sync_picture
 from shoal.bench.report import Result
 from shoal.bench.sync import ALL, PROMISED, result_of, row_of, run_file_of, sync
 from shoal.bench.training_job import PacedForwardBackward
-from shoal.launch.lab.lab_file import Lab
+from shoal.launcher.lab.lab_file import Lab
 from shoal.runfile.rules import check_across
 
 DEFAULTS = {"link_mbit": 2.0, "slow": 4.0, "sample_ms": 1.0, "loss": 0.3, "steps": 100, "picture": None}

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore
 from shoal.assembly.run import open_run
 from shoal.cli.main import main
 from shoal.errors import ShoalError
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.observe.events import Event, read_events
 from shoal.runfile.load import load_run
 from tests import programs

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch.signals import SAME_REQUEST_S
+from shoal.launcher.signals import SAME_REQUEST_S
 from tests.cli.project import Project, project
 from tests.programs import Program
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.launch.signals import StopRequest
+from shoal.launcher.signals import StopRequest
 from tests.cli.project import Project, project
 from tests.resilience.test_preemption import metadata
 from tests.waiting import HANG_S

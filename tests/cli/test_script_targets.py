@@ -12,7 +12,7 @@ import pytest
 
 from shoal.cli.common import command_of_script
 from shoal.errors import UsageError, UserCodeError
-from shoal.launch.own_script import DESCRIBES, KEYS, divided
+from shoal.launcher.own_script import DESCRIBES, KEYS, divided
 from shoal.submit.job import Resources, job_of
 from tests.waiting import HANG_S
 

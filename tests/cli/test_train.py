@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from shoal.data.order import Order
-from shoal.launch.signals import SAME_REQUEST_S
+from shoal.launcher.signals import SAME_REQUEST_S
 from tests.cli.project import Project, project, ranks_of
 from tests.ports import free_port
 from tests.waiting import HANG_S, NEVER_S, wait_until

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from shoal.launch.own_script import ScriptCheck
+from shoal.launcher.own_script import ScriptCheck
 from shoal.verification.verdict import Verdict
 from tests.forkserver import forkserver
 from tests.ports import free_port

@@ -20,8 +20,8 @@ from shoal.comm.mesh import Mesh, build_mesh
 from shoal.comm.mpi import share_mpi
 from shoal.comm.seam import Seam
 from shoal.errors import CollectiveError, EnvironmentFault
-from shoal.launch.environment import Place, place_from
-from shoal.launch.rendezvous import interface_for, open_store
+from shoal.launcher.environment import Place, place_from
+from shoal.launcher.rendezvous import interface_for, open_store
 from shoal.topology.layout import Layout
 from tests.comm.test_collective import everything, expected
 from tests.comm.test_hierarchical import DTYPES, RELATIVE, reductions

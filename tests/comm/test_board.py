@@ -22,9 +22,9 @@ from shoal.comm.diagnosis import Diagnosis
 from shoal.comm.ledger import Ledger
 from shoal.comm.mesh import connect
 from shoal.errors import CollectiveError, EnvironmentFault
-from shoal.launch import sockets
-from shoal.launch.environment import Place
-from shoal.launch.rendezvous import open_store
+from shoal.launcher import sockets
+from shoal.launcher.environment import Place
+from shoal.launcher.rendezvous import open_store
 from tests.waiting import HANG_S
 
 LIMIT_S = 0.3  # of the boards whose store is cut
@@ -246,7 +246,7 @@ def test_the_board_alone_calls_the_store() -> None:
     assert unbounded_calls("store.wait(keys)") == ["store.wait(keys)"]
     package = Path(shoal.__file__).parent
     # the start bounds its own waits, the clock all of its exchanges together; ranks of a replica get what is there
-    own_bounds = ("comm/board.py", "comm/clock.py", "launch/rendezvous.py", "elastic/rendezvous.py")
+    own_bounds = ("comm/board.py", "comm/clock.py", "launcher/rendezvous.py", "elastic/rendezvous.py")
     bounded = {package / name for name in own_bounds}
     found = {
         str(path.relative_to(package)): lines

@@ -22,7 +22,7 @@ from shoal.comm.ledger import Sent
 from shoal.comm.two_levels import TwoLevels, division_of
 from shoal.comm.volume import Volume, bytes_sent, traffic_of, wire_bytes
 from tests.comm.local import local_group
-from tests.launch.labs import can_lab
+from tests.launcher.labs import can_lab
 
 __all__ = ["can_lab"]
 S = 1 << 20
@@ -199,9 +199,9 @@ from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
 from shoal.comm.collective import GroupCollective
-from shoal.launch.environment import place_from
-from shoal.launch.children import die_with_parent
-from shoal.launch.rendezvous import open_store
+from shoal.launcher.environment import place_from
+from shoal.launcher.children import die_with_parent
+from shoal.launcher.rendezvous import open_store
 die_with_parent(os.environ)
 place = place_from(os.environ)
 torch.set_num_threads(1)
@@ -261,8 +261,8 @@ LAUNCH = """
 import os, sys
 from itertools import combinations
 from pathlib import Path
-from shoal.launch.lab.lab_file import lab_from
-from shoal.launch.lab.network import run_in_lab
+from shoal.launcher.lab.lab_file import lab_from
+from shoal.launcher.lab.network import run_in_lab
 links = [{"between": list(pair), "rate_mbit": 10_000} for pair in combinations(range(4), 2)]
 lab = lab_from({"lab": {"hosts": 4, "rate_mbit": 10_000, "burst_kib": 256}, "link": links}, file="lab")
 sys.exit(run_in_lab(lab, [sys.executable, *sys.argv[1:3]], run_directory=Path(sys.argv[3]), environ=os.environ))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from shoal.config.load import FILE_LIMIT_BYTES, load, parse
 from shoal.errors import ConfigError
-from shoal.launch.lab.lab_file import load_lab
+from shoal.launcher.lab.lab_file import load_lab
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 from shoal.topology.cluster_file import load_cluster

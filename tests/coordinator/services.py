@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.coordinator.client import Address, Begin, Client
-from shoal.launch.handshake import read_token
+from shoal.launcher.handshake import read_token
 from tests.waiting import HANG_S
 
 

@@ -17,7 +17,7 @@ import pytest
 from shoal.coordinator.client import Address, Client, Connection
 from shoal.coordinator.service import Limits
 from shoal.errors import EnvironmentFault
-from shoal.launch import handshake, sockets
+from shoal.launcher import handshake, sockets
 from shoal.resilience.events import Expel, Heartbeat, Join, Look, View
 from tests.coordinator.services import Running, first_generation, running
 from tests.waiting import HANG_S, wait_until

@@ -17,8 +17,8 @@ import pytest
 from shoal.coordinator.client import Address, Client, Connection, NoGeneration
 from shoal.coordinator.journal import Journal
 from shoal.coordinator.watch import watching
-from shoal.launch import sockets
-from shoal.launch.handshake import Refusal, TokenRefused, hello
+from shoal.launcher import sockets
+from shoal.launcher.handshake import Refusal, TokenRefused, hello
 from shoal.resilience.events import Committed, Ended, Formed, Look, View
 from shoal.resilience.ledger import audit
 from shoal.resilience.participant import FencedOut

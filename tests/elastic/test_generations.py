@@ -20,7 +20,7 @@ from shoal.checkpoint.commit import newest_verified
 from shoal.elastic.generation import Generations
 from shoal.elastic.state_copy import held_state
 from shoal.engine.loop import steps
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.observe.sink import Sinks
 from shoal.resilience.events import View
 from shoal.runfile.run_file import RunFile

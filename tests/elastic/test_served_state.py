@@ -16,7 +16,7 @@ from shoal.assembly.run import Run, open_run
 from shoal.elastic.committed_state import CommittedState, gather_served, own_parts, served_parts
 from shoal.elastic.generation import skip_steps, take_state
 from shoal.elastic.state_copy import HeldState, held_state
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.resilience.events import View
 from tests.ranks import TestPlace
 from tests.verification.layouts import GPT, corpus, run_file_of

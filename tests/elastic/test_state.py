@@ -40,8 +40,8 @@ from shoal.elastic.sinks import membership_sentence
 from shoal.elastic.state_copy import HeldState, share_state
 from shoal.errors import CollectiveError, GenerationOver
 from shoal.fleet.processes import Assignment
-from shoal.launch import sockets
-from shoal.launch.environment import STORE_FD, Place
+from shoal.launcher import sockets
+from shoal.launcher.environment import STORE_FD, Place
 from shoal.resilience.events import View
 from shoal.resilience.participant import FencedOut
 from shoal.state import targets_of, views

@@ -13,7 +13,7 @@ from shoal.assembly.run import Run, open_run
 from shoal.data.sample import Batch
 from shoal.engine.tally import moments
 from shoal.errors import ConfigError
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile
 from tests.ranks import TestPlace

@@ -12,8 +12,8 @@ from typing import Any
 
 from shoal.errors import Stopped
 from shoal.fleet.fleet import Fleet
-from shoal.launch.failure import FAILURE_FOLDER, Exit, Failure, write_failure
-from shoal.launch.supervision import say_arrived
+from shoal.launcher.failure import FAILURE_FOLDER, Exit, Failure, write_failure
+from shoal.launcher.supervision import say_arrived
 from shoal.resilience.config import ElasticConfig
 
 

@@ -19,9 +19,9 @@ from shoal.coordinator.client import Address, NoGeneration
 from shoal.errors import EnvironmentFault
 from shoal.fleet.fleet import Fleet
 from shoal.fleet.processes import ReplicaProcesses
-from shoal.launch.failure import FAILURE_FOLDER, ExitCode, failure_of, write_failure
-from shoal.launch.rank_process import RankProcess
-from shoal.launch.supervision import say_arrived
+from shoal.launcher.failure import FAILURE_FOLDER, ExitCode, failure_of, write_failure
+from shoal.launcher.rank_process import RankProcess
+from shoal.launcher.supervision import say_arrived
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.events import Committed, Fenced, Formed
 from shoal.resilience.preemption import Preemption

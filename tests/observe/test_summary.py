@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal import units
-from shoal.launch.lock import RunLock
+from shoal.launcher.lock import RunLock
 from shoal.observe.events import EventWriter, groups, read_events
 from shoal.observe.facts import number_of, write_facts
 from shoal.observe.goodput import DETECTING, RESTARTING, goodput_of

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.launch.lock import RunLock
+from shoal.launcher.lock import RunLock
 from shoal.observe.events import EventWriter
 from shoal.observe.facts import write_facts
 from shoal.resilience.hang_verdict import HangVerdict, write_verdict

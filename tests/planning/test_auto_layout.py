@@ -10,7 +10,7 @@ import pytest
 
 from shoal.config.load import dumps, load
 from shoal.errors import ConfigError, LayoutError
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.planning.answer import cluster_of
 from shoal.planning.auto_layout import with_layout
 from shoal.planning.plan_file import written_plan

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from shoal.errors import ConfigError, LayoutError
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.planning import memory_budget
 from shoal.planning.memory_budget import FILE_NAME, Bill, mixtures, with_budget
 from shoal.runfile.run_file import RunFile

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal.assembly.run import Run, open_run
 from shoal.engine.recovery import resume
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.runfile.rules import check_across
 from tests.assembly.journey import save, whole_state
 from tests.ranks import TestPlace

@@ -25,7 +25,7 @@ from shoal.assembly.run import open_run
 from shoal.comm.ledger import Ledger
 from shoal.engine.recovery import resume
 from shoal.errors import ConfigError
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.maths.mixing import equal_shares
 from shoal.runfile.rules import check_across
 from shoal.sync.config import GossipConfig

@@ -16,7 +16,7 @@ from shoal.assembly.run import Run, open_run
 from shoal.config.check import checked
 from shoal.engine.recovery import resume
 from shoal.errors import ConfigError
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile
 from shoal.sync.strategy import Taken

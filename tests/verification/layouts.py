@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from shoal.assembly.objects import UserObjects
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile
 from shoal.verification.verdict import Verdict

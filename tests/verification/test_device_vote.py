@@ -18,7 +18,7 @@ from shoal.assembly.run import open_run
 from shoal.assembly.user_code import GIVEN
 from shoal.engine.transforms import clip_by_global_norm
 from shoal.engine.updates import AtOnce
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.runfile.run_file import RunFile
 
 ROUNDING = 1e-6

@@ -195,7 +195,7 @@ def seen_dtypes(place, tables: dict[str, Any], folder: str) -> list[str]:
 
 def _opened(place, tables: dict[str, Any], folder: str) -> Any:
     from shoal.assembly.run import open_run
-    from shoal.launch.environment import Place
+    from shoal.launcher.environment import Place
     from tests.verification.layouts import run_file_of
 
     corpus(Path(folder))

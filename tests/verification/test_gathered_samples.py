@@ -12,7 +12,7 @@ import torch
 
 import shoal
 from shoal.assembly.run import open_run
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from tests.ranks import TestPlace
 from tests.verification.layouts import run_file_of, verified
 

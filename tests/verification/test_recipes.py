@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.assembly.objects import UserObjects
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.runfile.load import load_run
 from shoal.verification.verify import verify_rank
 from tests.ranks import TestPlace

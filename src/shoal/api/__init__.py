@@ -31,10 +31,10 @@ from shoal.assembly.user_code import GIVEN, table_of_object
 from shoal.config.load import apply, dumps, read
 from shoal.errors import RunEnded, RunFailed, RunStopped, ShoalError, UsageError
 from shoal.files import temporary_folder
-from shoal.launch.environment import Place, place_from
-from shoal.launch.forks import forked_ranks
-from shoal.launch.own_script import DESCRIBES, Reached, ScriptCheck, own_command, reads_for, script_check
-from shoal.launch.supervision import say
+from shoal.launcher.environment import Place, place_from
+from shoal.launcher.forks import forked_ranks
+from shoal.launcher.own_script import DESCRIBES, Reached, ScriptCheck, own_command, reads_for, script_check
+from shoal.launcher.supervision import say
 from shoal.observe.facts import facts_path
 from shoal.planning.arrange import PLANNER
 from shoal.runfile.load import run_file_of

@@ -21,8 +21,8 @@ from shoal.checkpoint.objects import Places
 from shoal.engine.loss import call_model, described, prediction_in
 from shoal.engine.recovery import load_weights
 from shoal.errors import ConfigError, CorruptCheckpoint, DataError, UsageError
-from shoal.launch.environment import Place
-from shoal.launch.signals import StopRequest
+from shoal.launcher.environment import Place
+from shoal.launcher.signals import StopRequest
 from shoal.maths.counter import key_of, uniform
 from shoal.observe.facts import write_facts
 from shoal.observe.prediction import Forecast

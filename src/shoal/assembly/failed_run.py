@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shoal.errors import EnvironmentFault, ShoalError, UsageError
-from shoal.launch.failure import ExitCode
-from shoal.launch.supervision import say
+from shoal.launcher.failure import ExitCode
+from shoal.launcher.supervision import say
 from shoal.observe.config import ObserveConfig
 from shoal.observe.events import read_events
 from shoal.observe.facts import facts_path, read_facts

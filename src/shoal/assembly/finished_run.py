@@ -28,9 +28,9 @@ import msgspec
 from shoal.checkpoint.objects import Places
 from shoal.config.load import read
 from shoal.errors import ConfigError, UsageError
-from shoal.launch.environment import place_from
-from shoal.launch.own_script import DESCRIBES, READS_FOR, Reached, keys_told
-from shoal.launch.supervision import say
+from shoal.launcher.environment import place_from
+from shoal.launcher.own_script import DESCRIBES, READS_FOR, Reached, keys_told
+from shoal.launcher.supervision import say
 from shoal.observe.facts import differing_keys, read_facts, write_facts
 from shoal.observe.provenance import argument_hash, file_hashes, is_shoals_command
 from shoal.resilience.config import COORDINATOR

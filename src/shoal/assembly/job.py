@@ -31,7 +31,7 @@ from shoal.engine.copies import Copies
 from shoal.engine.loop import Cadence, Hook, Hooks, Job
 from shoal.engine.recovery import Loaded, NonfiniteGuard, load_weights, resume
 from shoal.engine.state import OPTIMIZER
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.observe.sink import RunStart, Sinks
 from shoal.observe.sinks import open_sinks
 from shoal.optim.config import Schedule

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from shoal.errors import ConfigError, UsageError
-from shoal.launch.environment import Place
-from shoal.launch.lab.lab_file import Lab
-from shoal.launch.lab.network import RATES
+from shoal.launcher.environment import Place
+from shoal.launcher.lab.lab_file import Lab
+from shoal.launcher.lab.network import RATES
 from shoal.runfile.run_file import RunConfig
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from shoal.comm.default_group import default_group
 from shoal.comm.mesh import Mesh
 from shoal.engine.injection import Injector, injector_from
 from shoal.errors import EnvironmentFault
-from shoal.launch.devices import memory_limit, too_few_gpus
-from shoal.launch.environment import Place
-from shoal.launch.rendezvous import STARTED, Rendezvous, interface_for, open_store
-from shoal.launch.supervision import say_arrived
-from shoal.launch.warm import keep_freed_memory, thresholds
+from shoal.launcher.devices import memory_limit, too_few_gpus
+from shoal.launcher.environment import Place
+from shoal.launcher.rendezvous import STARTED, Rendezvous, interface_for, open_store
+from shoal.launcher.supervision import say_arrived
+from shoal.launcher.warm import keep_freed_memory, thresholds
 from shoal.runfile.run_file import RunFile
 
 

@@ -31,7 +31,7 @@ from shoal.data.feed import FedStep, Feed
 from shoal.engine.loop import StepFeed
 from shoal.errors import EnvironmentFault
 from shoal.files import read_file
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.observe.profile.bottleneck import Bottleneck, Measured, Setup, bottleneck
 from shoal.observe.profile.recorder import Recorder, sources
 from shoal.observe.profile.recording import Joined, Recording, exposed, joined, rounds

@@ -21,8 +21,8 @@ from shoal.data.order import Order, WholeSteps
 from shoal.data.reader_process import Opening, ReaderProcess
 from shoal.data.sampling import DrawnOrder, LengthOrder, StratifiedOrder
 from shoal.errors import ConfigError
-from shoal.launch.own_script import data_given, own_command
-from shoal.launch.supervision import say
+from shoal.launcher.own_script import data_given, own_command
+from shoal.launcher.supervision import say
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory, statistics_group
 from shoal.topology.layout import Layout

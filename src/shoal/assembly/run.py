@@ -36,7 +36,7 @@ from shoal.engine.microbatches import topped_up
 from shoal.engine.precision import scaler_of
 from shoal.engine.state import TrainState
 from shoal.engine.step import TrainStep
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.observe.terminal import ProgressBar, track
 from shoal.optim.schedule import peak_rate, rate
 from shoal.runfile.run_file import RunFile, statistics_group

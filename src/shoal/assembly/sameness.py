@@ -25,7 +25,7 @@ from shoal.data.feed import SlowReads
 from shoal.data.iterable import IterableSource
 from shoal.data.sample import Source, map_tree, parse_sample
 from shoal.errors import ConfigError, UserCodeError
-from shoal.launch.versions import installed
+from shoal.launcher.versions import installed
 from shoal.observe.facts import flat
 from shoal.observe.provenance import PACKAGE, file_hashes, hash_of_file, shoals_files, users_modules
 from shoal.runfile.run_file import RunFile

@@ -25,18 +25,18 @@ from shoal.assembly.lab import processes_in
 from shoal.comm.mpi_world import why_no_mpi
 from shoal.errors import EnvironmentFault, OutOfMemory, ShoalError, Stopped, UsageError
 from shoal.files import temporary_folder
-from shoal.launch.children import die_with_parent
-from shoal.launch.devices import gpus, too_few_gpus
-from shoal.launch.environment import Place, place_from
-from shoal.launch.failure import FAILURE_FOLDER, TORCHRUN_FILE, ExitCode, failure_of, is_out_of_memory, report_failure
-from shoal.launch.lab.lab_file import Lab
-from shoal.launch.lab.network import run_in_lab
-from shoal.launch.lock import RunLock
-from shoal.launch.signals import end_at_once
-from shoal.launch.spawn import run_ranks
-from shoal.launch.supervision import NOTHING_KEPT, Patience, say
-from shoal.launch.versions import check_torch_version, installed
-from shoal.launch.warm import is_shoals_own, preload
+from shoal.launcher.children import die_with_parent
+from shoal.launcher.devices import gpus, too_few_gpus
+from shoal.launcher.environment import Place, place_from
+from shoal.launcher.failure import FAILURE_FOLDER, TORCHRUN_FILE, ExitCode, failure_of, is_out_of_memory, report_failure
+from shoal.launcher.lab.lab_file import Lab
+from shoal.launcher.lab.network import run_in_lab
+from shoal.launcher.lock import RunLock
+from shoal.launcher.signals import end_at_once
+from shoal.launcher.spawn import run_ranks
+from shoal.launcher.supervision import NOTHING_KEPT, Patience, say
+from shoal.launcher.versions import check_torch_version, installed
+from shoal.launcher.warm import is_shoals_own, preload
 from shoal.observe.facts import facts_path, write_facts
 from shoal.resilience.config import COORDINATOR, ElasticConfig
 from shoal.runfile.rules import check_across
@@ -258,6 +258,6 @@ def _tell_others(place: Place, environ: Mapping[str, str], error: Exception) -> 
     """Of a failure of this rank's own: ranks that still wait for it at the start then end too, with its sentence."""
     failure = failure_of(error, place.rank)
     if not failure.secondary and failure.exit_code != Stopped.exit_code:
-        from shoal.launch.rendezvous import tell_failure
+        from shoal.launcher.rendezvous import tell_failure
 
         tell_failure(place, environ, failure.message or failure.kind)

@@ -13,7 +13,7 @@ from shoal.config.check import Table, keys_of
 from shoal.data.config import PythonData
 from shoal.engine.config import PythonLoss
 from shoal.errors import ShoalError, UserCodeError
-from shoal.launch.failure import is_out_of_memory
+from shoal.launcher.failure import is_out_of_memory
 from shoal.models.config import PythonModel
 
 GIVEN = "given:object"

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.codec.codec import Codec, TensorPlace
-    from shoal.launch.environment import Place
+    from shoal.launcher.environment import Place
 
 HALF_OF_COPY = ("bfloat16", "float16", "float8_e4m3", "float8_e5m2", "int8")
 COPY_BOUND, PASSES_BOUND, BACKWARD_BOUND = 0.5, 3.0, 0.10

@@ -23,7 +23,7 @@ from shoal.bench.ranks import rank_folder
 from shoal.bench.report import Check, Result, Row, check, told
 from shoal.bench.training_job import start_training
 from shoal.codec.config import CodecConfig, DGCConfig, NoCodec
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.optim.config import OneBitAdam
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile

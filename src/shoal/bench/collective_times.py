@@ -27,7 +27,7 @@ from shoal.comm.collective import Collective, GroupCollective
 from shoal.comm.config import TransportName
 from shoal.comm.seam import Seam
 from shoal.cost.alpha_beta import fit
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 
 DTYPES = {
     "float32": torch.float32,

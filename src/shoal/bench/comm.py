@@ -18,10 +18,10 @@ from shoal.bench.pictures import picture_path, write_picture
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import machine_facts, print_report
 from shoal.errors import UsageError
-from shoal.launch.lab.lab_file import Lab, load_lab
+from shoal.launcher.lab.lab_file import Lab, load_lab
 
 if TYPE_CHECKING:
-    from shoal.launch.environment import Place
+    from shoal.launcher.environment import Place
     from shoal.topology.cluster import Calibration
 
 

@@ -22,9 +22,9 @@ from shoal.comm.collective import Collective, GroupCollective
 from shoal.comm.config import TransportName, WireConfig
 from shoal.comm.ledger import Ledger
 from shoal.comm.mesh import Mesh, build_mesh, connect
-from shoal.launch.environment import Place
-from shoal.launch.lab.network import Counted, counted
-from shoal.launch.rendezvous import interface_for, open_store
+from shoal.launcher.environment import Place
+from shoal.launcher.lab.network import Counted, counted
+from shoal.launcher.rendezvous import interface_for, open_store
 from shoal.topology.layout import Layout
 
 CPU = torch.device("cpu")

@@ -22,11 +22,11 @@ from shoal.bench.options import AsJson, names, numbers
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import Result, merged, print_report
 from shoal.errors import EnvironmentFault
-from shoal.launch.lab.lab_file import Lab, lab_from
-from shoal.launch.lab.network import why_not
+from shoal.launcher.lab.lab_file import Lab, lab_from
+from shoal.launcher.lab.network import why_not
 
 if TYPE_CHECKING:
-    from shoal.launch.environment import Place
+    from shoal.launcher.environment import Place
 
 LEDGER_MBIT, LEVELS_MBIT, TOPOLOGY_MBIT, SLOW_MBIT, PRIORITY_MBIT = 200, 100, 100, 20, 1000
 PARTS = ("ledger", "rate", "levels", "topology", "priority")

@@ -43,8 +43,8 @@ from shoal.comm.volume import HEADER_BYTES, bytes_sent, wire_bytes
 from shoal.engine.loop import Job, take_step
 from shoal.gradients.config import FAR_BUCKET_BYTES, NEAR_BUCKET_BYTES, GradientsConfig
 from shoal.gradients.gradients import Gradients
-from shoal.launch.environment import Place
-from shoal.launch.lab.lab_file import MBIT_BYTES, Lab
+from shoal.launcher.environment import Place
+from shoal.launcher.lab.lab_file import MBIT_BYTES, Lab
 from shoal.models.config import GPTConfig
 from shoal.optim.config import AdamW
 from shoal.parallel.config import PipelineConfig

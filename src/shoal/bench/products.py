@@ -26,7 +26,7 @@ from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import machine_facts, print_report
 
 if TYPE_CHECKING:
-    from shoal.launch.environment import Place
+    from shoal.launcher.environment import Place
     from shoal.topology.cluster import Calibration, MatrixProduct
 
 ROUGH = Sweep(

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.errors import EnvironmentFault
-from shoal.launch.environment import Place, place_from
+from shoal.launcher.environment import Place, place_from
 
 if TYPE_CHECKING:
-    from shoal.launch.lab.lab_file import Lab
+    from shoal.launcher.lab.lab_file import Lab
 
 RESULT = "SHOAL_BENCH_RESULT"
 
@@ -51,9 +51,9 @@ def on_ranks(
     """
     from shoal.bench.report import shown
     from shoal.files import temporary_folder
-    from shoal.launch.lab.network import run_in_lab
-    from shoal.launch.spawn import run_ranks
-    from shoal.launch.supervision import NOTHING_KEPT
+    from shoal.launcher.lab.network import run_in_lab
+    from shoal.launcher.spawn import run_ranks
+    from shoal.launcher.supervision import NOTHING_KEPT
 
     with temporary_folder() as folder, shown(part or f"measuring on {processes} ranks", folder) as told:
         result = folder / "result.json"
@@ -124,8 +124,8 @@ def mpiexec() -> str:
 
 def _run_by_mpiexec(command: Sequence[str], *, processes: int, environ: Mapping[str, str]) -> int:
     """The exit code of mpiexec, which ends the other ranks when one fails."""
-    from shoal.launch.children import THROWN_AWAY_S, wait_for
-    from shoal.launch.lab.network import unwinding
+    from shoal.launcher.children import THROWN_AWAY_S, wait_for
+    from shoal.launcher.lab.network import unwinding
 
     whole = [mpiexec(), "-n", str(processes), *command]
     with unwinding():

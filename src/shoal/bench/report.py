@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shoal import units
-from shoal.launch.environment import place_from
+from shoal.launcher.environment import place_from
 from shoal.observe.terminal import ProgressBar, open_progress_bar
 from shoal.standard_output import answer
 

@@ -45,7 +45,7 @@ from shoal.observe.events import read_events
 
 if TYPE_CHECKING:
     from shoal.comm.collective import Collective
-    from shoal.launch.environment import Place
+    from shoal.launcher.environment import Place
     from shoal.runfile.run_file import RunFile
 
 BOUNDS = {(256, 2): 1.05, (256, 4): 1.15, (2048, 2): 1.0, (2048, 4): 1.0}

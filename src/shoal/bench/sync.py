@@ -7,7 +7,7 @@ each, and `--slow` times as long on one, so that cores which ranks share change 
 `PERIOD` steps; there the clock stands still, the loss on held-out samples is taken, and a run ends when it is low
 enough. The time and the samples at the loss are interpolated between two evaluations.
 
-Behind a slow link even workers are on two hosts of a lab (`launch.lab`): network namespaces with a shaped link, or,
+Behind a slow link even workers are on two hosts of a lab (`launcher.lab`): network namespaces with a shaped link, or,
 where this user may make none, ranks that wait as long as their messages would take.
 """
 
@@ -26,8 +26,8 @@ from shoal.bench.options import AsJson, names
 from shoal.bench.ranks import is_rank, on_ranks, rank_folder, run_as_rank
 from shoal.bench.report import Result, Row, check, merged, print_report
 from shoal.data.config import BatchConfig, Digits
-from shoal.launch.lab.lab_file import Lab, lab_from
-from shoal.launch.lab.network import why_not
+from shoal.launcher.lab.lab_file import Lab, lab_from
+from shoal.launcher.lab.network import why_not
 from shoal.models.config import MLPConfig
 from shoal.optim.config import SGD, Schedule
 from shoal.runfile.run_file import RunConfig, RunFile
@@ -45,7 +45,7 @@ from shoal.sync.config import (
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from shoal.launch.environment import Place
+    from shoal.launcher.environment import Place
 
 PERIOD, GLOBAL_SAMPLES, LR = 10, 64, 0.2
 SOONER = 1.5

@@ -35,7 +35,7 @@ from shoal.engine.loop import Cadence, Job
 from shoal.engine.recovery import NonfiniteGuard
 from shoal.engine.tally import StepResult
 from shoal.gradients.gradients import Gradients
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.models.config import GPTConfig, ModelConfig
 from shoal.observe.events import EventSink
 from shoal.observe.sink import RunStart, Sinks

@@ -136,7 +136,7 @@ class ScriptTarget:
     @property
     def environ(self) -> dict[str, str]:
         """The variable that tells it the keys; nothing where there are none."""
-        from shoal.launch.own_script import KEYS
+        from shoal.launcher.own_script import KEYS
 
         return {KEYS: json.dumps(self.keys)} if self.keys else {}
 
@@ -148,7 +148,7 @@ def command_of_script(file: Path, given: Sequence[str]) -> ScriptTarget | None:
     if file.suffix != ".py":
         return None
     from shoal.errors import UsageError
-    from shoal.launch.own_script import divided, run_file_of_script
+    from shoal.launcher.own_script import divided, run_file_of_script
 
     if not file.is_file():
         raise UsageError(f"{file} is missing: give a script that calls shoal.train or shoal.start, or a run file")

@@ -130,7 +130,7 @@ def _ask(where: str, token: Path, authorities: Path | None, event: Event) -> Vie
     """Sends one event; the view after it. Raises `UsageError` where it is refused."""
     from shoal.coordinator.client import Address, Connection
     from shoal.errors import EnvironmentFault, UsageError
-    from shoal.launch.handshake import read_token
+    from shoal.launcher.handshake import read_token
     from shoal.resilience.events import Look, Refusal, View
 
     host, _, port = where.rpartition(":")

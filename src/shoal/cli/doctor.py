@@ -21,7 +21,7 @@ from shoal.errors import EnvironmentFault, UsageError
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
-    from shoal.launch.doctor import Finding
+    from shoal.launcher.doctor import Finding
 
 MARKS = {"ok": "ok", "warning": "!!", "problem": "XX"}
 
@@ -57,7 +57,7 @@ def doctor(
 
     Example: shoal doctor
     """
-    from shoal.launch.doctor import findings
+    from shoal.launcher.doctor import findings
 
     if hosts is not None:
         if cluster is not None:
@@ -80,8 +80,8 @@ def doctor(
 
 
 def _several(hosts: str, *, shell: str, python: str, folder: str | None, port: int, as_json: bool) -> None:
-    from shoal.launch.environment import place_from
-    from shoal.launch.survey import across, channel, network
+    from shoal.launcher.environment import place_from
+    from shoal.launcher.survey import across, channel, network
 
     if hosts == "ranks":
         place = place_from(os.environ)
@@ -123,7 +123,7 @@ def _exit_code(found: Sequence[Finding]) -> int:
 
 def _write_cluster(path: Path) -> tuple[str, ...]:
     """What was assumed."""
-    from shoal.launch.devices import gpu_names, memory_limit
+    from shoal.launcher.devices import gpu_names, memory_limit
     from shoal.planning.cluster_here import Facts, describe
     from shoal.planning.operators import calibration_here, cores
 

@@ -34,7 +34,7 @@ def launch(
     Example: shoal launch -n 2 my_training.py --epochs 3
     """
     from shoal.errors import UsageError
-    from shoal.launch.host import host_from, job_environ, run_host
+    from shoal.launcher.host import host_from, job_environ, run_host
 
     if not module and not Path(script).is_file():
         raise UsageError(f"there is no file {script}: shoal launch takes a Python script, or with -m a module")
@@ -43,14 +43,14 @@ def launch(
     if module and not _there_is(script):
         raise UsageError(f"there is no module {script}: call shoal launch where it lies, or set PYTHONPATH")
     target = ["-m", script] if module else [script]
-    command = [sys.executable, "-m", "shoal.launch.script", *target, *(arguments or ())]
+    command = [sys.executable, "-m", "shoal.launcher.script", *target, *(arguments or ())]
     host = host_from(os.environ, ranks=ranks_per_node)
     logs = directory or Path("runs") / (script if module else Path(script).stem)
     if order not in ("given", "measured"):
         raise UsageError(f"--order {order}: it is given or measured")
     environ = job_environ(os.environ, host, logs)
     if order == "measured" and host.nodes > 1:
-        from shoal.launch.host_order import along_the_ring
+        from shoal.launcher.host_order import along_the_ring
 
         host = along_the_ring(host, environ)
     raise typer.Exit(run_host(command, host, directory=logs, environ=environ))

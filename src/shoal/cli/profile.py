@@ -16,8 +16,8 @@ from shoal.standard_output import answer
 
 if TYPE_CHECKING:
     from shoal.assembly.profiling import Profile
-    from shoal.launch.environment import Place
-    from shoal.launch.lab.lab_file import Lab
+    from shoal.launcher.environment import Place
+    from shoal.launcher.lab.lab_file import Lab
     from shoal.runfile.run_file import RunFile
 
 OPERATORS = 5
@@ -96,8 +96,8 @@ def _of_script(script: Path, given: list[str], *, warmup: int, steps: int | None
     from shoal.assembly.profiling import PROFILE, THROW_AWAY, ProfileOrder, read_profile
     from shoal.errors import UsageError
     from shoal.files import temporary_folder
-    from shoal.launch.children import wait_for
-    from shoal.launch.own_script import KEYS, divided
+    from shoal.launcher.children import wait_for
+    from shoal.launcher.own_script import KEYS, divided
 
     if not script.is_file():
         raise UsageError(f"{script} is missing: give a script that calls shoal.train or shoal.start, or a run file")
@@ -122,7 +122,7 @@ def _check_rank(rank: int, world_size: int) -> None:
 
 
 def _lab(path: Path | None) -> Lab | None:
-    from shoal.launch.lab.lab_file import load_lab
+    from shoal.launcher.lab.lab_file import load_lab
 
     return None if path is None else load_lab(path)
 

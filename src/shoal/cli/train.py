@@ -17,8 +17,8 @@ from shoal.observe.figures import help_lines
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
-    from shoal.launch.environment import Place
-    from shoal.launch.lab.lab_file import Lab
+    from shoal.launcher.environment import Place
+    from shoal.launcher.lab.lab_file import Lab
     from shoal.observe.config import ObserveConfig
     from shoal.runfile.run_file import RunFile
 
@@ -123,7 +123,7 @@ def _check_one_rank(run_file: RunFile) -> None:
     import tomllib
 
     from shoal.config.load import dumps
-    from shoal.launch.environment import place_from
+    from shoal.launcher.environment import place_from
     from shoal.observe.goodput import one_rank_rate
 
     if run_file.observe.one_rank is not None and place_from(os.environ) is None:
@@ -132,8 +132,8 @@ def _check_one_rank(run_file: RunFile) -> None:
 
 def _page(observe: ObserveConfig, directory: Path) -> AbstractContextManager[object]:
     """The live page, from the process that starts the ranks; under another launcher nobody serves it."""
-    from shoal.launch.environment import place_from
-    from shoal.launch.supervision import say
+    from shoal.launcher.environment import place_from
+    from shoal.launcher.supervision import say
 
     place = place_from(os.environ)
     if not observe.page or (place is not None and (place.launcher == "shoal" or place.rank != 0)):
@@ -147,7 +147,7 @@ def _page(observe: ObserveConfig, directory: Path) -> AbstractContextManager[obj
 
 
 def _lab(path: Path | None) -> Lab | None:
-    from shoal.launch.lab.lab_file import load_lab
+    from shoal.launcher.lab.lab_file import load_lab
 
     return None if path is None else load_lab(path)
 

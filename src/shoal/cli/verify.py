@@ -15,7 +15,7 @@ from shoal.cli.common import AsJson, ScriptOverrides
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
-    from shoal.launch.environment import Place
+    from shoal.launcher.environment import Place
     from shoal.runfile.run_file import RunFile
 
 

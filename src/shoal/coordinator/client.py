@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from shoal.errors import EnvironmentFault, Stopped
-from shoal.launch import handshake, sockets
+from shoal.launcher import handshake, sockets
 from shoal.resilience.detection import Activity
 from shoal.resilience.events import Answer, Event, Heartbeat, Leave, Look, View
 from shoal.resilience.participant import FencedOut, Participant, StateFrom

@@ -26,9 +26,9 @@ import msgspec
 from shoal.coordinator.client import Address
 from shoal.coordinator.journal import Journal
 from shoal.errors import EnvironmentFault, InUse, UsageError
-from shoal.launch import handshake, sockets
-from shoal.launch.environment import LOOPBACK
-from shoal.launch.handshake import make_token
+from shoal.launcher import handshake, sockets
+from shoal.launcher.environment import LOOPBACK
+from shoal.launcher.handshake import make_token
 from shoal.resilience.detection import Divergence, Slow
 from shoal.resilience.events import Answer, Decision, Event
 from shoal.resilience.membership import Membership, Response, Rules

@@ -32,7 +32,7 @@ from shoal.data.feed import StepShare
 from shoal.elastic.committed_state import CommittedState, gather_served
 from shoal.elastic.state_copy import HeldState, load_state, share_state
 from shoal.errors import CollectiveError, ShoalError
-from shoal.launch.rendezvous import STARTED
+from shoal.launcher.rendezvous import STARTED
 from shoal.resilience.events import View
 from shoal.runfile.run_file import RunFile, default_micro_samples
 

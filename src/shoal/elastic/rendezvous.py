@@ -34,10 +34,10 @@ from shoal.comm.board import Board
 from shoal.coordinator.client import STOPPED_WAITING, Begin, NoGeneration
 from shoal.errors import CollectiveError, GenerationOver, Stopped
 from shoal.fleet.processes import Assignment
-from shoal.launch.environment import STORE_FD, Launcher, Place, master_from
-from shoal.launch.rendezvous import Rendezvous, connect_store
-from shoal.launch.store.client import AuthenticatedStore
-from shoal.launch.supervision import say_arrived
+from shoal.launcher.environment import STORE_FD, Launcher, Place, master_from
+from shoal.launcher.rendezvous import Rendezvous, connect_store
+from shoal.launcher.store.client import AuthenticatedStore
+from shoal.launcher.supervision import say_arrived
 from shoal.resilience.events import View
 
 FDS = Path("/proc/self/fd")

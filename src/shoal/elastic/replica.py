@@ -37,9 +37,9 @@ from shoal.engine.loop import Job, tell_of_saves
 from shoal.engine.tally import StepResult
 from shoal.errors import Stopped
 from shoal.fleet.processes import assignment_from
-from shoal.launch.environment import Place
-from shoal.launch.failure import is_secondary
-from shoal.launch.signals import StopRequest, end_with
+from shoal.launcher.environment import Place
+from shoal.launcher.failure import is_secondary
+from shoal.launcher.signals import StopRequest, end_with
 from shoal.observe.prediction import Forecast
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.participant import FencedOut

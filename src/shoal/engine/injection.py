@@ -30,7 +30,7 @@ from shoal.engine.state import TrainState
 from shoal.engine.step import TrainStep
 from shoal.engine.updates import Outcome, UpdatePolicy, Work
 from shoal.gradients.gradients import Gradients
-from shoal.launch.children import LAUNCHER_PID
+from shoal.launcher.children import LAUNCHER_PID
 from shoal.optim.slots import Quantised
 from shoal.resilience.faults import REHEARSAL, Fault, Strike, claim, has_struck, read_faults, wait_until_acted
 

@@ -24,8 +24,8 @@ from shoal.assembly.run import Run, open_run
 from shoal.config.load import read as read_tables
 from shoal.engine.loop import take_step
 from shoal.errors import ConfigError, Diverged, UsageError
-from shoal.launch.environment import Place
-from shoal.launch.failure import failure_of
+from shoal.launcher.environment import Place
+from shoal.launcher.failure import failure_of
 from shoal.observe.capsule import Capsule, read_capsule, shoal_version, unpack
 from shoal.observe.sink import Sinks
 from shoal.runfile.load import run_file_of

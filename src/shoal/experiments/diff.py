@@ -21,8 +21,8 @@ from shoal.config.load import read
 from shoal.config.load import read as read_tables
 from shoal.data.corpora import cache_folder
 from shoal.errors import ConfigError, EnvironmentFault, Stopped, UsageError
-from shoal.launch.children import wait_for
-from shoal.launch.lock import FILE_NAME as LOCK_NAME
+from shoal.launcher.children import wait_for
+from shoal.launcher.lock import FILE_NAME as LOCK_NAME
 from shoal.observe.events import read_events, series
 from shoal.observe.facts import differing_keys, read_facts, recorded_run_file
 from shoal.observe.provenance import file_hashes, git_state, packages

@@ -27,7 +27,7 @@ from shoal.data.feed import evaluation_batches
 from shoal.engine.config import CrossEntropy, SquaredError
 from shoal.engine.loss import call_model, described, prediction_in, weighted_sum
 from shoal.errors import DataError, UsageError
-from shoal.launch.environment import ALONE
+from shoal.launcher.environment import ALONE
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 from shoal.topology.layout import Layout

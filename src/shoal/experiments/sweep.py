@@ -34,9 +34,9 @@ from shoal.errors import Stopped, UsageError
 from shoal.experiments.search import ASHA, Bayes, Known, Range, SweepFile, Trial, goes_on, propose, rungs, trials
 from shoal.experiments.trial_command import command_of, devices_of, overrides_of, require_trained_with
 from shoal.files import read_json
-from shoal.launch import warm
-from shoal.launch.children import stop
-from shoal.launch.lock import RunLock, is_locked
+from shoal.launcher import warm
+from shoal.launcher.children import stop
+from shoal.launcher.lock import RunLock, is_locked
 from shoal.observe.events import Event, read_events, series
 from shoal.observe.facts import read_facts, replace_file
 from shoal.observe.sink import ending_in

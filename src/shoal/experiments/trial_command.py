@@ -18,7 +18,7 @@ import tomli_w
 from shoal.config.load import read as read_tables
 from shoal.errors import ConfigError, UsageError
 from shoal.experiments.search import Grid, Random, SweepFile, Trial, trials
-from shoal.launch.devices import gpus
+from shoal.launcher.devices import gpus
 from shoal.runfile.load import load_run, run_file_of
 from shoal.runfile.run_file import RunFile
 

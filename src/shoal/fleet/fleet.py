@@ -3,7 +3,7 @@
 a replica dies            its end is told to the coordinator, and another takes its slot
 a replica is fenced       its processes are ended, if they are stopped or hang, and another takes its slot
 a replica is stopped      the same, after twice `silence_s`: the coordinator fences none that has not joined yet
-a replica is late         the same: it was not ready to join in time (`launch.supervision`)
+a replica is late         the same: it was not ready to join in time (`launcher.supervision`)
 a replica leaves          with exit 75, when its state was handed over: nobody takes its slot
 a replica fails for good  with exit 2, 4 or 6, or as no generation came, which another would repeat: the run ends
 the host is to go         by its file or its cloud's word: SIGTERM to every rank here, and nobody is replaced
@@ -29,7 +29,7 @@ from shoal.coordinator.watch import Silence, view_of
 from shoal.errors import Diverged, EnvironmentFault, Stopped, UsageError, VerificationFailed
 from shoal.fleet.processes import ReplicaProcesses, Starter
 from shoal.fleet.scaling import Speeds
-from shoal.launch.failure import (
+from shoal.launcher.failure import (
     Exit,
     ExitCode,
     exit_code,
@@ -39,9 +39,9 @@ from shoal.launch.failure import (
     root_cause,
     write_failure,
 )
-from shoal.launch.rank_process import RankProcess
-from shoal.launch.signals import Debounce
-from shoal.launch.supervision import DUMP_S, failure_of_late, has_arrived, say
+from shoal.launcher.rank_process import RankProcess
+from shoal.launcher.signals import Debounce
+from shoal.launcher.supervision import DUMP_S, failure_of_late, has_arrived, say
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.detection import Divergence, Slow, ranks_of
 from shoal.resilience.events import Committed, Decision, Ended, Fenced, Formed

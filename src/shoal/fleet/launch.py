@@ -25,12 +25,12 @@ from shoal.files import temporary_folder
 from shoal.fleet.fleet import Event, Fleet
 from shoal.fleet.processes import TOKEN, Starter, coordinator_from, coordinator_variables, replicas_here
 from shoal.fleet.scaling import Speeds, scaling
-from shoal.launch import sockets
-from shoal.launch.children import LAUNCHER_PID, LAUNCHER_PIPE
-from shoal.launch.environment import LOOPBACK
-from shoal.launch.failure import FAILURE_FOLDER, ExitCode
-from shoal.launch.spawn import listening, no_survivors, pipe
-from shoal.launch.supervision import say
+from shoal.launcher import sockets
+from shoal.launcher.children import LAUNCHER_PID, LAUNCHER_PIPE
+from shoal.launcher.environment import LOOPBACK
+from shoal.launcher.failure import FAILURE_FOLDER, ExitCode
+from shoal.launcher.spawn import listening, no_survivors, pipe
+from shoal.launcher.supervision import say
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.events import Decision
 from shoal.resilience.faults import JOURNAL, REHEARSAL, Strike, claim, has_struck, read_faults
@@ -86,7 +86,7 @@ def run_elastic(
     """Runs `job` as replicas; the exit code that the launcher should exit with, and whether replicas on other hosts go
     on with the run. `environ` may name a coordinator.
 
-    Call it from the main thread, as `launch.spawn.run_ranks`. Raises `EnvironmentFault` where nothing can be started.
+    Call it from the main thread, as `launcher.spawn.run_ranks`. Raises `EnvironmentFault` where nothing can be started.
     """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     elsewhere = coordinator_from(environ)

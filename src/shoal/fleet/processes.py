@@ -15,11 +15,11 @@ from pathlib import Path
 
 from shoal.coordinator.client import Address
 from shoal.errors import EnvironmentFault, UsageError
-from shoal.launch import sockets
-from shoal.launch.environment import STORE_FD, whole_number
-from shoal.launch.failure import Exit
-from shoal.launch.handshake import read_token
-from shoal.launch.rank_process import RankProcess, rank_environment, start
+from shoal.launcher import sockets
+from shoal.launcher.environment import STORE_FD, whole_number
+from shoal.launcher.failure import Exit
+from shoal.launcher.handshake import read_token
+from shoal.launcher.rank_process import RankProcess, rank_environment, start
 from shoal.resilience.config import COORDINATOR
 
 # What the launcher assigns to a rank of an elastic run, by variables: its replica, and where the coordinator is.

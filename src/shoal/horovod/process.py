@@ -16,9 +16,9 @@ from torch._C._distributed_c10d import PrefixStore
 from shoal.comm.mesh import open_nccl
 from shoal.errors import UsageError
 from shoal.horovod.engine import Engine, Timeline
-from shoal.launch.environment import Place
-from shoal.launch.rendezvous import STORE_TIMEOUT_S
-from shoal.launch.store.client import AuthenticatedStore
+from shoal.launcher.environment import Place
+from shoal.launcher.rendezvous import STORE_TIMEOUT_S
+from shoal.launcher.store.client import AuthenticatedStore
 from shoal.wire.connect import Met, group_of, meet
 
 TIMEOUT_S = 24 * 3600.0

@@ -21,7 +21,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from shoal.launch.environment import is_secret
+from shoal.launcher.environment import is_secret
 
 PACKAGE = Path(__file__).parents[1]
 PREFIXES = (

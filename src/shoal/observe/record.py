@@ -15,7 +15,7 @@ from shoal import units
 from shoal.config.load import FILE_LIMIT_BYTES, parse
 from shoal.errors import UsageError
 from shoal.files import read_file
-from shoal.launch.lock import is_locked
+from shoal.launcher.lock import is_locked
 from shoal.observe import events as curves
 from shoal.observe.events import Event, scan_events, series
 from shoal.observe.facts import facts_path, read_facts

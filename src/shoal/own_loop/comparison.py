@@ -35,7 +35,7 @@ from shoal.engine.reference import (
 )
 from shoal.engine.updates import Outcome
 from shoal.errors import ConfigError, UserCodeError
-from shoal.launch.own_script import ScriptCheck
+from shoal.launcher.own_script import ScriptCheck
 from shoal.own_loop.plain import state_of
 from shoal.runfile.run_file import RunFile
 from shoal.state import Owned, owned_gradients

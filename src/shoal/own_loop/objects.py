@@ -23,9 +23,9 @@ from shoal.data.iterable import IterableSource, as_source, held_out_items, train
 from shoal.data.sampling import as_sampled
 from shoal.engine.config import Float16
 from shoal.errors import ConfigError, UsageError, UserCodeError
-from shoal.launch.environment import place_from
-from shoal.launch.own_script import Reached, reads_for
-from shoal.launch.supervision import say
+from shoal.launcher.environment import place_from
+from shoal.launcher.own_script import Reached, reads_for
+from shoal.launcher.supervision import say
 from shoal.models.roles import tables_in
 from shoal.runfile.run_file import RunFile
 from shoal.sync.config import ServerConfig

@@ -43,8 +43,8 @@ from shoal.engine.compute import Compute, Microbatch
 from shoal.engine.forward_backward import evaluating
 from shoal.engine.randomness import Randomness
 from shoal.errors import UserCodeError
-from shoal.launch.environment import ALONE
-from shoal.launch.own_script import ScriptCheck
+from shoal.launcher.environment import ALONE
+from shoal.launcher.own_script import ScriptCheck
 from shoal.maths.norm import two_norm
 from shoal.models.huggingface.config import ForeignKeys
 from shoal.own_loop.steps import DrawsBySample

@@ -29,11 +29,11 @@ from shoal.assembly.user_code import GIVEN, table_of_object
 from shoal.config.load import apply
 from shoal.data.dataset import Dataset
 from shoal.errors import ConfigError, ShoalError, UsageError
-from shoal.launch.environment import ALONE, Place, place_from
-from shoal.launch.forks import forked_ranks
-from shoal.launch.lock import RunLock
-from shoal.launch.own_script import ScriptCheck, script_check
-from shoal.launch.supervision import say
+from shoal.launcher.environment import ALONE, Place, place_from
+from shoal.launcher.forks import forked_ranks
+from shoal.launcher.lock import RunLock
+from shoal.launcher.own_script import ScriptCheck, script_check
+from shoal.launcher.supervision import say
 from shoal.observe.facts import write_facts
 from shoal.own_loop.comparison import Comparison, comparable, start_as_plain
 from shoal.own_loop.loop import Training

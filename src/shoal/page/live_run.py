@@ -17,7 +17,7 @@ import msgspec
 
 from shoal.config.load import read as read_tables
 from shoal.errors import ConfigError, UsageError
-from shoal.launch.lock import is_locked
+from shoal.launcher.lock import is_locked
 from shoal.observe.events import Event, Tail, events_path
 from shoal.observe.facts import facts_path, number_of, read_facts, text_of
 from shoal.observe.goodput import Waterfall

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 
 from shoal.assembly.start import Planner
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.runfile.run_file import RunFile
 
 

@@ -19,8 +19,8 @@ from shoal.config.load import load
 from shoal.cost.plan import Zero
 from shoal.cost.transformer import Recompute
 from shoal.errors import ConfigError
-from shoal.launch.devices import gpus
-from shoal.launch.environment import Place
+from shoal.launcher.devices import gpus
+from shoal.launcher.environment import Place
 from shoal.planner.predict.predictor import Predictor
 from shoal.planner.search.candidates import Allowed
 from shoal.planner.search.search import Found, search

@@ -25,8 +25,8 @@ from shoal import units
 from shoal.config.load import dumps
 from shoal.errors import ConfigError, LayoutError
 from shoal.files import read_json
-from shoal.launch.devices import gpus
-from shoal.launch.environment import Place
+from shoal.launcher.devices import gpus
+from shoal.launcher.environment import Place
 from shoal.memory.config import MemoryConfig, OffloadConfig
 from shoal.observe.events import read_events
 from shoal.observe.facts import replace_file

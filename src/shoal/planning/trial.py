@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from shoal.errors import EnvironmentFault, UsageError
-from shoal.launch.children import THROWN_AWAY_S, stop
-from shoal.launch.devices import gpus
+from shoal.launcher.children import THROWN_AWAY_S, stop
+from shoal.launcher.devices import gpus
 from shoal.observe.events import read_events
 from shoal.observe.terminal import ProgressBar
 from shoal.planner.explain.residuals import prediction_record

@@ -1,7 +1,7 @@
 """What a scheduler is asked for: hosts, ranks on each, what they compute on, how long, and the command of each host.
 
 A `SubmittedJob` knows no scheduler. `slurm_script`, `kubernetes_job` and `ray_job` write it down for theirs; all of
-them start `shoal launch` once on each host, which starts that host's ranks and keeps their exit code (`launch.host`).
+them start `shoal launch` once on each host, which starts that host's ranks and keeps their exit code (`launcher.host`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import Diverged, UsageError, VerificationFailed
-from shoal.launch.environment import is_secret
-from shoal.launch.store.messages import JOB_TOKEN
+from shoal.launcher.environment import is_secret
+from shoal.launcher.store.messages import JOB_TOKEN
 from shoal.observe.provenance import RECORDED_NAMES
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, run_directory, with_processes

@@ -31,7 +31,7 @@ import msgspec
 from shoal.config.load import dumps
 from shoal.data.named_files import local_files
 from shoal.errors import Stopped, UsageError
-from shoal.launch.host import MASTER_ADDR, MASTER_PORT, MASTER_PORT_DEFAULT, NNODES, NODE_RANK, NPROC_PER_NODE
+from shoal.launcher.host import MASTER_ADDR, MASTER_PORT, MASTER_PORT_DEFAULT, NNODES, NODE_RANK, NPROC_PER_NODE
 from shoal.runfile.run_file import RunFile
 from shoal.submit.job import FATAL_CODES, SubmittedJob
 

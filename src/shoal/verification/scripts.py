@@ -1,6 +1,6 @@
 """`shoal verify mine.py`: a script's own loop under its layout, and in plain PyTorch in one process.
 
-The script is run twice, see `shoal.launch.own_script`. What the two print is kept back, and shown where one fails.
+The script is run twice, see `shoal.launcher.own_script`. What the two print is kept back, and shown where one fails.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import msgspec
 
 from shoal.errors import UsageError
 from shoal.files import temporary_folder
-from shoal.launch.children import wait_for
-from shoal.launch.failure import ExitCode
-from shoal.launch.own_script import KEYS, ScriptCheck, divided
+from shoal.launcher.children import wait_for
+from shoal.launcher.failure import ExitCode
+from shoal.launcher.own_script import KEYS, ScriptCheck, divided
 from shoal.observe.terminal import ProgressBar
 from shoal.verification.verdict import Verdict
 

@@ -33,7 +33,7 @@ from shoal.engine.reference import (
     Reference,
     Tolerances,
 )
-from shoal.launch.environment import Place
+from shoal.launcher.environment import Place
 from shoal.models.config import ForeignModel
 from shoal.models.mixture import ReplayRoutes
 from shoal.observe.terminal import ProgressBar

@@ -13,10 +13,10 @@ import numpy as np
 from shoal.comm.ledger import Sent
 from shoal.comm.shm.core import CoreMissing
 from shoal.comm.shm.host import Apart, host_identity
-from shoal.launch import sockets
-from shoal.launch.environment import ALONE, FIRST_PORT, LOOPBACK, PORTS, STORE_FD, Place, master_from, place_from
-from shoal.launch.store.connection import StoreConnection, meet_over_mpi, mpi_is_there, reach_store
-from shoal.launch.store.messages import job_token
+from shoal.launcher import sockets
+from shoal.launcher.environment import ALONE, FIRST_PORT, LOOPBACK, PORTS, STORE_FD, Place, master_from, place_from
+from shoal.launcher.store.connection import StoreConnection, meet_over_mpi, mpi_is_there, reach_store
+from shoal.launcher.store.messages import job_token
 from shoal.wire.arrays import Array
 from shoal.wire.group import Alone, Group, Transport
 from shoal.wire.memory import SharedMemory
@@ -27,7 +27,7 @@ from shoal.wire.tcp import StoreBoard, Tcp
 #     launcher        where                                                   token
 #     shoal           MASTER_ADDR, on the socket that the launcher bound      the launcher's
 #     torchrun        MASTER_ADDR, at a port that follows from the run's id   the user's own, or SHOAL_JOB_TOKEN's
-#     slurm, mpi      as `shoal.launch.rendezvous`                            the same
+#     slurm, mpi      as `shoal.launcher.rendezvous`                            the same
 #     none            nowhere: a process alone
 #
 # torchrun's agents keep the port that they announce for a store of their own, which speaks PyTorch's protocol.

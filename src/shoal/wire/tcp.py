@@ -6,7 +6,7 @@
     others         direct
 
 A frame is a head (operation, tag, bytes) and its content. Both ends of a connection have proved that they know the
-job's token (`launch.handshake`); the content is neither encrypted nor interpreted. A rank takes in whatever arrives
+job's token (`launcher.handshake`); the content is neither encrypted nor interpreted. A rank takes in whatever arrives
 while it sends, so that two ranks may send to each other at once.
 
 Sums have the bits that shared memory gives: 16-bit floats are summed in float32 and rounded once.
@@ -28,8 +28,8 @@ from shoal.comm.ledger import Sent
 from shoal.comm.packing import MANY, packed, unpacked
 from shoal.comm.shm.core import Kind
 from shoal.errors import CollectiveError, EnvironmentFault
-from shoal.launch import handshake, sockets
-from shoal.launch.store.connection import StoreConnection, StoreLate, StoreLost
+from shoal.launcher import handshake, sockets
+from shoal.launcher.store.connection import StoreConnection, StoreLate, StoreLost
 from shoal.wire.arrays import Array, reduction_numbers
 
 # `StoreBoard`: small messages between ranks through the job's store, as `shoal.comm.board` has them, without torch.

@@ -27,7 +27,7 @@ def stepped(place, tables: dict[str, Any], folder: str) -> dict[str, Any]:
     """One step: the numbers trained and held, the optimizer's tensors, bytes sent, and which frozen weights changed."""
     from shoal.assembly.run import open_run
     from shoal.data.cursor import Cursor
-    from shoal.launch.environment import Place
+    from shoal.launcher.environment import Place
 
     here = Place(place.rank, place.size, place.rank, place.size, 0, "shoal")
     run = open_run(run_file_of(Path(folder), **tables), here, store=place.store)

@@ -26,8 +26,8 @@ from typing import Literal
 
 from shoal.errors import EnvironmentFault
 from shoal.files import temporary_folder
-from shoal.launch.lab import network
-from shoal.launch.lab.network import inside, ip, tc, why_not
+from shoal.launcher.lab import network
+from shoal.launcher.lab.network import inside, ip, tc, why_not
 
 DEVICE = Path("/dev/net/tun")
 ADDRESSES = ("10.79.0.1", "10.79.0.2")

@@ -29,8 +29,8 @@ from shoal.errors import ConfigError, Diverged, UsageError
 from shoal.experiments.rehearsal.faults import Relay, end_fill, fill, relay, small_disk
 from shoal.experiments.rehearsal.scenarios import FULL_BYTES, GOING_S, STOPPED_S, Scenario
 from shoal.experiments.rehearsal.two_hosts import CoordinatorProcess, Started, on_two_hosts
-from shoal.launch.children import THROWN_AWAY_S, stop
-from shoal.launch.own_script import KEYS
+from shoal.launcher.children import THROWN_AWAY_S, stop
+from shoal.launcher.own_script import KEYS
 from shoal.observe.events import Event, attempts, read_events
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.faults import REHEARSAL, Strike, say_acted, strikes, write_faults

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from shoal.errors import EnvironmentFault
 from shoal.experiments.rehearsal.faults import ADDRESSES, INTERFACE, Relay, RelayHost, why_no_relay
-from shoal.launch.children import THROWN_AWAY_S, stop
-from shoal.launch.environment import LOOPBACK
+from shoal.launcher.children import THROWN_AWAY_S, stop
+from shoal.launcher.environment import LOOPBACK
 from shoal.resilience.config import ElasticConfig
 
 MASTER_PORT, COORDINATOR_PORT = 29500, 29400

@@ -1,0 +1,392 @@
+"""What a failing rank leaves behind: one record, written whole, in the launcher's failure folder.
+
+The record's time is in nanoseconds, as ranks fall within the same millisecond; `secondary` marks an error that only
+echoes another rank's end (a collective that lost its peer), so that the launcher can show the cause first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from shoal.errors import CollectiveError, OutOfMemory, ShoalError, Stopped
+from shoal.launcher.devices import memory_limit
+from shoal.launcher.environment import Place
+from shoal.standard_output import escape_controls
+
+FAILURE_FOLDER = "SHOAL_FAILURE_FOLDER"
+TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
+GIB = 1 << 30
+_MOST_TEXT = 200_000
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+# By name: this module runs in ranks that may not have imported torch yet.
+_OUT_OF_MEMORY = {"MemoryError", "OutOfMemoryError"}
+_LOST_PEER = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+_LOST_PEER_TEXTS = ("Connection closed by peer", "Connection reset by peer")
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """Why one rank ended. `traceback` is empty where the message is the answer."""
+
+    rank: int
+    host: str
+    pid: int
+    time_ns: int
+    exit_code: int
+    kind: str
+    message: str
+    traceback: str = ""
+    secondary: bool = False
+
+    @property
+    def text(self) -> str:
+        """What to show of it."""
+        return (self.traceback or self.message or self.kind).rstrip()
+
+    @property
+    def headline(self) -> str:
+        """Its kind and its message's first line."""
+        return f"{self.kind}: {self.message.strip().partition(chr(10))[0]}"
+
+
+@contextlib.contextmanager
+def report_failure(place: Place, folder: Path | None, *, torchrun_file: Path | None = None) -> Iterator[None]:
+    """Turn whatever escapes into a record in `folder`, and end the process with its exit code.
+
+    Without a folder (another launcher's rank) the text goes to standard error, and into the file that torchrun reads
+    its summary from. The end is `os._exit`: neither a thread that hangs nor a teardown in C++ may keep a failed rank
+    alive.
+    """
+    try:
+        yield
+    except BaseException as error:
+        failure = failure_of(error, place.rank)
+        _leave(failure, folder, torchrun_file)
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """The record of `error`. Errors that Shoal raises on purpose, and requests to exit, carry no traceback."""
+    purposeful = isinstance(error, ShoalError | SystemExit | KeyboardInterrupt)
+    trace = "" if purposeful or _is_lost_peer(error) or is_out_of_memory(error) else _trace(error)
+    return Failure(
+        rank=rank,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        time_ns=time.time_ns(),
+        exit_code=_exit_code(error),
+        kind=OutOfMemory.__name__ if is_out_of_memory(error) else type(error).__name__,
+        # The end of a traceback says most; the start of a message does.
+        message=_message(error)[:_MOST_TEXT],
+        traceback=trace[-_MOST_TEXT:],
+        secondary=is_secondary(error),
+    )
+
+
+def _trace(error: BaseException) -> str:
+    """The traceback; of an error in code that Shoal called, only that code's own part."""
+    summary = traceback.TracebackException.from_exception(error)
+    ours = [index for index, frame in enumerate(summary.stack) if frame.filename.startswith(_PACKAGE)]
+    if ours and ours[-1] < len(summary.stack) - 1:
+        summary.stack = traceback.StackSummary.from_list(summary.stack[ours[-1] + 1 :])
+    return "".join(summary.format())
+
+
+def read_failures(folder: Path) -> list[Failure]:
+    """All records in the folder."""
+    return [msgspec.json.decode(path.read_bytes(), type=Failure) for path in sorted(folder.glob("rank-*.json"))]
+
+
+def write_failure(failure: Failure, folder: Path) -> None:
+    """Write the record so that a reader finds the whole of it or nothing."""
+    path = folder / f"rank-{failure.rank}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_bytes(msgspec.json.encode(failure))
+    partial.replace(path)
+
+
+def write_for_torchrun(failure: Failure, path: Path) -> None:
+    """Write what torchrun shows of a rank; it takes the earliest by `timestamp`, in seconds, for the cause."""
+    message = escape_controls(failure.text)  # torchrun prints it as it is
+    path.write_bytes(msgspec.json.encode({"message": message, "timestamp": failure.time_ns // 10**9}))
+
+
+def _leave(failure: Failure, folder: Path | None, torchrun_file: Path | None) -> NoReturn:
+    try:
+        if folder is not None:
+            write_failure(failure, folder)
+            if failure.rank != 0 and failure.exit_code != 0:  # into its log; rank 0 has the terminal
+                _say(failure.text)
+        elif failure.exit_code != 0:
+            _say(f"rank {failure.rank} ({failure.host}, pid {failure.pid}): {failure.text}")
+            if torchrun_file is not None:
+                write_for_torchrun(failure, torchrun_file)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+    finally:
+        # In a `finally`: a full disk or a closed terminal must not turn this exit into a hang.
+        os._exit(failure.exit_code)
+
+
+def _say(text: str) -> None:
+    print(escape_controls(text, encoding=sys.stderr.encoding or "utf-8"), file=sys.stderr)
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, ShoalError):
+        return error.exit_code
+    if isinstance(error, SystemExit):
+        return _system_exit_code(error.code)
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    if _is_lost_peer(error):
+        return CollectiveError.exit_code
+    return OutOfMemory.exit_code if is_out_of_memory(error) else 1
+
+
+def _system_exit_code(code: object) -> int:
+    if code is None:
+        return 0
+    return code & 0xFF if isinstance(code, int) else 1
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, str) else f"exit({error.code})"
+    if _is_lost_peer(error):
+        return f"lost the connection to another rank ({str(error).partition(chr(10))[0]})"
+    return _memory_message(error) if is_out_of_memory(error) else str(error)
+
+
+def _memory_message(error: BaseException) -> str:
+    """What was asked for, and what there is."""
+    # CUDA's message says both; the host's only what was asked for, if that.
+    if str(error).startswith("CUDA"):
+        return ". ".join(str(error).split(". ")[:3])
+    limit, asked = memory_limit(), re.search(r"(\d+) bytes|allocate ([\d.]+ [KMGT]iB)", str(error))
+    wanted = "more memory" if asked is None else asked[2] or f"{int(asked[1]) / GIB:.2f} GiB"
+    if limit is None:
+        return f"out of memory: {wanted} could not be had"
+    there = f"{limit.available_bytes / GIB:.2f} GiB are left of {limit.total_bytes / GIB:.2f} GiB"
+    return f"out of memory: asked for {wanted}, and {there} ({limit.limited_by})"
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """An error of torch.distributed's own, whose traceback is a page of C++ frames."""
+    return type(error).__name__ in _LOST_PEER
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host ran out of memory."""
+    named = any(kind.__name__ in _OUT_OF_MEMORY for kind in type(error).__mro__)
+    # PyTorch's allocator for the host raises a plain RuntimeError.
+    return named or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Whether the error only echoes the end of another rank."""
+    if isinstance(error, CollectiveError) or _is_lost_peer(error):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST_PEER_TEXTS)
+
+
+# Which of several failed ranks is the cause, what the launcher exits with, and what it says.
+#
+# One rank's end makes its peers fail, too, often within a millisecond and sometimes before the launcher sees the first.
+# So ends are ordered by what they are, and only then by time:
+#
+#     1. errors of a rank's own, and deaths by a signal that the launcher did not send
+#     2. secondary errors: a collective that lost its peer, as Shoal explains it, then as a library does
+#     3. deaths by the launcher's own hand
+#
+# The report shows the cause, whole, then a line for every other rank, which does not repeat what the cause said:
+#
+#     rank 1 of 2 failed (host tuna, pid 4711, exit code 1):
+#     Traceback (most recent call last): ...
+#     rank 0 (pid 4710): lost another rank
+#
+# Where several ranks failed for one reason, it stands first, and once:
+#
+#     run.steps: found 0, must be at least 1
+#     4 of 4 ranks failed with this, rank 2 first (host tuna, pid 4712, exit code 2)
+
+
+class ExitCode(int):
+    """The launcher's exit code, the rank that caused it (None: none did), what it said in one sentence, and whole."""
+
+    rank: int | None
+    sentence: str
+    text: str
+
+    def __new__(cls, code: int, *, rank: int | None = None, sentence: str = "", text: str = "") -> ExitCode:
+        self = super().__new__(cls, code)
+        self.rank, self.sentence, self.text = rank, sentence, text
+        return self
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a rank's process ended. `code` is negative for a signal; `by_launcher`: a signal that the launcher sent."""
+
+    rank: int
+    pid: int
+    code: int
+    time_ns: int
+    by_launcher: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Neither done nor stopped after a good checkpoint."""
+        return self.code not in (0, Stopped.exit_code)
+
+
+@dataclass(frozen=True)
+class End:
+    """A failed rank: its process's end, and the record that it left, if it could."""
+
+    exit: Exit
+    failure: Failure | None
+
+    @property
+    def order(self) -> tuple[int, bool, int]:
+        """The cause sorts first."""
+        if self.failure is not None:
+            explained = self.failure.kind == CollectiveError.__name__
+            return int(self.failure.secondary), not explained, self.failure.time_ns
+        return (2 if self.exit.by_launcher else 0), True, self.exit.time_ns
+
+    @property
+    def primary(self) -> bool:
+        """Whether the rank failed of itself, as far as it or the kernel says."""
+        return self.order[0] == 0
+
+    @property
+    def sentence(self) -> str:
+        """How the rank ended, in a line."""
+        return self.failure.headline if self.failure is not None else how(self.exit)
+
+
+def root_cause(failures: Iterable[Failure], exits: Iterable[Exit]) -> list[End]:
+    """The ranks that failed, the cause first."""
+    records = {failure.rank: failure for failure in failures}
+    ends = [End(end, records.get(end.rank)) for end in exits if end.failed]
+    return sorted(ends, key=lambda end: end.order)
+
+
+def exit_code(exits: Iterable[Exit], ends: list[End]) -> int:
+    """The launcher's exit code: the cause's (128 + n for signal n), else 75 if any rank stopped, else 0."""
+    if ends:
+        code = ends[0].exit.code
+        return 128 - code if code < 0 else code
+    return Stopped.exit_code if any(end.code == Stopped.exit_code for end in exits) else 0
+
+
+MOST_LINES, MOST_SPANS = 64, 6
+"""Ranks that get a line each; of more, those of whom the same is said share one, with so many spans of numbers."""
+_SIGKILL_HINT = "the launcher did not send it; where memory runs out the kernel does: see `dmesg`, or use less of it"
+
+
+def failure_report(
+    ends: Sequence[End],
+    exits: Sequence[Exit],
+    *,
+    stopped: Mapping[int, int],
+    log_tails: Mapping[int, str],
+    world_size: int | None = None,
+) -> str:
+    """The report's text. `ends`: failed ranks, the cause first; `stopped`: pid by rank, of those held by SIGSTOP.
+
+    `world_size` counts the ranks of all hosts; without it, those of `exits` are all.
+    """
+    cause = ends[0]
+    held = [f"rank {rank} (pid {pid}) is stopped (SIGSTOP); kill -CONT lets it go on" for rank, pid in stopped.items()]
+    alike = [end for end in ends if end is cause or _is_the_same(end, cause)]
+    headline = _headline(cause, world_size or len(exits), log_tails.get(cause.exit.rank, ""), alike=len(alike))
+    # Where all the failed ranks only lost a peer, a rank that is held is the peer that they lost.
+    lines = [headline, *held] if cause.primary else [*held, headline]
+    failures = {end.exit.rank: end for end in ends}
+    told = {end.exit.rank for end in alike}
+    others = sorted((end for end in exits if end.rank not in told), key=lambda end: end.rank)
+    said = [(end, _line(end, failures.get(end.rank), cause, stopped)) for end in others]
+    return "\n".join([*lines, *(_by_words(said) if len(said) > MOST_LINES else [text for _, text in said])])
+
+
+def _by_words(said: Sequence[tuple[Exit, str]]) -> list[str]:
+    """A line for each thing that is said, with the ranks that it is said of."""
+    ranks: dict[str, list[int]] = {}
+    for end, text in said:
+        ranks.setdefault(text.partition(": ")[2], []).append(end.rank)
+    return [f"{len(of)} rank{'s' if len(of) > 1 else ''} ({_spans(of)}): {words}" for words, of in ranks.items()]
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """As "0-6, 8-4095"; of many pieces the first few."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in spans[:MOST_SPANS]]
+    return ", ".join([*shown, *(["..."] if len(spans) > MOST_SPANS else [])])
+
+
+def _is_the_same(end: End, cause: End) -> bool:
+    """Whether the rank failed by itself for the reason of the cause, or left in the same way without a word."""
+    if end.failure is None or cause.failure is None:
+        speechless = end.failure is cause.failure and not end.exit.by_launcher
+        return speechless and end.exit.code == cause.exit.code and end.exit.code > 0
+    apart = end.failure.secondary or end.failure.kind == OutOfMemory.__name__  # in words of their own
+    return not apart and end.sentence == cause.sentence
+
+
+def _headline(end: End, world_size: int, log_tail: str, *, alike: int) -> str:
+    host = end.failure.host if end.failure else socket.gethostname()
+    if alike > 1:
+        who = f"rank {end.exit.rank} first (host {host}, pid {end.exit.pid}, {how(end.exit)})"
+        return f"{_words(end, log_tail)}\n{alike} of {world_size} ranks failed with this, {who}"
+    first = f"rank {end.exit.rank} of {world_size} failed (host {host}, pid {end.exit.pid}, {how(end.exit)})"
+    return f"{first}:\n{_words(end, log_tail)}"
+
+
+def _words(end: End, log_tail: str) -> str:
+    if end.failure is not None:
+        return end.failure.text
+    if end.exit.by_launcher:
+        return "it did not end by itself in time, and the launcher ended it"
+    hint = [_SIGKILL_HINT] if end.exit.code == -signal.SIGKILL else []
+    return "\n".join([*hint, *([f"the end of its log:\n{log_tail}"] if log_tail else [])]) or "it left no message"
+
+
+def _line(end: Exit, failed: End | None, cause: End, stopped: Collection[int]) -> str:
+    start = f"rank {end.rank} (pid {end.pid}): "
+    if failed is None:
+        return start + ("finished" if end.code == 0 else "stopped after a good checkpoint")
+    if failed.failure is not None:
+        if failed.failure.secondary:
+            return f"{start}lost another rank"
+        if failed.failure.kind == OutOfMemory.__name__ and cause.exit.code == OutOfMemory.exit_code:
+            return f"{start}out of memory, too"
+        return start + failed.sentence
+    if end.by_launcher:
+        return f"{start}ended by the launcher{' while it was stopped' if end.rank in stopped else ''}"
+    return f"{start}{how(end)}, no message"
+
+
+def how(end: Exit) -> str:
+    """The end of a process: its exit code, or the signal that killed it."""
+    if end.code >= 0:
+        return f"exit code {end.code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"killed by {names.get(-end.code, f'signal {-end.code}')}"

@@ -1,0 +1,252 @@
+"""The sockets at which ranks meet: who can reach them, and what stands in the way.
+
+PyTorch's `TCPStore` listens on every interface, even for 127.0.0.1. So the socket is bound here and handed to it: on
+loopback while all ranks share a host, else on the one address that the ranks were given.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import ipaddress
+import select
+import socket
+import struct
+import sys
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from shoal.errors import EnvironmentFault, InUse
+from shoal.launcher.environment import LOOPBACK
+
+if TYPE_CHECKING:
+    import asyncio
+
+
+# Ranks connect while rank 0 still imports torch: until then they wait in the socket's queue.
+BACKLOG = 4096
+CONNECT_S = 2.0
+SIOCGIFADDR = 0x8915
+"""Linux's request for the address of an interface (netdevice(7)). A name has at most 15 bytes."""
+_EVERY_INTERFACE = ("", "::")
+
+
+def interface_name() -> str:
+    """The loopback interface's name: `lo` on Linux, `lo0` elsewhere. Raises `EnvironmentFault` where there is none."""
+    names = [name for _, name in socket.if_nameindex()]
+    for name in ("lo", "lo0"):
+        if name in names:
+            return name
+    raise EnvironmentFault(
+        f"no loopback interface among {', '.join(names) or 'none'}: ranks of one host meet there; "
+        "enable it (ip link set lo up) or set GLOO_SOCKET_IFNAME"
+    )
+
+
+def interface_of(address: str) -> str | None:
+    """The name of this host's interface that has an IPv4 `address`; None where none has, or the system does not say."""
+    if ipaddress.ip_address(address).is_loopback:
+        return interface_name()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex() if sys.platform == "linux" else ():
+            try:
+                answer = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # it has no IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def address_towards(host: str, port: int) -> str:
+    """This host's address on the way to `host`: the one that others there can reach. Raises `EnvironmentFault`."""
+    try:
+        with socket.create_connection((host, port), CONNECT_S) as connection:
+            return str(connection.getsockname()[0])
+    except OSError as error:
+        raise EnvironmentFault(
+            f"nothing answers at {host}:{port} ({error.strerror or error}): is the coordinator running, and can this "
+            "host reach it?"
+        ) from error
+
+
+def listen_on_loopback() -> socket.socket:
+    """A socket that listens on a free loopback port, which nobody else can take while it is open."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.bind((LOOPBACK, 0))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise EnvironmentFault(
+            f"no port can be bound on {LOOPBACK} ({error.strerror}): the ranks of a host meet there; "
+            "free some ports or enable the loopback interface (ip link set lo up)"
+        ) from error
+    return listener
+
+
+def listen_at(address: str, port: int, *, one_host: bool) -> socket.socket:
+    """Rank 0's socket at MASTER_ADDR and MASTER_PORT (0: any free port); `one_host`: no other host has to reach it.
+
+    Raises `InUse` for a port that is taken, and `EnvironmentFault` where nothing can listen at that address.
+    """
+    family, host = _own_end(address, port, one_host=one_host)
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # A port whose last owner has just gone is free.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _bind(listener, host, port, one_host=one_host)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise _bind_error(error, address, port) from error
+    return listener
+
+
+def obstacle(address: str, port: int) -> str | None:
+    """Why nothing answers at an address, in a few words; None where a connection can be made. Takes `CONNECT_S`."""
+    try:
+        socket.create_connection((address, port), CONNECT_S).close()
+    except OSError as error:
+        return reason_of(error)
+    return None
+
+
+def connected(address: str, port: int) -> socket.socket:
+    """A connection there, which the kernel keeps an eye on. Takes `CONNECT_S`; raises `OSError`."""
+    connection = socket.create_connection((address, port), CONNECT_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    return connection
+
+
+def reason_of(error: OSError) -> str:
+    """Why a connection could not be made, in a few words."""
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    if isinstance(error, socket.gaierror):
+        return f"the name has no address: {error.strerror}"
+    return (error.strerror or str(error)).lower()
+
+
+def readable(connection: socket.socket, within_s: float) -> bool:
+    """Whether there is something to read, or an end, within that time."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(1000 * within_s))
+
+
+def _own_end(address: str, port: int, *, one_host: bool) -> tuple[socket.AddressFamily, str]:
+    try:
+        family, _, _, _, found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise EnvironmentFault(
+            f"MASTER_ADDR is {address!r}, which has no address ({error}): rank 0 listens there; "
+            "set it to rank 0's address, or add the name to /etc/hosts"
+        ) from error
+    host = str(found[0])
+    # Many systems list their own name as 127.0.1.1: right for this host, wrong for ranks on others.
+    if not one_host and ipaddress.ip_address(host).is_loopback:
+        host = _EVERY_INTERFACE[family == socket.AF_INET6]
+    return family, host
+
+
+def _bind(listener: socket.socket, host: str, port: int, *, one_host: bool) -> None:
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        if one_host or error.errno != errno.EADDRNOTAVAIL:
+            raise
+        # Behind a container's service the address that peers use is on no interface of this host.
+        listener.bind((_EVERY_INTERFACE[listener.family == socket.AF_INET6], port))
+
+
+def _bind_error(error: OSError, address: str, port: int) -> EnvironmentFault:
+    if error.errno == errno.EADDRINUSE:
+        return InUse(
+            f"port {port} on {address} is in use: rank 0 hosts the ranks' store there; "
+            "stop who holds it (`ss -ltnp` shows), or set MASTER_PORT to a free one on every rank"
+        )
+    return EnvironmentFault(
+        f"rank 0 cannot listen on {address}:{port} ({error.strerror}): MASTER_ADDR should be an address of rank 0's "
+        "host and MASTER_PORT a free port above 1023; set both on every rank"
+    )
+
+
+# Messages on the wire: four bytes of length, most significant first, and a body in MessagePack.
+#
+# A body is decoded into one of the expected structs, whose fields have bounds; anything else ends the connection. Sizes
+# are checked before memory is taken.
+
+
+_HEAD_BYTES = 4
+
+
+class FrameError(EnvironmentFault):
+    """What came over the wire is no message of this protocol."""
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """`message` as a frame."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(_HEAD_BYTES, "big") + body
+
+
+def decode(body: bytes, decoder: Any) -> Any:
+    """The message in `body`. Raises `FrameError`."""
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise FrameError(
+            f"a frame holds no message of this version ({error}): run one version of Shoal everywhere"
+        ) from None
+
+
+async def read(reader: asyncio.StreamReader, *, most_bytes: int, begin_s: float | None, rest_s: float | None) -> bytes:
+    """The next body. `begin_s`: how long the peer may be silent; `rest_s`: how long the frame may take from there
+    (None: as long as it likes).
+
+    Raises `FrameError` for one that is too long, `TimeoutError`, and `asyncio.IncompleteReadError` at the end.
+    """
+    import asyncio  # 50 ms, which only a service takes
+
+    async with asyncio.timeout(begin_s):
+        first = await reader.readexactly(1)
+    async with asyncio.timeout(rest_s):
+        length = _checked(first + await reader.readexactly(_HEAD_BYTES - 1), most_bytes)
+        return await reader.readexactly(length)
+
+
+def receive(connection: socket.socket, *, most_bytes: int, patient: bool = False) -> bytes:
+    """The next body, on a blocking socket; `patient`: a peer that is silent for longer than its timeout is waited for.
+
+    Raises `FrameError` and `OSError`.
+    """
+    head = _exactly(connection, _HEAD_BYTES, patient=patient)
+    return _exactly(connection, _checked(head, most_bytes), patient=patient)
+
+
+def _checked(head: bytes, most_bytes: int) -> int:
+    length = int.from_bytes(head, "big")
+    if not 0 < length <= most_bytes:
+        raise FrameError(
+            f"a frame says that it has {length} bytes: it may have 1 to {most_bytes}; the peer speaks another protocol"
+        )
+    return length
+
+
+def _exactly(connection: socket.socket, count: int, *, patient: bool) -> bytes:
+    pieces = []
+    while count:
+        try:
+            piece = connection.recv(min(count, 1 << 16))
+        except TimeoutError:
+            if patient:
+                continue
+            raise
+        if not piece:
+            raise ConnectionResetError("the other end closed the connection")
+        pieces.append(piece)
+        count -= len(piece)
+    return b"".join(pieces)

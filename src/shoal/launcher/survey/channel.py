@@ -1,0 +1,377 @@
+"""How the doctor reaches a probe: through a remote shell, or over a connection that the host's own process opened."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import shlex
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import IO, Any, Protocol, TypeVar
+
+import msgspec
+
+from shoal.errors import EnvironmentFault, UsageError
+from shoal.launcher.doctor import Finding
+
+# What the doctor and its probes say to each other: one JSON object a line.
+#
+# doctor            probe
+# Begin      ->                who it is, whom it will meet
+#            <-   HostFacts    what the host tells of itself, and the port at which it listens
+# Measure    ->                one peer
+#            <-   Link         the link towards it
+# (end of input)               the probe ends
+
+
+class Host(msgspec.Struct, frozen=True):
+    """A host as the doctor was told of it. `address` is how its peers are to reach it: a name or a number."""
+
+    name: str
+    address: str
+
+
+class Begin(msgspec.Struct, frozen=True, tag="begin"):
+    """The first message. `hosts[0]` is the master, which listens at `port`; only who knows `token` is answered there.
+
+    `folder` is where the run is to be started; None: where the probe runs.
+    """
+
+    name: str
+    hosts: list[Host]
+    port: int
+    token: str
+    folder: str | None
+
+
+class Measure(msgspec.Struct, frozen=True, tag="measure"):
+    """Asks for the link towards a peer; without `rate` for its pings alone."""
+
+    peer: Host
+    port: int
+    rate: bool
+
+
+class Route(msgspec.Struct, frozen=True):
+    """How a host reaches the master: its own address there, and the interface that has it.
+
+    `mtu_bytes` and `speed_mbit` are None where the kernel does not tell. `obstacle` says why there is no route.
+    """
+
+    address: str = ""
+    interface: str | None = None
+    mtu_bytes: int | None = None
+    speed_mbit: int | None = None
+    obstacle: str | None = None
+
+
+class Leftover(msgspec.Struct, frozen=True):
+    """A process of a run that is there already."""
+
+    pid: int
+    command: str
+    age_s: float
+
+
+class HostFacts(msgspec.Struct, frozen=True):
+    """What a host tells of itself.
+
+    `port` is where its probe listens, `port_fault` says why that is not the port of the master. `addresses` holds what
+    each host's address resolves to here; an empty list: nothing. `versions` and `limits` are by name.
+    """
+
+    host_name: str
+    port: int
+    port_fault: str | None
+    route: Route
+    addresses: dict[str, list[str]]
+    versions: dict[str, str]
+    code: str
+    folder: str
+    folder_free_bytes: int | None
+    limits: dict[str, int]
+    variables: dict[str, str]
+    leftovers: list[Leftover]
+    findings: list[Finding]
+
+
+class SurveyedLink(msgspec.Struct, frozen=True):
+    """The link from one host to another, over one TCP connection. `obstacle`: why there was none, and no figures.
+
+    `round_trip_s` is the median of pings, `ahead_s` how far the peer's clock is ahead, known to half of the shortest
+    round trip, `bytes_per_s` what was sent and acknowledged.
+    """
+
+    obstacle: str | None = None
+    round_trip_s: float = 0.0
+    bytes_per_s: float = 0.0
+    ahead_s: float = 0.0
+
+
+SHELLS = {
+    "ssh": "ssh -o BatchMode=yes -o ConnectTimeout=10",
+    "srun": "srun --quiet --nodes=1 --ntasks=1 --overlap --nodelist={host}",
+}
+PROBE = ("-m", "shoal.launcher.survey.probe")
+END_S = 3.0
+_COMPLAINT_CHARACTERS = 300
+Answer = TypeVar("Answer", bound=msgspec.Struct)
+
+
+class Channel(Protocol):
+    """To one probe. One question at a time; whoever asks waits for the answer."""
+
+    def ask(self, question: msgspec.Struct, kind: type[Answer], *, within_s: float) -> Answer:
+        """The answer. Raises `EnvironmentFault` where none comes in time, saying what the other end complained of."""
+        ...
+
+    def close(self) -> None:
+        """Ends the probe."""
+        ...
+
+
+def remote_command(shell: str, host: str, python: str) -> list[str]:
+    """The command that starts the probe of `host`. Raises `UsageError` for a `shell` without a program.
+
+    `shell` is a name of `SHELLS` or a command. A command with `{host}` starts the words after it as they are, as
+    `docker exec -i {host}` does; one without it gets the host added, and hands its words to a shell there, as ssh does.
+    """
+    try:
+        words = shlex.split(SHELLS.get(shell, shell))
+        program = shlex.split(python)
+    except ValueError as fault:
+        raise UsageError(f"--shell and --python are command lines, and one cannot be read: {fault}") from fault
+    if not words or not program:
+        raise UsageError("--shell and --python each need a program: write --shell ssh, or 'docker exec -i {host}'")
+    if any("{host}" in word for word in words):
+        return [*(word.replace("{host}", host) for word in words), *program, *PROBE]
+    return [*words, host, *map(shlex.quote, (*program, *PROBE))]
+
+
+class ShellChannel:
+    """A probe that a remote shell has started."""
+
+    def __init__(self, host: Host, command: Sequence[str]) -> None:
+        self._host = host
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
+        except OSError as error:
+            raise EnvironmentFault(
+                f"{command[0]} could not be started ({error.strerror}): it is the remote shell; install it, or name "
+                "another with --shell"
+            ) from error
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        self._input = self._process.stdin
+        self._answers = _lines_of(self._process.stdout)
+        self._complaints = _lines_of(self._process.stderr)
+
+    def ask(self, question: msgspec.Struct, kind: type[Answer], *, within_s: float) -> Answer:
+        """See `Channel`. Lines that are no answer, such as a greeting of the host's, are skipped."""
+        with contextlib.suppress(OSError):  # it has ended: the answer, which does not come, says so
+            self._input.write(msgspec.json.encode(question) + b"\n")
+            self._input.flush()
+        return _answer(self._answers, kind, within_s=within_s, complaint=self._complaint)
+
+    def close(self) -> None:
+        """End of input, which a probe takes for its end; a shell that stays is ended after `END_S`."""
+        with contextlib.suppress(OSError):
+            self._input.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _complaint(self) -> str:
+        lines = []
+        with contextlib.suppress(queue.Empty):
+            while (line := self._complaints.get(timeout=0.2)) is not None:
+                lines.append(line.decode(errors="replace").strip())
+        said = " ".join(line for line in lines if line)[-_COMPLAINT_CHARACTERS:]
+        code = self._process.poll()
+        return said or ("no word" if code is None else f"exit code {code}, without a word")
+
+
+class SocketChannel:
+    """A probe that came by itself: a rank on another host."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._answers = _lines_of(connection.makefile("rb"))
+
+    def ask(self, question: msgspec.Struct, kind: type[Answer], *, within_s: float) -> Answer:
+        """See `Channel`."""
+        with contextlib.suppress(OSError):
+            self._connection.sendall(msgspec.json.encode(question) + b"\n")
+        return _answer(self._answers, kind, within_s=within_s, complaint=lambda: "its connection was lost")
+
+    def close(self) -> None:
+        """Ends the connection, and with it the probe."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+def _answer(
+    answers: queue.Queue[bytes | None], kind: type[Answer], *, within_s: float, complaint: Callable[[], str]
+) -> Answer:
+    while True:
+        try:
+            line = answers.get(timeout=within_s)
+        except queue.Empty:
+            raise EnvironmentFault(f"no answer within {within_s:.0f} s ({complaint()})") from None
+        if line is None:
+            raise EnvironmentFault(complaint())
+        if line.startswith(b"{"):
+            try:
+                return msgspec.json.decode(line, type=kind)
+            except msgspec.DecodeError as fault:
+                raise EnvironmentFault(f"its answer is of another version of Shoal ({fault})") from fault
+
+
+def _lines_of(stream: IO[bytes]) -> queue.Queue[bytes | None]:
+    """The lines of a stream as they come, and None at its end."""
+    lines: queue.Queue[bytes | None] = queue.Queue()
+
+    def read() -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+            for line in stream:
+                lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    return lines
+
+
+# `shoal doctor --hosts`: opens a channel to every host, and lets the hosts measure each other in rounds.
+#
+# In a round every host measures one peer and is measured by one, so that no port carries two measurements each way. All
+# rounds are pings first, which nobody else's load delays then, and rates after them:
+#
+#     round k:    host i  ->  host (i + k) mod n,    k = 1 ... n - 1
+#
+# With more than `MOST_ROUNDS` peers, the first and the last half of as many rounds are taken, so that a thousand hosts
+# take a minute as well: round k and round n - k are the same pairs, one way and the other.
+
+
+MASTER_PORT = 29500
+BEGIN_S, MEASURE_S = 40.0, 30.0
+MOST_ROUNDS = 32
+MOST_HOSTS = 4096
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was found. `silent` says why a host told nothing; `links` are by (from, to)."""
+
+    hosts: tuple[Host, ...]
+    port: int
+    facts: Mapping[str, HostFacts]
+    silent: Mapping[str, str]
+    links: Mapping[tuple[str, str], SurveyedLink]
+
+
+def hosts_from(text: str) -> tuple[Host, ...]:
+    """Hosts of `A,B` or `A=ADDRESS,B=ADDRESS`; the first is the master. Raises `UsageError`."""
+    found = []
+    for part in text.split(","):
+        name, _, address = (piece.strip() for piece in part.partition("="))
+        if not name or name.startswith("-") or any(c.isspace() for c in name + address):
+            raise UsageError(f"--hosts {text[:60]!r}: {part.strip()[:40]!r} is no host; write --hosts n1,n2,n3")
+        found.append(Host(name, address or name.rpartition("@")[2]))
+    names = [host.name for host in found]
+    if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+        raise UsageError(f"--hosts names {twice} twice: name each host once")
+    if len(found) > MOST_HOSTS:
+        raise UsageError(f"--hosts names {len(found):,} hosts: at most {MOST_HOSTS:,} are looked at; name a part")
+    return tuple(found)
+
+
+def survey(hosts: Sequence[Host], *, shell: str, python: str, folder: str | None, port: int = MASTER_PORT) -> Survey:
+    """Looks at `hosts` through a remote shell. Raises `UsageError` for a `shell` that is no command."""
+    commands = {host.name: remote_command(shell, host.name, python) for host in hosts}
+    openers = {host.name: partial(ShellChannel, host, commands[host.name]) for host in hosts}
+    return surveyed(hosts, openers, folder=folder, port=port)
+
+
+def surveyed(
+    hosts: Sequence[Host], openers: Mapping[str, Callable[[], Channel]], *, folder: str | None, port: int
+) -> Survey:
+    """Looks at `hosts` through the channels that `openers` open, by name; closes them in any case."""
+    token = secrets.token_hex(16)
+    channels: dict[str, Channel] = {}
+    facts: dict[str, HostFacts] = {}
+    silent: dict[str, str] = {}
+    links: dict[tuple[str, str], SurveyedLink] = {}
+
+    closing, closed = threading.Lock(), False
+
+    def begin(host: Host) -> None:
+        try:
+            channel = openers[host.name]()
+            with closing:
+                channels[host.name] = channel
+                late = closed
+            if late:  # interrupted while it was opened
+                channel.close()
+                return
+            question = Begin(host.name, list(hosts), port, token, folder)
+            facts[host.name] = channels[host.name].ask(question, HostFacts, within_s=BEGIN_S)
+        except EnvironmentFault as fault:
+            silent[host.name] = str(fault)
+
+    def measure(pair: tuple[str, str], *, rate: bool) -> None:
+        source, target = pair
+        try:
+            question = Measure(by_name[target], facts[target].port, rate)
+            found = channels[source].ask(question, SurveyedLink, within_s=MEASURE_S)
+            links[pair] = msgspec.structs.replace(links[pair], bytes_per_s=found.bytes_per_s) if rate else found
+        except EnvironmentFault as fault:
+            links[pair] = SurveyedLink(obstacle=f"the probe of {source} said nothing more: {fault}")
+
+    by_name = {host.name: host for host in hosts}
+    threads = ThreadPoolExecutor(max_workers=len(hosts))
+    try:
+        _all(threads, begin, hosts)
+        all_rounds = rounds([host.name for host in hosts if host.name in facts])
+        for pairs in all_rounds:
+            _all(threads, partial(measure, rate=False), pairs)
+        for pairs in all_rounds:
+            open_pairs = [pair for pair in pairs if links[pair].obstacle is None]
+            _all(threads, partial(measure, rate=True), open_pairs)
+    finally:
+        # `threads` may still wait for answers, which end when the channels are closed
+        with closing:
+            closed, opened = True, list(channels.values())
+        with ThreadPoolExecutor(max_workers=len(hosts)) as enders:
+            _all(enders, lambda channel: channel.close(), opened)
+        threads.shutdown(cancel_futures=True)
+    ordered = {host.name: facts[host.name] for host in hosts if host.name in facts}
+    ordered_silent = {host.name: silent[host.name] for host in hosts if host.name in silent}
+    return Survey(tuple(hosts), port, ordered, ordered_silent, links)
+
+
+def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Who measures whom, round by round."""
+    count = len(names)
+    shifts = list(range(1, count))
+    if len(shifts) > MOST_ROUNDS:
+        half = MOST_ROUNDS // 2
+        shifts = [*shifts[:half], *shifts[-half:]]
+    return [[(names[i], names[(i + shift) % count]) for i in range(count)] for shift in shifts]
+
+
+def _all(threads: ThreadPoolExecutor, what: Callable[[Any], None], many: Sequence[Any]) -> None:
+    """Does it for each of them at once, and waits for all."""
+    for future in [threads.submit(what, one) for one in many]:
+        future.result()
