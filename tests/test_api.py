@@ -119,3 +119,47 @@ def test_a_script_proves_its_own_objects(tmp_path: Path, shift: str, said: str) 
     done = programs.run(["script.py", shift], cwd=tmp_path)
     assert said in done.stdout.replace(" = 2 ranks", ""), done.stdout + done.stderr
     assert not (tmp_path / "runs/own/checkpoints").exists()
+
+
+LAUNCHED = """
+import os, sys
+from pathlib import Path
+import shoal
+
+class Work:
+    @staticmethod
+    def done(word, number):
+        Path(f"{word}-{number}-{os.environ['RANK']}-of-{os.environ['WORLD_SIZE']}").touch()
+
+def fails():
+    if os.environ["RANK"] == "1":
+        raise ValueError("no such thing")
+
+if __name__ == "__main__":
+    shoal.launch(Work.done, "a", 3, processes=2)
+    shoal.launch(Path(__file__).parent / "other.py", "b", processes=2)
+    try:
+        shoal.launch(fails, processes=2)
+    except shoal.RunFailed as failure:
+        Path(f"failed-{failure.rank}").write_text(failure.sentence)
+    for target, argument in ((lambda: None, None), (fails, object()), (Path("absent.py"), None), (fails, None)):
+        if argument is None and target is fails:
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+        try:
+            shoal.launch(target, *([argument] if argument else []))
+        except shoal.ShoalError as refusal:
+            print(refusal)
+"""
+
+
+def test_functions_and_scripts_are_launched(tmp_path: Path) -> None:
+    """With their arguments, once a rank; a rank that fails is named, and what cannot be run is refused."""
+    (tmp_path / "other.py").write_text("import os, sys; open(sys.argv[1] + os.environ['RANK'], 'w')")
+    (tmp_path / "mine.py").write_text(LAUNCHED)
+    done = programs.run(["mine.py"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made >= {"a-3-0-of-2", "a-3-1-of-2", "b0", "b1", "failed-1"}
+    assert "no such thing" in (tmp_path / "failed-1").read_text()
+    for words in ("cannot find", "as JSON", "absent.py is no Python script", 'under if __name__ == "__main__"'):
+        assert words in done.stdout

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shoal.api import load_checkpoint, open_data, plan, start, train, verify
     from shoal.api.federated import FederatedClient, FederatedServer, federate
     from shoal.engine.microbatches import gather_samples
+    from shoal.launcher.script import launch
     from shoal.models.roles import EmbeddingTable
 
     __version__: str
@@ -33,6 +34,7 @@ __all__ = [
     "__version__",
     "federate",
     "gather_samples",
+    "launch",
     "load_checkpoint",
     "open_data",
     "plan",
@@ -51,6 +53,10 @@ def __getattr__(name: str) -> Any:
         from shoal.api import federated
 
         return getattr(federated, name)
+    if name == "launch":
+        from shoal.launcher.script import launch
+
+        return launch
     if name == "gather_samples":
         from shoal.engine.microbatches import gather_samples
 

@@ -35,6 +35,7 @@ def launch(
     """
     from shoal.errors import UsageError
     from shoal.launcher.host import host_from, job_environ, run_host
+    from shoal.launcher.script import RANK
 
     if not module and not Path(script).is_file():
         raise UsageError(f"there is no file {script}: shoal launch takes a Python script, or with -m a module")
@@ -43,7 +44,7 @@ def launch(
     if module and not _there_is(script):
         raise UsageError(f"there is no module {script}: call shoal launch where it lies, or set PYTHONPATH")
     target = ["-m", script] if module else [script]
-    command = [sys.executable, "-m", "shoal.launcher.script", *target, *(arguments or ())]
+    command = [*RANK, *target, *(arguments or ())]
     host = host_from(os.environ, ranks=ranks_per_node)
     logs = directory or Path("runs") / (script if module else Path(script).stem)
     if order not in ("given", "measured"):
