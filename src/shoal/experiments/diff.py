@@ -18,7 +18,6 @@ from shoal.assembly.data_record import data_hashes, recorded_data
 from shoal.assembly.user_code import GIVEN
 from shoal.checkpoint.objects import Places
 from shoal.config.load import read
-from shoal.config.load import read as read_tables
 from shoal.data.corpora import cache_folder
 from shoal.errors import ConfigError, EnvironmentFault, Stopped, UsageError
 from shoal.launcher.children import wait_for
@@ -179,7 +178,7 @@ def _events(directory: Path) -> list:
 
 def _settings(directory: Path) -> dict[str, Any]:
     try:
-        return read_tables(directory / "run.toml")
+        return read(directory / "run.toml")
     except ConfigError as fault:
         raise UsageError(
             f"{directory}/run.toml is not TOML ({fault}); it should be as 'shoal train' wrote it"
