@@ -163,3 +163,36 @@ def replay(
             print(found.traceback.rstrip())
         print(found.sentence)
     raise typer.Exit(6 if found.same is False else 0)
+
+
+# `shoal compress`.
+
+
+def compress(
+    run_directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A trained run.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys of the run that trains it on.")
+    ] = None,
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="HOW",
+            help="0.1 (the share of weights that stays), 2:4, features:0.5 (also rows, columns, block), int8 or int4.",
+        ),
+    ] = "0.1",
+    directory: Annotated[Path | None, typer.Option("--directory", help="Its folder; default: RUN_DIR-HOW.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prunes or rounds a trained model, trains it on for a quarter of its steps, and says what that cost.
+
+    Example: shoal compress runs/digits --to 0.1
+    """
+    from shoal.experiments import compress as compressing
+
+    folder = directory or run_directory.with_name(f"{run_directory.resolve().name}-{compressing.folder_name(to)}")
+    found = compressing.compress(run_directory, to, folder, overrides or ())
+    if as_json:
+        answer(msgspec.json.encode(found).decode())
+    else:
+        print("\n".join(compressing.sentences(found)))

@@ -208,7 +208,7 @@ def reproduce(run_directory: Path, into: Path) -> Reproduction:
     Raises `UsageError` where it cannot be started again, `Stopped` at Ctrl-C, `EnvironmentFault` where it ends with an
     error.
     """
-    record = _record(run_directory)
+    record = provenance_of(run_directory)
     if into.exists() and not _is_begun(run_directory, into):
         raise UsageError(f"{into} exists: name a new folder with --into, or remove it")
     started_in = Path(record["directory"])
@@ -257,7 +257,10 @@ def present(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _record(run_directory: Path) -> Mapping[str, Any]:
+def provenance_of(run_directory: Path) -> Mapping[str, Any]:
+    """What the run was made of, `directory` among it: where it was started. Raises `UsageError` where it cannot be
+    started again.
+    """
     tables = read(recorded_run_file(run_directory))
     given = [name for name, table in tables.items() if isinstance(table, dict) and table.get("build") == GIVEN]
     if given:
