@@ -244,3 +244,89 @@ def test_values_travel_without_pickle() -> None:
     assert back == value
     with pytest.raises(Exception, match="cannot be sent"):
         operations_module.encode({"x": object()})
+
+
+def in_sets(rank: int) -> list[str]:
+    """Names of what went wrong with calls of two sets that share a rank."""
+    import shoal.horovod as hvd
+    from shoal.errors import UsageError
+
+    first = hvd.ProcessSet([1, 0])
+    hvd.init(process_sets=[first])
+    second = hvd.add_process_set([1, 2])
+    right = {}
+    mine = [each for each in (first, second) if each.included()]
+    begun = {each: hvd.allreduce_async(torch.full((2,), float(rank)), name="x", process_set=each) for each in mine}
+    right["sums"] = all(hvd.synchronize(begun[each]).tolist() == [sum(each.ranks) / 2] * 2 for each in mine)
+    right["size"] = all((each.size(), each.rank()) == (2, each.ranks.index(rank)) for each in mine)
+    if first.included():
+        rows = hvd.allgather(torch.full((rank + 1, 1), rank), process_set=first)
+        right["gather"] = rows[:, 0].tolist() == [0, 1, 1]
+        right["exchange"] = hvd.alltoall(torch.arange(2) + 10 * rank, process_set=first).tolist() == [rank, 10 + rank]
+    if second.included():
+        right["broadcast"] = int(hvd.broadcast(torch.tensor(rank), 2, process_set=second)) == 2
+        right["scatter"] = hvd.reducescatter(torch.ones(3), op=hvd.Sum, process_set=second).tolist() == [2.0] * (
+            3 - rank
+        )
+        hvd.barrier(process_set=second)
+    whole = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=hvd.global_process_set)
+    right["all"] = float(whole) == 3.0
+    for what, call in {
+        "outside": lambda: hvd.allreduce(torch.ones(1), process_set=first if rank == 2 else hvd.ProcessSet([2])),
+        "again": lambda: hvd.add_process_set([0, 1]),
+        "absent": lambda: hvd.add_process_set([0, 3]),
+        "root": lambda: hvd.broadcast(torch.ones(1), 0 if rank else 2, process_set=second if rank else first),
+    }.items():
+        try:
+            call()
+            right[what] = False
+        except UsageError:
+            right[what] = True
+    right["removed"] = hvd.remove_process_set(second) and not hvd.remove_process_set(second)
+    hvd.shutdown()
+    return [name for name, holds in right.items() if not holds]
+
+
+def test_process_sets_have_calls_of_their_own() -> None:
+    """Under one name at once, in groups that share a rank; who is not in a set is refused, and hangs nobody."""
+    assert on_ranks(3, in_sets) == [[], [], []]
+
+
+def adaptive(rank: int, world: int) -> tuple[list[list[float]], list[float]]:
+    """Adasum of two tensors of this rank, and a weight after a step of SGD."""
+    import shoal.horovod as hvd
+
+    hvd.init()
+    found = hvd.grouped_allreduce(vectors(rank), op=hvd.Adasum)
+    weight = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], 0.5), op=hvd.Adasum)
+    (weight @ vectors(rank)[0]).backward()
+    optimizer.step()
+    hvd.shutdown()
+    return [each.tolist() for each in found], weight.tolist()
+
+
+def vectors(rank: int) -> list[torch.Tensor]:
+    """Two tensors, the second of which is zero on rank 1."""
+    draws = torch.Generator().manual_seed(rank)
+    first, second = (torch.randn(3, generator=draws, dtype=torch.float64) for _ in range(2))
+    return [first, second * (rank != 1)]
+
+
+def adasum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Equation 3 of arXiv:2006.02924."""
+    both = float(a @ b)
+    return a * (1 - both / (2 * float(a @ a)) if a.any() else 1) + b * (1 - both / (2 * float(b @ b)) if b.any() else 1)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_adasum_is_that_of_its_equation(world: int) -> None:
+    """For each tensor by itself, over two ranks, and over three: the last one's is added to the first one's before."""
+    pairs = list(zip(*(vectors(rank) for rank in range(world)), strict=True))
+    want = [adasum(adasum(each[0], each[2]) if world == 3 else each[0], each[1]) for each in pairs]
+    for found, weight in on_ranks(world, adaptive, world):
+        assert found == [pytest.approx(each.tolist(), rel=1e-12) for each in want]
+        assert weight == pytest.approx((-0.5 * want[0]).tolist(), rel=1e-12)
+    a = torch.tensor([3.0, 0.0])
+    assert adasum(a, a).tolist() == [3.0, 0.0]
+    assert adasum(a, torch.tensor([0.0, 2.0])).tolist() == [3.0, 2.0]

@@ -11,6 +11,7 @@ Start it with `shoal launch -n 4 script.py`, torchrun, srun or mpiexec. What is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -50,17 +51,68 @@ from shoal.horovod.operations import (
     synchronize,
 )
 from shoal.horovod.optimizer import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
-from shoal.horovod.process import process
+from shoal.horovod.process import ProcessSet, process
 
 __all__ = [
-    "Adasum", "Average", "Compression", "DistributedOptimizer", "Handle", "HorovodInternalError", "Max", "Min",
-    "Product", "Sum", "allgather", "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async",
-    "allreduce_async_", "alltoall", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
-    "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "cross_rank", "cross_size", "cuda_built",
-    "gloo_built", "gloo_enabled", "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async",
-    "grouped_allreduce_async_", "grouped_reducescatter", "init", "is_homogeneous", "is_initialized", "join",
-    "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
-    "reducescatter", "rocm_built", "shutdown", "size", "start_timeline", "stop_timeline", "synchronize",
+    "Adasum",
+    "Average",
+    "Compression",
+    "DistributedOptimizer",
+    "Handle",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "ProcessSet",
+    "Product",
+    "Sum",
+    "add_process_set",
+    "allgather",
+    "allgather_async",
+    "allgather_object",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "init",
+    "is_homogeneous",
+    "is_initialized",
+    "join",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
+    "rank",
+    "reducescatter",
+    "remove_process_set",
+    "rocm_built",
+    "shutdown",
+    "size",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
 ]  # fmt: skip
 
 
@@ -73,9 +125,28 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def init() -> None:
-    """Meets the other ranks of the launcher. Raises `EnvironmentFault` and `CollectiveError` where they do not come."""
+global_process_set = ProcessSet()
+"""All ranks."""
+
+
+def init(process_sets: Sequence[ProcessSet] = ()) -> None:
+    """Meets the other ranks of the launcher, and adds `process_sets`, which all ranks give alike.
+
+    Raises `EnvironmentFault` and `CollectiveError` where ranks do not come.
+    """
     process().init()
+    for each in process_sets:
+        process().add_set(each)
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Adds a set of ranks; all ranks call it, those outside of the set, too. Raises `UsageError`."""
+    return process().add_set(process_set)
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Takes a set out again; all ranks call it. False where there is no such set."""
+    return process().remove_set(process_set)
 
 
 def shutdown() -> None:

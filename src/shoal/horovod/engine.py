@@ -6,23 +6,23 @@ the CPU go over `shoal.wire`, those on a GPU over NCCL. bfloat16 on the CPU is s
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.errors import CollectiveError, ShoalError
+from shoal.errors import CollectiveError, ShoalError, UsageError
 from shoal.wire import Group
+
+if TYPE_CHECKING:
+    from shoal.horovod.process import Timeline
 
 # Which of the calls that ranks have begun can be carried out now, and in which order: the same answer on all ranks.
 #
@@ -49,6 +49,8 @@ class Begun(msgspec.Struct, frozen=True, array_like=True):
     postscale: float = 1.0
     device: str = "cpu"
     splits: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
+    """The ranks of its process set; none: all. `root` is one of all ranks, `splits` are those of the set."""
 
 
 class Word(msgspec.Struct, frozen=True, array_like=True):
@@ -62,12 +64,17 @@ WORDS = msgspec.msgpack.Decoder(Word)
 
 
 def ready(words: Sequence[Word]) -> list[str]:
-    """The names of the calls that all ranks which have not joined have begun, in the order of the lowest of them."""
-    at_work = [word for word in words if not word.joined]
-    if not at_work:
-        return []
-    others = [{call.name for call in word.begun} for word in at_work[1:]]
-    return [call.name for call in at_work[0].begun if all(call.name in names for names in others)]
+    """The names of the calls that all ranks of their sets which have not joined have begun: those of the lowest rank
+    in its order, then what the next one has begun besides, and so on.
+    """
+    begun = [{call.name for call in word.begun} for word in words]
+    found: dict[str, None] = {}
+    for word in words:
+        for call in [] if word.joined else word.begun:
+            ranks = call.members or range(len(words))
+            if all(words[rank].joined or call.name in begun[rank] for rank in ranks):
+                found[call.name] = None
+    return list(found)
 
 
 def conflict(calls: Mapping[int, Begun], size: int) -> str | None:
@@ -97,8 +104,8 @@ def fused(calls: Sequence[Begun], *, most_bytes: int, sizes: Sequence[int]) -> l
 
 
 def _alike(one: Begun, other: Begun) -> bool:
-    of = [(c.kind, set(c.dtypes), c.op, c.prescale, c.postscale, c.device) for c in (one, other)]
-    return of[0] == of[1] and one.kind == "allreduce" and len(set(one.dtypes)) == 1
+    of = [(c.kind, set(c.dtypes), c.op, c.prescale, c.postscale, c.device, c.members) for c in (one, other)]
+    return of[0] == of[1] and one.kind == "allreduce" and len(set(one.dtypes)) == 1 and one.op != "adasum"
 
 
 def _difference(one: Begun, other: Begun) -> str | None:
@@ -109,76 +116,10 @@ def _difference(one: Begun, other: Begun) -> str | None:
     pairs = {
         "kind": (one.kind, other.kind), "dtype": (one.dtypes, other.dtypes), "shape": tuple(shapes),
         "reduction": (one.op, other.op), "root": (one.root, other.root), "device": (one.device, other.device),
+        "process set": (one.members, other.members),
         "scale": ((one.prescale, one.postscale), (other.prescale, other.postscale)),
     }  # fmt: skip
     return next((f"{what} {a} and {b}" for what, (a, b) in pairs.items() if a != b), None)
-
-
-# `Timeline`: what happened to each tensor, in the trace format of Chrome (chrome://tracing, Perfetto): a row a tensor,
-# NEGOTIATE from its beginning until all ranks had begun it, then the call itself.
-
-
-class Timeline:
-    """Off until `start`. Threads may use it."""
-
-    def __init__(self) -> None:
-        self._file: IO[str] | None = None
-        self._lock = threading.Lock()
-        self._rows: dict[str, int] = {}
-        self._mark_cycles = False
-
-    def start(self, path: Path, *, mark_cycles: bool = False) -> None:
-        """Writes to `path` from now on. Raises `OSError`."""
-        self.stop()
-        with self._lock:
-            self._file, self._rows, self._mark_cycles = path.open("w"), {}, mark_cycles
-            self._file.write("[\n")
-
-    def stop(self) -> None:
-        """Completes the file, where there is one."""
-        with self._lock:
-            if self._file is not None:
-                self._file.write("{}]\n")
-                self._file.close()
-                self._file = None
-
-    def cycle(self) -> None:
-        """A round of negotiation begins."""
-        if self._file is not None and self._mark_cycles:
-            self._write({"name": "CYCLE_START", "ph": "i", "ts": _us(time.perf_counter()), "pid": 0, "s": "g"})
-
-    def negotiated(self, name: str, begin_s: float) -> None:
-        """All ranks have begun the call of that name."""
-        self._span([name], "NEGOTIATE", begin_s)
-
-    @contextmanager
-    def phase(self, names: Sequence[str], what: str) -> Iterator[None]:
-        """Around a call of these tensors."""
-        begin_s = time.perf_counter()
-        yield
-        self._span(names, what, begin_s)
-
-    def _span(self, names: Sequence[str], what: str, begin_s: float) -> None:
-        if self._file is None:
-            return
-        begin_us, end_us = _us(begin_s), _us(time.perf_counter())
-        for name in names:
-            if name not in self._rows:
-                self._rows[name] = len(self._rows) + 1
-                row = {"name": "process_name", "ph": "M", "pid": self._rows[name], "args": {"name": name}}
-                self._write(row)
-            place = {"pid": self._rows[name], "tid": 0, "ts": begin_us, "dur": end_us - begin_us}
-            self._write({"name": what, "ph": "X", **place})
-
-    def _write(self, event: dict[str, object]) -> None:
-        with self._lock:
-            if self._file is not None:
-                self._file.write(json.dumps(event) + ",\n")
-                self._file.flush()
-
-
-def _us(seconds: float) -> int:
-    return int(seconds * 1e6)
 
 
 CYCLE_S = 0.001
@@ -213,10 +154,13 @@ class Handle:
 
 
 class Engine:
-    """Over `group`, whose only user it is. `gpu` gives the group of ranks for tensors on GPUs."""
+    """Over `group`, whose only user it is. `gpu` gives the group of ranks for tensors on GPUs; `sets` those of the
+    process sets that this rank is in, by their ranks: other calls find them there.
+    """
 
     def __init__(self, group: Group, *, fusion_bytes: int, gpu: Callable[[], Any], timeline: Timeline) -> None:
         self.group, self._fusion_bytes, self._gpu, self.timeline = group, fusion_bytes, gpu, timeline
+        self.sets: dict[tuple[int, ...], Group] = {}
         self._pending: dict[str, Handle] = {}
         self._changed = threading.Condition()
         self._join: Future[int] | None = None
@@ -251,7 +195,8 @@ class Engine:
         with self._changed:
             self._over = True
             self._changed.notify()
-        self.group.close()
+        for group in (self.group, *self.sets.values()):
+            group.close()
         self._thread.join(timeout=5.0)
 
     def _work(self) -> None:
@@ -284,7 +229,8 @@ class Engine:
             return True
         names = ready(words)
         by_name = [{r: c for r, w in enumerate(words) for c in w.begun if c.name == name} for name in names]
-        fitting = [calls for calls in by_name if not self._refused(calls)]
+        mine_too = [calls for calls in by_name if self.group.rank in self._members(next(iter(calls.values())))]
+        fitting = [calls for calls in mine_too if not self._refused(calls)]
         self._carry_out(fitting)
         return bool(names)
 
@@ -304,11 +250,14 @@ class Engine:
 
     def _refused(self, calls: dict[int, Begun]) -> bool:
         """Calls of one name that differ fail on all ranks, and nothing else does."""
-        if (why := conflict(calls, self.group.size)) is None:
+        if (why := conflict(calls, len(self._members(next(iter(calls.values())))))) is None:
             return False
         if (handle := self._take(next(iter(calls.values())).name)) is not None:
             handle.future.set_exception(ValueError(why))
         return True
+
+    def _members(self, call: Begun) -> Sequence[int]:
+        return call.members or range(self.group.size)
 
     def _carry_out(self, calls: Sequence[dict[int, Begun]]) -> None:
         firsts = [next(iter(each.values())) for each in calls]
@@ -325,83 +274,94 @@ class Engine:
             handle.tensors if handle is not None else _zeros(next(iter(each.values())))
             for handle, each in zip(handles, calls, strict=True)
         ]
+        group, members = self.sets.get(first.members, self.group), self._members(first)
         if first.kind == "allreduce":
-            results: list[Any] = self._all_reduce(first, tensors)
+            results: list[Any] = self._all_reduce(group, first, tensors)
         else:
-            results = [getattr(self, f"_{first.kind}")(calls[0], first, tensors[0])]
+            placed = {members.index(rank): call for rank, call in calls[0].items()}
+            results = [getattr(self, f"_{first.kind}")(group, placed, first, tensors[0])]
         for handle, result in zip(handles, results, strict=True):
             if handle is not None:
                 handle.future.set_result(result)
 
-    def _all_reduce(self, call: Begun, groups: list[list[Tensor]]) -> list[list[Tensor]]:
+    def _all_reduce(self, group: Group, call: Begun, groups: list[list[Tensor]]) -> list[list[Tensor]]:
         """Writes into the tensors, fused where they are several."""
+        if call.op == "adasum":
+            for tensors in groups:
+                adaptive_sum(group, tensors, scale=call.prescale * call.postscale)
+            return groups
         flat = [tensor for tensors in groups for tensor in tensors]
         for dtype in dict.fromkeys(tensor.dtype for tensor in flat):
             alike = [tensor for tensor in flat if tensor.dtype == dtype]
             whole = alike[0].reshape(-1) if len(alike) == 1 else torch.cat([tensor.reshape(-1) for tensor in alike])
-            self._reduced(whole, call)
+            self._reduced(group, whole, call)
             if len(alike) > 1 or whole.data_ptr() != alike[0].data_ptr():
                 pieces = whole.split([tensor.numel() for tensor in alike])
                 for tensor, piece in zip(alike, pieces, strict=True):
                     tensor.copy_(piece.view(tensor.shape))
         return groups
 
-    def _reduced(self, flat: Tensor, call: Begun) -> None:
+    def _reduced(self, group: Group, flat: Tensor, call: Begun) -> None:
         if call.prescale != 1.0:
             flat.mul_(call.prescale)
         op = "sum" if call.op == "avg" else call.op
+        if flat.is_cuda and call.members:
+            raise UsageError("a process set of tensors on GPUs: move them to the CPU, or call on all ranks")
         if flat.is_cuda:
             self._gpu().all_reduce(flat, op)
         elif flat.dtype == torch.bfloat16:
             wide = flat.float()
-            self.group.all_reduce(wide.numpy(), op=op, out=wide.numpy())  # pyright: ignore[reportArgumentType]
+            group.all_reduce(wide.numpy(), op=op, out=wide.numpy())  # pyright: ignore[reportArgumentType]
             flat.copy_(wide)
         else:
-            self.group.all_reduce(flat.numpy(), op=op, out=flat.numpy())  # pyright: ignore[reportArgumentType]
+            group.all_reduce(flat.numpy(), op=op, out=flat.numpy())  # pyright: ignore[reportArgumentType]
         if call.op == "avg":
-            flat.div_(self.group.size)
+            flat.div_(group.size)
         if call.postscale != 1.0:
             flat.mul_(call.postscale)
 
-    def _reducescatter(self, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> list[Tensor]:
+    def _reducescatter(self, group: Group, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> list[Tensor]:
         """Rows are divided as evenly as can be, the lower ranks take one more."""
-        self._all_reduce(call, [tensors])
-        return [torch.tensor_split(tensor, self.group.size)[self.group.rank].clone() for tensor in tensors]
+        self._all_reduce(group, call, [tensors])
+        return [torch.tensor_split(tensor, group.size)[group.rank].clone() for tensor in tensors]
 
-    def _allgather(self, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> list[Tensor]:
+    def _allgather(self, group: Group, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> list[Tensor]:
         """Tensors may differ in their first dimension."""
-        shapes = [calls[rank].shapes if rank in calls else None for rank in range(self.group.size)]
+        shapes = [calls[rank].shapes if rank in calls else None for rank in range(group.size)]
         found = []
         for place, tensor in enumerate(tensors):
             rows = [shape[place][0] if shape is not None else 0 for shape in shapes]
-            pieces = self._exchanged(tensor, [tensor.shape[0]] * self.group.size, rows, same=True)
+            pieces = self._exchanged(group, tensor, [tensor.shape[0]] * group.size, rows, same=True)
             found.append(pieces)
         return found
 
-    def _alltoall(self, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> Any:
-        me = self.group.rank
-        rows = [calls[rank].splits[me] for rank in range(self.group.size)]
-        return self._exchanged(tensors[0], calls[me].splits, rows, same=False), torch.tensor(rows)
+    def _alltoall(self, group: Group, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> Any:
+        me = group.rank
+        rows = [calls[rank].splits[me] for rank in range(group.size)]
+        return self._exchanged(group, tensors[0], calls[me].splits, rows, same=False), torch.tensor(rows)
 
-    def _exchanged(self, tensor: Tensor, out_rows: Sequence[int], in_rows: Sequence[int], *, same: bool) -> Tensor:
+    def _exchanged(
+        self, group: Group, tensor: Tensor, out_rows: Sequence[int], in_rows: Sequence[int], *, same: bool
+    ) -> Tensor:
         content = tensor.detach().cpu().contiguous()
         if content.dtype == torch.bfloat16:
             content = content.view(torch.int16)
         sent = [content] * len(out_rows) if same else list(content.split(list(out_rows)))
         came = torch.empty((sum(in_rows), *content.shape[1:]), dtype=content.dtype)
-        self.group.exchange([s.numpy() for s in sent], [r.numpy() for r in came.split(list(in_rows))])
+        group.exchange([s.numpy() for s in sent], [r.numpy() for r in came.split(list(in_rows))])
         return came.view(tensor.dtype).to(tensor.device)
 
-    def _broadcast(self, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> list[Tensor]:
+    def _broadcast(self, group: Group, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> list[Tensor]:
+        root = self._members(call).index(call.root)
         for tensor in tensors:
             content = tensor.detach().cpu().contiguous()
             raw = content.reshape(-1).view(torch.uint8).numpy()
-            self.group.broadcast(raw, root=call.root, out=raw)
+            group.broadcast(raw, root=root, out=raw)
             tensor.data.copy_(content)
         return tensors
 
-    def _barrier(self, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> None:
-        self.group.barrier()
+    def _barrier(self, group: Group, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> None:
+        group.barrier()
 
     def _take(self, name: str) -> Handle | None:
         with self._changed:
@@ -419,6 +379,53 @@ class Engine:
         for future in [handle.future for handle in handles] + ([self._join] if self._join else []):
             if not future.done():
                 future.set_exception(why)
+
+
+def adaptive_sum(group: Group, tensors: Sequence[Tensor], *, scale: float = 1.0) -> None:
+    """Adasum of the ranks' `tensors` (floating point, on the CPU), in place; the same bits on all ranks.
+
+        adasum(a, b) = (1 - a.b / (2 |a|^2)) a + (1 - a.b / (2 |b|^2)) b        for each tensor by itself
+
+    (Maleki et al., "Scaling distributed training with adaptive summation", arXiv:2006.02924, equation 3): a sum of what
+    is orthogonal, a mean of what is parallel. Over several ranks by recursive doubling (section 3.1); where they are no
+    power of two, the last ones add theirs to the first ones' before it, and hear the result.
+    """
+    own = [(tensor.detach().double() * scale).reshape(-1) for tensor in tensors]
+    whole = torch.cat(own) if own else torch.zeros(0, dtype=torch.float64)
+    sizes, rank = [each.numel() for each in own], group.rank
+    power = 1 << (group.size.bit_length() - 1)
+    extra = group.size - power
+    other = _swapped(group, whole, rank + power if rank < extra else rank - power if rank >= power else None)
+    if rank < extra:
+        whole = _adasum(whole, other, sizes)
+    step = 1
+    while step < power:
+        partner = rank ^ step if rank < power else None
+        other = _swapped(group, whole, partner)
+        if partner is not None:
+            whole = _adasum(*((whole, other) if rank < partner else (other, whole)), sizes)
+        step *= 2
+    other = _swapped(group, whole, rank + power if rank < extra else rank - power if rank >= power else None)
+    whole = other if rank >= power else whole
+    for tensor, piece in zip(tensors, whole.split(sizes), strict=True):
+        tensor.data.copy_(piece.view(tensor.shape))
+
+
+def _swapped(group: Group, own: Tensor, partner: int | None) -> Tensor:
+    """The vector of `partner`, who gets `own`; all ranks call it, also those without one."""
+    came = torch.empty_like(own)
+    nothing = np.zeros(0, np.float64)
+    sent = [own.numpy() if rank == partner else nothing for rank in range(group.size)]
+    group.exchange(sent, [came.numpy() if rank == partner else nothing for rank in range(group.size)])
+    return came
+
+
+def _adasum(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Tensor:
+    pieces = []
+    for a, b in zip(one.split(list(sizes)), other.split(list(sizes)), strict=True):
+        both, of_a, of_b = float(a @ b), float(a @ a), float(b @ b)
+        pieces.append((1 - both / (2 * of_a) if of_a else 1.0) * a + (1 - both / (2 * of_b) if of_b else 1.0) * b)
+    return torch.cat(pieces) if pieces else one
 
 
 def _zeros(call: Begun) -> list[Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.errors import UsageError
 from shoal.horovod.engine import Begun, Handle, Kind
-from shoal.horovod.process import process
+from shoal.horovod.process import ProcessSet, process
 
 # Values between ranks without pickle: MessagePack for what holds them, safetensors for tensors.
 #
@@ -132,33 +132,37 @@ class Compression:
 
 
 Average, Sum, Min, Max, Product, Adasum = "avg", "sum", "min", "max", "product", "adasum"
-"""Reductions. Adasum is known, and refused."""
+"""Reductions. Adasum adds what is orthogonal and averages what is parallel (`engine.adaptive_sum`)."""
 
 
 @cache
-def _numbers(kind: str) -> itertools.count[int]:
+def _numbers(kind: str, members: tuple[int, ...]) -> itertools.count[int]:
     return itertools.count()
 
 
-def _named(kind: str, name: str | None) -> str:
-    return f"{kind}.{name}" if name else f"{kind}.noname.{next(_numbers(kind))}"
+def _named(kind: str, name: str | None, members: tuple[int, ...]) -> str:
+    """Of a process set the ranks are a part of it: another set may have a call of the same name."""
+    within = f"{members}." if members else ""
+    return f"{kind}.{within}{name}" if name else f"{kind}.{within}noname.{next(_numbers(kind, members))}"
 
 
 def _reduction(average: bool | None, op: str | None) -> str:
     if average is not None and op is not None:
         raise UsageError("both average and op are given: give op (hvd.Average or hvd.Sum)")
     op = (Average if average in (None, True) else Sum) if op is None else op
-    if op == Adasum:
-        raise UsageError("op=hvd.Adasum is not here: use hvd.Average; adaptive sums are not part of Shoal")
-    if op not in (Average, Sum, Min, Max, Product):
-        raise UsageError(f"there is no reduction {op!r}: use hvd.Average, Sum, Min, Max or Product")
+    if op not in (Average, Sum, Min, Max, Product, Adasum):
+        raise UsageError(f"there is no reduction {op!r}: use hvd.Average, Sum, Min, Max, Product or Adasum")
     return op
 
 
-def _begin(kind: Kind, name: str | None, tensors: Sequence[Tensor], **given: Any) -> Handle:
+def _begin(
+    kind: Kind, name: str | None, tensors: Sequence[Tensor], process_set: ProcessSet | None, **given: Any
+) -> Handle:
+    members = process().require_set(process_set)
     begun = Begun(
-        _named(kind, name), kind, tuple(str(t.dtype).removeprefix("torch.") for t in tensors),
-        tuple(tuple(t.shape) for t in tensors), device=tensors[0].device.type if tensors else "cpu", **given,
+        _named(kind, name, members), kind, tuple(str(t.dtype).removeprefix("torch.") for t in tensors),
+        tuple(tuple(t.shape) for t in tensors), device=tensors[0].device.type if tensors else "cpu",
+        members=members, **given,
     )  # fmt: skip
     return process().engine.submit(Handle(begun, list(tensors)))
 
@@ -175,15 +179,18 @@ def poll(handle: Handle) -> bool:
 
 def grouped_allreduce_async_(
     tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None, op: str | None = None,
-    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0, process_set: ProcessSet | None = None,
 ) -> Handle:  # fmt: skip
-    """All of `tensors` at once, in place: none is summed before the last is ready on all ranks."""
+    """All of `tensors` at once, in place: none is summed before the last is ready on all ranks (of `process_set`)."""
     op = _reduction(average, op)
+    if op == Adasum and any(not t.is_floating_point() or t.is_cuda for t in tensors):
+        raise UsageError("op=hvd.Adasum takes floating-point tensors on the CPU: move them there, or use hvd.Average")
     if op == Average and any(not (t.is_floating_point() or t.is_complex()) for t in tensors):
         raise UsageError("a mean of whole numbers: give op=hvd.Sum")
     whole = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
     handle = _begin(
-        "allreduce", name, [t.detach() for t in whole], op=op, prescale=prescale_factor, postscale=postscale_factor
+        "allreduce", name, [t.detach() for t in whole], process_set, op=op, prescale=prescale_factor,
+        postscale=postscale_factor,
     )  # fmt: skip
 
     def undo(result: Any) -> list[Tensor]:
@@ -260,68 +267,83 @@ class _AllReduce(torch.autograd.Function):
         return _AllReduce.apply(gradient, average, name, compression, given, named), None, None, None, None, None
 
 
-def allgather_async(tensor: Tensor, name: str | None = None) -> Handle:
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> Handle:
     """See `allgather`."""
     if tensor.ndim == 0:
         raise UsageError("allgather of a tensor without dimensions: ranks are joined along the first; use tensor[None]")
-    return _first(_begin("allgather", name, [tensor]))
+    return _first(_begin("allgather", name, [tensor], process_set))
 
 
-def allgather(tensor: Tensor, name: str | None = None) -> Tensor:
+def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> Tensor:
     """The ranks' tensors along the first dimension, in which they may differ."""
-    return synchronize(allgather_async(tensor, name))
+    return synchronize(allgather_async(tensor, name, process_set))
 
 
-def broadcast_async_(tensor: Tensor, root_rank: int, name: str | None = None) -> Handle:
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
+) -> Handle:
     """In place; see `broadcast`."""
     if not 0 <= root_rank < process().there().world_size:
         raise UsageError(f"broadcast: there is no rank {root_rank} among {process().there().world_size}")
-    return _first(_begin("broadcast", name, [tensor.detach()], root=root_rank))
+    if process_set is not None and process_set.ranks and root_rank not in process_set.ranks:
+        raise UsageError(f"broadcast: rank {root_rank} is not in the process set {list(process_set.ranks)}")
+    return _first(_begin("broadcast", name, [tensor.detach()], process_set, root=root_rank))
 
 
-def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None) -> Handle:
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
+) -> Handle:
     """See `broadcast`."""
-    return broadcast_async_(tensor.detach().clone(), root_rank, name)
+    return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
 
 
-def broadcast_(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
+def broadcast_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
+) -> Tensor:
     """`tensor` becomes that of `root_rank`."""
-    synchronize(broadcast_async_(tensor, root_rank, name))
+    synchronize(broadcast_async_(tensor, root_rank, name, process_set))
     return tensor
 
 
-def broadcast(tensor: Tensor, root_rank: int, name: str | None = None) -> Tensor:
+def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None) -> Tensor:
     """The tensor of `root_rank`."""
-    return synchronize(broadcast_async(tensor, root_rank, name))
+    return synchronize(broadcast_async(tensor, root_rank, name, process_set))
 
 
-def alltoall(tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None) -> Any:
+def alltoall(
+    tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> Any:  # fmt: skip
     """Rows of `tensor` to each rank, as many as `splits` says, else equally many. With them: also the rows of each."""
-    size = process().there().world_size
+    size = (process_set or ProcessSet()).size()
     given = splits is not None
     if splits is None and tensor.shape[0] % size:
         raise UsageError(f"alltoall of {tensor.shape[0]} rows over {size} ranks: give splits, or as many rows for each")
     rows = [int(n) for n in splits] if splits is not None else [tensor.shape[0] // size] * size
     if len(rows) != size or sum(rows) != tensor.shape[0] or min(rows) < 0:
         raise UsageError(f"alltoall: splits {rows} do not divide {tensor.shape[0]} rows over {size} ranks")
-    found, received = synchronize(_begin("alltoall", name, [tensor], splits=tuple(rows)))
+    found, received = synchronize(_begin("alltoall", name, [tensor], process_set, splits=tuple(rows)))
     return (found, received) if given else found
 
 
-def reducescatter(tensor: Tensor, op: str | None = None, name: str | None = None) -> Tensor:
+def reducescatter(
+    tensor: Tensor, op: str | None = None, name: str | None = None, process_set: ProcessSet | None = None
+) -> Tensor:
     """This rank's rows of the mean of the ranks' tensors; lower ranks have one more where they cannot be divided."""
-    return grouped_reducescatter([tensor], op, name)[0]
+    return grouped_reducescatter([tensor], op, name, process_set)[0]
 
 
-def grouped_reducescatter(tensors: Sequence[Tensor], op: str | None = None, name: str | None = None) -> list[Tensor]:
+def grouped_reducescatter(
+    tensors: Sequence[Tensor], op: str | None = None, name: str | None = None, process_set: ProcessSet | None = None
+) -> list[Tensor]:
     """See `reducescatter`."""
     own = [tensor.detach().clone() for tensor in tensors]
-    return synchronize(_begin("reducescatter", name, own, op=_reduction(None, op)))
+    return synchronize(_begin("reducescatter", name, own, process_set, op=_reduction(None, op)))
 
 
-def barrier() -> None:
-    """Returns once all ranks have called it."""
-    synchronize(_begin("barrier", None, []))
+def barrier(process_set: ProcessSet | None = None) -> None:
+    """Returns once all ranks (of `process_set`) have called it."""
+    synchronize(_begin("barrier", None, [], process_set))
 
 
 def join() -> int:

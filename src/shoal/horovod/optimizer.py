@@ -16,6 +16,7 @@ from torch import Tensor
 from shoal.errors import UsageError
 from shoal.horovod.engine import Handle
 from shoal.horovod.operations import (
+    Adasum,
     Average,
     Compression,
     Compressor,
@@ -25,7 +26,7 @@ from shoal.horovod.operations import (
     synchronize,
     to_device,
 )
-from shoal.horovod.process import process
+from shoal.horovod.process import ProcessSet, process
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -35,9 +36,9 @@ class _Reduction:
 
     def __init__(
         self, groups: Sequence[Sequence[tuple[str, Tensor]]], *, compression: type[Compressor], op: str, passes: int,
-        predivide: float,
+        predivide: float, process_set: ProcessSet | None,
     ) -> None:  # fmt: skip
-        self._groups = groups
+        self._groups, self._process_set = groups, process_set
         self._group_of = {parameter: place for place, group in enumerate(groups) for _, parameter in group}
         self._compression, self._op, self._predivide = compression, op, predivide
         self.passes = passes
@@ -67,7 +68,7 @@ class _Reduction:
         halves = self._predivide if op == Average else 1.0
         handle = grouped_allreduce_async_(
             [small for small, _ in pairs], name=f"gradient.{names[0]}", op=op, prescale_factor=1 / halves,
-            postscale_factor=halves,
+            postscale_factor=halves, process_set=self._process_set,
         )  # fmt: skip
         self.handles[place] = handle, [context for _, context in pairs]
 
@@ -124,24 +125,54 @@ class _Distributed:
         super().zero_grad(*given, **named)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+class _Adaptive:
+    """Adasum of what each rank's step changed: `step` updates from the rank's own gradients, and adds up the changes
+    (arXiv:2006.02924, section 3.3, for optimizers whose updates are no multiple of the gradient).
+    """
+
+    named: Sequence[tuple[str, Tensor]]
+    process_set: ProcessSet | None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates, then agrees. Ranks that share their state before it do not afterwards: moments are each rank's."""
+        before = [parameter.detach().clone() for _, parameter in self.named]
+        loss = super().step(closure)  # pyright: ignore[reportAttributeAccessIssue]
+        changes = [parameter - old for (_, parameter), old in zip(self.named, before, strict=True)]
+        found = synchronize(grouped_allreduce_async_(changes, name="update", op=Adasum, process_set=self.process_set))
+        for (_, parameter), old, change in zip(self.named, before, found, strict=True):
+            parameter.copy_(old + change)
+        return loss
+
+
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer, named_parameters: Named | None = None,
     compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, op: str = Average,
     gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Sequence[Sequence[Tensor]] | None = None,
+    process_set: ProcessSet | None = None,
 ) -> Any:  # fmt: skip
     """`optimizer` whose `step` first averages (`op`) the gradients over all ranks; of its class, with its state.
 
-    `num_groups`, or `groups` of parameters: gradients that are sent together, once the last of them is there.
+    `num_groups`, or `groups` of parameters: gradients that are sent together, once the last of them is there. With
+    op=hvd.Adasum the changes that ranks' own steps make are added up instead. `process_set`: the ranks that agree.
     Raises `UsageError` for names that are missing or occur twice.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
         raise UsageError("gradient_predivide_factor divides a mean: give op=hvd.Average, or leave it out")
     named = _named_parameters(optimizer, named_parameters)
+    if op == Adasum:
+        if compression is not Compression.none:
+            raise UsageError("op=hvd.Adasum sends updates as they are: leave compression out")
+        return _of_class(optimizer, _Adaptive, {"named": named, "process_set": process_set})
     reduction = _Reduction(
         _grouped(named, num_groups, groups), compression=compression, op=op, passes=backward_passes_per_step,
-        predivide=gradient_predivide_factor,
+        predivide=gradient_predivide_factor, process_set=process_set,
     )  # fmt: skip
-    kind = type(optimizer.__class__.__name__, (_Distributed, optimizer.__class__), {"reduction": reduction})
+    return _of_class(optimizer, _Distributed, {"reduction": reduction})
+
+
+def _of_class(optimizer: torch.optim.Optimizer, mixed_in: type, names: dict[str, Any]) -> Any:
+    kind = type(optimizer.__class__.__name__, (mixed_in, optimizer.__class__), names)
     whole = kind.__new__(kind)
     whole.__dict__.update(optimizer.__dict__)
     return whole

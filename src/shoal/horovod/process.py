@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from shoal.comm.mesh import open_nccl
 from shoal.errors import UsageError
-from shoal.horovod.engine import Engine, Timeline
+from shoal.horovod.engine import Engine
 from shoal.launcher.environment import Place
 from shoal.launcher.rendezvous import STORE_TIMEOUT_S
 from shoal.launcher.store.client import AuthenticatedStore
@@ -27,6 +33,97 @@ _FUSION, _TIMELINE, _MARK = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_TIMELINE", "HOR
 _FUSION_BYTES = 64 << 20
 
 
+# `Timeline`: what happened to each tensor, in the trace format of Chrome (chrome://tracing, Perfetto): a row a tensor,
+# NEGOTIATE from its beginning until all ranks had begun it, then the call itself.
+
+
+class Timeline:
+    """Off until `start`. Threads may use it."""
+
+    def __init__(self) -> None:
+        self._file: IO[str] | None = None
+        self._lock = threading.Lock()
+        self._rows: dict[str, int] = {}
+        self._mark_cycles = False
+
+    def start(self, path: Path, *, mark_cycles: bool = False) -> None:
+        """Writes to `path` from now on. Raises `OSError`."""
+        self.stop()
+        with self._lock:
+            self._file, self._rows, self._mark_cycles = path.open("w"), {}, mark_cycles
+            self._file.write("[\n")
+
+    def stop(self) -> None:
+        """Completes the file, where there is one."""
+        with self._lock:
+            if self._file is not None:
+                self._file.write("{}]\n")
+                self._file.close()
+                self._file = None
+
+    def cycle(self) -> None:
+        """A round of negotiation begins."""
+        if self._file is not None and self._mark_cycles:
+            self._write({"name": "CYCLE_START", "ph": "i", "ts": _us(time.perf_counter()), "pid": 0, "s": "g"})
+
+    def negotiated(self, name: str, begin_s: float) -> None:
+        """All ranks have begun the call of that name."""
+        self._span([name], "NEGOTIATE", begin_s)
+
+    @contextmanager
+    def phase(self, names: Sequence[str], what: str) -> Iterator[None]:
+        """Around a call of these tensors."""
+        begin_s = time.perf_counter()
+        yield
+        self._span(names, what, begin_s)
+
+    def _span(self, names: Sequence[str], what: str, begin_s: float) -> None:
+        if self._file is None:
+            return
+        begin_us, end_us = _us(begin_s), _us(time.perf_counter())
+        for name in names:
+            if name not in self._rows:
+                self._rows[name] = len(self._rows) + 1
+                row = {"name": "process_name", "ph": "M", "pid": self._rows[name], "args": {"name": name}}
+                self._write(row)
+            place = {"pid": self._rows[name], "tid": 0, "ts": begin_us, "dur": end_us - begin_us}
+            self._write({"name": what, "ph": "X", **place})
+
+    def _write(self, event: dict[str, object]) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.write(json.dumps(event) + ",\n")
+                self._file.flush()
+
+
+def _us(seconds: float) -> int:
+    return int(seconds * 1e6)
+
+
+class ProcessSet:
+    """Some of the ranks, for calls among them alone: `ranks` of all, ascending. The set without any is all of them."""
+
+    def __init__(self, ranks: Sequence[int] = ()) -> None:
+        self.ranks: tuple[int, ...] = tuple(sorted({int(rank) for rank in ranks}))
+
+    def included(self) -> bool:
+        """Whether this process is in it."""
+        return process().there().rank in self._all()
+
+    def rank(self) -> int:
+        """This process among those of the set. Raises `UsageError` where it is in none of them."""
+        if not self.included():
+            raise UsageError(f"rank {process().there().rank} is not in the process set {list(self._all())}")
+        return self._all().index(process().there().rank)
+
+    def size(self) -> int:
+        """How many processes it has."""
+        return len(self._all())
+
+    def _all(self) -> tuple[int, ...]:
+        return self.ranks or tuple(range(process().there().world_size))
+
+
 class Process:
     """What `init` makes and `shutdown` ends. `generation` counts how often ranks have met again (`elastic`)."""
 
@@ -36,6 +133,8 @@ class Process:
         self.place: Place | None = None
         self._engine: Engine | None = None
         self.generation = 0
+        self._sets: set[tuple[int, ...]] = set()
+        self._made = 0
 
     def init(self) -> None:
         """Meets the other ranks of the launcher. A second call does nothing."""
@@ -46,6 +145,46 @@ class Process:
         if os.environ.get(_TIMELINE) and self.met.place.rank == 0:
             self.timeline.start(Path(os.environ[_TIMELINE]), mark_cycles=os.environ.get(_MARK, "0") == "1")
         atexit.register(self.shutdown)
+
+    def add_set(self, ranks: ProcessSet | Sequence[int]) -> ProcessSet:
+        """All ranks call it, those of the set and the others, in the same order. Raises `UsageError` for ranks that
+        are not there, or for a set that is.
+        """
+        added = ranks if isinstance(ranks, ProcessSet) else ProcessSet(ranks)
+        place = self.there()
+        if not added.ranks or added.ranks[-1] >= place.world_size or added.ranks[0] < 0:
+            raise UsageError(
+                f"a process set of the ranks {list(added.ranks)}: give some of 0 to {place.world_size - 1}"
+            )
+        if added.ranks in self._sets:
+            raise UsageError(f"there is a process set of the ranks {list(added.ranks)} already: use that one")
+        self._sets.add(added.ranks)
+        self._made += 1
+        if place.rank in added.ranks:
+            assert self.met is not None, "ranks have met"
+            inside = replace(place, rank=added.ranks.index(place.rank), world_size=len(added.ranks))
+            met = self.met._replace(place=inside, connection=self.met.connection if inside.world_size > 1 else None)
+            prefix = f"horovod/{self.generation}/set/{self._made}"
+            self.engine.sets[added.ranks] = group_of(met, timeout_s=TIMEOUT_S, prefix=prefix)
+        return added
+
+    def remove_set(self, removed: ProcessSet) -> bool:
+        """All ranks call it. Whether there was such a set; that of all ranks stays."""
+        if removed.ranks not in self._sets:
+            return False
+        self._sets.discard(removed.ranks)
+        if (group := self.engine.sets.pop(removed.ranks, None)) is not None:
+            group.close()
+        return True
+
+    def require_set(self, given: ProcessSet | None) -> tuple[int, ...]:
+        """The ranks of a set that was added, none for that of all. Raises `UsageError` outside of it."""
+        if given is None or not given.ranks:
+            return ()
+        if given.ranks not in self._sets:
+            raise UsageError(f"there is no process set of the ranks {list(given.ranks)}: hvd.add_process_set first")
+        given.rank()
+        return given.ranks
 
     def begin(self, place: Place, group: Any) -> None:
         """Works over `group` from now on, at `place`."""
@@ -58,6 +197,7 @@ class Process:
         if self._engine is not None:
             self._engine.close()
             self._engine, self.place = None, None
+            self._sets.clear()
         self.timeline.stop()
 
     @property
