@@ -11,7 +11,7 @@ from tests.waiting import HANG_S, NEVER_S
 
 PROGRAM = """
 import threading, time, torch
-from shoal.comm import at_work
+from shoal.comm import board as at_work
 from shoal.comm.worker import Worker
 at_work.PATIENCE_S = {patience}
 begun, done = threading.Event(), torch.futures.Future()
@@ -33,7 +33,7 @@ def test_the_end_waits_for_a_thread_in_cpp(patience: float, nap: float, naps: in
 
 
 def test_a_forked_child_does_not_wait_for_its_parents_threads() -> None:
-    program = f"import os\nfrom shoal.comm import at_work\nat_work.PATIENCE_S = {NEVER_S}\n"
+    program = f"import os\nfrom shoal.comm import board as at_work\nat_work.PATIENCE_S = {NEVER_S}\n"
     program += "at_work.AT_WORK.__enter__()\npid = os.fork()\nif pid == 0: raise SystemExit(0)\n"
     program += "print(os.waitpid(pid, 0)[1])\nat_work.AT_WORK.__exit__()\n"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S)

@@ -206,7 +206,7 @@ def test_a_signal_ends_a_wait_at_once(number):
     """A rank that waits for rank 0 is ended by the signal, without a word about Python's own frames."""
     script = """
 import os
-from shoal.launcher import wait
+from shoal.launcher.store import connection as wait
 from shoal.launcher.environment import place_from
 from shoal.launcher.rendezvous import open_store
 from shoal.launcher.signals import end_at_once

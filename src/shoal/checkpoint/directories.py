@@ -73,7 +73,7 @@ def find_directories(
     Raises `EnvironmentFault` where nothing can be written there, and what the exchange raises.
     """
     number = secrets.token_hex(_NUMBER_BYTES)
-    own = directory / FOLDER / f"rank-{rank:05d}"
+    own = directory.resolve() / FOLDER / f"rank-{rank:05d}"  # a link may lead to what another rank makes now
     try:
         own.parent.mkdir(parents=True, exist_ok=True)
         own.write_text(number)

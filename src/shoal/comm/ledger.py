@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -134,6 +135,11 @@ class Entry:
         )
 
 
+_Sum = list[Any]
+"""The fields of an `Entry` while they grow."""
+NOTHING = Sent()
+
+
 @dataclass
 class Ledger:
     """Adds up entries by operation. `take` returns what has come together and starts again from nothing.
@@ -142,10 +148,16 @@ class Ledger:
     keeps every call by itself, where a profile asks for it.
     """
 
-    entries: dict[str, Entry] = field(default_factory=dict)
     journal: Journal | None = None
+    _sums: dict[str, _Sum] = field(default_factory=dict, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
     _threads_behind: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """Those since the last call of `take`."""
+        with self._lock:
+            return {operation: Entry(*sums) for operation, sums in self._sums.items()}
 
     @contextmanager
     def behind(self) -> Iterator[None]:
@@ -158,7 +170,7 @@ class Ledger:
 
     def sent(self, operation: str, sent: Sent) -> None:
         """One call that puts `sent` on the wire."""
-        self._add(operation, Entry(1, sent.inside_bytes, sent.between_bytes))
+        self._add(operation, 1, sent, 0.0, 0.0)
 
     def waited(self, operation: str, exposed_s: float, hidden_s: float = 0.0) -> None:
         """The caller stood still for `exposed_s` seconds, `hidden_s` after the start."""
@@ -166,23 +178,30 @@ class Ledger:
             exposed_s, hidden_s = 0.0, exposed_s + hidden_s
         if self.journal is not None:
             self.journal.waited(operation, exposed_s)
-        self._add(operation, Entry(exposed_s=exposed_s, hidden_s=hidden_s))
+        self._add(operation, 0, NOTHING, exposed_s, hidden_s)
 
     def made(self, operation: str, sent: Sent, exposed_s: float) -> None:
         """A call that its caller waited for from its start to its end."""
-        self._add(operation, Entry(1, sent.inside_bytes, sent.between_bytes, exposed_s))
+        self._add(operation, 1, sent, exposed_s, 0.0)
 
     def total(self) -> Entry:
         """The sum over all operations."""
-        with self._lock:
-            return sum(self.entries.values(), Entry())
+        return sum(self.entries.values(), Entry())
 
     def take(self) -> dict[str, Entry]:
         """The entries since the last call of this method."""
         with self._lock:
-            taken, self.entries = self.entries, {}
-        return taken
+            taken, self._sums = self._sums, {}
+        return {operation: Entry(*sums) for operation, sums in taken.items()}
 
-    def _add(self, operation: str, entry: Entry) -> None:
+    def _add(self, operation: str, calls: int, sent: Sent, exposed_s: float, hidden_s: float) -> None:
+        """In every call of a collective: numbers in place, no new entry."""
         with self._lock:
-            self.entries[operation] = self.entries.get(operation, Entry()) + entry
+            sums = self._sums.get(operation)
+            if sums is None:
+                sums = self._sums[operation] = [0, 0, 0, 0.0, 0.0]
+            sums[0] += calls
+            sums[1] += sent.inside_bytes
+            sums[2] += sent.between_bytes
+            sums[3] += exposed_s
+            sums[4] += hidden_s

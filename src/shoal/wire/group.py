@@ -66,7 +66,9 @@ class Group:
             self._coded(send, receive, op, codec)
         else:
             reduction_numbers(send.dtype, op)
-            self._book("all_reduce", lambda: self._transport.all_reduce(send, receive, op))
+            begin_s = time.perf_counter()
+            sent = self._transport.all_reduce(send, receive, op)
+            self.ledger.made("all_reduce", sent, time.perf_counter() - begin_s)
         then()
         return receive if out is None else out
 

@@ -20,6 +20,17 @@ static void leave_to_caller(PyObject *left, op *call) {
     Py_XDECREF(handle);
 }
 
+/* The memory that an address or an object with the buffer protocol names. The caller holds the object until the call
+   has ended, so nothing is kept of it here. NULL with an exception where it is neither. */
+static char *memory_of(PyObject *given) {
+    if (PyLong_Check(given)) return PyLong_AsVoidPtr(given);
+    Py_buffer view;
+    if (PyObject_GetBuffer(given, &view, PyBUF_SIMPLE) != 0) return NULL;
+    char *start = view.buf;
+    PyBuffer_Release(&view);
+    return start;
+}
+
 static PyObject *call_and_wait(PyObject *module, PyObject *const *given, Py_ssize_t n) {
     (void)module;
     if (n != ARGUMENTS) return PyErr_Format(PyExc_TypeError, "%d arguments, not %zd", ARGUMENTS, n);
@@ -29,7 +40,7 @@ static PyObject *call_and_wait(PyObject *module, PyObject *const *given, Py_ssiz
         .reduction = (uint32_t)PyLong_AsLong(given[BY]), .root = (int32_t)PyLong_AsLong(given[ROOT]),
         .bytes = PyLong_AsUnsignedLongLong(given[COUNT]), .mark = PyLong_AsUnsignedLongLong(given[MARK]),
     };
-    char *send = PyLong_AsVoidPtr(given[FROM]), *receive = PyLong_AsVoidPtr(given[INTO]);
+    char *send = memory_of(given[FROM]), *receive = memory_of(given[INTO]);
     if (PyErr_Occurred()) return NULL;
 
     op *call;
