@@ -24,7 +24,7 @@ from benchmarks.plan_page import markdown_page
 from benchmarks.published import Row, layer_times
 from shoal.bench.options import AsJson
 from shoal.bench.report import Check, check, print_report
-from shoal.cli.common import output_file
+from shoal.cli.arguments import output_file
 from shoal.cost.transformer import llama
 from shoal.planner.predict.predictor import Predictor, Workload
 from shoal.planner.predict.stack import MODERN

@@ -34,7 +34,7 @@ from shoal.bench.groups import interleaved, join_store, repeat
 from shoal.bench.options import AsJson, world_sizes
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import Check, Result, check, lower_bound, merged, print_report, ratios
-from shoal.cli.common import picture_file
+from shoal.cli.arguments import picture_file
 from shoal.comm.collective import Collective, GroupCollective
 from shoal.comm.shm.core import CoreMissing
 from shoal.comm.shm.group import share_core

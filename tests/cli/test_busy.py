@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from shoal.cli.common import Verbs, busy
+from shoal.cli.arguments import Verbs, busy
 from tests.waiting import HANG_S, NEVER_S
 
 

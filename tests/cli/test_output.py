@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from shoal.bench.options import numbers, token_counts
-from shoal.cli.common import output_file, picture_file
+from shoal.cli.arguments import output_file, picture_file
 
 
 def test_a_file_in_a_folder_that_is_there_is_taken(tmp_path: Path) -> None:

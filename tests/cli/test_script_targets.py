@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.common import command_of_script
+from shoal.cli.arguments import command_of_script
 from shoal.errors import UsageError, UserCodeError
 from shoal.launcher.own_script import DESCRIBES, KEYS, divided
 from shoal.submit.job import Resources, job_of

@@ -12,7 +12,7 @@ from typing import Any
 import typer
 from typer.main import get_command
 
-from shoal.cli.common import Verbs
+from shoal.cli.arguments import Verbs
 
 MODULES = {
     "step": "shoal.bench.step",

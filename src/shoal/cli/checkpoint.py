@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from shoal.cli.common import AsJson, busy
+from shoal.cli.arguments import AsJson, busy
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.common import AsJson
+from shoal.cli.arguments import AsJson
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import msgspec
 import typer
 
 from shoal import units
-from shoal.cli.common import AsJson, busy, output_file
+from shoal.cli.arguments import AsJson, busy, output_file
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.standard_output import answer
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.common import AsJson, Overrides
+from shoal.cli.arguments import AsJson, Overrides
 
 app = typer.Typer(no_args_is_help=True, help="Trains one model with many owners of data, who keep it.")
 

@@ -26,7 +26,7 @@ from shoal.cli import (
     verify,
     watch,
 )
-from shoal.cli.common import Verbs
+from shoal.cli.arguments import Verbs
 from shoal.errors import EnvironmentFault, ShoalError
 from shoal.standard_output import escape_controls
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.common import AsJson, ScriptOverrides, busy, output_file
+from shoal.cli.arguments import AsJson, ScriptOverrides, busy, output_file
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:

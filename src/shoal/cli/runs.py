@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from shoal.cli.common import AsJson, busy, picture_file
+from shoal.cli.arguments import AsJson, busy, picture_file
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:

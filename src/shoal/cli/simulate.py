@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.common import AsJson, ClusterFile, Overrides, RunFileArgument, busy, output_file, picture_file
+from shoal.cli.arguments import AsJson, ClusterFile, Overrides, RunFileArgument, busy, output_file, picture_file
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from shoal.cli.common import AsJson, ScriptOverrides, Verbs, busy
+from shoal.cli.arguments import AsJson, ScriptOverrides, Verbs, busy
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def job(
     """
     from dataclasses import replace
 
-    from shoal.cli.common import command_of_script
+    from shoal.cli.arguments import command_of_script
     from shoal.errors import UsageError
     from shoal.experiments.search import load_sweep
     from shoal.experiments.trial_command import independent_trials, is_sweep

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from shoal.cli.common import AsJson, Overrides, busy
+from shoal.cli.arguments import AsJson, Overrides, busy
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.standard_output import answer
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.common import AsJson, Overrides
+from shoal.cli.arguments import AsJson, Overrides
 from shoal.observe.figures import help_lines
 from shoal.standard_output import answer
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from shoal.cli.common import AsJson, ScriptOverrides
+from shoal.cli.arguments import AsJson, ScriptOverrides
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def rehearse(
 
     Example: shoal rehearse recipes/digits.toml --faults rank,save
     """
-    from shoal.cli.common import command_of_script
+    from shoal.cli.arguments import command_of_script
     from shoal.runfile.load import load_run
 
     script = command_of_script(run_file, overrides or ())
