@@ -1,10 +1,4 @@
-"""What a rank trains, and what of it is its own to update and to save.
-
-The ranks' holdings say what each trains (`Trained`); how gradients are reduced decides which tensors the optimizer runs
-on (`Owned`). If optimizer state is sharded these are pieces of parameters: a whole parameter in its own shape, or a
-one-dimensional run of its elements. Their `regions` say which boxes of the unsplit parameter they are, so that every
-slot of the optimizer can be saved and resharded.
-"""
+"""State that is saved: what a rank owns of the model, sections of a checkpoint, and the tensors that are read into."""
 
 from __future__ import annotations
 
@@ -17,6 +11,13 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.topology.holding import Box, Dims, Holding, Ranks, boxes_of_run
+
+# What a rank trains, and what of it is its own to update and to save.
+#
+# The ranks' holdings say what each trains (`Trained`); how gradients are reduced decides which tensors the optimizer
+# runs on (`Owned`). If optimizer state is sharded these are pieces of parameters: a whole parameter in its own shape,
+# or a one-dimensional run of its elements. Their `regions` say which boxes of the unsplit parameter they are, so that
+# every slot of the optimizer can be saved and resharded.
 
 
 @dataclass(frozen=True)

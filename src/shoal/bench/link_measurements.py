@@ -1,17 +1,5 @@
-"""All-reduces over slow links: how much of a link's rate they get, and a ring beside a hierarchy of two levels.
-
-The rate: a large all-reduce of S bytes among n ranks sends 2 (n-1)/n S bytes each way. Headers alone cost
-1 - 1448/1514 = 4.4 % of the rate. Gloo's ring works in segments of at most 1 MiB, the first of which must arrive before
-another can come back: with 50 segments that costs some 2 %, with 12 more than 5 %.
-
-Two levels: over a host's link go, each way, of S bytes, with n ranks on m hosts numbered host by host,
-
-    ring         2 (n-1)/n S       one rank of the host has its neighbour on another host
-    two levels   2 (m-1)/m S       the host's sum, in a ring over hosts
-    ratio        m (n-1) / n (m-1) = 3/2 for 2 x 2
-
-Where the link is slow, the times have the same ratio. It is measured twice: between the backends (Gloo's ring, and
-shared memory inside hosts with leaders between them), and between the tables of `shoal.collectives` over one backend.
+"""What `shoal bench link` measures over slow links that the machine plays itself: all-reduces, the order of ranks,
+training.
 """
 
 from __future__ import annotations
@@ -50,6 +38,22 @@ from shoal.optim.config import AdamW
 from shoal.parallel.config import PipelineConfig
 from shoal.topology.config import LayoutConfig
 from shoal.topology.links import SLOW, Links, best_order, pace, slow_links
+
+# All-reduces over slow links: how much of a link's rate they get, and a ring beside a hierarchy of two levels.
+#
+# The rate: a large all-reduce of S bytes among n ranks sends 2 (n-1)/n S bytes each way. Headers alone cost 1 -
+# 1448/1514 = 4.4 % of the rate. Gloo's ring works in segments of at most 1 MiB, the first of which must arrive before
+# another can come back: with 50 segments that costs some 2 %, with 12 more than 5 %.
+#
+# Two levels: over a host's link go, each way, of S bytes, with n ranks on m hosts numbered host by host,
+#
+#     ring         2 (n-1)/n S       one rank of the host has its neighbour on another host
+#     two levels   2 (m-1)/m S       the host's sum, in a ring over hosts
+#     ratio        m (n-1) / n (m-1) = 3/2 for 2 x 2
+#
+# Where the link is slow, the times have the same ratio. It is measured twice: between the backends (Gloo's ring, and
+# shared memory inside hosts with leaders between them), and between the tables of `shoal.collectives` over one backend.
+
 
 RATE_SECONDS, RATE_TURNS, RATE_SHARE = 2.5, 3, 0.9
 LEVELS_SECONDS, LEVELS_TURNS = 1.5, 3

@@ -1,7 +1,4 @@
-"""The picture of `shoal bench comm`: bus bandwidth over size, a panel for each operation, a line for each backend.
-
-It is a PNG, SVG or PDF by the file's suffix. `new_panels` and `decorate` give other benchmarks' pictures the same look.
-"""
+"""The pictures of `shoal bench comm` and `shoal bench sync`, and what they share: colours, axes, panels."""
 
 from __future__ import annotations
 
@@ -10,6 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import typer
+
+# The picture of `shoal bench comm`: bus bandwidth over size, a panel for each operation, a line for each backend.
+#
+# It is a PNG, SVG or PDF by the file's suffix. `new_panels` and `decorate` give other benchmarks' pictures the same
+# look.
+
 
 SUFFIXES = (".png", ".svg", ".pdf")
 COLOURS = ("#5a6d76", "#0b7a75", "#d9532c", "#6b4fa0", "#c28f0e")

@@ -1,4 +1,6 @@
-"""`busy`: work that takes longer than 2 s says what it does."""
+"""What verbs share: arguments and options, files that they write, help that is grouped, and a word while work takes
+long.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +20,9 @@ from typer.core import TyperGroup
 
 if TYPE_CHECKING:
     from shoal.runfile.run_file import RunFile
+
+
+# `busy`: work that takes longer than 2 s says what it does.
 
 
 SILENCE_S = 2.0

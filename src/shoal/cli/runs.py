@@ -1,4 +1,4 @@
-"""`shoal diff`."""
+"""Verbs for runs that are over: `shoal diff`, `report`, `reproduce`, `replay`, `compress`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from shoal.standard_output import answer
 
 if TYPE_CHECKING:
     from shoal.experiments.diff import RunDiff
+
+
+# `shoal diff`.
 
 
 MOST = 20

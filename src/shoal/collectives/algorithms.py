@@ -1,6 +1,5 @@
-"""Binomial trees: reduce and broadcast of short vectors in ceil(log2 n) steps, ceil(log2 n) (a + S/w); root 0.
-
-In step k every rank that is an odd multiple of 2^k hands what it has to the rank 2^k before it.
+"""The algorithms of collectives as tables, each with its closed form and its source; the catalogue of all of them at
+the end.
 """
 
 from __future__ import annotations
@@ -25,6 +24,10 @@ from shoal.collectives.table import (
     table_of,
 )
 from shoal.errors import LayoutError
+
+# Binomial trees: reduce and broadcast of short vectors in ceil(log2 n) steps, ceil(log2 n) (a + S/w); root 0.
+#
+# In step k every rank that is an odd multiple of 2^k hands what it has to the rank 2^k before it.
 
 
 def reduce_by_binomial_tree(ranks: int) -> CollectiveTable:

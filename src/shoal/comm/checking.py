@@ -1,9 +1,5 @@
-"""Ranks that wait for each other in different groups are found and named.
-
-A rank that has waited for a second publishes what it waits in, and how many calls it has made in every group. So the
-others see which ranks its call still misses. If all the missing ranks wait as well, and all those that they miss, and
-so on, then nobody is left who could make the call that one of them needs: a deadlock, once two looks have found the
-same. (The wait-for graph of Holt, ACM Computing Surveys 4(3), 1972.)
+"""Whether ranks make the same calls: every call is compared before it is made, and ranks that wait for each other
+are named.
 """
 
 from __future__ import annotations
@@ -24,6 +20,14 @@ from shoal.comm.board import Board
 from shoal.comm.diagnosis import Call, Diagnosis
 from shoal.comm.worker import QueuedWork, Worker
 from shoal.errors import CollectiveError
+
+# Ranks that wait for each other in different groups are found and named.
+#
+# A rank that has waited for a second publishes what it waits in, and how many calls it has made in every group. So the
+# others see which ranks its call still misses. If all the missing ranks wait as well, and all those that they miss, and
+# so on, then nobody is left who could make the call that one of them needs: a deadlock, once two looks have found the
+# same. (The wait-for graph of Holt, ACM Computing Surveys 4(3), 1972.)
+
 
 LOOK_S = 1.0
 """How long a call waits for other ranks before the reason is looked for, and between two looks."""

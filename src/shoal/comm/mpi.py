@@ -1,12 +1,4 @@
-"""Calls under way in MPI, and tensors as MPI takes them.
-
-Data that only moves is passed as bytes, in any dtype. MPI has no 16-bit floats: they are widened to float32, reduced
-and rounded once, which sends twice the bytes. Means are sums, divided at the end.
-
-`MpiWork` is one call; `UnderWay` keeps a group's calls alive until they are over. MPI makes progress only while it is
-asked how far it is. The waiting thread asks, spins briefly, and then sleeps longer and longer between two questions,
-because ranks may outnumber cores; MPI's own wait would keep a core busy.
-"""
+"""A process group over MPI: its collectives and messages, and calls that are under way."""
 
 from __future__ import annotations
 
@@ -27,6 +19,16 @@ from torch._C._distributed_c10d import Store
 
 from shoal.comm.board import Board
 from shoal.comm.mpi_world import communicator, load_mpi
+
+# Calls under way in MPI, and tensors as MPI takes them.
+#
+# Data that only moves is passed as bytes, in any dtype. MPI has no 16-bit floats: they are widened to float32, reduced
+# and rounded once, which sends twice the bytes. Means are sums, divided at the end.
+#
+# `MpiWork` is one call; `UnderWay` keeps a group's calls alive until they are over. MPI makes progress only while it is
+# asked how far it is. The waiting thread asks, spins briefly, and then sleeps longer and longer between two questions,
+# because ranks may outnumber cores; MPI's own wait would keep a core busy.
+
 
 _NAMES = {
     torch.float32: "FLOAT", torch.float64: "DOUBLE", torch.int8: "INT8_T", torch.uint8: "UINT8_T",

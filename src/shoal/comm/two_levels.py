@@ -1,26 +1,5 @@
-"""Ranks on hosts: which ranks share one, what their leaders send each other, and what that costs.
-
-The leader of a host is its first rank. Leaders send each piece straight to the host that needs it: the same bytes as a
-ring, in one step instead of m-1. The receiver sums hosts from left to right, 16-bit floats in float32: the same bits on
-all ranks and in every run.
-
-Bytes between hosts, of n ranks on m hosts with a payload of S bytes on each rank (all-gather: its input; the others:
-the whole vector), over all hosts, headers not counted. The ring is Gloo's, its neighbours numbered host by host:
-
-    operation         two levels          ring over all ranks      used
-    all_reduce        2 (m-1) S           2 m (n-1)/n S            two levels: n (m-1) / m (n-1) of the ring
-    reduce_scatter    (m-1) S             2 m (n-1)/n S (*)        two levels
-    all_gather        (m-1) n S           m (n-1) S                two levels
-    broadcast         (m-1) S             (m-1) S to (n-1) S       two levels
-    reduce            (m-1) S             about m (n-1)/n S        two levels
-    barrier           nothing to count                             two levels: m ranks meet, not n
-    gather, scatter   (n-g) S, g ranks beside the root             the same bytes; left to Gloo
-    all_to_all        blocks of two hosts are all different        the same bytes; left to Gloo
-    send, recv        S, or nothing inside a host                  shared memory inside a host, else Gloo
-
-(*) Gloo's reduce-scatter is an all-reduce and a slice. Where all neighbours in the ring are on different hosts, m
-becomes n. A leader's share of an all-reduce is 2 (m-1)/m S sent: the least that any algorithm needs of a host
-(Patarasuk and Yuan, JPDC 69(2), 2009, theorem 1, with hosts for ranks).
+"""Hosts and their leaders: which ranks share a host, what leaders send each other and what that costs, and both
+levels as one.
 """
 
 from __future__ import annotations
@@ -33,6 +12,30 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective, Handle, Reduction
+
+# Ranks on hosts: which ranks share one, what their leaders send each other, and what that costs.
+#
+# The leader of a host is its first rank. Leaders send each piece straight to the host that needs it: the same bytes as
+# a ring, in one step instead of m-1. The receiver sums hosts from left to right, 16-bit floats in float32: the same
+# bits on all ranks and in every run.
+#
+# Bytes between hosts, of n ranks on m hosts with a payload of S bytes on each rank (all-gather: its input; the others:
+# the whole vector), over all hosts, headers not counted. The ring is Gloo's, its neighbours numbered host by host:
+#
+#     operation         two levels          ring over all ranks      used
+#     all_reduce        2 (m-1) S           2 m (n-1)/n S            two levels: n (m-1) / m (n-1) of the ring
+#     reduce_scatter    (m-1) S             2 m (n-1)/n S (*)        two levels
+#     all_gather        (m-1) n S           m (n-1) S                two levels
+#     broadcast         (m-1) S             (m-1) S to (n-1) S       two levels
+#     reduce            (m-1) S             about m (n-1)/n S        two levels
+#     barrier           nothing to count                             two levels: m ranks meet, not n
+#     gather, scatter   (n-g) S, g ranks beside the root             the same bytes; left to Gloo
+#     all_to_all        blocks of two hosts are all different        the same bytes; left to Gloo
+#     send, recv        S, or nothing inside a host                  shared memory inside a host, else Gloo
+#
+# (*) Gloo's reduce-scatter is an all-reduce and a slice. Where all neighbours in the ring are on different hosts, m
+# becomes n. A leader's share of an all-reduce is 2 (m-1)/m S sent: the least that any algorithm needs of a host
+# (Patarasuk and Yuan, JPDC 69(2), 2009, theorem 1, with hosts for ranks).
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""Data sets of a user's own loop: whatever a sample is, it is all inputs, and what is a target the loop knows."""
+"""What a batch is to a loop of its user and to PyTorch: samples of any kind, packed into tensors and put together
+again.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,9 @@ from torch import Tensor
 
 from shoal.data.sample import Sample, Source, as_tree
 from shoal.errors import UserCodeError
+
+# Data sets of a user's own loop: whatever a sample is, it is all inputs, and what is a target the loop knows.
+
 
 # What a batch carries beside tensors: texts, None, bytes, lists of any length, a user's dataclasses.
 #

@@ -1,16 +1,5 @@
-"""Samples drawn by weight, or some of them alone: what PyTorch's samplers say, as an order.
-
-    WeightedRandomSampler(w, n)                      n draws an epoch, sample i with probability w_i / sum of w
-    WeightedRandomSampler(w, n, replacement=False)   n different samples: those with the smallest keys -ln(u_i) / w_i
-    RandomSampler(replacement=True), num_samples=n   the same with equal weights
-    SubsetRandomSampler(indices)                     these samples, in an order of each epoch
-    data.weights, data.subset                        the first with n = len(w), and the last
-
-Keys of exponential variables draw without replacement one after the other in proportion to the weights that are left
-(Efraimidis and Spirakis, "Weighted random sampling with a reservoir", Information Processing Letters 97, 2006).
-
-Like every order, it is a pure function of seed, epoch and position: world size and microbatches have no part in it, and
-a resumed run goes on in it. Draws are exact in float64.
+"""Orders of samples other than one permutation an epoch: drawn by weight, of a subset, stratified, of like lengths
+together.
 """
 
 from __future__ import annotations
@@ -29,6 +18,20 @@ from shoal.data.order import EpochInMemory, permuted
 from shoal.data.sample import Source, describe
 from shoal.errors import DataError, UserCodeError
 from shoal.maths.counter import key_of, uniform
+
+# Samples drawn by weight, or some of them alone: what PyTorch's samplers say, as an order.
+#
+#     WeightedRandomSampler(w, n)                      n draws an epoch, sample i with probability w_i / sum of w
+#     WeightedRandomSampler(w, n, replacement=False)   n different samples: those with the smallest keys -ln(u_i) / w_i
+#     RandomSampler(replacement=True), num_samples=n   the same with equal weights
+#     SubsetRandomSampler(indices)                     these samples, in an order of each epoch
+#     data.weights, data.subset                        the first with n = len(w), and the last
+#
+# Keys of exponential variables draw without replacement one after the other in proportion to the weights that are left
+# (Efraimidis and Spirakis, "Weighted random sampling with a reservoir", Information Processing Letters 97, 2006).
+#
+# Like every order, it is a pure function of seed, epoch and position: world size and microbatches have no part in it,
+# and a resumed run goes on in it. Draws are exact in float64.
 
 
 class SampleSubset:

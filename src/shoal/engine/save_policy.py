@@ -1,9 +1,4 @@
-"""What evaluations have found so far: which step is the best one, and whether it is time to stop.
-
-All ranks measure the same values, so all decide alike, without a message. What is kept here is in every checkpoint: a
-run that resumes decides as if it had never been interrupted, in any layout. An evaluation that a stop came before is
-made up for when the run resumes (`missed`).
-"""
+"""When to save and when to stop: the best step so far, patience, and how often a checkpoint pays."""
 
 from __future__ import annotations
 
@@ -17,6 +12,12 @@ from shoal.checkpoint.config import Goal
 from shoal.cost.interval import mean_between_failures_s, steps_between_saves
 from shoal.engine.config import StopWhen
 from shoal.errors import ConfigError
+
+# What evaluations have found so far: which step is the best one, and whether it is time to stop.
+#
+# All ranks measure the same values, so all decide alike, without a message. What is kept here is in every checkpoint: a
+# run that resumes decides as if it had never been interrupted, in any layout. An evaluation that a stop came before is
+# made up for when the run resumes (`missed`).
 
 
 @dataclass

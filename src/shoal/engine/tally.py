@@ -1,8 +1,5 @@
-"""What a step counts before its backward: the denominator of the loss, samples, tokens, who wants to stop, and whose
-buffers move.
-
-Each rank counts its own microbatches; one small all-reduce, hidden behind the first forward, adds them up. So every
-rank divides by the same global denominator, and all learn in the same step that one of them was told to stop.
+"""What a step counts, votes on and returns: sums over ranks in lock-step, the vote on a device, gradient noise, the
+result.
 """
 
 from __future__ import annotations
@@ -21,6 +18,13 @@ from shoal.data.sample import Batch
 from shoal.errors import DataError, UserCodeError
 from shoal.gradients.reducer import OwnGradient
 from shoal.sync.strategy import Agreed
+
+# What a step counts before its backward: the denominator of the loss, samples, tokens, who wants to stop, and whose
+# buffers move.
+#
+# Each rank counts its own microbatches; one small all-reduce, hidden behind the first forward, adds them up. So every
+# rank divides by the same global denominator, and all learn in the same step that one of them was told to stop.
+
 
 # A small sum over ranks in lock-step, in which each says which call it is in.
 #

@@ -1,9 +1,4 @@
-"""A small convolutional net for small images: plain 3x3 layers, two halvings by maximum, a global average.
-
-Halving by maximum was worth one per cent on handwritten digits against halving by stride. The average makes the net
-indifferent to the size of the images: 8x8 digits, 28x28 and 32x32 pictures go through the same layers. Weights start
-at N(0, 2 / fan in) (He et al., arXiv:1502.01852).
-"""
+"""Two small models: a convolutional net for images, and a multi-layer perceptron."""
 
 from __future__ import annotations
 
@@ -19,6 +14,13 @@ from torch import Tensor, nn
 from shoal.models.batch_norm import GroupedBatchNorm
 from shoal.models.config import ConvNetConfig, MLPConfig
 from shoal.models.roles import ONES, ZEROS, Normal, Role
+
+# A small convolutional net for small images: plain 3x3 layers, two halvings by maximum, a global average.
+#
+# Halving by maximum was worth one per cent on handwritten digits against halving by stride. The average makes the net
+# indifferent to the size of the images: 8x8 digits, 28x28 and 32x32 pictures go through the same layers. Weights start
+# at N(0, 2 / fan in) (He et al., arXiv:1502.01852).
+
 
 FEATURE_GROUPS = 8
 KERNEL = 3

@@ -1,4 +1,4 @@
-"""The report on where the time went: the parts of a step, its communication, and the ranks side by side."""
+"""Sections of the report: where the time went, the curves, and the load of experts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from shoal.observe.events import Attempt, series
 from shoal.observe.record import LayerLoads, RankTime, Record, collective_costs, parts_of_step, slowest
 from shoal.observe.summary import Summary, smoothed_loss
 from shoal.observe.tables import Html, section, table, tabs
+
+# The report on where the time went: the parts of a step, its communication, and the ranks side by side.
+
 
 MAX_RANKS = 24
 """More ranks than these are shown by their slowest."""

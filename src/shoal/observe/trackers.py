@@ -1,9 +1,4 @@
-"""A sink that works in a thread of its own, so that a slow disk or a dead server costs the training loop nothing.
-
-The training loop puts calls into a queue, which takes microseconds. When the sink raises, one warning says so, and
-it hears nothing more. When it is slower than the run, steps that find the queue full are left out, and one warning
-says so.
-"""
+"""Sinks of other tools (TensorBoard, MLflow, W&B), each fed by a thread of its own."""
 
 from __future__ import annotations
 
@@ -20,6 +15,13 @@ from shoal.errors import MissingExtra
 from shoal.observe.facts import replace_file
 from shoal.observe.host_usage import WithHostFigures
 from shoal.observe.sink import Ending, RunStart, Sink
+
+# A sink that works in a thread of its own, so that a slow disk or a dead server costs the training loop nothing.
+#
+# The training loop puts calls into a queue, which takes microseconds. When the sink raises, one warning says so, and
+# it hears nothing more. When it is slower than the run, steps that find the queue full are left out, and one warning
+# says so.
+
 
 QUEUED = 10_000
 FINISH_S = 20.0

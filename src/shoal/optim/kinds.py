@@ -1,4 +1,6 @@
-"""The tables of optimizers with a rate for each number, beside AdamW and Adagrad. Imports no torch."""
+"""Tables of further optimizers: with a rate for each number, a rate for each layer, and without a schedule. Imports
+no torch.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from shoal.config.check import PositiveFloat, says
 from shoal.optim.declared import Common, Described, Granularity, Slot, counter
+
+# The tables of optimizers with a rate for each number, beside AdamW and Adagrad. Imports no torch.
 
 
 class RMSprop(Common, frozen=True, tag_field="kind", tag="rmsprop"):

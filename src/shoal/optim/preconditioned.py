@@ -1,16 +1,4 @@
-"""Shampoo (Gupta et al., arXiv:1802.09568) by blocks, with the length of Adam's step (Shi et al., arXiv:2309.06497):
-
-    L <- b2 L + (1 - b2) G G^T,     R <- b2 R + (1 - b2) G^T G                of each block G of a matrix of gradients
-    M <- b1 M + (1 - b1) G,         D = L^(-1/4) M R^(-1/4)
-    A = (M / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps),   V as Adam has it
-    X <- (1 - lr w) X - lr (|A| / |D|) D                                      norms of the whole matrix
-
-A block has at most `block` rows and columns; those at the edges are filled with zeros, which change nothing. The roots
-are computed every `every` updates, of L + e l I with l its largest eigenvalue, and the first `start` updates are A.
-More dimensions than two are columns.
-
-All of a matrix's state is on its owner (`shoal.optim.owners`), which makes the update; everything else is AdamW's.
-"""
+"""Optimizers that precondition whole matrices from both sides: Shampoo and SOAP."""
 
 from __future__ import annotations
 
@@ -23,6 +11,19 @@ from torch import Tensor
 from shoal.optim.declared import Dims
 from shoal.optim.owners import WholeOptimizer, as_matrix
 from shoal.optim.preconditioned_config import SOAP, Shampoo, sides
+
+# Shampoo (Gupta et al., arXiv:1802.09568) by blocks, with the length of Adam's step (Shi et al., arXiv:2309.06497):
+#
+#     L <- b2 L + (1 - b2) G G^T,     R <- b2 R + (1 - b2) G^T G                of each block G of a matrix of gradients
+#     M <- b1 M + (1 - b1) G,         D = L^(-1/4) M R^(-1/4)
+#     A = (M / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps),   V as Adam has it
+#     X <- (1 - lr w) X - lr (|A| / |D|) D                                      norms of the whole matrix
+#
+# A block has at most `block` rows and columns; those at the edges are filled with zeros, which change nothing. The
+# roots are computed every `every` updates, of L + e l I with l its largest eigenvalue, and the first `start` updates
+# are A. More dimensions than two are columns.
+#
+# All of a matrix's state is on its owner (`shoal.optim.owners`), which makes the update; everything else is AdamW's.
 
 
 def shampoo(config: Shampoo, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:

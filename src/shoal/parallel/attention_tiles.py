@@ -1,15 +1,5 @@
-"""Attention over one tile of queries and keys, with the log-sum-exp that puts tiles together.
-
-    scores = q k^T / sqrt(head_size),   lse = log sum_j exp(scores_j),   out = exp(scores - lse) v
-
-The backward takes the `out` and `lse` of the *whole* row, over all tiles, and gives this tile's terms of the gradients
-(FlashAttention-2, arXiv:2307.08691, section 3.1):
-
-    p = exp(scores - lse),  dv = p^T do,  ds = p (do v^T - sum(do out)),  dq = ds k / sqrt(.),  dk = ds^T q / sqrt(.)
-
-A row that sees no key of its tile has `out` 0 and `lse` -inf. All tensors are `[batch, heads, rows, head_size]` with as
-many key as query heads; `lse` is `[batch, heads, rows]`, float32 at least; `seen` is a boolean mask `[batch, 1, rows,
-keys]`, and excludes `causal`, for which there are as many keys as rows.
+"""Attention over tiles of queries and keys, which context parallelism puts together: the kernels, and the tiles a
+rank computes.
 """
 
 from __future__ import annotations
@@ -21,6 +11,20 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+
+# Attention over one tile of queries and keys, with the log-sum-exp that puts tiles together.
+#
+#     scores = q k^T / sqrt(head_size),   lse = log sum_j exp(scores_j),   out = exp(scores - lse) v
+#
+# The backward takes the `out` and `lse` of the *whole* row, over all tiles, and gives this tile's terms of the
+# gradients (FlashAttention-2, arXiv:2307.08691, section 3.1):
+#
+#     p = exp(scores - lse),  dv = p^T do,  ds = p (do v^T - sum(do out)),  dq = ds k / sqrt(.),  dk = ds^T q / sqrt(.)
+#
+# A row that sees no key of its tile has `out` 0 and `lse` -inf. All tensors are `[batch, heads, rows, head_size]` with
+# as many key as query heads; `lse` is `[batch, heads, rows]`, float32 at least; `seen` is a boolean mask `[batch, 1,
+# rows, keys]`, and excludes `causal`, for which there are as many keys as rows.
+
 
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -1,15 +1,5 @@
-"""Which tokens of a sequence a context rank holds.
-
-The causal mask gives late tokens more work than early ones. A sequence of n tokens is therefore cut into 2 C chunks,
-and rank i of C holds the chunks i and 2 C - 1 - i, in this order: the work of the two adds up to the same on every
-rank (arXiv:2407.21783, section 3.3.2). All kinds of context parallelism use this one order.
-
-The attention core of a context rank: as `CausalAttention`, over a part of each sequence.
-
-A core gets this rank's slices of query, key and value, in the order of `shard`, and returns its slice of the result.
-The ranks of `group` call it together, forward and backward.
-
-What context ranks send each other: a shift round the ring, and the document numbers of all.
+"""Context parallelism: which tokens a rank holds, and how queries meet the keys of others (all-gather, ring,
+Ulysses).
 """
 
 from __future__ import annotations
@@ -31,6 +21,19 @@ from shoal.errors import LayoutError, UserCodeError
 from shoal.models.layers import CausalAttention
 from shoal.parallel.attention_tiles import Documents, Rows, RowsBackward, tiles_of_sequence, tiles_of_source, wide_dtype
 from shoal.topology.refusal import nearest_divisors, nearest_multiples
+
+# Which tokens of a sequence a context rank holds.
+#
+# The causal mask gives late tokens more work than early ones. A sequence of n tokens is therefore cut into 2 C chunks,
+# and rank i of C holds the chunks i and 2 C - 1 - i, in this order: the work of the two adds up to the same on every
+# rank (arXiv:2407.21783, section 3.3.2). All kinds of context parallelism use this one order.
+#
+# The attention core of a context rank: as `CausalAttention`, over a part of each sequence.
+#
+# A core gets this rank's slices of query, key and value, in the order of `shard`, and returns its slice of the result.
+# The ranks of `group` call it together, forward and backward.
+#
+# What context ranks send each other: a shift round the ring, and the document numbers of all.
 
 
 @dataclass(frozen=True)

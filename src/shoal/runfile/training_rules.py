@@ -1,4 +1,4 @@
-"""The rules between `[optimizer]` and the other tables. Imports no torch."""
+"""Rules between tables that say what is trained and how: optimizer, norms, memory, sparsity. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from shoal.models.huggingface.config import TransformersConfig
 from shoal.optim.config import AdamW8bit
 from shoal.optim.preconditioned_config import KFAC
 from shoal.runfile.run_file import RunFile, synchronises_norms
+
+# The rules between `[optimizer]` and the other tables. Imports no torch.
 
 
 def optimizer_refusal(run_file: RunFile) -> str | None:

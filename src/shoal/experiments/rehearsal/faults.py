@@ -1,10 +1,5 @@
-"""Two hosts whose every packet passes this process, which delays, drops, changes or answers them.
-
-    host 0   eth0 (10.79.0.1) ==== descriptor   relay   descriptor ==== eth0 (10.79.0.2)   host 1
-
-Each host is a network namespace whose only link is a TUN device (Linux, Documentation/networking/tuntap.rst): the
-kernel hands its packets to whoever holds the descriptor. Packets that are changed get a new checksum (RFC 793, 3.1), so
-that TCP takes them for sound, as it does one in 65,536 by chance.
+"""What a rehearsal does to a run from outside: packets between two hosts that are delayed or lost, and a disk that
+is full.
 """
 
 from __future__ import annotations
@@ -28,6 +23,15 @@ from shoal.errors import EnvironmentFault
 from shoal.files import temporary_folder
 from shoal.launcher.lab import network
 from shoal.launcher.lab.network import inside, ip, tc, why_not
+
+# Two hosts whose every packet passes this process, which delays, drops, changes or answers them.
+#
+#     host 0   eth0 (10.79.0.1) ==== descriptor   relay   descriptor ==== eth0 (10.79.0.2)   host 1
+#
+# Each host is a network namespace whose only link is a TUN device (Linux, Documentation/networking/tuntap.rst): the
+# kernel hands its packets to whoever holds the descriptor. Packets that are changed get a new checksum (RFC 793, 3.1),
+# so that TCP takes them for sound, as it does one in 65,536 by chance.
+
 
 DEVICE = Path("/dev/net/tun")
 ADDRESSES = ("10.79.0.1", "10.79.0.2")
