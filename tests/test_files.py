@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import DataError, UsageError
-from shoal.files import open_file, read_file
+from shoal.files import meant, open_file, read_file
 from tests.held import held, none_more
 
 REPAIR = "give another file"
@@ -72,3 +72,25 @@ def test_no_descriptor_is_left_open(tmp_path):
         with pytest.raises(ZeroDivisionError), open_file(tmp_path / "file", error=DataError, repair=REPAIR):
             _ = 1 // 0
     none_more(before)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ("runs/frist", "runs/first"),
+        ("runs/frist/submit/record.json", "runs/first/submit/record.json"),
+        ("rusn/first", "runs/first"),
+        ("mnie.py", "mine.py"),
+        ("mnie.toml", ""),
+        ("mine.py", ""),
+        ("elsewhere/first", ""),
+        ("runs/first/submit/recrod.json", "runs/first/submit/record.json"),
+    ],
+)
+def test_a_path_that_is_not_there_has_a_neighbour_much_like_it(tmp_path: Path, given: str, found: str) -> None:
+    """Of the same suffix, and what lies below it where that is there; nothing for what is there or like nothing."""
+    (tmp_path / "runs/first/submit").mkdir(parents=True)
+    (tmp_path / "runs/first/submit/record.json").touch()
+    (tmp_path / "mine.py").touch()
+    (tmp_path / "trainer.py").touch()
+    assert meant(tmp_path / given) == (f" (did you mean {tmp_path / found}?)" if found else "")

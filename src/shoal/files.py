@@ -8,6 +8,7 @@ its users expect and the repair that helps them.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import fcntl
 import os
 import shutil
@@ -39,7 +40,7 @@ def open_file(path: Path, *, error: type[ShoalError], repair: str) -> Iterator[F
         with FileIO(_descriptor(path, error, repair), "rb") as file:
             yield file
     except FileNotFoundError:
-        raise error(f"{printable(path)} is missing: {repair}") from None
+        raise error(f"{printable(path)} is missing{meant(path)}: {repair}") from None
     except OSError as failure:
         raise error(f"{printable(path)} cannot be read ({failure.strerror or failure}): {repair}") from failure
 
@@ -71,6 +72,23 @@ def read_json(path: Path, kind: type[Decoded], *, limit_bytes: int, error: type[
 def printable(text: object) -> str:
     """`text` as a terminal and a log can take it: bytes of a file name that are not UTF-8 are escaped."""
     return str(text).encode("utf-8", "backslashreplace").decode()
+
+
+def meant(path: Path) -> str:
+    """ " (did you mean runs/first?)" for a path that is not there, where its folder holds a name much like it: of the
+    file or folder, or of the first folder on the way that is missing. Else nothing.
+    """
+    try:
+        missing = next((one for one in (*reversed(path.parents), path) if not one.exists()), None)
+        there = [] if missing is None else [one for one in missing.parent.iterdir() if one.suffix == missing.suffix]
+    except (OSError, ValueError):
+        return ""
+    stems = {one.stem: one for one in sorted(there)}
+    near = [] if missing is None else difflib.get_close_matches(missing.stem, stems, n=1)
+    if missing is None or not near:
+        return ""
+    found = stems[near[0]] / path.relative_to(missing)
+    return f" (did you mean {printable(found if found.exists() else stems[near[0]])}?)"
 
 
 def _descriptor(path: Path, error: type[ShoalError], repair: str) -> int:

@@ -1,16 +1,18 @@
-"""Verbs that take a script in the place of a run file: submit, profile, rehearse."""
+"""Verbs that take a script in the place of a run file: train, submit, profile, rehearse."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from shoal.cli.arguments import command_of_script
+from shoal.assembly.finished_run import intent_of
+from shoal.cli.arguments import become_script, command_of_script
 from shoal.errors import UsageError, UserCodeError
 from shoal.launcher.own_script import DESCRIBES, KEYS, divided
 from shoal.submit.job import Resources, job_of
@@ -112,6 +114,52 @@ def test_a_script_is_profiled(tmp_path: Path, body: str) -> None:
         assert 0 < rank["communication_s"] < rank["step_s"]
     assert "AdamW" in (tmp_path / "profile.json").read_text()
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.stress
+def test_a_script_has_a_flame_graph(tmp_path: Path) -> None:
+    """Of the rank that is named, in the script's own lines; of one that is not there a sentence."""
+    if not Path(sys.executable).with_name("py-spy").is_file() and shutil.which("py-spy") is None:
+        pytest.skip("py-spy is not installed: pip install 'shoal[profile]'")
+    slow = START.replace("    optimizer.step()\n", "    optimizer.step()\n    sum(range(200000))\n")
+    script_in(tmp_path, slow)
+    given = ("profile", "mine.py", "--steps", "3", "--flame", "flame.svg", "--flame-rank")
+    done = shoal(tmp_path, *given, "1", "--json", "--", "400")
+    if done.returncode == 3 and "--cap-add SYS_PTRACE" in done.stderr:
+        pytest.skip("this host lets no process look into another: --cap-add SYS_PTRACE")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["flame"] == "flame.svg"
+    assert "&lt;module&gt; (mine.py" in (tmp_path / "flame.svg").read_text()
+    absent = shoal(tmp_path, *given, "2")
+    assert absent.returncode == 2
+    assert "--flame-rank is 2, and the ranks are 0 to 1: name one of them" in absent.stderr
+
+
+def test_train_becomes_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own arguments stand behind it; keys and flags are told by the variable that its call reads."""
+    became: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execve", lambda _, command, environ: became.append((command, environ)))
+    file = script_in(tmp_path, START)
+    become_script(file, ["run.steps=3", "--epochs", "2"], {"HOME": "/h"}, flags=["--fresh"])
+    ((command, environ),) = became
+    assert command == [sys.executable, str(file), "--epochs", "2"]
+    assert environ["HOME"] == "/h"
+    monkeypatch.setenv(KEYS, environ[KEYS])
+    assert intent_of(["batch.micro_samples=2"]) == ("fresh", ["batch.micro_samples=2", "run.steps=3"])
+    with pytest.raises(UsageError, match="give one of them"):
+        intent_of(["--resume"])
+
+
+@pytest.mark.stress
+def test_keys_and_flags_reach_a_script_that_is_trained(tmp_path: Path) -> None:
+    """`shoal train mine.py`: keys, --fresh and the script's own arguments; as `python mine.py` it trains that run."""
+    script_in(tmp_path, START.replace('"processes": 2', '"processes": 1'))
+    for flags, name in (((), "kept"), (("--fresh",), "kept-2")):
+        done = shoal(tmp_path, "train", "mine.py", *flags, "observe.report=false", "3")
+        assert done.returncode == 0, done.stderr
+        assert "[run]" in (said := (tmp_path / "runs" / name / "run.toml").read_text())
+        assert "steps = 3" in said
+        assert "report = false" in said
 
 
 @pytest.mark.stress

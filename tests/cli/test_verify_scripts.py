@@ -77,6 +77,19 @@ def test_what_trains_another_model_is_found(name: str, tmp_path: Path) -> None:
     assert ("draws random numbers" in verdict.sentence()) is drawn
 
 
+def test_what_the_model_draws_is_no_excuse(tmp_path: Path) -> None:
+    """It is keyed on the samples, so a difference comes from elsewhere: here from a sum for a mean."""
+    module = "class Noisy(nn.Sequential):\n    def forward(self, x): return super().forward(x + torch.randn_like(x))\n"
+    text = SCRIPT.replace("torch.manual_seed(0)", module + "torch.manual_seed(0)").replace(
+        "call(inputs)", "model(inputs)"
+    )
+    text = text.replace("nn.ModuleList([", "Noisy(").replace("nn.Linear(8, 3)])", "nn.Linear(8, 3))")
+    verdict = compared(text.replace("targets)", "targets, reduction='sum')"), tmp_path)
+    assert isinstance(verdict, Verdict), verdict
+    assert not verdict.holds
+    assert "draws random numbers" not in verdict.sentence()
+
+
 def test_a_wrong_gradient_is_found(tmp_path: Path) -> None:
     """A fault in Shoal itself: half of every gradient."""
     planted = (

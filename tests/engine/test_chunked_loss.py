@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.config.check import checked
-from shoal.engine.loss import cross_entropy, in_chunks
+from shoal.engine.loss import ChunkedLoss, cross_entropy, in_chunks
 from shoal.errors import ConfigError, UserCodeError
 from shoal.memory.tracker import LivingStorages
 from shoal.models.build import build, initialise
@@ -72,14 +72,21 @@ def _batch(vocabulary: int = 50, samples: int = 4, tokens: int = 32) -> tuple[Te
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("chunks", [2, 7, 1000])
-def test_losses_and_gradients_are_those_of_all_logits(tied: bool, chunks: int) -> None:
-    """Targets that are left out included, and more chunks than tokens."""
+@pytest.mark.parametrize("expected", ["", "by token", "by sample"])
+def test_losses_and_gradients_are_those_of_all_logits(tied: bool, chunks: int, expected: str) -> None:
+    """Targets that are left out included, and more chunks than tokens; with gradients that are computed in the
+    backward, and with the losses, for weights of tokens or of samples.
+    """
     inputs, targets = _batch()
     plain, chunked = _gpt(tied=tied), _gpt(tied=tied)
     loss = in_chunks(chunked, cross_entropy, chunks)
+    weights = torch.linspace(0, 1, targets.numel(), dtype=torch.float64).view(targets.shape)
+    weights = weights[:, :1] if expected == "by sample" else weights
+    if expected:
+        assert loss.may_expect
+        loss.expect(5 * weights[:, 0] if expected == "by sample" else 5 * weights)
     wanted, found = cross_entropy(plain(inputs), targets), loss(chunked(inputs), targets)
     assert torch.allclose(found, wanted, rtol=EXACT, atol=EXACT)
-    weights = torch.linspace(0, 1, targets.numel(), dtype=torch.float64).view(targets.shape)
     (wanted * weights).sum().backward()
     (found * weights).sum().backward()
     for own, other in zip(chunked.parameters(), plain.parameters(), strict=True):
@@ -94,15 +101,32 @@ def test_all_logits_are_never_there() -> None:
     inputs, targets = _batch(vocabulary, samples=16)
     whole_bytes = inputs.numel() * vocabulary * 8
     peaks = {}
-    for name, divide in (("plain", 1), ("chunked", chunks)):
+    for name, divide in (("plain", 1), ("chunked", chunks), ("at once", chunks)):
         model = _gpt(vocabulary=vocabulary)
         loss = cross_entropy if divide == 1 else in_chunks(model, cross_entropy, divide)
+        if name == "at once" and isinstance(loss, ChunkedLoss):
+            loss.expect(torch.ones(16))
         with _Peak() as living:
             loss(model(inputs), targets).sum().backward()
         peaks[name] = living.peak_bytes
     weight_bytes = vocabulary * 16 * 8
     assert peaks["plain"] > 2 * whole_bytes
     assert peaks["chunked"] < 4 * whole_bytes / chunks + 4 * weight_bytes < whole_bytes
+    assert peaks["at once"] <= peaks["chunked"]
+
+
+def test_losses_that_are_weighed_otherwise_than_announced_are_refused() -> None:
+    """Their gradients would be others: no factor brings the one to the other."""
+    inputs, targets = _batch()
+    model = _gpt()
+    loss = in_chunks(model, cross_entropy, 4)
+    loss.expect(torch.ones(4))
+    found = loss(model(inputs), targets)
+    with pytest.raises(UserCodeError, match="weighed otherwise than was announced"):
+        (found * torch.linspace(0, 1, 32)).sum().backward()
+    for wrong in (50, -3):
+        with pytest.raises(UserCodeError, match="targets must lie between 0 and 49"):
+            loss(model(inputs), targets.masked_fill(targets == 7, wrong))
 
 
 class _Peak(LivingStorages):

@@ -141,6 +141,27 @@ def test_each_difference_of_the_environment_is_a_sentence() -> None:
     assert environment_differences(before, before) == []
 
 
+def test_versions_of_packages_are_those_of_pythons_parser() -> None:
+    from importlib.metadata import distributions
+
+    from shoal.observe.provenance import packages
+
+    wanted = dict(sorted((one.metadata["Name"], one.version) for one in distributions() if one.metadata["Name"]))
+    assert packages() == wanted
+
+
+def test_many_files_of_shoal_are_one_line() -> None:
+    """Another version of Shoal is one difference; a few of its files are named."""
+    before = {"python": "3.11.7", "files": {f"shoal/{n}.py": "a" for n in range(9)} | {"own.py": "a"}}
+    after = {"python": "3.11.7", "files": {f"shoal/{n}.py": "b" for n in range(9)} | {"own.py": "b"}}
+    assert environment_differences(before, after) == [
+        "9 files of Shoal itself are others, shoal/0.py among them",
+        "file own.py has changed",
+    ]
+    few = {"python": "3.11.7", "files": before["files"] | {"shoal/3.py": "b"}}
+    assert environment_differences(before, few) == ["file shoal/3.py has changed"]
+
+
 def test_secrets_are_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Variables that change numbers, and those that `submit --env` gave, are kept; of others the name alone; and of a
     secret never the value, whatever its prefix and whoever gave it."""

@@ -65,6 +65,14 @@ def test_a_run_that_was_not_predicted_says_what_it_took(machine: Path) -> None:
     assert as_text(run, []).startswith("Here a step took 200 ms.\n")
 
 
+def test_a_start_of_a_finished_run_takes_nothing_away(machine: Path) -> None:
+    """It has nothing to train, and measures nothing: the steps before it stand."""
+    folder = _took(machine / "a", 0.2)
+    with EventWriter(folder, rank=0) as writer:
+        writer.write(11, {}, time_s=1.76e9 + 60)
+    assert measured_run(load_run(RECIPE), folder).step_s == 0.2
+
+
 def test_a_directory_without_steps_is_refused(machine: Path) -> None:
     """As one that does not exist."""
     with pytest.raises(UsageError, match="no measured steps are there"):

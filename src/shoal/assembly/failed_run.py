@@ -58,7 +58,7 @@ def _record_failure(observe: ObserveConfig, directory: Path, code: ExitCode) -> 
         if observe.report:
             from shoal.observe.report import write_report
 
-            print(f"report: {write_report(directory)}", file=sys.stderr, flush=True)
+            print(f"report: {write_report(directory, picture=False)}", file=sys.stderr, flush=True)
     except (ShoalError, OSError) as error:
         print(f"shoal: how the run ended could not be recorded: {error}", file=sys.stderr, flush=True)
 

@@ -89,13 +89,11 @@ def intent_of(overrides: Sequence[str]) -> tuple[Intent, list[str]]:
     """What the flags among a script's `overrides` ask for, and the overrides without them, with those that a verb has
     told the script. Raises `UsageError` for both flags.
     """
-    asked = {one for one in overrides if one in FLAGS}
+    given = [*overrides, *keys_told(os.environ)]
+    asked = {one for one in given if one in FLAGS}
     if len(asked) > 1:
         raise UsageError("--fresh trains a new run, and --resume goes on with the newest one: give one of them")
-    return FLAGS[asked.pop()] if asked else "auto", [
-        *(one for one in overrides if one not in FLAGS),
-        *keys_told(os.environ),
-    ]
+    return FLAGS[asked.pop()] if asked else "auto", [one for one in given if one not in FLAGS]
 
 
 def numbered(run_file: RunFile, number: int) -> RunFile:

@@ -29,9 +29,10 @@ from shoal.comm.board import Board
 from shoal.comm.clock import ClockOffset, measure_offset
 from shoal.data.feed import FedStep, Feed
 from shoal.engine.loop import StepFeed
-from shoal.errors import EnvironmentFault
+from shoal.errors import EnvironmentFault, UsageError
 from shoal.files import read_file
 from shoal.launcher.environment import Place
+from shoal.launcher.own_script import PROFILE
 from shoal.observe.profile.bottleneck import Bottleneck, Measured, Setup, bottleneck
 from shoal.observe.profile.recorder import Recorder, sources
 from shoal.observe.profile.recording import Joined, Recording, exposed, joined, rounds
@@ -211,8 +212,6 @@ def gathered(run: Run, recording: Recording) -> list[Recording] | None:
 # one. After the last recorded step the ranks end: nothing of the script that follows is run, and nothing is saved.
 
 
-PROFILE = "SHOAL_PROFILE"
-"""What a script's ranks are to record, a `ProfileOrder` in JSON."""
 MOST_BYTES = 1 << 30
 THROW_AWAY = (
     "run.steps=1000000",
@@ -227,12 +226,13 @@ THROW_AWAY = (
 
 class ProfileOrder(msgspec.Struct, frozen=True):
     """`warmup` steps that are not recorded, then `steps` (None: as many as take `RECORDED_S` seconds) that are; rank 0
-    writes what all have recorded to `file`.
+    writes what all have recorded to `file`. Then some more for `flame`: a rank, and where its flame graph goes.
     """
 
     file: str
     warmup: int
     steps: int | None
+    flame: tuple[int, str] | None = None
 
 
 class Recorded(msgspec.Struct, frozen=True):
@@ -266,16 +266,24 @@ class ProfiledFeed:
         self._unrecorded = max(order.warmup, run.run_file.data.prefetch_steps + 1)
         self._steps, self._taken, self._last_s = order.steps or 0, 0, time.monotonic()
         self._recorder: Recorder | None = None
+        self._drawing_until = 0
         self._stack = ExitStack()
+        ranks = run.process.place.world_size
+        if order.flame is not None and order.flame[0] >= ranks:
+            raise UsageError(f"--flame-rank is {order.flame[0]}, and the ranks are 0 to {ranks - 1}: name one of them")
 
     def next(self) -> FedStep:
         """The next step's microbatches; the step before is over."""
         if self._recorder is not None:
             self._recorder.end(self._taken)
             if self._taken == self._unrecorded + self._steps:
-                self._finish(self._recorder)
+                self._write(self._recorder)
+                self._recorder = None
+                self._draw()
         elif self._taken == self._unrecorded:
             self._recorder = self._begin()
+        if self._taken == self._drawing_until > 0:
+            self._leave()
         self._taken, self._last_s = self._taken + 1, time.monotonic()
         if self._recorder is None:
             return self._feed.next()
@@ -299,7 +307,7 @@ class ProfiledFeed:
         self._run.step.settle()
         self._run.mesh.world.barrier().wait()
 
-    def _finish(self, recorder: Recorder) -> None:
+    def _write(self, recorder: Recorder) -> None:
         self._run.step.settle()
         self._stack.close()
         self._together()
@@ -307,5 +315,21 @@ class ProfiledFeed:
         if recordings is not None:
             recorded = Recorded(recordings, setup_of(self._run.run_file, self._run.process.place))
             Path(self._order.file).write_bytes(msgspec.msgpack.encode(recorded))
+
+    def _draw(self) -> None:
+        """Begins the steps of the flame graph, if there is to be one."""
+        self._drawing_until, flame = self._taken, self._order.flame
+        if flame is None:
+            return
+        self._drawing_until += FLAME_STEPS
+        if flame[0] == self._run.mesh.rank:
+            self._stack.enter_context(flame_graph(Path(flame[1])))
+        self._together()
+
+    def _leave(self) -> None:
+        """Every rank ends here, whatever the script would do next."""
+        self._run.step.settle()
+        self._stack.close()
+        self._together()
         sys.stdout.flush()
         os._exit(0)

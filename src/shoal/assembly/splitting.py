@@ -9,7 +9,16 @@ import torch
 from torch import nn
 
 from shoal.comm.mesh import Mesh
-from shoal.engine.compute import Compute, Cut, LossPrograms, compile_blocks, gathered_outputs, loss_of_logits, uncut
+from shoal.engine.compute import (
+    Compute,
+    Cut,
+    LossPrograms,
+    compile_blocks,
+    compute_gradients_with_losses,
+    gathered_outputs,
+    loss_of_logits,
+    uncut,
+)
 from shoal.engine.forward_backward import (
     ForwardBackward,
     PipelinedForwardBackward,
@@ -189,6 +198,8 @@ def build_forward_backward(
         distillation=distillation,
     )
     first = mesh.layout.index("tensor", mesh.rank) == 0
+    if table is None:
+        compute_gradients_with_losses(compute)
     if table is None or parts.stages is None:
         return SequentialForwardBackward(compute, arrange, counts=first)
     pipeline = mesh.axis("pipeline")

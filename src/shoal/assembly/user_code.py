@@ -7,12 +7,13 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from shoal.config.check import Table, keys_of
 from shoal.data.config import PythonData
 from shoal.engine.config import PythonLoss
-from shoal.errors import ShoalError, UserCodeError
+from shoal.errors import ShoalError, UsageError, UserCodeError
 from shoal.launcher.failure import is_out_of_memory
 from shoal.models.config import PythonModel
 
@@ -56,6 +57,18 @@ def call_named(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
         if is_out_of_memory(error):
             raise
         raise UserCodeError(f"{key} = {name!r} raised:\n{users_traceback(error)}") from None
+
+
+def require_nameable(tables: Mapping[str, Table], directory: Path) -> None:
+    """Before any rank starts. Raises `UsageError` where one of the run's `tables` stands for an object of a script."""
+    given = [name for name, table in tables.items() if getattr(table, "build", None) == GIVEN]
+    if given:
+        functions = " ".join(f"{name}.build=module:function" for name in given)
+        raise UsageError(
+            f"the {' and the '.join(given)} of {directory} were objects of a script, which the run directory does not "
+            f"hold: name functions that make them ({functions}), or load the weights into a model of your own with "
+            "shoal.load_checkpoint"
+        )
 
 
 def find_named(name: str, *, key: str) -> Callable[..., Any]:

@@ -32,7 +32,7 @@ from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 
 from shoal.errors import CorruptCheckpoint, UsageError
-from shoal.files import open_file, printable
+from shoal.files import meant, open_file, printable
 
 MANIFEST = "manifest.json"
 SUFFIX = ".safetensors"
@@ -279,19 +279,21 @@ WEIGHTS = "give a safetensors file"
 def require_folder(directory: Path) -> None:
     """Raises `UsageError` where there is no such folder."""
     if not directory.is_dir():
-        raise UsageError(f"{directory} is no folder: give the folder of a run, such as runs/NAME")
+        raise UsageError(f"{directory} is no folder{meant(directory)}: give the folder of a run, such as runs/NAME")
 
 
 def require_checkpoints(directory: Path) -> None:
     """Raises `UsageError` where the run directory has no checkpoint."""
     if not Places(directory).steps():
-        raise UsageError(f"{directory} holds no checkpoint: give the folder of a run, such as runs/NAME")
+        raise UsageError(
+            f"{directory} holds no checkpoint{meant(directory)}: give the folder of a run, such as runs/NAME"
+        )
 
 
 def require_checkpoint(source: Path) -> None:
     """Raises `UsageError` where `source` is neither a checkpoint nor a run directory with one."""
     if not (source / MANIFEST).exists() and not Places(source).steps():
-        raise UsageError(f"{source} holds no checkpoint; give a run directory or one of its checkpoints")
+        raise UsageError(f"{source} holds no checkpoint{meant(source)}; give a run directory or one of its checkpoints")
 
 
 def require_weights(file: Path) -> None:

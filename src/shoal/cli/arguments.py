@@ -9,14 +9,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
+
+from shoal.errors import UsageError
 
 if TYPE_CHECKING:
     from shoal.runfile.run_file import RunFile
@@ -95,6 +97,15 @@ def picture_file(path: Path | None) -> Path | None:
 # The list of verbs that `--help` shows.
 
 
+ELSEWHERE = {"resume": "shoal train with what it was started with, which resumes", "run": "shoal train"}
+"""Verbs of other systems, and what they are here."""
+
+
+def inner_verbs(command: Any) -> Container[str]:
+    """The verbs of a group, none of a verb."""
+    return getattr(command, "commands", {})
+
+
 class Verbs(TyperGroup):
     """A list of verbs with their whole first paragraph, which click would cut at 45 characters.
 
@@ -110,6 +121,18 @@ class Verbs(TyperGroup):
             print(f"{verb}: interrupted before its end; the same command starts it again", file=sys.stderr)
             raise typer.Exit(128 + signal.SIGINT) from None
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The verb that `args` begin with. Of one that is none, but a group's or another system's, `UsageError` says
+        what is meant here.
+        """
+        if args and self.get_command(ctx, args[0]) is None:
+            groups = ((name, self.get_command(ctx, name)) for name in self.list_commands(ctx))
+            meant = [f"shoal {name} {args[0]}" for name, one in groups if args[0] in inner_verbs(one)]
+            meant += [ELSEWHERE[args[0]]] if args[0] in ELSEWHERE else []
+            if meant:
+                raise UsageError(f"there is no verb {args[0]!r}; there is {', '.join(meant)}")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list; called for `--help`."""
         verbs = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
@@ -118,7 +141,7 @@ class Verbs(TyperGroup):
             formatter.write_dl([(name, " ".join(text.split())) for name, text in texts.items()])
 
 
-# A script in the place of a run file: `shoal submit mine.py`, `shoal profile mine.py`, `shoal rehearse mine.py`.
+# A script in the place of a run file: `shoal train mine.py`, and so for submit, profile and rehearse.
 #
 # The script is run up to its first call of `shoal.train` or `shoal.start`, which says what run it is. Keys of the
 # command line reach that call by a variable; what is no key is an argument of the script.
@@ -152,11 +175,9 @@ def command_of_script(file: Path, given: Sequence[str]) -> ScriptTarget | None:
     """
     if file.suffix != ".py":
         return None
-    from shoal.errors import UsageError
     from shoal.launcher.own_script import divided, run_file_of_script
 
-    if not file.is_file():
-        raise UsageError(f"{file} is missing: give a script that calls shoal.train or shoal.start, or a run file")
+    require_script(file)
     keys, arguments = divided(given)
     before = sys.argv
     try:
@@ -164,3 +185,29 @@ def command_of_script(file: Path, given: Sequence[str]) -> ScriptTarget | None:
     finally:
         sys.argv = before
     return ScriptTarget(file, tuple(arguments), tuple(keys), found)
+
+
+def require_script(file: Path) -> None:
+    """Raises `UsageError` where the script is missing."""
+    from shoal.errors import UsageError
+    from shoal.files import meant
+
+    if not file.is_file():
+        raise UsageError(
+            f"{file} is missing{meant(file)}: give a script that calls shoal.train or shoal.start, or a run file"
+        )
+
+
+def become_script(
+    file: Path, given: Sequence[str], environ: Mapping[str, str], *, flags: Sequence[str] = ()
+) -> NoReturn:
+    """This process goes on as the script, told `flags` (--fresh, --resume) and the keys among what was `given`; what is
+    no key is the script's own. Raises `UsageError` where it is missing.
+    """
+    from shoal.launcher.own_script import KEYS, divided
+
+    require_script(file)
+    keys, arguments = divided(given)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, str(file), *arguments], {**environ, KEYS: json.dumps([*flags, *keys])})

@@ -34,11 +34,14 @@ def launch(
     Example: shoal launch -n 2 my_training.py --epochs 3
     """
     from shoal.errors import UsageError
+    from shoal.files import meant
     from shoal.launcher.host import host_from, job_environ, run_host
     from shoal.launcher.script import RANK
 
     if not module and not Path(script).is_file():
-        raise UsageError(f"there is no file {script}: shoal launch takes a Python script, or with -m a module")
+        raise UsageError(
+            f"there is no file {script}{meant(Path(script))}: shoal launch takes a Python script, or with -m a module"
+        )
     if not module and script.endswith(".toml"):
         raise UsageError(f"{script} is no Python script: a run file is trained by shoal train {script}")
     if module and not _there_is(script):

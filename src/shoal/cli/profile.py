@@ -58,9 +58,11 @@ def profile(
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of its own start and end otherwise
     if run_file.suffix == ".py":
-        if flame is not None or lab is not None:
-            raise typer.BadParameter("takes a run file, and not a script", param_hint="--flame, --lab")
-        _tell(_of_script(run_file, overrides or [], warmup=warmup, steps=steps), trace, flame, as_json=as_json)
+        if lab is not None:
+            raise typer.BadParameter("takes a run file, and not a script", param_hint="--lab")
+        graph = None if flame is None else (flame_rank, str(flame.absolute()))
+        found = _of_script(run_file, overrides or [], warmup=warmup, steps=steps, flame=graph)
+        _tell(found, trace, flame, as_json=as_json)
         return
     loaded = load_run(run_file, overrides or ())
 
@@ -89,22 +91,26 @@ def profile(
     )  # fmt: skip
 
 
-def _of_script(script: Path, given: list[str], *, warmup: int, steps: int | None) -> Profile:
+def _of_script(
+    script: Path, given: list[str], *, warmup: int, steps: int | None, flame: tuple[int, str] | None
+) -> Profile:
     """Runs the script until its steps are recorded. Leaves with its exit code where it fails."""
     import msgspec
 
-    from shoal.assembly.profiling import PROFILE, THROW_AWAY, ProfileOrder, read_profile
-    from shoal.errors import UsageError
+    from shoal.assembly.profiling import THROW_AWAY, ProfileOrder, read_profile
+    from shoal.cli.arguments import require_script
     from shoal.files import temporary_folder
     from shoal.launcher.children import wait_for
-    from shoal.launcher.own_script import KEYS, divided
+    from shoal.launcher.own_script import KEYS, PROFILE, divided
+    from shoal.observe.profile.trace import flame_program
 
-    if not script.is_file():
-        raise UsageError(f"{script} is missing: give a script that calls shoal.train or shoal.start, or a run file")
+    require_script(script)
+    if flame is not None:
+        flame_program()
     keys, arguments = divided(given)
     with temporary_folder() as folder:
         keys = [*THROW_AWAY, f"run.directory={json.dumps(str(folder / 'run'))}", *keys]
-        order = ProfileOrder(str(folder / "recorded"), warmup, steps)
+        order = ProfileOrder(str(folder / "recorded"), warmup, steps, flame)
         environ = {**os.environ, PROFILE: msgspec.json.encode(order).decode(), KEYS: json.dumps(keys)}
         with busy(f"recording steps of {script}"):
             command = [sys.executable, str(script), *arguments]

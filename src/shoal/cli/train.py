@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.arguments import AsJson, Overrides
+from shoal.cli.arguments import AsJson, ScriptOverrides
 from shoal.observe.figures import help_lines
 from shoal.standard_output import answer
 
@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from shoal.runfile.run_file import RunFile
 
 
-HELP = f"""Trains a run file. A run that was cut off is resumed from its newest checkpoint.
+HELP = f"""Trains a run file, or a script that calls shoal.train or shoal.start. A run that was cut off is resumed from
+its newest checkpoint.
 
 A run that is finished stays as it is: with the same keys there is nothing to train, with more run.steps it goes on
 from its last step, and with any other key that changes the result a new run is trained in runs/NAME-2.
 
 Example: shoal train recipes/digits.toml run.processes=2 run.steps=200
+
+Example: shoal train mine.py run.processes=2 -- --epochs 3
 
 What the live line and the last line say:
 
@@ -39,15 +42,16 @@ What the live line and the last line say:
 
 def train(
     run_file: Annotated[
-        str | None, typer.Argument(metavar="RUN.toml", help="The run file; none with --replay.")
+        str | None, typer.Argument(metavar="RUN.toml|SCRIPT.py", help="The run file, or a script; none with --replay.")
     ] = None,
-    overrides: Overrides = None,
+    overrides: ScriptOverrides = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Train a new run, runs/NAME-2, whatever there is of this one.")
     ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep to the run that is there, even if it is finished and keys changed.")
     ] = False,
+    ranks: Annotated[int | None, typer.Option("-n", min=1, help="Ranks, as run.processes=N says it.")] = None,
     lab: Annotated[
         Path | None, typer.Option("--lab", metavar="LAB.toml", help="Train on the hosts and links of a lab file.")
     ] = None,
@@ -69,24 +73,31 @@ def train(
         int | None, typer.Option("--replicas", min=1, help="Replicas on this host, with --coordinator; default: one.")
     ] = None,
 ) -> None:
-    """Trains a run file, as `HELP` says."""
+    """Trains a run file or a script, as `HELP` says."""
     from shoal.assembly.finished_run import chosen_run, intent_of
     from shoal.assembly.start import run
+    from shoal.cli.arguments import become_script
     from shoal.observe.facts import recorded_run_file
     from shoal.planning.arrange import PLANNER
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import run_directory
 
-    intent, _ = intent_of([flag for flag, given in (("--fresh", fresh), ("--resume", resume)) if given])
+    flags = [flag for flag, given in (("--fresh", fresh), ("--resume", resume)) if given]
+    intent, _ = intent_of(flags)
     environ = os.environ | _coordination(coordinator, token, authorities, replicas)
-    keys, command = overrides or [], [sys.executable, "-m", "shoal", "train"]
+    overrides = [*(overrides or ()), *([] if ranks is None else [f"run.processes={ranks}"])]
+    if run_file is not None and run_file.endswith(".py"):
+        if lab is not None or replay is not None:
+            raise typer.BadParameter("takes a run file, and not a script", param_hint="--lab, --replay")
+        become_script(Path(run_file), overrides, environ, flags=flags)
+    keys, command = overrides, [sys.executable, "-m", "shoal", "train"]
     if replay is None:
         if run_file is None:
             raise typer.BadParameter("give a run file, or --replay RUN_DIR", param_hint="RUN.toml")
         file, command = Path(run_file), [*command, run_file, *keys]
         loaded = chosen_run(load_run(file, keys), intent, environ=environ)
     else:
-        if run_file is not None or intent != "auto":
+        if run_file is not None or overrides or intent != "auto":
             raise typer.BadParameter("a replay is the recorded run, and takes no keys", param_hint="--replay")
         file, command = recorded_run_file(replay), [*command, "--replay", str(replay)]
         recorded = load_run(file, [f"run.directory={json.dumps(f'{replay}-replay')}"])
@@ -177,14 +188,19 @@ def evaluate(
     Example: shoal evaluate runs/digits run.processes=1
     """
     from shoal.assembly.start import run
+    from shoal.assembly.user_code import require_nameable
     from shoal.errors import UsageError
+    from shoal.files import meant
     from shoal.planning.arrange import PLANNER
     from shoal.runfile.load import load_run
 
     folder = source.parent.parent if (source / "manifest.json").exists() else source
     if not (folder / "run.toml").exists():
-        raise UsageError(f"{source} holds no run: give a run directory, such as runs/NAME, or a checkpoint in one")
+        raise UsageError(
+            f"{source} holds no run{meant(source)}: give a run directory, such as runs/NAME, or a checkpoint in one"
+        )
     loaded = load_run(folder / "run.toml", overrides or ())
+    require_nameable({"model": loaded.model, "data": loaded.data, "loss": loaded.loss}, folder)
 
     def rank(run_file: RunFile, place: Place) -> None:
         from shoal.assembly.conclusion import evaluate_rank

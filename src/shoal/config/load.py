@@ -6,7 +6,6 @@ is bounded: bytes, depth and the length of dotted keys, for which the time of Py
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
 import typing
@@ -30,7 +29,7 @@ from shoal.config.check import (
     variants_of,
 )
 from shoal.errors import ConfigError
-from shoal.files import printable, read_file
+from shoal.files import meant, printable, read_file
 
 FILE_LIMIT_BYTES = 1 << 20
 MOST_FILES = 4
@@ -111,19 +110,43 @@ def dumps(tables: Table) -> str:
     return tomli_w.dumps(_without_none(msgspec.to_builtins(tables)))
 
 
+def dumps_set(tables: Table) -> str:
+    """The run file without what is so by default, for a reader. Loading it gives `tables` again."""
+    return tomli_w.dumps(_without_none(_set_keys(tables)))
+
+
+def _set_keys(table: Table) -> dict[str, Any]:
+    """The keys of `table` that are not as they are by default, and which variant it is."""
+    own = table.__struct_config__
+    found: dict[str, Any] = {} if own.tag is None else {str(own.tag_field): own.tag}
+    for field in msgspec.structs.fields(table):
+        default = field.default
+        if field.default_factory is not msgspec.NODEFAULT:
+            default = field.default_factory()
+        value = getattr(table, field.name)
+        if default is msgspec.NODEFAULT or value != default:
+            found[field.encode_name] = _plain(value)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Table):
+        return _set_keys(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else msgspec.to_builtins(value)
+
+
 def _inside(value: Any) -> Iterable[Any]:
     return value.values() if isinstance(value, dict) else value
 
 
 def _beside(path: Path) -> str:
-    """The TOML files that a misspelt name may have meant, to be appended to a repair: the nearest, else some."""
+    """Some of the TOML files beside a missing one that is like none of them, to be appended to a repair."""
     try:
-        there = [] if path.exists() else sorted(path.parent.glob("*.toml"))
+        there = [] if path.exists() or meant(path) else sorted(path.parent.glob("*.toml"))
     except (OSError, ValueError):
         return ""
-    near = difflib.get_close_matches(path.stem, [one.stem for one in there], n=1)
-    if near:
-        return f": did you mean {printable(path.parent / near[0])}.toml?"
     return f"; there are {', '.join(map(printable, there[:MOST_FILES]))}" if there else ""
 
 

@@ -2,7 +2,8 @@
 
 Nothing sums it as gradients are summed, so two things could go wrong in silence: it comes to depend on how a step's
 samples are cut, and a step that is skipped for a NaN has already written it. The rule is therefore: within a step,
-every forward begins with the state that the step began with (`StepBuffers`). What follows from the weights alone, such
+every forward begins with the state that the step began with (`StepBuffers`); of a loop that goes through the
+microbatches again, with the state that the pass before has left. What follows from the weights alone, such
 as spectral norm, is then changed once a step, and alike on every rank and by every microbatch. What follows from the
 samples is not alike, and `BufferGuard` refuses it by name, in whichever step it begins to move.
 
@@ -40,6 +41,7 @@ class StepBuffers:
         self._model = model
         self._places: dict[str, tuple[dict[str, Any], str]] = {}
         self._start: dict[str, Tensor] = {}
+        self._before_pass: dict[str, Tensor] = {}
         self._after_first: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
         self._forwards, self._steps, self._looked = 0, 0, False
@@ -65,7 +67,17 @@ class StepBuffers:
             self._start[name].copy_(self.now(name).detach())
         self._versions = {name: self.now(name)._version for name in self._start}
         self._after_first, self._forwards, self._looked, self.of_samples = {}, 0, False, None
+        self._before_pass = {}
         self._steps += 1
+
+    @torch.no_grad()
+    def next_pass(self) -> None:
+        """The loop goes through the step's microbatches again: each forward now begins with what the pass before has
+        left. A step that is not committed still goes back to where it began.
+        """
+        self.look()
+        self._before_pass = {name: self.now(name).detach().clone() for name in self.moving & set(self._start)}
+        self._after_first, self._forwards = {}, 0
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -81,19 +93,19 @@ class StepBuffers:
             return
         for name in self._comparable():
             tensor = self.now(name)
-            touched = name in self.moving or tensor._version != self._versions.get(name)
-            if touched and not _same(tensor, self._start[name]):
+            touched, before = name in self.moving or tensor._version != self._versions.get(name), self._before(name)
+            if touched and not _same(tensor, before):
                 self._compare_forwards(name, tensor)
-                tensor.copy_(self._start[name])
+                tensor.copy_(before)
                 self._versions[name] = tensor._version
 
     @torch.no_grad()
     def take_back(self) -> None:
         """The forward that has just been computed does not count: what it changed is as it was before it."""
         for name in self._comparable():
-            tensor = self.now(name)
-            if not _same(tensor, self._start[name]):
-                tensor.copy_(self._start[name])
+            tensor, before = self.now(name), self._before(name)
+            if not _same(tensor, before):
+                tensor.copy_(before)
                 self._versions[name] = tensor._version
 
     @torch.no_grad()
@@ -121,6 +133,10 @@ class StepBuffers:
         if self._steps == self.WATCHED_STEPS:
             still = {name for name, _ in self._model.named_parameters()} - self.moving
             self._start = {name: start for name, start in self._start.items() if name not in still}
+
+    def _before(self, name: str) -> Tensor:
+        """What each forward begins with."""
+        return self._before_pass.get(name, self._start[name])
 
     def _untouched(self, name: str, tensor: Tensor) -> bool:
         """Does PyTorch know of no write in this step to what never moved? It sees none through `.data`: the first steps

@@ -17,6 +17,7 @@ from shoal.data.inputs import unpacked
 from shoal.data.sample import Batch, first_leaf, map_tree
 from shoal.engine.batch_statistics import StepBuffers, synchronised_norms
 from shoal.engine.loss import (
+    ChunkedLoss,
     Distillation,
     Loss,
     call_model,
@@ -270,6 +271,15 @@ def loss_of_logits(
     """
     own = split_loss(loss, vocabulary, mesh)
     return own if model is None or chunks == 1 else in_chunks(model, own, chunks)
+
+
+def compute_gradients_with_losses(compute: Compute) -> None:
+    """Where a loss in chunks may do so: of one microbatch after the other, without a teacher and a loss scale."""
+    loss = compute.loss
+    if not isinstance(loss, ChunkedLoss) or not loss.may_expect:
+        return
+    if compute.distillation is None and compute.precision.compute is not torch.float16:
+        compute.announces.append(loss.expect)
 
 
 def split_loss(loss: Loss, vocabulary: VocabularySplit | None, mesh: Mesh) -> Loss:

@@ -208,18 +208,31 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
 #
 # With a large vocabulary V, logits are the largest tensors of a step: `tokens x V` numbers, as many again in their
 # softmax and in their gradient. Here the head hands its input on, and the loss multiplies one chunk of the tokens after
-# the other with the head's weight, keeps only the losses, and does so again in the backward (`torch.utils.checkpoint`;
-# Liger Kernel, arXiv:2410.10989, chunks its fused cross-entropy the same way):
+# the other with the head's weight, and keeps no logits. There are two ways to the gradient:
 #
-#     kept for the backward    the head's input, tokens x width
-#     at once                  logits of a chunk, their softmax, their gradient: 3 x tokens / chunks x V
-#     computed twice           the head's product and the losses
+#     again     keep the head's input, tokens x width, and compute each chunk's logits again in the backward
+#               (`torch.utils.checkpoint`): the head's product and the losses are computed twice
+#     at once   compute the gradients with the losses, while a chunk's logits are there, up to one factor that only the
+#               backward knows (as Liger Kernel does, arXiv:2410.10989): nothing is computed twice, and what is kept are
+#               the gradients of the head's input and of its weight
 #
-# It is the same sum of the same terms; only the weight's gradient is summed in another order. Evaluations keep all
-# logits: without a gradient there is one tensor of them.
+# With logits z of a token, its softmax p, its target y and what its loss weighs, k:
+#
+#   dz = k (p - onehot(y)),  dx = dz W,  dW = sum of dz^T x;  the backward brings c k for the loss, and gives c dx, c dW
+#
+# At once needs a plain linear head, the weights of the losses before the forward (`ChunkedLoss.expect`), and gradients
+# that do not need a loss scale to be representable. Either way at most 3 x tokens / chunks x V numbers are there at
+# once. It is the same sum of the same terms; only the weight's gradient is summed in another order. Evaluations keep
+# all logits: without a gradient there is one tensor of them.
 
 
-def in_chunks(model: nn.Module, loss: Loss, chunks: int) -> Loss:
+LEFT_OUT = -100
+"""The target of a position that has no loss, as in PyTorch."""
+PROPORTIONAL = 1e-4
+"""Relative to the largest: how far a token's gradient may be from the weight that was announced, by rounding."""
+
+
+def in_chunks(model: nn.Module, loss: Loss, chunks: int) -> ChunkedLoss:
     """`loss`, one value for each token, over `chunks` chunks of the tokens; `model`'s head leaves its product to it.
 
     Called once for a model, after ranks have split it. Raises `UserCodeError` for a model without a head that is named.
@@ -249,20 +262,34 @@ class PostponedHead:
         """Is it, itself, what the last forward gave?"""
         return tensor is not None and self._given is not None and self._given() is tensor
 
+    @property
+    def linear(self) -> nn.Linear | None:
+        """The head, where it is a product with a weight and nothing else."""
+        head = self._head
+        return head if type(head) is nn.Linear and not hasattr(head, "parametrizations") else None
+
     def product(self, x: Tensor) -> Tensor:
         """Logits `[..., out]` of what was given, or of a part of it."""
         return self._head.product(x) if isinstance(self._head, ColumnLinear) else self._inner(x)
 
 
-@dataclass(frozen=True)
 class ChunkedLoss:
     """`loss` of the head's logits. `model` and `head` are names, for messages."""
 
-    model: str
-    head: str
-    postponed: PostponedHead
-    loss: Loss
-    chunks: int
+    def __init__(self, model: str, head: str, postponed: PostponedHead, loss: Loss, chunks: int) -> None:
+        self.model, self.head, self.postponed, self.loss, self.chunks = model, head, postponed, loss, chunks
+        self._weights: Tensor | None = None
+
+    @property
+    def may_expect(self) -> bool:
+        """Whether gradients may be computed with the losses."""
+        return self.loss is cross_entropy and self.postponed.linear is not None
+
+    def expect(self, weights: Tensor) -> None:
+        """Before a forward: what its losses will be multiplied by, `[samples]` or in the shape of the targets, up to a
+        factor. Gradients are then computed with the losses.
+        """
+        self._weights = weights
 
     def __call__(self, outputs: Any, targets: Tensor) -> Tensor:
         """The losses, in the shape of `targets`. Raises `UserCodeError` where the outputs are not the head's."""
@@ -280,6 +307,12 @@ class ChunkedLoss:
                 f"the head '{self.head}' of {self.model} was called with {tuple(given.shape)} for targets "
                 f"{tuple(targets.shape)}; cross-entropy needs logits [*targets, classes]"
             )
+        head, weights = self.postponed.linear, self._weights
+        if weights is not None and head is not None and targets.shape[: weights.ndim] == weights.shape:
+            self._check_targets(targets, head.out_features)
+            shares = weights.view(*weights.shape, *[1] * (targets.ndim - weights.ndim)).expand(targets.shape)
+            flat = given.flatten(0, -2), targets.reshape(-1), shares.reshape(-1)
+            return _LossesAndGradients.apply(head.weight, head.bias, *flat, self.chunks).view(targets.shape)
         parts = zip(given.flatten(0, -2).chunk(self.chunks), targets.reshape(-1).chunk(self.chunks), strict=True)
         losses = [
             checkpoint(self._part, own, wanted, use_reentrant=False, preserve_rng_state=False) for own, wanted in parts
@@ -288,6 +321,93 @@ class ChunkedLoss:
 
     def _part(self, given: Tensor, targets: Tensor) -> Tensor:
         return self.loss(self.postponed.product(given), targets)
+
+    def _check_targets(self, targets: Tensor, classes: int) -> None:
+        """On a CPU, where it costs nothing, `cross_entropy` says what is wrong; a GPU stops by itself."""
+        if targets.dtype == torch.int64 and targets.device.type != "cpu":
+            return
+        wrong = (targets >= classes) | ((targets < 0) & (targets != LEFT_OUT))
+        if targets.dtype != torch.int64 or bool(wrong.any()):
+            one = targets[wrong][:1] if bool(wrong.any()) else targets.reshape(-1)[:1]
+            self.loss(torch.zeros(1, classes), one)
+
+
+class _LossesAndGradients(torch.autograd.Function):
+    """Losses `[tokens]` of `given` `[tokens, width]`, and with them the gradients. See above."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, bias: Tensor | None, given: Tensor, targets: Tensor, shares: Tensor, chunks: int
+    ) -> Tensor:
+        kind = given.device.type
+        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else given.dtype
+        wide = torch.float64 if given.dtype == torch.float64 else torch.float32
+        trains, biased = ctx.needs_input_grad[0], bias is not None
+        d_given = torch.empty_like(given, dtype=low)
+        d_weight = torch.zeros_like(weight, dtype=wide) if trains else None
+        d_bias = torch.zeros_like(bias, dtype=wide) if biased and bias is not None else None
+        losses, at = [], 0
+        counted = shares.to(wide).masked_fill(targets == LEFT_OUT, 0)
+        with torch.autocast(kind, enabled=False):
+            matrix, offset = weight.to(low), bias.to(low) if bias is not None else None
+            for own, wanted, share in zip(
+                given.chunk(chunks), targets.chunk(chunks), counted.chunk(chunks), strict=True
+            ):
+                own = own.to(low)
+                loss, d_logits = _loss_and_gradient(F.linear(own, matrix, offset), wanted, share)
+                losses.append(loss)
+                if d_bias is not None:
+                    d_bias += d_logits.sum(0)
+                d_logits = d_logits.to(low)
+                torch.mm(d_logits, matrix, out=d_given[at : at + len(own)])
+                if d_weight is not None and low == wide:
+                    d_weight.addmm_(d_logits.t(), own)
+                elif d_weight is not None:
+                    d_weight += d_logits.t() @ own
+                at += len(own)
+        ctx.save_for_backward(d_given, d_weight, d_bias, counted)
+        ctx.types = weight.dtype, given.dtype
+        return torch.cat(losses)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        d_given, d_weight, d_bias, counted = ctx.saved_tensors
+        factor = _factor(gradients[0], counted)
+        of_weight, of_given = ctx.types
+        return (
+            None if d_weight is None else (d_weight * factor).to(of_weight),
+            None if d_bias is None else (d_bias * factor).to(of_weight),
+            (d_given * factor).to(of_given),
+            *[None] * 3,
+        )
+
+
+def _loss_and_gradient(logits: Tensor, targets: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses `[tokens]`, and `shares` times their gradients by the logits, in the memory of the widened logits."""
+    z = at_least_float32(logits)
+    places = targets.clamp(min=0).unsqueeze(1)
+    z.sub_(z.amax(1, keepdim=True))
+    found = z.gather(1, places).squeeze(1)
+    total = z.exp_().sum(1, keepdim=True)
+    losses = (total.squeeze(1).log() - found).masked_fill(targets == LEFT_OUT, 0)
+    z.div_(total).scatter_add_(1, places, torch.full_like(total, -1.0))
+    return losses, z.mul_(shares.unsqueeze(1))
+
+
+def _factor(brought: Tensor, counted: Tensor) -> Tensor:
+    """The c of `brought` = c `counted`, where positions that are left out do not count. Raises `UserCodeError` where
+    there is none, which a GPU is not asked.
+    """
+    square = counted.square().sum()
+    factor = torch.where(square > 0, (brought * counted).sum() / square, torch.zeros_like(square))
+    if brought.device.type == "cpu":
+        off = (brought - factor * counted).masked_fill(counted == 0, 0).abs().max()
+        if off > PROPORTIONAL * brought.abs().max():
+            raise UserCodeError(
+                "the losses were weighed otherwise than was announced before the forward, so the gradients that were "
+                "computed with them are of no use; set memory.loss_chunks = 1"
+            )
+    return factor
 
 
 def _head_of(model: nn.Module) -> tuple[str, nn.Module]:

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 
 COMPARED = ("loss/train", "grad/norm", "loss/eval")
+OWN_FILES, FEW_FILES = "shoal/", 3
+"""How the names of Shoal's own files begin, and how many of them are named one by one."""
 
 
 class Parting(msgspec.Struct, frozen=True):
@@ -93,7 +95,9 @@ def _compared(first: Path, second: Path, step: int) -> Comparison:
 
 
 def environment_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
-    """A sentence for each package, file, variable and version that is not the same in two records of provenance."""
+    """A sentence for each package, file, variable and version that is not the same in two records of provenance; one
+    for Shoal's own files, where they are many.
+    """
     if not first or not second:
         return ["code and packages were not recorded by both runs, so they are not compared"]
     found = []
@@ -104,7 +108,12 @@ def environment_differences(first: Mapping[str, Any], second: Mapping[str, Any])
     for kind, label in (("packages", "package"), ("environment", "environment variable")):
         for name, (before, after) in _changed(first.get(kind), second.get(kind)).items():
             found.append(f"{label} {name} was {before or 'not there'}, is {after or 'not there'}")
-    for name, (before, after) in _changed(first.get("files"), second.get("files")).items():
+    files = _changed(first.get("files"), second.get("files"))
+    own = [name for name in files if name.startswith(OWN_FILES)]
+    if len(own) > FEW_FILES:
+        found.append(f"{len(own)} files of Shoal itself are others, {own[0]} among them")
+        files = {name: each for name, each in files.items() if name not in own}
+    for name, (before, after) in files.items():
         found.append(f"file {name} {'has changed' if before and after else 'is gone' if before else 'is new'}")
     return found
 

@@ -45,6 +45,8 @@ KEYS = "SHOAL_KEYS"
 """Keys that replace those of the script's run, as `shoal train RUN.toml key=value` does: a list in JSON."""
 DESCRIBES = "SHOAL_DESCRIBES"
 """Set where the script is run to learn which run its first call of `shoal.train` or `shoal.start` trains."""
+PROFILE = "SHOAL_PROFILE"
+"""What a script's ranks are to record of their steps (`shoal.assembly.profiling.ProfileOrder`), as JSON."""
 _KEY = re.compile(r"[a-z_]+(\.[A-Za-z0-9_*]+)+=", re.ASCII)
 
 

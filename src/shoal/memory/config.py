@@ -91,8 +91,9 @@ class MemoryConfig(Table, frozen=True):
     loss_chunks: Annotated[
         int,
         says(
-            "Parts of a microbatch's tokens whose logits and losses are computed one after the other in training, and "
-            "again in the backward, so that logits of all tokens are never there; for large vocabularies.",
+            "Parts of a microbatch's tokens whose logits and losses are computed one after the other in training, so "
+            "that logits of all tokens are never there; for large vocabularies. Gradients are computed with the "
+            "losses, or, where tensor or pipeline ranks share the model and under float16, by computing a part again.",
             ge=1,
             le=1 << 12,
         ),

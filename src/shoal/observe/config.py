@@ -59,7 +59,7 @@ class ObserveConfig(Table, frozen=True):
         says("Serve the live page on loopback while `shoal train` runs its own ranks (extra `page`)."),
     ] = False
     page_port: Annotated[int, says("Port of that page, 0: any that is free.", ge=0, le=65535)] = 0
-    report: Annotated[bool, says("Write `report.html` and `loss.png` at the end.")] = True
+    report: Annotated[bool, says("Write `report.html` at the end; `shoal report` draws `loss.png` besides.")] = True
     webhook: Annotated[
         str | None, says("URL that gets every warning, and an end without success, as a POST of JSON.")
     ] = None

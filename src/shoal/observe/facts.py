@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from shoal.errors import UsageError
-from shoal.files import read_json
+from shoal.files import meant, read_json
 
 MOST_BYTES = 16 << 20
 """A run's facts take a few KiB."""
@@ -37,6 +37,7 @@ def recorded_run_file(run_directory: Path) -> Path:
     path = run_directory / "run.toml"
     if not path.is_file():
         found = "holds no run" if run_directory.is_dir() else "is a file" if run_directory.exists() else "is not there"
+        found += meant(run_directory)
         raise UsageError(f"{run_directory} {found}: give a directory that 'shoal train' wrote, such as runs/NAME")
     return path
 

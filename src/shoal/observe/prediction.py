@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal import units
-from shoal.observe.events import Event, last_attempt, series
+from shoal.observe.events import Event, groups, last_attempt, series
 from shoal.observe.facts import number_of, text_of
 from shoal.observe.record import Record
 from shoal.observe.tables import section, table
@@ -67,6 +67,11 @@ def median_step_s(events: Sequence[Event]) -> float | None:
     """Of one attempt, behind its warm-up (s); None where it took no more steps."""
     steps = series(events, "time/step")[1][WARM_UP:]
     return statistics.median(steps) if steps else None
+
+
+def measured_attempt(events: Sequence[Event]) -> list[Event]:
+    """The newest attempt whose median step is known, else []. A start of a finished run takes no steps."""
+    return next((one for one in reversed(groups(events)) if median_step_s(one) is not None), [])
 
 
 def _peak(events: Sequence[Event]) -> float | None:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import distributions
+from importlib.metadata import Distribution, distributions
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ RECORDED_NAMES = "SHOAL_RECORD"
 """The variable that names more to record, with commas: what `shoal submit --env` gave."""
 SITES = ("site-packages", "dist-packages")
 GIT_TIMEOUT_S = 10.0
+_FIELD = re.compile(r"^(Name|Version):[ \t]*(.*?)\s*$", re.MULTILINE | re.IGNORECASE)
 _OVERRIDE = re.compile(r"[a-z_]+(\.\w+)+=")
 
 
@@ -77,8 +78,14 @@ def argument_hash(arguments: Sequence[str]) -> str:
 
 def packages() -> dict[str, str]:
     """The version of every installed package."""
-    found = ((one.metadata["Name"], one.version) for one in distributions())
-    return {name: version for name, version in sorted(found, key=str) if name}
+    return dict(sorted(filter(None, map(_name_and_version, distributions()))))
+
+
+def _name_and_version(package: Distribution) -> tuple[str, str] | None:
+    """From the head of the package's metadata, of which Python's own parser reads everything, a millisecond each."""
+    text = package.read_text("METADATA") or package.read_text("PKG-INFO") or package.read_text("") or ""
+    head = {field.lower(): value for field, value in _FIELD.findall(text.partition("\n\n")[0])}
+    return (head["name"], head["version"]) if {"name", "version"} <= head.keys() else None
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:

@@ -14,7 +14,7 @@ from typing import Any
 from shoal import units
 from shoal.config.load import FILE_LIMIT_BYTES, parse
 from shoal.errors import UsageError
-from shoal.files import read_file
+from shoal.files import meant, read_file
 from shoal.launcher.lock import is_locked
 from shoal.observe import events as curves
 from shoal.observe.events import Event, scan_events, series
@@ -266,7 +266,7 @@ def read_record(run_directory: Path) -> Record:
     if not (ranks or facts_path(run_directory).is_file() or (run_directory / "run.toml").is_file()):
         found = "holds no run" if run_directory.is_dir() else "is a file" if run_directory.exists() else "is not there"
         raise UsageError(
-            f"{run_directory} {found}: a report needs its events/, facts.json or run.toml; "
+            f"{run_directory} {found}{meant(run_directory)}: a report needs its events/, facts.json or run.toml; "
             "name the directory that 'shoal train' wrote, such as runs/NAME"
         )
     notices: list[str] = []

@@ -1,4 +1,4 @@
-"""`shoal report`: reads a run directory, and writes `report.html` and `loss.png` into it.
+"""`shoal report`: reads a run directory, and writes `report.html` and `loss.png` into it. A run writes the page alone.
 
 The page is one file: no script, no network, nothing outside it. It says so itself: its content security policy forbids
 everything but its own styles. Every text that came from a file is escaped where it enters the HTML. A run that failed,
@@ -41,19 +41,19 @@ from shoal.observe.tables import (
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
-def write_report(run_directory: Path) -> Path:
-    """Writes both files, the picture only where a loss was measured, and returns the page's path.
+def write_report(run_directory: Path, *, picture: bool = True) -> Path:
+    """Writes both files, the `picture` only where it is asked for and a loss was measured; returns the page's path.
 
     Raises `UsageError` where the directory holds no run, `EnvironmentFault` where it cannot be written.
     """
     record = read_record(run_directory)
     summary = summarize(record)
     path = run_directory / "report.html"
-    picture = loss_picture(record, summary)
+    drawn = loss_picture(record, summary) if picture else None
     try:
         replace_file(path, page(record, summary).encode("utf-8", errors="replace"))
-        if picture is not None:
-            replace_file(run_directory / "loss.png", picture)
+        if drawn is not None:
+            replace_file(run_directory / "loss.png", drawn)
     except OSError as fault:
         raise EnvironmentFault(
             f"{fault.filename or path} cannot be written ({fault.strerror}); a report goes into the run's directory: "
@@ -128,4 +128,4 @@ class ReportSink(Sink):
         write_ending(self._run_directory, ending)
         if self._page:
             self._activity("writing the report")
-            self._note(f"report: {write_report(self._run_directory)}")
+            self._note(f"report: {write_report(self._run_directory, picture=False)}")

@@ -45,7 +45,8 @@ NOTE = "one process ran the script's own loop in plain PyTorch, each global batc
 CODED = "[codec] and [shard_codec] were left out: this compares gradients that are sent as they are"
 LIKELY = (
     ". Is the loss a mean over the samples of the microbatch (else pass weight=), of each sample by itself (else "
-    "shoal.gather_samples)? docs/own-loop-situations.md lists what people met"
+    "shoal.gather_samples), and without dropout in attention over sequences that are padded to the longest of the "
+    "microbatch? docs/own-loop-situations.md lists what people met"
 )
 """What a difference that is no rounding comes from, most often."""
 DREW = (

@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,7 +45,8 @@ from shoal.engine.updates import Outcome
 from shoal.errors import UserCodeError
 from shoal.observe.sink import Ending
 from shoal.own_loop.comparison import Comparison
-from shoal.own_loop.steps import DrawsBySample, OwnSteps
+from shoal.own_loop.objects import as_number
+from shoal.own_loop.steps import DrawsBySample, Microbatches, OwnSteps
 from shoal.own_loop.update import Player, Update, joint_outcome, players_of
 
 
@@ -149,12 +151,13 @@ class Training:
                 raise UserCodeError("the loop took no batch of an epoch; iterate over what epochs() gives with it")
         self._steps.finish()
 
-    def steps(self) -> Iterator[tuple[int, Iterator[Any]]]:
+    def steps(self) -> Iterator[tuple[int, Microbatches]]:
         """The steps from where the run stands to its last: the number of each, from 0, and its microbatches on this
-        rank, all of which are to be taken before the optimizer's step. Raises what `batches` does.
+        rank, all of which are to be taken before the optimizer's step. A loop with several optimizers may take them
+        once for each. Raises what `batches` does.
         """
         while (step := self._steps.next_step()) is not None:
-            yield self.steps_done, self._steps.microbatches(step)
+            yield self.steps_done, Microbatches(partial(self._steps.microbatches, step))
 
     def backward(
         self,
@@ -168,15 +171,20 @@ class Training:
 
         `weight` is what the microbatch counts, if not its samples: say its number of tokens, of which `loss` is the
         mean; 0 for none. `more`: another `backward` of the same microbatch follows, for another loss, and both are
-        computed there, in one pass. `optimizer`: whose parameters the gradient is of, where the loop has several.
+        computed there, in one pass. `optimizer`: whose parameters the gradient is of, where the loop has several; None:
+        those of all.
         """
-        player = self._player(optimizer)
-        total = player.weighed(loss, weight, more=more)
-        if total is None:
+        players = self._players if optimizer is None else [self._player(optimizer)]
+        totals = [player.weighed(loss, weight, more=more, leader=players[0]) for player in players]
+        if totals[0] is None:
             return
         last = self._steps.open is not None and self._steps.open.is_last
-        with player.backward(last=last), self._compute.randomness.drawing():
-            total.backward(inputs=player.inputs)  # pyright: ignore[reportArgumentType]
+        inputs = None if len(players) == len(self._players) else players[0].inputs
+        with ExitStack() as around:
+            for player in players:
+                around.enter_context(player.backward(last=last))
+            around.enter_context(self._compute.randomness.drawing())
+            totals[0].backward(inputs=inputs)  # pyright: ignore[reportArgumentType]
 
     def step(self, *, clip_norm: float | None = None, optimizer: torch.optim.Optimizer | None = None) -> Update | None:
         """Calls the optimizer's `step`, once for every microbatch: makes the update after the last of a step, and
@@ -223,7 +231,7 @@ class Training:
         number = self._steps.given
         self._job.sinks.record(
             number,
-            {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in values.items()},
+            {name: as_number(value) for name, value in values.items()},
             time_s=time.time(),
         )
 
@@ -257,11 +265,11 @@ class Training:
 
     def sum(self, value: float | Tensor) -> float:
         """The sum of a number over all ranks, in float64. Every rank calls it, or all of them raise `UserCodeError`."""
-        return self._meet("sum() or mean()", float(value))
+        return self._meet("sum() or mean()", as_number(value))
 
     def mean(self, value: float | Tensor, *, weight: float = 1.0) -> float:
         """The mean of a number over all ranks, each counting `weight`. Every rank calls it."""
-        total, weights = self.sum(float(value) * weight), self.sum(weight)
+        total, weights = self.sum(as_number(value) * weight), self.sum(weight)
         return total / weights if weights else math.nan
 
     def full_parameters(self) -> AbstractContextManager[None]:
@@ -314,7 +322,7 @@ class Training:
         found = next((player for player in self._players if player.optimizer is optimizer), None)
         if found is None:
             raise UserCodeError(
-                "this run has several optimizers; say which one: backward(loss, optimizer=...)"
+                "this run has several optimizers; say which one: step(optimizer=...), clip_grad_norm_(c, optimizer=...)"
                 if optimizer is None
                 else "this optimizer was not handed over to shoal.start"
             )

@@ -16,6 +16,7 @@ import random
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -47,7 +48,8 @@ from shoal.launcher.environment import ALONE
 from shoal.launcher.own_script import ScriptCheck
 from shoal.maths.norm import two_norm
 from shoal.models.huggingface.config import ForeignKeys
-from shoal.own_loop.steps import DrawsBySample
+from shoal.own_loop.objects import as_number
+from shoal.own_loop.steps import DrawsBySample, Microbatches
 from shoal.own_loop.update import Update
 from shoal.runfile.run_file import RunFile
 from shoal.topology.layout import Layout
@@ -79,14 +81,16 @@ class PlainTraining:
         self._with_targets = not isinstance(data.train, AsInputs)
         self._steps, self._position, self.steps_done = min(check.steps, run_file.run.steps), 0, 0
         self._open: Microbatch | None = None
-        parameters, alone = dict(work.model.named_parameters()), len(work.optimizers) == 1
+        parameters = dict(work.model.named_parameters())
         self._players = [
-            _Player(own.optimizer, {name: parameters[name] for name in own.names}, alone=alone)
-            for own in work.optimizers
+            _Player(own.optimizer, {name: parameters[name] for name in own.names}) for own in work.optimizers
         ]
         models = list(self.model) if isinstance(self.model, nn.ModuleList) else [self.model]
         self._draws = DrawsBySample(models, self._compute, inside=lambda: self._open is not None)
-        self._closed, self._random = False, ""
+        self._closed, self._random, self._drew = False, "", False
+        for model in models:
+            model.register_forward_pre_hook(lambda *_: self._look(), prepend=True)
+            model.register_forward_hook(lambda *_: self._look_away(), always_call=True)
         check.samples.write_text("\n".join(_samples_of(data, run_file)), encoding="utf-8")
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -102,7 +106,8 @@ class PlainTraining:
         done = [player for player in self._players if player.stepped]
         if not done:
             return None
-        return Update(sum(player.loss for player in done), math.hypot(*(player.norm for player in done)), True)
+        losses = [player.loss for player in done if player.leader is player or not player.leader.stepped]
+        return Update(sum(losses), math.hypot(*(player.norm for player in done)), True)
 
     @property
     def samples(self) -> int:
@@ -121,10 +126,10 @@ class PlainTraining:
             before = self._position // size
             yield before, self._until((before + 1) * size)
 
-    def steps(self) -> Iterator[tuple[int, Iterator[Any]]]:
+    def steps(self) -> Iterator[tuple[int, Microbatches]]:
         while True:
             given = self._next()
-            yield self.steps_done, iter([given])
+            yield self.steps_done, Microbatches(partial(self._one_pass, given))
 
     def backward(
         self,
@@ -136,23 +141,16 @@ class PlainTraining:
     ) -> None:
         """`weight` changes nothing: this batch is the whole of its step."""
         self._batch("backward()")
-        player = self._player(optimizer)
-        player.backwards = True
-        player.deferred = loss if player.deferred is None else player.deferred + loss
+        players = self._players if optimizer is None else [self._player(optimizer)]
+        total, *_ = [player.joined(loss, leader=players[0]) for player in players]
         if more:
             return
-        total, player.deferred = player.deferred, None
+        self._look()
         with self._compute.randomness.drawing():
-            total.backward(inputs=player.inputs)
-        player.loss = float(total.detach())
-        if not math.isfinite(player.loss):
-            raise UserCodeError(
-                f"step {self.steps_done + 1}: the loss of plain PyTorch is {player.loss}: there is nothing to compare "
-                "a layout with"
-            )
-        player.norm = math.hypot(
-            *(float(two_norm(p.grad.to_dense())) for p in player.trained.values() if p.grad is not None)
-        )
+            total.backward(inputs=None if len(players) == len(self._players) else list(players[0].trained.values()))
+        self._look_away()
+        for player in players:
+            player.computed(float(total.detach()), self.steps_done + 1)
 
     def step(self, *, clip_norm: float | None = None, optimizer: torch.optim.Optimizer | None = None) -> Update | None:
         player = self._player(optimizer)
@@ -173,7 +171,7 @@ class PlainTraining:
     def log(self, values: Mapping[str, float | Tensor]) -> None:
         """Nothing, if `values` are numbers."""
         for value in values.values():
-            float(value.detach() if isinstance(value, Tensor) else value)
+            as_number(value)
 
     def note(self, text: str) -> None:
         """Nothing."""
@@ -196,10 +194,10 @@ class PlainTraining:
                 yield self._given(self._compute.prepared(batch).batch)
 
     def sum(self, value: float | Tensor) -> float:
-        return float(value)
+        return as_number(value)
 
     def mean(self, value: float | Tensor, *, weight: float = 1.0) -> float:
-        return float(value) if weight else math.nan
+        return as_number(value) if weight else math.nan
 
     def full_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -236,7 +234,7 @@ class PlainTraining:
             return self._players[0]
         found = next((player for player in self._players if player.optimizer is optimizer), None)
         if found is None:
-            raise UserCodeError("this run has several optimizers; say which one: backward(loss, optimizer=...)")
+            raise UserCodeError("this run has several optimizers; say which one: step(optimizer=...)")
         return found
 
     def _batch(self, call: str) -> Batch:
@@ -262,8 +260,22 @@ class PlainTraining:
         self._position += len(fed.interval)
         self._open = self._compute.prepared(batch)
         self._compute.announce(self._open, lambda: 1.0)
-        self._random = _generators()
+        self._drew = False
+        self._look_away()
         return self._given(self._open.batch)
+
+    def _look(self) -> None:
+        """Has the loop drawn random numbers of its own? What models draw in their forwards is keyed on the samples."""
+        self._drew |= self._random != _generators()
+
+    def _look_away(self) -> None:
+        self._random = _generators()
+
+    def _one_pass(self, given: Any) -> Iterator[Any]:
+        """The step's only microbatch, of which each pass draws the same."""
+        if self._open is not None:
+            self._compute.announce(self._open, lambda: 1.0)
+        yield given
 
     def _given(self, batch: Batch) -> Any:
         return (batch.inputs, batch.targets) if self._with_targets else batch.inputs
@@ -280,8 +292,8 @@ class PlainTraining:
             raise UserCodeError(f"step {self.steps_done}: the optimizer's step() was not called")
         gradients = {f"gradient/{name}": each for player in self._players for name, each in player.taken.items()}
         state = {f"state/{name}": each for name, each in state_of(self.model).items()}
-        drew = json.dumps(self._random != _generators())
-        said = {"loss": repr(done.loss), "norm": repr(done.grad_norm), "drew": drew}
+        self._look()
+        said = {"loss": repr(done.loss), "norm": repr(done.grad_norm), "drew": json.dumps(self._drew)}
         save_file(gradients | state, self._check.step(self.steps_done), said)
         if self.steps_done == self._steps:
             self._leave()
@@ -296,12 +308,13 @@ class PlainTraining:
 class _Player:
     """One optimizer of the loop. `taken` are copies of the gradients that it made its update from."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter], *, alone: bool) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter]) -> None:
         self.optimizer, self.trained = optimizer, trained
         self.deferred: Tensor | None = None
         self.loss = self.norm = 0.0
         self.stepped, self.backwards, self.taken = False, False, dict[str, Tensor]()
-        self.inputs = None if alone else list(trained.values())
+        self.leader = self
+        """The first of the optimizers whose gradients its backward computes."""
         optimizer.register_step_pre_hook(self._before)
 
     def begin(self) -> None:
@@ -310,6 +323,23 @@ class _Player:
         self.stepped = self.backwards = False
         for parameter in self.trained.values():
             parameter.grad = None
+
+    def joined(self, loss: Tensor, *, leader: _Player) -> Tensor:
+        """The sum of this batch's losses up to this one."""
+        self.backwards, self.leader = True, leader
+        self.deferred = loss if self.deferred is None else self.deferred + loss
+        return self.deferred
+
+    def computed(self, loss: float, step: int) -> None:
+        """After a backward. Raises `UserCodeError` for a loss that is not finite."""
+        self.deferred, self.loss = None, loss
+        if not math.isfinite(loss):
+            raise UserCodeError(
+                f"step {step}: the loss of plain PyTorch is {loss}: there is nothing to compare a layout with"
+            )
+        self.norm = math.hypot(
+            *(float(two_norm(p.grad.to_dense())) for p in self.trained.values() if p.grad is not None)
+        )
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.stepped = True

@@ -163,6 +163,7 @@ def start_own_loop(
             return _plain(run_file, objects, data, check)
         place = place_from(os.environ)
         if place is None:
+            require_own_loop(run_file, model=objects["model"], optimizer=objects["optimizer"])
             processes = _processes(run_file, command)
             if processes > 1:
                 run_file = with_processes(run_file, processes)

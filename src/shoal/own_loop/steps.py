@@ -27,6 +27,18 @@ from shoal.models.draw_watch import DrawWatch
 from shoal.own_loop.update import OpenStep, Player, joint_outcome
 
 
+class Microbatches:
+    """The microbatches of one step, as the script gets them. Each loop over it is a pass over all of them: loops with
+    several optimizers may take one for each.
+    """
+
+    def __init__(self, one_pass: Callable[[], Iterator[Any]]) -> None:
+        self._one_pass = one_pass
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._one_pass()
+
+
 class OwnSteps:
     """The steps of `job`, whose updates the `players` make.
 
@@ -80,6 +92,8 @@ class OwnSteps:
 
     def microbatches(self, step: OpenStep) -> Iterator[Any]:
         """The inputs of each microbatch of the open step. Raises `UserCodeError` where one got no `backward()`."""
+        if step.begun:
+            self._compute.buffers.next_pass()
         for index, batch in enumerate(step.batches):
             step.enter(index, self._compute.prepared(batch))
             for player in self._players:
@@ -138,11 +152,6 @@ class OwnSteps:
     def _taken(self, pending: PendingStep, work: Work) -> Iterator[OpenStep]:
         """The step, open until the next is asked for; then its result is known."""
         batches = self._alike(work.batches)
-        if len(self._players) > 1 and len(batches) > 1:
-            raise UserCodeError(
-                f"a step has {len(batches)} microbatches, and a loop with several optimizers takes it in one: "
-                "leave batch.micro_samples out"
-            )
         self.pending = pending
         self.open = OpenStep(work, batches, scale=self._run.step.scale)
         for player in self._players:

@@ -11,8 +11,13 @@ rank the parameters that others have updated. Where there is nothing to update (
 where something was not finite) the one before it takes the gradients away, so that the optimizer changes nothing, and
 the second puts them back.
 
-A loop with several optimizers, as for a GAN, has a player for each. A backward computes the gradients of its own
-player's parameters alone: what the discriminator's weights would get from the generator's loss is not even computed.
+A loop with several optimizers, as for a GAN, has a player for each. A backward that names one computes the gradients of
+its parameters alone: what the discriminator's weights would get from the generator's loss is not even computed. One
+that names none is for all of them.
+
+A step of several microbatches is right where each gradient is that of one set of weights. So all backwards come before
+all updates; or the loop takes the microbatches once for each optimizer, whose update is made before the next pass. A
+gradient that goes on behind another optimizer's update would be of two sets of weights, and is refused.
 """
 
 from __future__ import annotations
@@ -67,6 +72,8 @@ class OpenStep:
     def __init__(self, work: Work, batches: Sequence[Batch], *, scale: float) -> None:
         self.work, self.batches = work, batches
         self._scale, self._index = scale, -1
+        self.updates, self.begun = 0, False
+        """How many optimizers have made their update in this step; whether a microbatch was given."""
         self._microbatch: Microbatch | None = None
 
     @property
@@ -88,7 +95,7 @@ class OpenStep:
         return self._scale if weighed_by_loop else self._scale / self.work.tally.wait().denominator
 
     def enter(self, index: int, microbatch: Microbatch) -> None:
-        self._index, self._microbatch = index, microbatch
+        self._index, self._microbatch, self.begun = index, microbatch, True
 
 
 def players_of(
@@ -112,7 +119,6 @@ def players_of(
                 {name: trained[name] for name in own.names},
                 trained_set=trained_set,
                 sum_over_ranks=sum_over_ranks,
-                alone=len(parts) == 1,
                 on_update=on_update,
             )
         )
@@ -132,12 +138,14 @@ def _now(parameter: Parameter) -> tuple[Tensor | None, int]:
 
 
 def joint_outcome(players: Sequence[Player]) -> Outcome:
-    """What the updates of a step did together: the sum of the losses, the norm over all gradients."""
+    """What the updates of a step did together: the sum of the losses, one of several optimizers counted once, and the
+    norm over all gradients.
+    """
     done = [player.outcome for player in players if player.outcome is not None]
     if len(done) == 1:
         return done[0]
     return Outcome(
-        sum(outcome.loss for outcome in done),
+        sum(player.outcome.loss for player in players if player.outcome is not None and not player.loss_is_counted),
         math.hypot(*(outcome.norm for outcome in done)),
         all(outcome.committed for outcome in done),
         sum(outcome.update_s for outcome in done),
@@ -147,8 +155,8 @@ def joint_outcome(players: Sequence[Player]) -> Outcome:
 
 
 class Player:
-    """See above. `trained` are the model's parameters that the optimizer trains, by name; `alone`: there is no other
-    optimizer. `inputs` are the parameters that a backward differentiates by; None: all.
+    """See above. `trained` are the model's parameters that the optimizer trains, by name; `inputs` are the same, for a
+    backward of this player alone.
     """
 
     def __init__(
@@ -160,11 +168,10 @@ class Player:
         *,
         trained_set: TrainedSet,
         sum_over_ranks: Callable[[float], float],
-        alone: bool = True,
         on_update: OnUpdate | None = None,
     ) -> None:
         self.optimizer, self.gradients, self.policy = optimizer, gradients, AtOnce(gradients, optimizer, seen=True)
-        self.inputs = None if alone else list(trained.values())
+        self.inputs = list(trained.values())
         self.outcome: Outcome | None = None
         self.lr = 0.0
         self._context, self._sum, self._on_update = context, sum_over_ranks, on_update
@@ -174,6 +181,7 @@ class Player:
         self._withheld: list[tuple[Parameter, Tensor | None]] = []
         self._rates: list[float] = []
         self._backwards = self._expecting_more = self._stepped = False
+        self._leader, self._microbatches, self._updates_before = self, 0, 0
         self._weighed_by_loop: bool | None = None
         self._own_weight, self._outcomes = 0.0, 0
         self._deferred: Tensor | None = None
@@ -193,12 +201,17 @@ class Player:
         done = self.outcome
         return None if done is None else Update(done.loss, done.norm, done.committed)
 
+    @property
+    def loss_is_counted(self) -> bool:
+        """Whether the loss of this step is that of another player, which has made its update."""
+        return self._leader is not self and self._leader.outcome is not None
+
     def begin(self, step: OpenStep) -> None:
         """Before the first microbatch of a step."""
         self.policy.begin(step.work)
         self._step, self._agreed, self.outcome = step, None, None
         self._loss, self._own_weight, self._weighed_by_loop = torch.zeros_like(self._loss), 0.0, None
-        self._rates = []
+        self._rates, self._leader, self._microbatches = [], self, 0
 
     def enter(self) -> None:
         """Before every microbatch."""
@@ -224,6 +237,8 @@ class Player:
         gradients and has not.
         """
         step, self._step = self._opened(), None
+        if self._rates and self._agreed is None:
+            self._check_whole(step)
         if self._rates and self.outcome is None:
             raise UserCodeError(
                 f"step {step.work.step}: step() was not called for {step.place}; call it after every backward() (it "
@@ -231,8 +246,10 @@ class Player:
             )
         return self.outcome is not None
 
-    def weighed(self, loss: Tensor, weight: float | None, *, more: bool) -> Tensor | None:
-        """The losses of this microbatch, each times what it counts; None where `more` follow."""
+    def weighed(self, loss: Tensor, weight: float | None, *, more: bool, leader: Player) -> Tensor | None:
+        """The losses of this microbatch, each times what it counts; None where `more` follow. `leader` is the first of
+        the players whose gradients this backward computes.
+        """
         step = self._opened()
         self._trained_set.check(step.work.step)
         self._check_loss(loss)
@@ -240,8 +257,10 @@ class Player:
         if self._agreed is not None or self._stepped or (self._backwards and not self._expecting_more):
             raise UserCodeError(
                 f"step {step.work.step}: backward() was called again for one batch, whose gradient has left already; "
-                "pass more=True to every backward() of a batch but the last, and call step() after that"
+                "pass more=True to every backward() of a batch but the last, and call step() after that; with several "
+                "optimizers, backward(loss, optimizer=...) is for one of them alone"
             )
+        self._check_weights_of(step, leader)
         if self._weighed_by_loop not in (None, weight is not None):
             raise UserCodeError("backward() has a weight for one batch and none for another; pass it always or never")
         self._weighed_by_loop = weight is not None
@@ -249,6 +268,7 @@ class Player:
         counts = batch.weights.sum().item() if weight is None else float(weight) if batch.real_samples else 0.0
         if not self._expecting_more:
             self._own_weight += counts
+            self._microbatches += 1
         self._backwards, self._expecting_more = True, more
         self._rates = self._rates or self._rates_now()
         self._loss += loss.detach().double().reshape(()) * counts
@@ -293,6 +313,7 @@ class Player:
     def agree(self) -> None:
         """After the last backward of a step: all ranks agree on the gradient, and vote."""
         step, used = self._opened(), self.gradients.used
+        self._check_whole(step)
         declared = Declaration(
             self._context.lockstep,
             self._loss,
@@ -353,6 +374,7 @@ class Player:
         if self._agreed is not None:
             self.outcome = self.policy.conclude(self._context, self._agreed)
             self._outcomes += 1
+            self._opened().updates += 1
 
     def _remember(self, norm: float) -> None:
         """The gradient as it is now, and its 2-norm."""
@@ -383,6 +405,31 @@ class Player:
         if total <= 0:
             raise UserCodeError(f"step {step.work.step}: all weights of the global batch are 0; give one sample weight")
         return total
+
+    def _check_weights_of(self, step: OpenStep, leader: Player) -> None:
+        """Raises `UserCodeError` where the step's gradient is not that of one loss and of one set of weights."""
+        if not self._rates:
+            self._leader, self._updates_before = leader, step.updates
+        if self._leader is not leader:
+            raise UserCodeError(
+                f"step {step.work.step}: one backward() is for all optimizers and another for one of them alone; name "
+                "the same optimizer, or none, for every batch of a step"
+            )
+        if step.updates != self._updates_before and not self._expecting_more:
+            raise UserCodeError(
+                f"step {step.work.step}: another optimizer has made its update between two microbatches of this one, "
+                "whose gradient would be of two sets of weights. Call both backward() before both step(); or, if one "
+                "needs the other's update, take the microbatches once for each: for number, microbatches in "
+                "run.steps(), and in it a loop over microbatches for each optimizer, with its step() behind it"
+            )
+
+    def _check_whole(self, step: OpenStep) -> None:
+        """Raises `UserCodeError` where some microbatches had no backward of this player."""
+        if self._microbatches != (wanted := len(step.batches)):
+            raise UserCodeError(
+                f"step {step.work.step}: {self._microbatches} of {wanted} microbatches had a backward() for one "
+                "optimizer; call it for all of a step, with weight=0 for one that shall not count, or for none"
+            )
 
     def _check_unscaled(self) -> None:
         """In the first step. Raises `UserCodeError` where the script, or who calls the optimizer, scales losses."""

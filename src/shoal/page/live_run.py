@@ -17,6 +17,7 @@ import msgspec
 
 from shoal.config.load import read as read_tables
 from shoal.errors import ConfigError, UsageError
+from shoal.files import meant
 from shoal.launcher.lock import is_locked
 from shoal.observe.events import Event, Tail, events_path
 from shoal.observe.facts import facts_path, number_of, read_facts, text_of
@@ -97,7 +98,7 @@ class LiveRun:
         ):
             found = "holds no run" if directory.is_dir() else "is a file" if directory.exists() else "is not there"
             raise UsageError(
-                f"{directory} {found}: a page needs its events/, facts.json or run.toml; "
+                f"{directory} {found}{meant(directory)}: a page needs its events/, facts.json or run.toml; "
                 "name the directory that 'shoal train' writes, such as runs/NAME"
             )
         self.directory = directory

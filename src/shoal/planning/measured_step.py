@@ -17,9 +17,9 @@ from pathlib import Path
 
 from shoal import units
 from shoal.errors import UsageError
-from shoal.observe.events import last_attempt, read_events
+from shoal.observe.events import read_events
 from shoal.observe.facts import read_facts, text_of
-from shoal.observe.prediction import median_step_s
+from shoal.observe.prediction import measured_attempt, median_step_s
 from shoal.observe.record import layer_loads, mean_imbalance
 from shoal.planner.explain.residuals import Evidence
 from shoal.planner.predict.measured import Measured
@@ -73,7 +73,7 @@ def step_of_earlier_run(run_file: RunFile, *, host: str) -> MeasuredStep | None:
     if text_of(facts.get("host")) != host or text_of(facts.get("device")) != "cpu" or not alone:
         return None
     ran = load_run(directory / "run.toml", ())
-    events = last_attempt(read_events(directory))
+    events = measured_attempt(read_events(directory))
     step_s = median_step_s(events)
     if step_s is None or not _alike(ran, run_file):
         return None

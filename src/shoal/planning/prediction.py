@@ -15,9 +15,9 @@ from typing import Any
 
 from shoal import units
 from shoal.errors import LayoutError, ShoalError, UsageError
-from shoal.observe.events import last_attempt, read_events
+from shoal.observe.events import read_events
 from shoal.observe.facts import read_facts
-from shoal.observe.prediction import BASIS, MEMORY, STEP, Compared, Forecast, compared, median_step_s
+from shoal.observe.prediction import BASIS, MEMORY, STEP, Compared, Forecast, compared, measured_attempt, median_step_s
 from shoal.planner.explain.residuals import prediction_record
 from shoal.planner.explain.text import table
 from shoal.planner.predict.predictor import Prediction, Predictor
@@ -134,7 +134,7 @@ class MeasuredRun:
 def measured_run(run_file: RunFile, directory: Path) -> MeasuredRun:
     """The run of `run_file` as its directory recorded it. Raises `UsageError` where it took no steps yet."""
     facts, events = read_facts(directory), read_events(directory)
-    step_s = median_step_s(last_attempt(events))
+    step_s = median_step_s(measured_attempt(events))
     if step_s is None:
         raise UsageError(f"--elsewhere {directory}: no measured steps are there; name the directory of a run")
     return MeasuredRun(

@@ -43,6 +43,11 @@ def load_run(path: Path, overrides: Iterable[str] = ()) -> RunFile:
 
     Keys of earlier versions are read, and named on standard error.
     """
+    if path.suffix == ".py" and path.is_file():
+        raise ConfigError(
+            f"{path} is a script, and this takes a run file: shoal train, verify, profile, rehearse and submit take "
+            "scripts; to plan, name its model in a run file (model.build)"
+        )
     overrides = tuple(overrides)
     file = f"{path} with {' '.join(overrides)}" if overrides else str(path)
     return run_file_of(apply(read(path), overrides, RunFile), file=file)

@@ -123,8 +123,8 @@ def world_size_of(run_file: RunFile, *, nodes: int | None, ranks_per_node: int |
         return stated
     if ranks_per_node is None:
         raise UsageError(
-            "the run file does not say how many ranks the run has: set run.processes or an axis of [layout], "
-            "or give --nodes and --ranks-per-node"
+            "nothing says how many ranks the run has: set run.processes or an axis of [layout], or "
+            "give --nodes and --ranks-per-node"
         )
     return (nodes or 1) * ranks_per_node
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.config.load import dumps
+from shoal.config.load import dumps_set
 from shoal.data.named_files import local_files
 from shoal.errors import Stopped, UsageError
 from shoal.launcher.host import MASTER_ADDR, MASTER_PORT, MASTER_PORT_DEFAULT, NNODES, NODE_RANK, NPROC_PER_NODE
@@ -113,7 +113,7 @@ def config_map(job: SubmittedJob, options: KubernetesOptions) -> dict[str, Any]:
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": metadata_of(job, options) | {"name": config_map_name(object_name(job))},
-        "data": {RUN_FILE: dumps(inside)},
+        "data": {RUN_FILE: dumps_set(inside)},
     }
 
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from shoal.config.load import dumps
+from shoal.config.load import dumps_set
 from shoal.errors import EnvironmentFault, MissingExtra, UsageError
 from shoal.files import read_json, temporary_folder
 from shoal.submit.job import SubmittedJob
@@ -43,7 +43,7 @@ class Ray:
         """The driver's description of the job, and the run file."""
         described = ray_job(job, address=self._address, strategy=self._strategy, wait_s=self._wait_s)
         text = msgspec.json.format(msgspec.json.encode(described), indent=2).decode() + "\n"
-        return {DESCRIPTION: text, RUN_FILE: dumps(job.run_file)}
+        return {DESCRIPTION: text, RUN_FILE: dumps_set(job.run_file)}
 
     def submit(self, job: SubmittedJob) -> Submission:
         """Start the driver, in a session of its own. Raises `MissingExtra`."""
@@ -157,7 +157,7 @@ class RayJobs:
         described = msgspec.structs.replace(described, command=command, folder="")
         text = msgspec.json.format(msgspec.json.encode(described), indent=2).decode() + "\n"
         run = msgspec.structs.replace(job.run_file.run, directory=str(job.directory))
-        return {DESCRIPTION: text, RUN_FILE: dumps(msgspec.structs.replace(job.run_file, run=run))}
+        return {DESCRIPTION: text, RUN_FILE: dumps_set(msgspec.structs.replace(job.run_file, run=run))}
 
     def submit(self, job: SubmittedJob) -> Submission:
         """Send the folder and start the driver. Raises `UsageError` for a folder of more than `MOST_BYTES`."""

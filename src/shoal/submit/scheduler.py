@@ -1,6 +1,6 @@
 """What every scheduler does with a job, and the record that lies beside a run of what was submitted.
 
-runs/NAME/submit/   run.toml            resolved, as the ranks read it
+runs/NAME/submit/   run.toml            the keys that are set, overrides among them
                     job.sbatch, ...     what the scheduler was given
                     submission.json     to whom, and under which name it knows the job
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.config.load import dumps
+from shoal.config.load import dumps_set
 from shoal.errors import EnvironmentFault, Stopped, UsageError
 from shoal.submit.job import SubmittedJob
 from shoal.submit.scheduler import State, Status, Submission, call, said
@@ -156,9 +156,9 @@ class Slurm:
         self._options = options
 
     def files(self, job: SubmittedJob) -> Mapping[str, str]:
-        """The batch script, and the resolved run file that it names."""
+        """The batch script, and the run file that it names; a sweep's and a script's job name none."""
         script = {SCRIPT: batch_script(job, self._options)}
-        return script if job.array is not None else script | {RUN_FILE: dumps(job.run_file)}
+        return script if job.array is not None or job.script else script | {RUN_FILE: dumps_set(job.run_file)}
 
     def submit(self, job: SubmittedJob) -> Submission:
         """Hand the script to `sbatch`.

@@ -18,7 +18,7 @@ from types import FrameType
 import msgspec
 
 from shoal.errors import UsageError
-from shoal.files import temporary_folder
+from shoal.files import meant, temporary_folder
 from shoal.launcher.children import wait_for
 from shoal.launcher.failure import ExitCode
 from shoal.launcher.own_script import KEYS, ScriptCheck, divided
@@ -44,7 +44,7 @@ def verify_script(
     script, or where it comes to no call of Shoal.
     """
     if not script.is_file():
-        raise UsageError(f"there is no script {script}")
+        raise UsageError(f"there is no script {script}{meant(script)}")
     keys, own = divided(arguments)
     command, told = [sys.executable, str(script), *own], {KEYS: json.dumps(keys)}
     with temporary_folder() as folder:

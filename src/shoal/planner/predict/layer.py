@@ -208,7 +208,8 @@ def _recomputed(plan: Plan, device: LayerSeconds, machine: Machine) -> tuple[flo
 
 def _head(model: Transformer, plan: Plan, share: Share, machine: Machine, prices: Prices) -> dict[str, float]:
     """Head, loss and embedding of a microbatch. The loss sums three numbers a token over tensor ranks, or they gather
-    the logits. With chunks of the loss, its forward and a third of the products run twice, chunk by chunk."""
+    the logits. With chunks of the loss it runs chunk by chunk; where ranks split the head or pass microbatches on, its
+    forward and a third of the products run twice."""
     products, loss, embedding = prices.head(model, share)
     group = tensor_group(plan, machine)
     stream = share.tokens * model.hidden * share.element_bytes
@@ -218,7 +219,7 @@ def _head(model: Transformer, plan: Plan, share: Share, machine: Machine, prices
     else:
         lost = 3 * group.all_reduce(4.0 * share.tokens)
     host = machine.constants.head_operators * machine.constants.dispatch_s
-    if plan.loss_chunks > 1:
-        products, loss, lost = products * 4 / 3, loss * LOSS_TWICE, 2 * lost
-        host *= plan.loss_chunks * LOSS_TWICE
+    host *= plan.loss_chunks
+    if plan.loss_chunks > 1 and plan.layout.pipeline * plan.layout.tensor > 1:
+        products, loss, lost, host = products * 4 / 3, loss * LOSS_TWICE, 2 * lost, host * LOSS_TWICE
     return {"head and loss": products + loss + embedding, "tensor": wires + lost, "launches": host}

@@ -1,0 +1,125 @@
+"""Loops with several optimizers, each step in several microbatches: beside plain PyTorch, which takes it in one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shoal.verification.verdict import Verdict
+from tests.cli.warm_scripts import compare_script, run_script
+
+HEAD = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+import shoal
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(48, 2), torch.randn(48, 4))
+g = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+d = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.2), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+first, second = torch.optim.Adam(g.parameters(), lr=1e-2), torch.optim.SGD(d.parameters(), lr=1e-1, momentum=0.9)
+run = shoal.start(model=(g, d), optimizer=(first, second), data=data, batch_samples=12, steps=3)
+def sides(real, noise):
+    return F.softplus(-d(real)).mean() + F.softplus(d(g(noise).detach())).mean()
+def fooled(noise):
+    return F.softplus(-d(g(noise))).mean()
+"""
+ALTERNATING = """
+for number, microbatches in run.steps():
+    for real, noise in microbatches:
+        run.backward(sides(real, noise), optimizer=second)
+    second.step(); second.zero_grad()
+    for real, noise in microbatches:
+        run.backward(fooled(noise), optimizer=first)
+    first.step(); first.zero_grad()
+"""
+AT_ONCE = """
+for real, noise in run.batches():
+    run.backward(sides(real, noise), optimizer=second)
+    run.backward(fooled(noise), optimizer=first)
+    torch.nn.utils.clip_grad_norm_(g.parameters(), 0.1)
+    second.step(); first.step()
+    second.zero_grad(); first.zero_grad()
+"""
+ONE_LOSS = """
+for real, noise in run.batches():
+    run.backward(F.mse_loss(g(noise), real) + d(g(noise)).mean())
+    torch.nn.utils.clip_grad_norm_([*g.parameters(), *d.parameters()], 0.5)
+    first.step(); second.step()
+    first.zero_grad(); second.zero_grad()
+"""
+ONE_AFTER_THE_OTHER = """
+for real, noise in run.batches():
+    run.backward(sides(real, noise), optimizer=second)
+    second.step(); second.zero_grad()
+    run.backward(fooled(noise), optimizer=first)
+    first.step(); first.zero_grad()
+"""
+LAST_ALONE = """
+for number, microbatches in run.steps():
+    for at, (real, noise) in enumerate(microbatches):
+        run.backward(sides(real, noise), optimizer=second)
+        if at == 3:
+            run.backward(fooled(noise), optimizer=first)
+    second.step(); first.step()
+"""
+LOOPS = {"alternating": ALTERNATING, "at once": AT_ONCE, "one loss": ONE_LOSS}
+LAYOUTS = {
+    "replicated": (),
+    "ZeRO-1": ("layout.shard=2", "memory.zero=1"),
+    "ZeRO-3": ("layout.shard=2", "memory.zero=3"),
+}
+IN_TWO = "batch.micro_samples=3"
+"""Of the 6 samples that each of two ranks has of a step."""
+
+
+def check(loop: str, folder: Path, *keys: str) -> None:
+    (folder / "mine.py").write_text(HEAD + loop)
+    verdict = compare_script(folder / "mine.py", folder, IN_TWO, *keys, world=2)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.holds, "\n".join(verdict.lines())
+    assert {finding.step for finding in verdict.findings} == {1, 2, 3}
+    assert {finding.quantity for finding in verdict.findings} == {"loss", "norm", "gradient", "weight"}
+
+
+@pytest.mark.matrix(every=4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_microbatches_of_several_optimizers_are_one_step(loop: str, layout: str, tmp_path: Path) -> None:
+    """The discriminator's update before the generator's backward; both backwards before both updates; one loss, and one
+    backward, for two optimizers. With dropout, and a clip over what one or both of them train.
+    """
+    check(LOOPS[loop], tmp_path, *LAYOUTS[layout])
+
+
+@pytest.mark.stress
+def test_spectral_norm_moves_once_in_each_pass(tmp_path: Path) -> None:
+    """As in one process, whatever the number of microbatches; buffers are compared, too."""
+    norm = "nn.utils.parametrizations.spectral_norm(nn.Linear(2, 8))"
+    (tmp_path / "mine.py").write_text(
+        (HEAD + ALTERNATING).replace("nn.Sequential(nn.Linear(2, 8)", f"nn.Sequential({norm}")
+    )
+    verdict = compare_script(tmp_path / "mine.py", tmp_path, IN_TWO, world=2)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.holds, "\n".join(verdict.lines())
+    assert "buffer" in {finding.quantity for finding in verdict.findings}
+
+
+@pytest.mark.parametrize(
+    ("loop", "sentence"),
+    [
+        (ONE_AFTER_THE_OTHER, "another optimizer has made its update between two microbatches of this one"),
+        (LAST_ALONE, "1 of 4 microbatches had a backward() for one optimizer"),
+        (AT_ONCE.replace(", optimizer=second)", ")"), "with several optimizers, backward(loss, optimizer=...) is for"),
+        (ALTERNATING.replace("run.backward(fooled(noise), optimizer=first)", "pass"), "no backward() was called"),
+    ],
+)  # fmt: skip
+def test_what_would_be_another_gradient_is_refused(loop: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(HEAD + loop)
+    (code,) = run_script(tmp_path / "mine.py", tmp_path, IN_TWO, world=1)
+    said = (tmp_path / "rank-0.txt").read_text()
+    assert code not in (0, 75)
+    assert sentence in said
+    assert "Traceback" not in said
