@@ -2,13 +2,15 @@
 
 Each trains the same GPT as AdamW in the same loop, in turn with it, under ZeRO-1; one side is AdamW itself (A/A). Muon
 is also measured on replicas, with owners and computed redundantly, on every rank. A step of SOAP, Shampoo or K-FAC that
-decomposes is dearer than the others, so their cost is that of all steps: the mean.
+decomposes is dearer than the others, so their cost is that of all steps: the mean. `update` is the optimizer's part of
+a step alone.
 """
 
 from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -111,6 +113,8 @@ def _row(name: str, sides: Mapping[str, _Side], clock: Collective, *, pairs: int
         "step_ms": round(1e3 * mean[name], 1),
         "adamw_ms": round(1e3 * mean[BASE], 1),
         "times_adamw": round(mean[name] / mean[BASE], 3),
+        "update_ms": round(1e3 * sides[name].update_s, 1),
+        "times_adamw_update": round(sides[name].update_s / sides[BASE].update_s, 2),
     }
     if REDUNDANT in mean:
         row["redundant_ms"] = round(1e3 * mean[REDUNDANT], 1)
@@ -150,6 +154,12 @@ class _Side:
         if connected and isinstance(self.optimizer, SeesParts):
             self.optimizer.connect(Parts(self.gradients.owned, replica, mesh.world))
         self.batches = ByteSamples(corpus, samples=samples, sequence=SEQUENCE, rank=mesh.rank)
+        self._updates_s: list[float] = []
+
+    @property
+    def update_s(self) -> float:
+        """Seconds of the optimizer's part of a step, the median."""
+        return statistics.median(self._updates_s)
 
     def step(self) -> float:
         """Makes one update and returns its loss."""
@@ -168,7 +178,9 @@ class _Side:
             self.seeing.agree(scale=1 / terms, terms=terms)
         if norm > 1.0:
             self.gradients.scale(1.0 / norm)
+        begin_s = time.perf_counter()
         self.optimizer.step()
+        self._updates_s.append(time.perf_counter() - begin_s)
         self.gradients.gather()
         return float(loss.detach())
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 from shoal.codec.codec import Kernels, kernels_for, load_kernels
 from shoal.codec.config import CastConfig
 from shoal.codec.quantise import Cast, Quantised, Rounding, Scale
+from shoal.errors import EnvironmentFault
 
 FORMS: list[tuple[Scale, Rounding, int]] = [
     ("largest", "nearest", 127), ("largest", "nearest", 7), ("largest", "stochastic", 127),
@@ -111,3 +114,15 @@ def built() -> Kernels:
     kernels = load_kernels()
     assert kernels is not None
     return kernels
+
+
+def test_a_library_of_another_version_is_one_sentence(tmp_path: Path) -> None:
+    """With what to do; and not as an attribute that is missing somewhere."""
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    source, library = tmp_path / "other.c", tmp_path / "other.so"
+    source.write_text("int shoal_nothing;\n")
+    subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    with pytest.raises(EnvironmentFault, match=r"another version of Shoal.*build it again"):
+        Kernels(library)

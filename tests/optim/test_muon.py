@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import ConfigError
 from shoal.optim.build import build_optimizer, set_rate
 from shoal.optim.config import AdamW
 from shoal.optim.muon import OwnedMuon, orthogonalised
@@ -56,6 +57,31 @@ def plain(x: Tensor, g: Tensor, m: Tensor, *, lr: float, decay: float) -> None:
     for _ in range(5):
         s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
     x.mul_(1 - lr * decay).sub_(lr * 0.2 * max(x.shape) ** 0.5 * (u * s) @ v)
+
+
+def test_heads_are_orthogonalised_by_themselves() -> None:
+    """Each as a matrix of its own would be, with the scale of its own shape."""
+    drawn_ = torch.Generator().manual_seed(5)
+    whole = nn.Parameter(torch.randn(6, 5, generator=drawn_, dtype=torch.float64))
+    apart = [nn.Parameter(part.clone()) for part in whole.detach().split(2)]
+    heads = Muon(lr=0.02, heads={"*.query.weight": 3})
+    first = built(heads, {"blocks.0.query.weight": whole})
+    second = built(Muon(lr=0.02), {f"blocks.{number}": part for number, part in enumerate(apart)})
+    for _ in range(STEPS):
+        whole.grad = torch.randn(6, 5, generator=drawn_, dtype=torch.float64)
+        for part, gradient in zip(apart, whole.grad.split(2), strict=True):
+            part.grad = gradient.clone()
+        first.step()
+        second.step()
+    assert torch.allclose(whole, torch.cat(list(apart)), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("heads", [{"*.query.weight": 4}, {"*.bias": 2}, {"*embed*": 3}])
+def test_heads_that_no_rows_belong_to_are_refused(heads: dict[str, int]) -> None:
+    """With the parameter's name and shape."""
+    held = {"blocks.query.weight": (6, 5), "blocks.bias": (6,), "embed.weight": (6, 5)}
+    with pytest.raises(ConfigError, match=r"optimizer.heads: .* of shape .* give a divisor of its rows"):
+        built(Muon(heads=heads), {name: nn.Parameter(torch.zeros(shape)) for name, shape in held.items()})
 
 
 def test_updates_are_those_of_the_equations() -> None:

@@ -46,6 +46,14 @@ def replicas_count_alike(rank: int) -> AbstractContextManager[Any]:
     return patch.object(OuterStep, "_share", lambda self, weight: 1.0)
 
 
+def parameters_are_merged_as_one(rank: int) -> AbstractContextManager[Any]:
+    """Adasum over the whole model in the place of each parameter."""
+    from shoal.comm.exchanges.adasum import Adasum
+    from shoal.comm.exchanges.exchange import Segment
+
+    return _after(Adasum, lambda self: setattr(self, "_segments", [Segment("all", 0, (self.result.numel(),))]))
+
+
 def a_replica_keeps_its_own(rank: int) -> AbstractContextManager[Any]:
     """The last replica does not take over what was agreed."""
     from shoal.sync.flat_copy import FlatCopy

@@ -30,6 +30,10 @@ SAME_MATH = 1e-12
 OTHER_BASIS = 1e-3
 """Gradients of lower rank than their matrix have eigenvectors that last bits decide; 5e-5 was seen."""
 
+DIFFERENCED = 1e-9
+"""A product with the Hessian is a difference of gradients, which enlarges last bits."""
+LESS_SAME = {"soap": OTHER_BASIS, "newton_cg": DIFFERENCED}
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "rmsprop": {"momentum": 0.9, "centered": True},
     "nadam": {},
@@ -43,8 +47,11 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "schedule_free_adamw": {},
     "schedule_free_sgd": {"lr": 0.5},
     "dion": {},
-    "muon": {"polish": 1, "adamw_lr": 1e-3},
+    "muon": {"polish": 1, "adamw_lr": 1e-3, "heads": {"*.query.weight": 4}},
+    "newton_cg": {"clip_norm": None, "cg_iterations": 3, "damping": 0.5},
+    "lbfgs": {"clip_norm": None, "history": 2},
 }
+CONSTANT = ("schedule_free_adamw", "schedule_free_sgd", "newton_cg", "lbfgs")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
     "replicate": (2, {"layout": {"replicate": 2}}),
@@ -76,6 +83,9 @@ FEW = [
     ("muon", "ZeRO-2"),
     ("muon", "ZeRO-1 x tensor"),
     ("muon", "pipeline"),
+    ("newton_cg", "ZeRO-1"),
+    ("newton_cg", "pipeline x tensor"),
+    ("lbfgs", "ZeRO-3"),
 ]
 """What every test run proves; the rest is a stress test."""
 ALL = [
@@ -94,7 +104,7 @@ def folder(tmp_path_factory) -> Path:
 
 def tables_of(kind: str, layout: str) -> tuple[int, dict[str, Any]]:
     world, tables = LAYOUTS[layout]
-    if kind.startswith("schedule_free"):
+    if kind in CONSTANT:
         tables = tables | {"schedule": {"kind": "constant", "warmup_steps": 2}}
     return world, {"optimizer": {"kind": kind, "weight_decay": 0.1, "clip_norm": 0.5, **OPTIMIZERS[kind]}} | tables
 
@@ -155,10 +165,10 @@ def test_a_checkpoint_goes_on_in_other_layouts(ranks, folder: Path, kind: str) -
     straight = ranks(world, travel, tables | FLOAT64, str(folder), f"straight-{kind}", 2 * len(JOURNEY))[0]
     for here, there in pairwise(legs):
         assert here.left.keys() == there.came.keys()
-        assert any(name.startswith("optimizer/") for name in there.came)
+        assert kind == "newton_cg" or any(name.startswith("optimizer/") for name in there.came)
         assert all(torch.equal(there.came[name], tensor) for name, tensor in here.left.items())
     found = [loss for leg in legs for loss in leg.losses]
-    assert found == pytest.approx(straight.losses, rel=OTHER_BASIS if kind == "soap" else SAME_MATH)
+    assert found == pytest.approx(straight.losses, rel=LESS_SAME.get(kind, SAME_MATH))
     assert straight.left.keys() == legs[-1].left.keys()
 
 

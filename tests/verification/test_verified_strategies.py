@@ -21,6 +21,7 @@ SGD: Tables = {"optimizer": {"kind": "sgd", "lr": 0.1, "momentum": 0.9, "clip_no
 DILOCO = {"kind": "local", "period": 2}
 AVERAGE = DILOCO | {"outer_lr": 1.0, "outer_momentum": 0.0}
 SLOWMO = DILOCO | {"outer_lr": 1.0, "nesterov": False, "per_lr": True}
+ADASUM = AVERAGE | {"period": 1, "merge": "adasum"}
 STREAMING = {"kind": "streaming", "period": 4, "fragments": 2, "delay": 1}
 EASGD = {"kind": "easgd", "period": 2, "beta": 0.6}
 PUSH_SUM = {"kind": "gossip", "algorithm": "sgp", "graph": "neighbours", "neighbours": [[1, 2], [2], [0]]}
@@ -34,6 +35,7 @@ RULES: list[tuple[int, bool, Tables]] = [
     (2, True, {"sync": AVERAGE | {"warmup_steps": 1}, **SGD}),
     (3, True, {"sync": SLOWMO, **WARM}),
     (2, True, {"sync": DILOCO | {"period": 4, "adapt_every": 4}, **SGD}),
+    (3, True, {"sync": ADASUM, "batch": {"global_samples": 12, "micro_samples": 2}, **SGD}),
     (2, True, {"sync": STREAMING}),
     (3, False, {"sync": EASGD, **SGD}),
     (3, False, {"sync": {"kind": "gossip", "graph": "ring"}}),
@@ -62,6 +64,7 @@ PLANTED: dict[str, tuple[int, Tables]] = {
     "momentum_of_the_step_before": (2, {"sync": DILOCO}),
     "momentum_not_in_units_of_the_rate": (2, {"sync": SLOWMO, **WARM}),
     "replicas_count_alike": (2, {"sync": AVERAGE, **UNEVEN}),
+    "parameters_are_merged_as_one": (2, {"sync": ADASUM}),
     "a_replica_keeps_its_own": (2, {"sync": AVERAGE}),
     "period_never_shrinks": (2, {"sync": DILOCO | {"period": 4, "adapt_every": 4}}),
     "pull_as_if_alone": (2, {"sync": EASGD}),

@@ -17,7 +17,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal import units
-from shoal.assembly.metering import layer_norms, replica_speeds, scaling
+from shoal.assembly.metering import feed_of, layer_norms, replica_speeds, scaling
 from shoal.assembly.proofs import UnkeyedDraws, missing_proof
 from shoal.assembly.run import Run
 from shoal.assembly.run_gradients import gathering_of, zero_of
@@ -104,7 +104,7 @@ def build_job(
     saver = build_saver(run, directory, exchange)
     saver.check(run.state.tensors(), run.state.to_json(), generation=mesh.generation)
     (copies or stack.enter_context(CopySender())).send(run, saver, directory, sinks)
-    feed = stack.enter_context(run.feed())
+    feed = stack.enter_context(feed_of(run))
     whole = mesh.layout.replica_size == 1 and zero_of(run_file.memory, mesh) is None
     forward = whole and not own_loop and not run.generation.looks_up
     unkeyed = UnkeyedDraws(run)

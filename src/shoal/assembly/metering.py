@@ -10,13 +10,20 @@ from shoal.assembly.run import Run
 from shoal.comm.board import Board
 from shoal.config.load import dumps
 from shoal.data.feed import Feed
+from shoal.engine.growing_batch import GrowingFeed
 from shoal.engine.measure import LayerNorms, ReplicaSpeeds
 from shoal.observe.goodput import Scaling, one_rank_rate
 from shoal.observe.sink import Sinks
 from shoal.resilience.detection import Lasting, Stragglers
 
 
-def replica_speeds(run: Run, feed: Feed, sinks: Sinks) -> ReplicaSpeeds | None:
+def feed_of(run: Run) -> Feed | GrowingFeed:
+    """The feed that a run trains from: of steps that grow, under `batch.adaptive`. Close it."""
+    growth = run.state.growth
+    return run.feed() if growth is None else GrowingFeed(growth, lambda samples: run.feed(steps_of=samples))
+
+
+def replica_speeds(run: Run, feed: Feed | GrowingFeed, sinks: Sinks) -> ReplicaSpeeds | None:
     """What measures the replicas' speeds, and divides the work of `feed` by them where that is asked for."""
     mesh, first = run.mesh, run.mesh.rank == 0
     replica = mesh.layout.index("replicate", mesh.rank)
@@ -34,7 +41,7 @@ def replica_speeds(run: Run, feed: Feed, sinks: Sinks) -> ReplicaSpeeds | None:
         replicas,
         mesh.device,
         warn=sinks.warn if first else _unsaid,
-        divide=feed.divide if divides else None,
+        divide=feed.divide if divides and isinstance(feed, Feed) else None,
         stragglers=Stragglers(observe.straggler_factor, observe.straggler_steps),
         lasting=Lasting(observe.straggler_s),
         board=board,

@@ -93,12 +93,17 @@ class Run:
         return {name: shape for name, shape in split.shapes.items() if name not in split.frozen}
 
     def feed(
-        self, cursor: Cursor | None = None, *, share: tuple[int, int] | None = None, micro_samples: int | None = None
+        self,
+        cursor: Cursor | None = None,
+        *,
+        share: tuple[int, int] | None = None,
+        micro_samples: int | None = None,
+        steps_of: int | None = None,
     ) -> Feed:
         """The samples of this rank's `share` of every step, (index, number), from `cursor` on. Close it.
 
         Default: where the run stands, this rank's own share, in this rank's own microbatches. A rank that only serves
-        has none.
+        has none. `steps_of`: samples of its steps under `batch.adaptive`; None: those of the first.
         """
         run_file, data = self.run_file, self.workload.data.train
         replica, replicas = self._trains_on if share is None else share
@@ -112,7 +117,7 @@ class Run:
                 micro_samples=micro_samples or self.generation.microbatching.samples,
                 group=statistics_group(run_file.model),
                 epoch=short_epoch(run_file.batch, len(data)),
-                schedule=run_file.batch.schedule,
+                schedule=run_file.batch.phases(steps_of),
             ),
             denominator=run_file.batch.denominator,
             start=self.state.progress.cursor if cursor is None else cursor,
@@ -137,7 +142,9 @@ class Run:
     def rate(self, number: int) -> float:
         """The learning rate of step `number`."""
         run_file = self.run_file
-        peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.samples_of(number))
+        growth = self.state.growth
+        samples = run_file.batch.samples_of(number) if growth is None else growth.fed
+        peak, _ = peak_rate(run_file.optimizer, global_samples=samples)
         return rate(run_file.schedule, peak, step=number, steps=run_file.run.steps)
 
     def held_out(self) -> Iterator[Batch]:

@@ -17,6 +17,7 @@ from shoal.assembly.train_step import watch_layers
 from shoal.assembly.trainable import FrozenParameters
 from shoal.assembly.workload import Workload
 from shoal.engine.extra_state import ExtraSection
+from shoal.engine.growing_batch import BatchGrowth
 from shoal.engine.precision import LossScaler
 from shoal.engine.save_policy import Watch
 from shoal.engine.state import (
@@ -96,7 +97,10 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     watch = Watch(run_file.checkpoint.keep_best, run_file.run.stop_when)
     progress = Progress(identity, contents_of(workload.samples))
     others = [*tuned, residuals, *left_out, *generation.agreement.sections, *_of_script(generation, workload)]
-    return TrainState(model, optimizers[0], progress, [*optimizers[1:], FactsSection("scaler", scaler), *others], watch)
+    batch = run_file.batch
+    growth = None if batch.adaptive is None else BatchGrowth(batch.adaptive, largest=batch.global_samples)
+    rest = [*optimizers[1:], FactsSection("scaler", scaler), *others]
+    return TrainState(model, optimizers[0], progress, rest, watch, growth)
 
 
 def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
@@ -108,7 +112,10 @@ def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:
     sparse = [name for name, role in roles.items() if role.kind == "table"]
     shapes = {owned.name: owned.holding.global_shape for owned in stepped}
     kinds = {name: role.kind for name, role in roles.items()}
-    return build_optimizer(run_file.optimizer, parameters, lr=peak, sparse=sparse, shapes=shapes, kinds=kinds)
+    widened = {name: role.widened for name, role in roles.items()}
+    return build_optimizer(
+        run_file.optimizer, parameters, lr=peak, sparse=sparse, shapes=shapes, kinds=kinds, widened=widened
+    )
 
 
 def _left_out(
@@ -134,6 +141,11 @@ def _left_out(
 def _refuse_own(run_file: RunFile) -> None:
     """Raises `ConfigError` for tables that say what is trained, where a script's optimizer says it."""
     tables = {name: getattr(run_file, name) for name in ("sparsity", "freeze", "adapter", "distillation")}
+    if getattr(run_file.model, "scaling", "standard") != "standard":
+        raise ConfigError(
+            'model.scaling = "mup" with an optimizer of the script, whose rates are its own: train the model by `shoal '
+            "train`, or leave model.scaling out"
+        )
     given = next((name for name, table in tables.items() if table is not None), None)
     if given is not None:
         raise ConfigError(

@@ -72,8 +72,8 @@ def microbatching(run_file: RunFile, layout: Layout) -> Microbatching:
         return Microbatching(default_micro_samples(run_file), None, 1)
     sizes = microbatch_sizes(run_file, shares=layout.replicate * layout.shard)
     counts = {sizes.rounds * sizes.in_flight}
-    for phase in run_file.batch.schedule:
-        rounds = -(-(phase.samples // (layout.replicate * layout.shard)) // (sizes.samples * sizes.in_flight))
+    for smaller in run_file.batch.smaller_sizes:
+        rounds = -(-(smaller // (layout.replicate * layout.shard)) // (sizes.samples * sizes.in_flight))
         counts.add(rounds * sizes.in_flight)
     return Microbatching(sizes.samples, Uniform(sorted(counts), sizes.samples), sizes.in_flight)
 

@@ -11,7 +11,9 @@ from shoal.assembly.generation import Generation
 from shoal.assembly.run_gradients import SAME_LAYERS, parts_on
 from shoal.assembly.sparse import left_out_in
 from shoal.assembly.splitting import trained_in
+from shoal.engine.closures import ByClosure
 from shoal.engine.forward_backward import PipelinedForwardBackward
+from shoal.engine.growing_batch import BatchGrowth
 from shoal.engine.precision import LossScaler
 from shoal.engine.rank_context import RankContext
 from shoal.engine.state import TrainState
@@ -22,6 +24,7 @@ from shoal.engine.updates import AtOnce, ByBucket, ByMicrobatch, LeavesOut, Upda
 from shoal.errors import ConfigError, UserCodeError
 from shoal.gradients.priority import PriorityGradients
 from shoal.optim.layer_statistics import SeesLayers, layers_in
+from shoal.optim.newton import SearchingOptimizer
 from shoal.optim.transforms import Chain
 from shoal.parallel.pipeline.stages import Stages
 from shoal.runfile.run_file import RunFile
@@ -50,7 +53,7 @@ def build_step(
         counts=place.pipeline == place.context == place.tensor == 0,
     )
     optimizer = generation.agreement.stepped_by(state.optimizer.optimizer)
-    policy = _update_policy(run_file, generation, optimizer, left_out_in(state))
+    policy = _update_policy(run_file, generation, optimizer, left_out_in(state), state.growth)
     return TrainStep(context, policy, generation.agreement)
 
 
@@ -72,6 +75,7 @@ def _update_policy(
     generation: Generation,
     optimizer: torch.optim.Optimizer,
     leaves_out: Sequence[LeavesOut],
+    growth: BatchGrowth | None,
 ) -> UpdatePolicy:
     gradients, clip_norm = generation.gradients, run_file.optimizer.clip_norm
     if run_file.pipeline.asynchronous:
@@ -85,6 +89,8 @@ def _update_policy(
         )
     if run_file.gradients.schedule == "priority":
         return ByBucket(cast(PriorityGradients, gradients), optimizer)
+    if isinstance(optimizer, SearchingOptimizer):
+        return ByClosure(gradients, optimizer)
     transforms: list[Transform] = [] if clip_norm is None else [clip_by_global_norm(clip_norm)]
     if run_file.optimizer.transforms:
         parts = parts_on(run_file, gradients.owned, generation.mesh, generation.sync)
@@ -93,7 +99,7 @@ def _update_policy(
         gradients,
         optimizer,
         transforms=transforms,
-        noise=_noise_meter(generation, every=run_file.observe.noise_every_steps),
+        noise=_noise_meter(generation, every=run_file.observe.noise_every_steps, growth=growth),
         leaves_out=leaves_out,
     )
 
@@ -107,7 +113,7 @@ def _check_untied(stages: Stages) -> None:
         )
 
 
-def _noise_meter(generation: Generation, *, every: int) -> NoiseMeter | None:
+def _noise_meter(generation: Generation, *, every: int, growth: BatchGrowth | None) -> NoiseMeter | None:
     """None unless asked for. Raises `ConfigError` for a parameter whose gradient is whole only once it is summed."""
     mesh = generation.mesh
     if every == 0:
@@ -127,4 +133,5 @@ def _noise_meter(generation: Generation, *, every: int) -> NoiseMeter | None:
         counts=place.pipeline == place.tensor == 0,
         separates_microbatches=layout.pipeline == 1,
         device=mesh.device,
+        growth=growth,
     )

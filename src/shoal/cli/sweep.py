@@ -1,4 +1,4 @@
-"""`shoal sweep`."""
+"""`shoal sweep` and `shoal tune`: which values of keys are best, by many runs or by a short one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from shoal.cli.arguments import AsJson, Overrides, busy
+from shoal.cli.arguments import AsJson, Overrides, Verbs, busy
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.standard_output import answer
 
@@ -68,6 +68,56 @@ def via_words(via: str | None) -> list[str]:
         return shlex.split(via or "")
     except ValueError as fault:
         raise UsageError(f"--via {via!r} is no command line ({fault}): quote its words as a shell would") from fault
+
+
+tune = typer.Typer(
+    cls=Verbs, no_args_is_help=True, rich_markup_mode=None, help="Finds the value of a key by a short run."
+)
+
+
+@tune.callback()
+def tune_command() -> None:
+    """Finds the value of a key by a short run."""
+
+
+@tune.command("lr")
+def lr(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the file's.")
+    ] = None,
+    first: Annotated[float, typer.Option("--from", help="The rate of the first step.")] = 1e-6,
+    last: Annotated[float, typer.Option("--to", help="The rate of the last step, where training diverges.")] = 10.0,
+    steps: Annotated[int, typer.Option(help="Steps of the test.", min=20, max=10_000)] = 100,
+    picture_file: Annotated[
+        Path | None, typer.Option("--picture", metavar="FILE.png", help="Also draw the curve there.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+) -> None:
+    """Trains a run file for a few steps while the learning rate rises, and suggests one.
+
+    All ranks of the run file's layout take part. The run lies in a folder that is deleted afterwards.
+
+    Example: shoal tune lr recipes/digits.toml --from 1e-5 --to 1
+    """
+    if not 0 < first < last <= 1000:
+        raise typer.BadParameter(f"{first:g} to {last:g}: give 0 < from < to <= 1000", param_hint="--from, --to")
+    from shoal.experiments.lr_range import draw, picture, range_test
+    from shoal.files import temporary_folder
+
+    with temporary_folder() as folder:
+        found = range_test(run_file, overrides or [], first=first, last=last, steps=steps, directory=folder)
+    if picture_file is not None:
+        draw(found, picture_file)
+    if as_json:
+        answer(msgspec.json.encode(found).decode())
+        return
+    diverges = "not reached" if found.diverges is None else f"{found.diverges:.2g}"
+    print("\n".join(picture(found)))
+    print(
+        f"the loss falls fastest at {found.steepest:.2g}, is lowest at {found.lowest:.2g}, and is above its beginning "
+        f"from: {diverges}\nset optimizer.lr = {found.suggested:g}"
+    )
 
 
 # `shoal ensemble`.

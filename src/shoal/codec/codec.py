@@ -22,17 +22,18 @@ import importlib.machinery
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Mapping, Sequence
-from ctypes import c_float, c_int, c_uint64, c_void_p
+from ctypes import c_double, c_float, c_int, c_uint64, c_void_p
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from shoal.codec.stated import ALIGNMENT_BYTES
+from shoal.errors import EnvironmentFault
 
-# The codecs' hot loops in C (`core/kernels.c`), and that of AdamW in 8 bits (`core/adam.c`), as Python sees them:
-# loaded with ctypes, so that calls leave the interpreter lock.
+# The codecs' hot loops in C (`core/kernels.c`), and those of AdamW in 8 bits (`core/adam.c`) and of LAMB and LARS
+# (`core/layerwise.c`), as Python sees them: loaded with ctypes, so that calls leave the interpreter lock.
 #
 # They work on float32 vectors in the memory of a CPU. For all others, and where Shoal was installed without a C
 # compiler, `kernels_for` returns None, and the codecs' torch forms run: these are also the oracle of the tests.
@@ -49,6 +50,10 @@ _FUNCTIONS = {
     "from_bfloat16": (None, (*_VECTOR, c_void_p)),
     "select": (c_uint64, (*_VECTOR, c_float, c_void_p, c_uint64)),
     "adam": (None, (c_void_p, *_VECTOR, c_uint64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "lamb_moments": (None, (c_void_p, c_void_p, c_void_p, *_VECTOR, c_void_p, c_void_p)),
+    "lamb_step": (None, (c_void_p, c_void_p, *_VECTOR, c_void_p, c_float, c_float)),
+    "lars_norms": (None, (c_void_p, *_VECTOR, c_void_p)),
+    "lars_step": (None, (c_void_p, c_void_p, *_VECTOR, c_float, c_float, c_float, c_float, c_int)),
 }
 
 SCALES = ("largest", "norm", "mean")
@@ -70,12 +75,19 @@ class Moment(NamedTuple):
 
 
 class Kernels:
-    """The functions of the library at `path`. All tensors are contiguous and on the CPU, vectors float32 `[numel]`."""
+    """The functions of the library at `path`. All tensors are contiguous and on the CPU, vectors float32 `[numel]`.
+
+    Raises `EnvironmentFault` for the library of another version of Shoal.
+    """
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         for name, (result, arguments) in _FUNCTIONS.items():
-            function = getattr(library, f"shoal_codec_{name}")
+            function = getattr(library, f"shoal_codec_{name}", None)
+            if function is None:
+                raise EnvironmentFault(
+                    f"{path} was built from another version of Shoal, and has no {name}: build it again, by pip install"
+                )
             function.restype, function.argtypes = result, arguments
         self._library = library
 
@@ -131,8 +143,44 @@ class Kernels:
         self._library.shoal_codec_adam(
             x.data_ptr(), gradient.data_ptr(), x.numel(), block, maps.data_ptr(), first.data_ptr(),
             first_scales.data_ptr(), second.data_ptr(), second_scales.data_ptr(),
-            ctypes.byref((c_float * len(factors))(*factors)),
+            _floats(factors),
         )  # fmt: skip
+
+    def lamb_moments(
+        self, x: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], factors: Sequence[float]
+    ) -> list[float]:
+        """Moves both `moments`; the sums of squares of `x` and of its update. `factors` as `core/layerwise.c` has
+        them.
+        """
+        squares = (c_double * 2)()
+        self._library.shoal_codec_lamb_moments(
+            x.data_ptr(), gradient.data_ptr(), moments[0].data_ptr(), moments[1].data_ptr(), x.numel(),
+            _floats(factors), ctypes.byref(squares),
+        )  # fmt: skip
+        return list(squares)
+
+    def lamb_step(
+        self, x: Tensor, moments: tuple[Tensor, Tensor], factors: Sequence[float], *, kept: float, rate: float
+    ) -> None:
+        """`x` becomes `kept` times itself less `rate` times its update."""
+        self._library.shoal_codec_lamb_step(
+            x.data_ptr(), moments[0].data_ptr(), moments[1].data_ptr(), x.numel(), _floats(factors), kept, rate
+        )
+
+    def lars_norms(self, x: Tensor, gradient: Tensor) -> list[float]:
+        """The sums of squares of both."""
+        squares = (c_double * 2)()
+        self._library.shoal_codec_lars_norms(x.data_ptr(), gradient.data_ptr(), x.numel(), ctypes.byref(squares))
+        return list(squares)
+
+    def lars_step(
+        self, x: Tensor, gradient: Tensor, velocity: Tensor, *, factor: float, decay: float, momentum: float,
+        lr: float, nesterov: bool,
+    ) -> None:  # fmt: skip
+        """One step of `x` and its `velocity`."""
+        self._library.shoal_codec_lars_step(
+            x.data_ptr(), gradient.data_ptr(), velocity.data_ptr(), x.numel(), factor, decay, momentum, lr, nesterov
+        )
 
     def select(self, x: Tensor, least: float, *, room: int) -> tuple[Tensor, int]:
         """The first places, int64 ascending, of magnitude `least` or more, `room` of them at most; and how many there
@@ -141,6 +189,10 @@ class Kernels:
         places = torch.empty(room + GROUP, dtype=torch.int64)
         found = self._library.shoal_codec_select(x.data_ptr(), x.numel(), least, places.data_ptr(), room)
         return places[: min(found, room)], found
+
+
+def _floats(numbers: Sequence[float]) -> Any:
+    return ctypes.byref((c_float * len(numbers))(*numbers))
 
 
 def kernels_for(*tensors: Tensor) -> Kernels | None:

@@ -186,9 +186,12 @@ def _copied(data: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _copied(value) if isinstance(value, dict) else value for name, value in data.items()}
 
 
-def _without_none(data: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {name: value for name, value in data.items() if value is not None}
-    return {name: _without_none(value) if isinstance(value, dict) else value for name, value in plain.items()}
+def _without_none(data: Any) -> Any:
+    if isinstance(data, list | tuple):
+        return [_without_none(value) for value in data]
+    if not isinstance(data, dict):
+        return data
+    return {name: _without_none(value) for name, value in data.items() if value is not None}
 
 
 # The reference of the run file, generated from the tables, so that it cannot be out of date.

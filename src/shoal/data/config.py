@@ -130,11 +130,31 @@ BuiltInData = SourceData | Mixture | Stream
 DataConfig = BuiltInData | PythonData
 
 
+ENDLESS = 1 << 62
+"""A position that no run reaches."""
+
+
 class BatchPhase(Table, frozen=True):
     """Steps of `samples` samples, until so many samples have been trained on."""
 
     samples: Annotated[Positive, says("Samples in one optimizer step, over all ranks.")]
     until: Annotated[Positive, says("Steps that begin before so many samples of the run are of this size.")]
+
+
+class AdaptiveBatch(Table, frozen=True):
+    """Steps begin with `first` samples and double, up to `batch.global_samples`, as the gradient's noise grows."""
+
+    first: Annotated[Positive, says("Samples in the first steps, over all ranks.")]
+    share: Annotated[
+        float,
+        says(
+            "Steps double when this share of the gradient noise scale is twice their size or more; by the model of "
+            "arXiv:1812.06162 it is also the share of samples that large steps waste.",
+            gt=0,
+            le=100,
+        ),
+    ] = 0.1
+    readings: Annotated[Positive, says("Fewest readings of the noise before each decision.")] = 5
 
 
 class BatchConfig(Table, frozen=True):
@@ -148,6 +168,13 @@ class BatchConfig(Table, frozen=True):
             "`global_samples`."
         ),
     ] = ()
+    adaptive: Annotated[
+        AdaptiveBatch | None,
+        says(
+            "Small steps first, which double as the measured noise of the gradient grows; it wants "
+            "`observe.noise_every_steps`. Default: none."
+        ),
+    ] = None
     micro_samples: Annotated[
         Annotated[int, msgspec.Meta(ge=1)] | None,
         says("Samples of one forward and backward on one replica; default: all of its share."),
@@ -183,6 +210,22 @@ class BatchConfig(Table, frozen=True):
             )
         self._check_schedule()
 
+    @property
+    def smaller_sizes(self) -> tuple[int, ...]:
+        """Samples of the steps that are smaller than the largest, by `schedule` or `adaptive`."""
+        if self.adaptive is None:
+            return tuple(phase.samples for phase in self.schedule)
+        sizes = []
+        size = self.adaptive.first
+        while size < self.global_samples:
+            sizes.append(size)
+            size *= 2
+        return tuple(sizes)
+
+    def phases(self, samples: int | None = None) -> tuple[BatchPhase, ...]:
+        """Those of `schedule`; under `adaptive` one without end, of steps of `samples`, or of the first size."""
+        return self.schedule if self.adaptive is None else (BatchPhase(samples or self.adaptive.first, ENDLESS),)
+
     def samples_at(self, position: int) -> int:
         """Samples of the step that begins at `position`, which counts the samples before it. Pure."""
         return next((phase.samples for phase in self.schedule if position < phase.until), self.global_samples)
@@ -205,7 +248,18 @@ class BatchConfig(Table, frozen=True):
             before, begins = before + own, begins + own * phase.samples
         return self.global_samples
 
+    def _check_adaptive(self, adaptive: AdaptiveBatch) -> None:
+        if self.schedule:
+            raise ValueError("schedule and adaptive: either the position or the noise decides how large steps are")
+        if adaptive.first >= self.global_samples:
+            raise ValueError(
+                f"adaptive.first = {adaptive.first}, and global_samples = {self.global_samples} is the largest step: "
+                "lower the one, or raise the other"
+            )
+
     def _check_schedule(self) -> None:
+        if self.adaptive is not None:
+            self._check_adaptive(self.adaptive)
         ends = [phase.until for phase in self.schedule]
         if ends != sorted(set(ends)):
             raise ValueError(f"schedule has phases until {ends}: give them in ascending order, each once")
@@ -215,8 +269,8 @@ class BatchConfig(Table, frozen=True):
                     f"schedule has a phase of {phase.samples} samples, and global_samples = {self.global_samples} is "
                     "the largest step: raise global_samples, or lower the phase"
                 )
-        if self.schedule and self.epoch_end != "straddle":
+        if self.smaller_sizes and self.epoch_end != "straddle":
             raise ValueError(
-                f'schedule with epoch_end = "{self.epoch_end}": steps of several sizes go on into the next epoch; '
-                "leave epoch_end out"
+                f'{"schedule" if self.schedule else "adaptive"} with epoch_end = "{self.epoch_end}": steps of several '
+                "sizes go on into the next epoch; leave epoch_end out"
             )

@@ -27,6 +27,7 @@ from shoal.engine.loss import weighted_losses, weighted_sum
 from shoal.engine.microbatches import leaves
 from shoal.optim.build import set_rate
 from shoal.optim.layer_statistics import SeesLayers
+from shoal.optim.newton import SearchingOptimizer
 from shoal.sparsity.training import SparseTraining
 from shoal.topology.holding import Box
 
@@ -60,6 +61,7 @@ class Reference:
     transform: Callable[[int], None] | None = None
     sparse: SparseTraining | None = None
     _step: int = field(default=0, init=False)
+    _batches: Sequence[Batch] = field(default=(), init=False)
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -71,18 +73,30 @@ class Reference:
 
     def gradient(self, step: int, batches: Sequence[Batch]) -> ReferenceGradient:
         """Of step `step` over `batches`, which are the global batch."""
-        self._step = step
+        self._step, self._batches = step, batches
         if self.sparse is not None:
             self.sparse.begin(step)
         self.compute.train()
         self.compute.randomness.step(step)
         self.compute.buffers.start()
-        for parameter in self.compute.model.parameters():
-            parameter.grad = None
-        denominator, total = sum(batch.weight for batch in batches), 0.0
+        denominator = sum(batch.weight for batch in batches)
         seeing = self.optimizer if isinstance(self.optimizer, SeesLayers) else None
         if seeing is not None:
             seeing.begin(step)
+        loss = self._backward(batches)
+        if seeing is not None:
+            seeing.agree(scale=self.scale / denominator, terms=denominator)
+        if self.sparse is not None:
+            self.sparse.agreed(step)
+        zero = {name: torch.zeros_like(parameter) for name, parameter in self.weights.items()}
+        found = {name: p.grad.to_dense() / self.scale for name, p in self.weights.items() if p.grad is not None}
+        return ReferenceGradient(loss, norm_of(found), zero | found)
+
+    def _backward(self, batches: Sequence[Batch]) -> float:
+        """The mean loss over `batches`; its gradient, times the scale, is in every `.grad`."""
+        for parameter in self.compute.model.parameters():
+            parameter.grad = None
+        denominator, total = sum(batch.weight for batch in batches), 0.0
         for raw in self._arranged(batches):
             microbatch = self.compute.prepared(raw)
             self.compute.announce(microbatch, lambda: 1.0 / denominator)
@@ -91,13 +105,7 @@ class Reference:
             with self.compute.randomness.drawing():
                 (loss_sum / denominator * self.scale).backward()
             total += float(loss_sum.detach().double())
-        if seeing is not None:
-            seeing.agree(scale=self.scale / denominator, terms=denominator)
-        if self.sparse is not None:
-            self.sparse.agreed(step)
-        zero = {name: torch.zeros_like(parameter) for name, parameter in self.weights.items()}
-        found = {name: p.grad.to_dense() / self.scale for name, p in self.weights.items() if p.grad is not None}
-        return ReferenceGradient(total / denominator, norm_of(found), zero | found)
+        return total / denominator
 
     def rounding(self, batches: Sequence[Batch], gradient: ReferenceGradient) -> dict[str, float]:
         """What the order of summation changes: the 2-norm of each gradient's difference when samples come in reverse.
@@ -151,9 +159,17 @@ class Reference:
         _, losses = self.compute.losses(microbatch.batch)
         return weighted_losses(losses, microbatch.batch.weights).double().reshape(len(batch), -1).sum(1).cpu()
 
-    def update(self, gradients: dict[str, Tensor], *, lr: float, norm: float | None = None) -> None:
+    def _closure(self, *, first: float) -> Callable[[], float]:
+        """What a search evaluates: the step's loss at the weights as they are. `first` and its gradient are there."""
+        known = [first]
+        return lambda: known.pop() if known else self._backward(self._batches)
+
+    def update(
+        self, gradients: dict[str, Tensor], *, lr: float, norm: float | None = None, loss: float = math.nan
+    ) -> None:
         """One optimizer step with these gradients, clipped by their norm. `norm` is that which a layout found and was
-        judged by: clipped by it they are the layout's in every bit, which an optimizer may amplify.
+        judged by: clipped by it they are the layout's in every bit, which an optimizer may amplify. `loss` is the
+        layout's, too, for an optimizer that compares others with it.
         """
         norm = norm_of(gradients) if norm is None else norm
         factor = 1.0 if self.clip_norm is None or norm <= self.clip_norm else self.clip_norm / norm
@@ -162,7 +178,10 @@ class Reference:
         if self.transform is not None:
             self.transform(self._step)
         set_rate(self.optimizer, lr)
-        self.optimizer.step()
+        if isinstance(self.optimizer, SearchingOptimizer):
+            self.optimizer.step(self._closure(first=loss))
+        else:
+            self.optimizer.step()
         if self.sparse is not None:
             self.sparse.updated(self._step)
         self._statistics.finish(committed=True)

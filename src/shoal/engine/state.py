@@ -27,6 +27,7 @@ from torch.nn import Parameter
 
 from shoal.data.cursor import Cursor, Interval
 from shoal.engine.extra_state import ExtraSection
+from shoal.engine.growing_batch import BatchGrowth
 from shoal.engine.save_policy import Watch
 from shoal.errors import UsageError, UserCodeError
 from shoal.optim.average import averages_shown
@@ -281,6 +282,7 @@ class TrainState:
     progress: Progress
     others: Sequence[Section] = ()
     watch: Watch = field(default_factory=Watch)
+    growth: BatchGrowth | None = None
 
     def tensors(self) -> dict[str, Held]:
         """Every tensor of the state."""
@@ -350,7 +352,8 @@ class TrainState:
 
     @property
     def _sections(self) -> Sequence[Section]:
-        return (self.model, self.optimizer, *self.others, FactsSection("watch", self.watch))
+        growth = [] if self.growth is None else [FactsSection("batch", self.growth)]
+        return (self.model, self.optimizer, *self.others, *growth, FactsSection("watch", self.watch))
 
 
 def _current(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from shoal.comm.collective import Collective, Handle
 from shoal.comm.ledger import Entry
 from shoal.data.sample import Batch
+from shoal.engine.growing_batch import BatchGrowth
 from shoal.errors import DataError, UserCodeError
 from shoal.gradients.reducer import OwnGradient
 from shoal.sync.strategy import Agreed
@@ -291,7 +292,7 @@ class NoiseMeter:
     """Measures every `every` steps. `group`: all ranks; `counts`: is this rank the one that counts its samples?
 
     `separates_microbatches`: is a rank's first microbatch its part (else all that it has)? The averages are not in
-    checkpoints: they start anew where a run goes on.
+    checkpoints: they start anew where a run goes on. `growth` is told of every reading.
     """
 
     def __init__(
@@ -303,8 +304,10 @@ class NoiseMeter:
         counts: bool,
         separates_microbatches: bool,
         device: torch.device,
+        growth: BatchGrowth | None = None,
     ) -> None:
         self._own, self._group, self._device = own, group, device
+        self._growth = growth
         self._every, self._counts, self._separates_microbatches = every, counts, separates_microbatches
         self._mean = MovingMoments(decay=DECAY)
 
@@ -324,6 +327,8 @@ class NoiseMeter:
         )
         one = moments(square / parts, norm**2, small_inverse=inverse / parts, big_inverse=1 / tally.samples)
         self._mean = self._mean.after(one)
+        if self._growth is not None:
+            self._growth.note(one)
         return NoiseReading(step=one, mean=self._mean.mean)
 
     def _over_ranks(self, part: Sequence[Batch], tally: Tally, scale: float) -> tuple[float, float, float]:

@@ -105,6 +105,7 @@ SparseAttentionConfig = SlidingWindow | BigBird
 SWIGLU_ROUNDING = 32
 CHANNEL_MULTIPLE = 8
 MOST_FEATURES = 1 << 24
+Scaling = Literal["standard", "mup"]
 
 
 class GPTConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="gpt"):
@@ -134,8 +135,27 @@ class GPTConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="gpt"):
     rope_base: Annotated[float, says("Base of the rotary wavelengths (arXiv:2104.09864).", gt=1, le=1e12)] = 10_000.0
     norm_eps: Annotated[float, says("Added to the mean square in RMSNorm.", gt=0, le=1)] = 1e-5
     attention: Annotated[AttentionConfig, says("Which tokens before it a token sees; `kind` says which.")] = Causal()
+    scaling: Annotated[
+        Scaling,
+        says(
+            'How first values and rates follow the width: "mup" (arXiv:2203.03466) makes the rate that was found at '
+            "`base_width` right at every width; heads keep their size."
+        ),
+    ] = "standard"
+    base_width: Annotated[Positive | None, says('The `width` at which rates were found, for `scaling = "mup"`.')] = None
 
     def __post_init__(self) -> None:
+        check_scaling(self.scaling, self.base_width)
+        if self.scaling == "mup" and self.tied:
+            raise ValueError(
+                'scaling = "mup" with tied = true: an embedding and a head follow the width in different ways; leave '
+                "tied out"
+            )
+        if self.base_width is not None and self.base_width % (self.width // self.heads):
+            raise ValueError(
+                f"base_width = {self.base_width} with heads of {self.width // self.heads} features; a wider model has "
+                "more heads of the same size, so give as many heads as make width / heads the base model's"
+            )
         step = 2 * self.heads
         if self.width % step:
             raise ValueError(
@@ -273,8 +293,21 @@ class MLPConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="mlp"):
     ] = (128,)
     outputs: Annotated[int, says("Numbers that come out.", ge=1, le=1 << 24)]
     activation: Annotated[Literal["relu", "gelu", "tanh"], says("What follows each hidden layer.")] = "relu"
+    scaling: Annotated[
+        Scaling,
+        says(
+            'How first values and rates follow the width: "mup" (arXiv:2203.03466) makes the rate that was found at '
+            "`base_width` right at every width of the hidden layers."
+        ),
+    ] = "standard"
+    base_width: Annotated[
+        Positive | None, says('The width of hidden layers at which rates were found, for `scaling = "mup"`.')
+    ] = None
 
     def __post_init__(self) -> None:
+        check_scaling(self.scaling, self.base_width)
+        if self.scaling == "mup" and not self.hidden:
+            raise ValueError('scaling = "mup" with hidden = []: a linear model has no width; leave scaling out')
         for features in self.hidden:
             if not 1 <= features <= MOST_FEATURES:
                 raise ValueError(
@@ -303,6 +336,15 @@ def _nearest(found: int, step: int) -> str:
     """The multiples of `step` on both sides of `found`, as words."""
     below, above = found // step * step, -(-found // step) * step
     return f"{below} or {above}" if below else str(above)
+
+
+def check_scaling(scaling: Scaling, base_width: int | None) -> None:
+    """Raises `ValueError` where only one of the two is given."""
+    if (scaling == "mup") != (base_width is not None):
+        raise ValueError(
+            f'scaling = "{scaling}" {"without" if base_width is None else "with"} base_width; muP is relative to the '
+            'width at which rates were found: give both scaling = "mup" and base_width, or neither'
+        )
 
 
 # Table `[quantisation]`. Imports no torch.

@@ -6,6 +6,10 @@
 RMSNorm (arXiv:1910.07467), rotary positions, no biases. The feed-forward of some blocks may be a mixture of experts.
 Weights start at N(0, 0.02^2); the projections that write into the residual stream at 0.02 / sqrt(2 layers), so that its
 variance does not grow with depth (GPT-2).
+
+With `scaling = "mup"` (Yang et al., arXiv:2203.03466, table 3) and m = width / base_width, inner weights start at
+1/sqrt(m) of that and the head and routers at 1/m; rates follow from the roles (`shoal.optim.width`). Heads keep their
+size, so that the scale of attention stays as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from shoal.maths.counter import bits, key_of
 from shoal.models.config import BigBird, Causal, GPTConfig, MoEConfig, SparseAttentionConfig
 from shoal.models.layers import GELU, Attention, CausalAttention, KeyedDropout, SwiGLU, rotations
 from shoal.models.mixture import Mixture, MixtureOptions
-from shoal.models.roles import ONES, Normal, Part, Role, run_chain
+from shoal.models.roles import ONES, Normal, Part, Role, run_chain, widened
 
 # Causal attention of which a mask keeps some blocks, at a cost in proportion to the kept ones.
 #
@@ -161,6 +165,7 @@ class GPT(nn.Module):
         super().__init__()
         width, mixture = config.width, _mixture_options(config) if isinstance(config, MoEConfig) else None
         self.head_size, self.rope_base = width // config.heads, config.rope_base
+        self.times_base = None if config.base_width is None else width / config.base_width
         # `initialise` draws the first values; nn.Embedding's own, normal ones on the meta device, cost 2 s of imports.
         self.embedding = nn.Embedding.from_pretrained(torch.zeros(config.vocabulary, width), freeze=False)
         self.dropout = KeyedDropout(config.dropout, "embedding")
@@ -212,18 +217,21 @@ class GPT(nn.Module):
 
     def parameter_roles(self) -> dict[str, Role]:
         """See `shoal.models.roles`."""
-        inner = Normal(INIT_STD)
-        residual = Normal(INIT_STD / math.sqrt(2 * len(self.blocks)))
+        times = self.times_base or 1.0
+        inner = Normal(INIT_STD / math.sqrt(times))
+        residual = Normal(INIT_STD / math.sqrt(2 * len(self.blocks) * times))
+        last = Normal(INIT_STD / times)
+        outer, hidden, output = (widened(grows, self.times_base) for grows in ("input", "hidden", "output"))
         columns = ("query", "key", "value", "gate", "up")
         return {
-            "embedding.weight": Role("embedding", inner, decay=True),
-            "head.weight": Role("head", inner, decay=True),
-            "*norm.weight": Role("norm", ONES, decay=False),
-            **{f"*.{name}.weight": Role("column", inner, decay=True) for name in columns},
-            **{f"*.{name}.weight": Role("row", residual, decay=True) for name in ("output", "down")},
-            "*.router.weight": Role("router", inner, decay=True),
-            "*.experts.down": Role("expert", residual, decay=True),
-            "*.experts.*": Role("expert", inner, decay=True),
+            "embedding.weight": Role("embedding", Normal(INIT_STD), True, outer),
+            "head.weight": Role("head", last, True, output),
+            "*norm.weight": Role("norm", ONES, False, outer),
+            **{f"*.{name}.weight": Role("column", inner, True, hidden) for name in columns},
+            **{f"*.{name}.weight": Role("row", residual, True, hidden) for name in ("output", "down")},
+            "*.router.weight": Role("router", last, True, output),
+            "*.experts.down": Role("expert", residual, True, hidden),
+            "*.experts.*": Role("expert", inner, True, hidden),
         }
 
 

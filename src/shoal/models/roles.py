@@ -150,12 +150,33 @@ Kind = Literal[
 
 
 @dataclass(frozen=True)
+class Widened:
+    """Which dimensions of a parameter grow with the width of its model, and `times` as wide as at the base they are.
+
+    "input": its outputs alone, as of embeddings, biases and norms; "hidden": both; "output": its inputs alone, as of a
+    head. `times` is that of the inputs where these grow, else of the outputs.
+    """
+
+    grows: Literal["input", "hidden", "output"]
+    times: float
+
+
+def widened(grows: Literal["input", "hidden", "output"], times: float | None) -> Widened | None:
+    """None where the model's rates do not follow its width, and `times` is None."""
+    return None if times is None else Widened(grows, times)
+
+
+@dataclass(frozen=True)
 class Role:
-    """What a parameter is (`kind`), its first values (`init`; None: those it has), and whether weight decay applies."""
+    """What a parameter is (`kind`), its first values (`init`; None: those it has), and whether weight decay applies.
+
+    `widened`: how its rate follows the width, where the model asks for that (`shoal.optim.width`); None: it does not.
+    """
 
     kind: Kind
     init: Law | None
     decay: bool
+    widened: Widened | None = None
 
 
 _TABLE = Role("table", init=None, decay=False)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from shoal.models.batch_norm import GroupedBatchNorm
 from shoal.models.config import ConvNetConfig, MLPConfig
-from shoal.models.roles import ONES, ZEROS, Normal, Role
+from shoal.models.roles import ONES, ZEROS, Normal, Role, Widened, widened
 
 # A small convolutional net for small images: plain 3x3 layers, two halvings by maximum, a global average.
 #
@@ -105,7 +105,8 @@ def convnet_from(config: ConvNetConfig) -> ConvNet:
 #
 # Layers alternate between split outputs (column) and split inputs (row), so that tensor parallelism sums once for each
 # pair. Weights start at N(0, gain / fan in), biases at 0; gain 2 for activations that lose half (He et al.,
-# arXiv:1502.01852), 1 otherwise.
+# arXiv:1502.01852), 1 otherwise. With `scaling = "mup"` (arXiv:2203.03466, table 3) the last layer's are smaller by
+# sqrt(base_width / fan in), and rates follow from the roles (`shoal.optim.width`).
 
 
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "tanh": torch.tanh}
@@ -116,9 +117,16 @@ class MLP(nn.Module):
     """Flat inputs to outputs, through hidden layers of the sizes given; none makes it a linear model."""
 
     def __init__(
-        self, inputs: int, hidden: Sequence[int], *, outputs: int, activation: Literal["relu", "gelu", "tanh"] = "relu"
+        self,
+        inputs: int,
+        hidden: Sequence[int],
+        *,
+        outputs: int,
+        activation: Literal["relu", "gelu", "tanh"] = "relu",
+        base_width: int | None = None,
     ) -> None:
         super().__init__()
+        self.base_width = base_width
         self.activation = activation
         self.sizes = (inputs, *hidden, outputs)
         self.layers = nn.ModuleList(nn.Linear(here, there) for here, there in pairwise(self.sizes))
@@ -137,13 +145,31 @@ class MLP(nn.Module):
         roles = {}
         for index, fan_in in enumerate(self.sizes[:-1]):
             is_last, is_row = index == len(self.layers) - 1, index % 2 == 1
-            law = Normal(math.sqrt((1.0 if is_last else GAINS[self.activation]) / fan_in))
+            variance = (1.0 if is_last else GAINS[self.activation]) / fan_in
+            law = Normal(math.sqrt(variance / ((self._times(fan_in) or 1.0) if is_last else 1.0)))
             whole = "head" if is_last else "column"
-            roles[f"layers.{index}.weight"] = Role("row" if is_row else whole, law, decay=True)
-            roles[f"layers.{index}.bias"] = Role("bias" if is_row else whole, ZEROS, decay=False)
+            weight, bias = self._widened(index)
+            roles[f"layers.{index}.weight"] = Role("row" if is_row else whole, law, True, weight)
+            roles[f"layers.{index}.bias"] = Role("bias" if is_row else whole, ZEROS, False, bias)
         return roles
+
+    def _times(self, features: int) -> float | None:
+        return None if self.base_width is None else features / self.base_width
+
+    def _widened(self, index: int) -> tuple[Widened | None, Widened | None]:
+        """Of the weight of a layer, and of its bias; that of the last layer does not grow."""
+        inner, outer = self._times(self.sizes[index]), self._times(self.sizes[index + 1])
+        if index == len(self.layers) - 1:
+            return widened("output", inner), None
+        return widened("input", outer) if index == 0 else widened("hidden", inner), widened("input", outer)
 
 
 def mlp_from(config: MLPConfig) -> MLP:
     """The model of a table `[model]` of kind "mlp"."""
-    return MLP(config.inputs, config.hidden, outputs=config.outputs, activation=config.activation)
+    return MLP(
+        config.inputs,
+        config.hidden,
+        outputs=config.outputs,
+        activation=config.activation,
+        base_width=config.base_width,
+    )

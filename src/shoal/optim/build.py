@@ -12,10 +12,12 @@ from torch.nn import Parameter
 
 from shoal.config.check import implementation_of
 from shoal.errors import ConfigError
+from shoal.models.roles import Widened
 from shoal.optim.average import keep_average, look_ahead
 from shoal.optim.config import SGD, Adagrad, AdamW, OptimizerConfig
 from shoal.optim.declared import Described, Dims
 from shoal.optim.fused import FusedAdamW, FusedSGD
+from shoal.optim.width import factor_of
 
 
 def build_optimizer(
@@ -26,11 +28,12 @@ def build_optimizer(
     sparse: Collection[str] = (),
     shapes: Mapping[str, Dims] | None = None,
     kinds: Mapping[str, str] | None = None,
+    widened: Mapping[str, Widened | None] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer over `(name, parameter, decays)`. Parameters that do not decay form a group of their own, and so do
     those of fewer numbers than the optimizer's `least_numbers`, and those of which `groups` or the optimizer itself
     says something else. `shapes` are those of whole parameters by name, where `parameters` are parts of them; `kinds`
-    their roles in the model.
+    their roles in the model, and `widened` says how rates follow its width.
 
     The gradients of those named `sparse` have the rows that a step touched alone, and form a last group. Without any
     parameter, as on a rank whose piece of a sharded model is empty, its step does nothing.
@@ -48,7 +51,8 @@ def build_optimizer(
     for name, parameter, decays in parameters:
         if name not in tables:
             shape = (shapes or {}).get(name, tuple(parameter.shape))
-            options = _options(config, Described(name, shape, (kinds or {}).get(name, "replicated"), decays))
+            described = Described(name, shape, (kinds or {}).get(name, "replicated"), decays)
+            options = _options(config, described, factor_of(config, (widened or {}).get(name)))
             key = tuple(sorted(options.items()))
             found.setdefault(key, {"params": [], **options})["params"].append(parameter)
     groups = sorted(found.values(), key=lambda group: (group.get("small", False), -group["weight_decay"]))
@@ -63,14 +67,17 @@ def build_optimizer(
     return optimizer
 
 
-def _options(config: OptimizerConfig, parameter: Described) -> dict[str, Any]:
-    """What the group of a parameter says; what it does not say is the optimizer's own."""
+def _options(config: OptimizerConfig, parameter: Described, factor: float) -> dict[str, Any]:
+    """What the group of a parameter says, whose rate is multiplied by `factor`; what it does not say is the optimizer's
+    own.
+    """
     group, decay = config.group_of(parameter.name), config.weight_decay if parameter.decays else 0.0
+    rate = group.rate * factor
     small = math.prod(parameter.shape) < config.least_numbers
     return {
         **config.options(parameter),
-        "weight_decay": decay if group.weight_decay is None else group.weight_decay,
-        **({} if group.rate == 1 else {"rate": group.rate}),
+        "weight_decay": (decay if group.weight_decay is None else group.weight_decay) / factor,
+        **({} if rate == 1 else {"rate": rate}),
         **({"small": True} if small else {}),
     }
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from shoal.config.check import Positive, PositiveFloat, Table, says
+from shoal.optim.closure_config import LBFGS, NewtonCG
 from shoal.optim.declared import BLOCK, Common, Granularity, Slot, counter
 from shoal.optim.kinds import LAMB, LARS, Adafactor, Lion, NAdam, RAdam, RMSprop, ScheduleFreeAdamW, ScheduleFreeSGD
 from shoal.optim.preconditioned_config import KFAC, SOAP, Dion, Muon, Shampoo
@@ -18,6 +19,8 @@ from shoal.optim.preconditioned_config import KFAC, SOAP, Dion, Muon, Shampoo
 
 class AdamW(Common, frozen=True, tag_field="kind", tag="adamw"):
     """AdamW (arXiv:1711.05101), PyTorch's fused kernel."""
+
+    width_rule: ClassVar[Literal["adam", "sgd"] | None] = "adam"
 
     implemented_by: ClassVar[str] = "shoal.optim.build:adamw"
     updates_apart: ClassVar[bool] = True
@@ -61,6 +64,8 @@ def in_8_bits(optimizer: Common) -> AdamW8bit | None:
 
 class SGD(Common, frozen=True, tag_field="kind", tag="sgd"):
     """Stochastic gradient descent, PyTorch's fused kernel."""
+
+    width_rule: ClassVar[Literal["adam", "sgd"] | None] = "sgd"
 
     implemented_by: ClassVar[str] = "shoal.optim.build:sgd"
     updates_apart: ClassVar[bool] = True
@@ -201,6 +206,8 @@ OptimizerConfig = (
     | SOAP
     | Shampoo
     | KFAC
+    | NewtonCG
+    | LBFGS
     | ScheduleFreeAdamW
     | ScheduleFreeSGD
     | OneBitAdam

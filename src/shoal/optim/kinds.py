@@ -33,6 +33,8 @@ class RMSprop(Common, frozen=True, tag_field="kind", tag="rmsprop"):
 class _Adam(Common, frozen=True):
     """Keys of Adam's relatives; the decay of weights is apart from the gradient, as in AdamW."""
 
+    width_rule: ClassVar[Literal["adam", "sgd"] | None] = "adam"
+
     lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 3e-4
     beta1: Annotated[float, says("Decay of the first moment.", ge=0, lt=1)] = 0.9
     beta2: Annotated[float, says("Decay of the second moment.", ge=0, lt=1)] = 0.999
@@ -67,6 +69,8 @@ class Lion(Common, frozen=True, tag_field="kind", tag="lion"):
     """Lion (arXiv:2302.06675): the sign of a momentum. It wants a third to a tenth of AdamW's rate, and 3 to 10 times
     its decay.
     """
+
+    width_rule: ClassVar[Literal["adam", "sgd"] | None] = "adam"
 
     implemented_by: ClassVar[str] = "shoal.optim.adaptive:lion"
     updates_apart: ClassVar[bool] = True
@@ -185,6 +189,8 @@ class _ScheduleFree(Common, frozen=True):
 class ScheduleFreeAdamW(_ScheduleFree, frozen=True, tag_field="kind", tag="schedule_free_adamw"):
     """Schedule-free AdamW (arXiv:2405.15682): an average in the place of a decay of the rate."""
 
+    width_rule: ClassVar[Literal["adam", "sgd"] | None] = "adam"
+
     implemented_by: ClassVar[str] = "shoal.optim.average:adamw"
 
     lr: Annotated[float, says("Learning rate; often 1 to 10 times AdamW's.", ge=0, le=1e3)] = 2.5e-3
@@ -200,6 +206,8 @@ class ScheduleFreeAdamW(_ScheduleFree, frozen=True, tag_field="kind", tag="sched
 
 class ScheduleFreeSGD(_ScheduleFree, frozen=True, tag_field="kind", tag="schedule_free_sgd"):
     """Schedule-free SGD (arXiv:2405.15682): an average in the place of a decay of the rate."""
+
+    width_rule: ClassVar[Literal["adam", "sgd"] | None] = "sgd"
 
     implemented_by: ClassVar[str] = "shoal.optim.average:sgd"
 

@@ -4,7 +4,8 @@
     x <- (1 - lr w) x - lr s orthogonalised(n)
 
 of matrices; s is 0.2 sqrt(max(rows, columns)) or sqrt(max(1, rows / columns)). More dimensions than two are columns;
-of stacked experts each is a matrix. Everything else is AdamW's.
+of stacked experts each is a matrix, and of rows that belong to heads (`heads`) those of each head. Everything else is
+AdamW's.
 
 The momentum lies where the parameter does, and is saved and divided with it. What is orthogonalised is whole on its
 owner (`shoal.optim.owners`): each matrix on one rank, and the updates come back.
@@ -94,8 +95,8 @@ class OwnedMuon(WholeOptimizer):
     """Muon for the groups that say `whole`, AdamW for the others.
 
     Args:
-        params: Dictionaries with `params` and their options; `whole` says that they are orthogonalised. Of plain
-            parameters those of two dimensions are.
+        params: Dictionaries with `params` and their options; `whole` says that they are orthogonalised, `heads` to how
+            many heads their rows belong, each of which is by itself. Of plain parameters those of two dimensions are.
         lr: The learning rate.
         momentum: The share of the momentum that is kept.
         weight_decay: The decay of weights, apart from the gradient.
@@ -123,7 +124,7 @@ class OwnedMuon(WholeOptimizer):
     ) -> None:
         super().__init__(
             params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, newton_schulz=newton_schulz,
-            adjust=adjust, betas=betas, eps=eps, stacked=False,
+            adjust=adjust, betas=betas, eps=eps, stacked=False, heads=1,
         )  # fmt: skip
 
     def direction(self, group: dict[str, Any], parameter: Parameter, gradient: Tensor) -> Tensor:
@@ -137,6 +138,8 @@ class OwnedMuon(WholeOptimizer):
     def updated(self, group: dict[str, Any], direction: Tensor, state: dict[str, Any]) -> Tensor:
         """s times the orthogonal factor of a matrix."""
         matrices = direction if group["stacked"] else as_matrix(direction)
+        if group["heads"] > 1:
+            matrices = matrices.view(group["heads"], -1, matrices.shape[-1])
         how: NewtonSchulz = group["newton_schulz"]
         dtype = torch.bfloat16 if how.precision == "bfloat16" else None
         found = orthogonalised(matrices, iterations=how.iterations, polish=how.polish, dtype=dtype)

@@ -79,6 +79,11 @@ class PartSums:
         self._counted = {id(own.parameter): is_counted(own) for own in parts.owned}
         self._length = len(rows)
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank has parts of these parameters, and nothing is sent."""
+        return self._group.size == 1
+
     def __call__(self, parameters: Sequence[Parameter], own: Tensor) -> Tensor:
         """`own` `[parameters, n]` has what this rank adds up over each part; the same of the whole ones, in float64.
 

@@ -6,7 +6,10 @@ from fnmatch import fnmatchcase
 from math import prod
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
+
 from shoal.config.check import Positive, PositiveFloat, says
+from shoal.errors import ConfigError
 from shoal.optim.declared import Common, Described, Dims, Granularity, Slot, counter
 
 # The tables of Muon and Dion. Imports no torch.
@@ -69,6 +72,13 @@ class Muon(HiddenMatrices, frozen=True, tag_field="kind", tag="muon"):
             "fit (arXiv:2502.16982), or sqrt(max(1, rows / columns))."
         ),
     ] = "match_rms_adamw"
+    heads: Annotated[
+        dict[str, Positive],
+        says(
+            "Numbers by patterns of parameter names (`*.query.weight`): the rows of such a matrix belong to so many "
+            "heads, and each head's are orthogonalised by themselves."
+        ),
+    ] = msgspec.field(default_factory=dict)
     weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
         0.1
     )
@@ -84,9 +94,17 @@ class Muon(HiddenMatrices, frozen=True, tag_field="kind", tag="muon"):
         )
 
     def options(self, parameter: Described) -> dict[str, Any]:
-        """Also `stacked`: each of the matrices that its first dimension counts is orthogonalised."""
+        """Also `stacked`: each of the matrices that its first dimension counts is orthogonalised; and `heads`, those of
+        its rows. Raises `ConfigError` for rows that cannot be divided by them.
+        """
         options = super().options(parameter)
-        return {**options, "stacked": options["whole"] and parameter.kind == "expert"}
+        heads = next((n for pattern, n in self.heads.items() if fnmatchcase(parameter.name, pattern)), 1)
+        if heads > 1 and (not options["whole"] or parameter.kind == "expert" or parameter.shape[0] % heads):
+            raise ConfigError(
+                f"optimizer.heads: {parameter.name} of shape {parameter.shape} has no rows of {heads} heads that Muon "
+                "orthogonalises; give a divisor of its rows, or a pattern of other names"
+            )
+        return {**options, "stacked": options["whole"] and parameter.kind == "expert", "heads": heads}
 
 
 def dion_rank(shape: Dims, fraction: float) -> int:

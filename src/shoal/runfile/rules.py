@@ -138,26 +138,27 @@ def _epoch_end_rule(run_file: RunFile) -> str | None:
 def _batch_schedule_rule(run_file: RunFile) -> str | None:
     """Every rank has samples in every phase, and where replicas are split, as many as the others."""
     batch, layout, group = run_file.batch, run_file.layout, statistics_group(run_file.model)
-    if not batch.schedule:
+    if not batch.smaller_sizes:
         return None
+    key = "batch.schedule" if batch.adaptive is None else "batch.adaptive"
     processes = run_file.run.processes or layout.default_processes or 1
     shares = max(1, processes // (layout.pipeline * layout.context * layout.tensor))
     split = layout.pipeline * layout.context * layout.tensor * layout.shard > 1 or synchronises_norms(run_file.model)
-    for phase in batch.schedule:
-        if phase.samples < shares * group or phase.samples % group:
+    for samples in batch.smaller_sizes:
+        if samples < shares * group or samples % group:
             return (
-                f"batch.schedule has a phase of {phase.samples} samples for {shares} shares of groups of {group}: each "
+                f"{key} has a phase of {samples} samples for {shares} shares of groups of {group}: each "
                 f"needs a whole group; use a multiple of {group} from {shares * group} on"
             )
-    sizes = [batch.global_samples, *(phase.samples for phase in batch.schedule)]
+    sizes = [batch.global_samples, *batch.smaller_sizes]
     odd = next((size for size in sizes if split and size % (shares * group)), None)
     if odd is not None:
         return (
-            f"batch.schedule with steps of {odd} samples over {shares} shares of a split model: ranks must have as "
+            f"{key} with steps of {odd} samples over {shares} shares of a split model: ranks must have as "
             f"many as one another; use multiples of {shares * group} for global_samples and every phase"
         )
     found = next(_against_batch_schedule(run_file), None)
-    return None if found is None else f"batch.schedule with {found[0]}: {found[1]}"
+    return None if found is None else f"{key} with {found[0]}: {found[1]}"
 
 
 def _against_batch_schedule(run_file: RunFile) -> Iterator[tuple[str, str]]:
@@ -173,6 +174,10 @@ def _against_batch_schedule(run_file: RunFile) -> Iterator[tuple[str, str]]:
         yield "[elastic]", "replicas are compared by steps of one size; leave one of the two out"
     if run_file.batch.division == "by_speed":
         yield 'batch.division = "by_speed"', "speeds are measured on steps of one size; leave one of the two out"
+    if run_file.batch.adaptive is not None and not run_file.observe.noise_every_steps:
+        yield "observe.noise_every_steps = 0", "the noise decides; set it to 5, say"
+    if run_file.batch.adaptive is not None and isinstance(run_file.data, Stream):
+        yield 'data.kind = "stream"', "a feed of several sizes is opened again; use batch.schedule"
     if run_file.federated is not None or run_file.privacy is not None:
         yield "[federated] or [privacy]", "clients and accountants count steps of one size; leave one of the two out"
 

@@ -11,7 +11,7 @@ from shoal.models.config import MoEConfig
 from shoal.optim.config import SGD
 from shoal.resilience.config import ElasticConfig
 from shoal.runfile.run_file import RunFile, statistics_group, with_processes
-from shoal.sync.config import AllReduceConfig, GossipConfig, HogwildConfig, ServerConfig
+from shoal.sync.config import AllReduceConfig, GossipConfig, HogwildConfig, LocalConfig, ServerConfig
 
 
 def sync_refusal(run_file: RunFile) -> str | None:
@@ -79,6 +79,20 @@ def _against_own_steps(run_file: RunFile) -> Iterator[tuple[str, str]]:
         yield 'precision.kind = "float16"', "each replica would have a loss scale of its own; use bfloat16"
     if run_file.observe.noise_every_steps:
         yield "observe.noise_every_steps", "the noise is measured on gradients of the global batch; leave it out"
+    if isinstance(run_file.sync, LocalConfig) and run_file.sync.merge == "adasum":
+        yield from _against_adasum(run_file)
+
+
+def _against_adasum(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do): it asks for whole changes, each of which counts the same."""
+    for axis in ("pipeline", "shard", "context", "tensor", "expert"):
+        if getattr(run_file.layout, axis) > 1:
+            why = 'merge = "adasum" takes inner products of whole parameters; use layout.replicate'
+            yield f"layout.{axis} = {getattr(run_file.layout, axis)}", why
+    if run_file.codec != NoCodec():
+        yield "[codec]", 'merge = "adasum" sends what replicas changed as it is; leave one of the two out'
+    if run_file.batch.division != "even":
+        yield 'batch.division = "by_speed"', 'merge = "adasum" counts all replicas the same; leave one of the two out'
 
 
 def _against_graph(sync: GossipConfig, replicas: int) -> Iterator[tuple[str, str]]:

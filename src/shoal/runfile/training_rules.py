@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from shoal.engine.config import CrossEntropy, Float8
 from shoal.models.huggingface.config import TransformersConfig
+from shoal.optim.closure_config import Searching
 from shoal.optim.config import AdamW8bit
 from shoal.optim.preconditioned_config import KFAC
 from shoal.runfile.run_file import RunFile, synchronises_norms
@@ -15,7 +16,8 @@ from shoal.runfile.run_file import RunFile, synchronises_norms
 
 def optimizer_refusal(run_file: RunFile) -> str | None:
     """One sentence if another table takes from the optimizer what it needs."""
-    return _transforms_rule(run_file) or _average_rule(run_file) or _layers_rule(run_file)
+    rules = (_transforms_rule, _average_rule, _layers_rule, _search_rule, _width_rule)
+    return next((found for rule in rules if (found := rule(run_file)) is not None), None)
 
 
 def _transforms_rule(run_file: RunFile) -> str | None:
@@ -98,6 +100,52 @@ def _against_layers(run_file: RunFile, *, reduces: bool) -> Iterator[tuple[str, 
         yield "[elastic]", "what ranks measure is not carried over a loss; leave one of the two out"
     if run_file.run.compile:
         yield run_file.run.compile_said, "compiled layers cannot be seen; leave run.compile out"
+
+
+def _search_rule(run_file: RunFile) -> str | None:
+    """One sentence if a line search does not see one loss and its exact gradient, the same on all ranks."""
+    own = run_file.optimizer
+    found = next(_against_search(run_file), None) if isinstance(own, Searching) else None
+    return None if found is None else f'{found[0]} with optimizer.kind = "{own.variant}": {found[1]}'
+
+
+def _against_search(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do)"""
+    sync, schedule = run_file.sync, run_file.schedule
+    if schedule.kind != "constant":
+        yield (
+            f'schedule.kind = "{schedule.kind}"',
+            'its line search finds how far to go; set schedule.kind = "constant"',
+        )
+    if sync.variant != "allreduce":
+        yield f'sync.kind = "{sync.variant}"', 'all ranks search along one line; use "allreduce"'
+    if run_file.elastic is not None:
+        yield "[elastic]", "a rank lost in a search leaves the others on their way; leave one of the two out"
+    if run_file.codec.variant != "none":
+        yield f'codec.kind = "{run_file.codec.variant}"', "its gradient is not that of the loss; leave [codec] out"
+    if run_file.layout.pipeline > 1 and run_file.pipeline.asynchronous:
+        yield f"pipeline.schedule = {run_file.pipeline.schedule!r}", "stages are never at the same weights; use 1F1B"
+    if run_file.gradients.schedule == "priority":
+        yield 'gradients.schedule = "priority"', 'parameters are updated one after the other; use "order"'
+    if run_file.precision.variant == "float16":
+        yield 'precision.kind = "float16"', 'the loss is scaled; use "bfloat16" or "float32"'
+    if run_file.observe.noise_every_steps:
+        yield "observe.noise_every_steps", "a search has several gradients; leave one of the two out"
+    for name in ("sparsity", "freeze"):
+        if getattr(run_file, name) is not None:
+            yield f"[{name}]", "a search moves every weight; leave one of the two out"
+
+
+def _width_rule(run_file: RunFile) -> str | None:
+    """muP needs an optimizer of which it is known how its rates follow the width."""
+    own = run_file.optimizer
+    if getattr(run_file.model, "scaling", "standard") == "standard" or own.width_rule is not None:
+        return None
+    return (
+        f'model.scaling = "mup" with optimizer.kind = "{own.variant}": its rules are known of adamw, adamw_8bit, '
+        "nadam, radam, lion, schedule_free_adamw, sgd and schedule_free_sgd; use one of these, or leave model.scaling "
+        "out"
+    )
 
 
 # The rules between synchronised batch norms and the other tables. Imports no torch.

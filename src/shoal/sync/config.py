@@ -105,6 +105,14 @@ class LocalConfig(OuterKeys, frozen=True, tag_field="kind", tag="local"):
     takes_codec: ClassVar[bool] = True
     weighs_samples: ClassVar[bool] = True
 
+    merge: Annotated[
+        Literal["mean", "adasum"],
+        says(
+            "What becomes of the replicas' changes: their mean; or, parameter by parameter, their adaptive sum "
+            "(Adasum, arXiv:2006.02924), which adds what points in other directions. The paper's is with period = 1, "
+            "outer_lr = 1 and outer_momentum = 0."
+        ),
+    ] = "mean"
     per_lr: Annotated[
         bool,
         says(

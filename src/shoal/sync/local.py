@@ -1,5 +1,5 @@
 """Local steps and an outer optimizer: local SGD (arXiv:1805.09767), DiLoCo (arXiv:2311.08105), SlowMo
-(arXiv:1910.00643), AdaComm (arXiv:1810.08313).
+(arXiv:1910.00643), AdaComm (arXiv:1810.08313), Adasum (arXiv:2006.02924).
 
 Replica k starts a round at the parameters x that all replicas share, takes H steps of its own to x_k, and then all take
 one step of the outer optimizer (`outer`) along the mean of x - x_k, and go on from the new x. Replicas send H times
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
-from shoal.comm.exchanges.exchange import Exchange
+from shoal.comm.exchanges.adasum import Adasum
+from shoal.comm.exchanges.exchange import Exchange, NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
 from shoal.state import Held, Owned, Section
@@ -38,21 +39,33 @@ from shoal.sync.strategy import Agreed, OwnOptimizer, OwnSteps, Replica, Taken
 # (DiLoCo, arXiv:2311.08105, algorithm 1.) SlowMo (arXiv:1910.00643, algorithm 1) counts its momentum in units of the
 # inner learning rate, gamma: g / gamma goes into m, and gamma lr m comes out.
 #
-# The mean is an exchange between replicas: as it is, or with a codec, which then codes outer gradients.
+# The mean is an exchange between replicas: as it is, or with a codec, which then codes outer gradients. In its place
+# there may be the adaptive sum of x - x_k (`shoal.comm.exchanges.adasum`), in which all replicas count the same.
 
 
 class OuterStep:
     """The outer optimizer of the tensors `owned`. `start` is where the round began, `momentum` None without one.
 
-    A step is `send`, `arrive` and `apply`; steps of the replica may lie between the first two.
+    A step is `send`, `arrive` and `apply`; steps of the replica may lie between the first two. `adaptive`: g is the
+    adaptive sum.
     """
 
-    def __init__(self, config: OuterKeys, replica: Replica, replicas: Collective, owned: Sequence[Owned]) -> None:
+    def __init__(
+        self,
+        config: OuterKeys,
+        replica: Replica,
+        replicas: Collective,
+        owned: Sequence[Owned],
+        *,
+        adaptive: bool = False,
+    ) -> None:
         self.start = FlatCopy(owned)
         self.momentum = FlatCopy(owned) if config.outer_momentum else None
         self._config, self._replicas, self._change = config, replicas, FlatCopy(owned)
+        self._divisor = 1 if adaptive else replicas.size
+        exchange: NewExchange = Adasum if adaptive else replica.exchange
         self._exchanges: list[Exchange] = [
-            replica.exchange(replicas, buffer, segments)
+            exchange(replicas, buffer, segments)
             for buffer, segments in zip(self._change.buffers, self._change.segments, strict=True)
         ]
         self.start.read()
@@ -62,7 +75,7 @@ class OuterStep:
         as those of any other.
         """
         self._change.read()
-        share = 1.0 if weight is None else self._share(weight)
+        share = 1.0 if weight is None or self._divisor == 1 else self._share(weight)
         for exchange, change, start in zip(self._exchanges, self._change.buffers, self.start.buffers, strict=True):
             torch.sub(start, change, out=change)
             if share != 1.0:
@@ -82,7 +95,7 @@ class OuterStep:
         for exchange, change in zip(self._exchanges, self._change.buffers, strict=True):
             exchange.wait()
             exchange.commit()
-            change /= self._replicas.size
+            change /= self._divisor
 
     def apply(self, *, unit: float = 1.0, plain: bool = False) -> None:
         """`start` takes the outer step; parameters stay. `unit`: that of the momentum, SlowMo's gamma. `plain`: the
@@ -169,7 +182,7 @@ class LocalAgreement(OwnOptimizer):
     def __init__(self, config: LocalConfig, replica: Replica, replicas: Collective) -> None:
         self.equal = True
         self._config, self._replica = config, replica
-        self._outer = OuterStep(config, replica, replicas, replica.owned)
+        self._outer = OuterStep(config, replica, replicas, replica.owned, adaptive=config.merge == "adasum")
         self._meeting, self._device = Meeting(replica, replicas), device_of(replica)
         self._period = Period(config.period, adapt_every=config.adapt_every)
         self._rates: list[float] = []

@@ -231,7 +231,7 @@ def compare_step(
     yield compare_number(number, "norm", found.norm, norm, tolerance=tolerances.norm)
     gradients = completed(found.gradients, found.kept, wanted.gradients)
     yield from compare_gradients(number, gradients, wanted.gradients, tolerances=tolerances, rounding=rounding)
-    reference.update(whole, lr=lr, norm=found.norm)
+    reference.update(whole, lr=lr, norm=found.norm, loss=found.result.loss)
     after = {name: parameter.detach() for name, parameter in reference.weights.items()}
     yield from compare_weights(number, found.weights, after, tolerance=tolerances.weight)
     yield from compare_moments(reference, number, found.moments)

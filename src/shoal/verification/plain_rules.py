@@ -94,14 +94,27 @@ def outer_equation(config: OuterKeys) -> str:
     return f"m <- {mu:g} m + g, x <- x - {lr:g} " + (f"(g + {mu:g} m)" if config.nesterov else "m")
 
 
+def adaptive_sum(changes: Sequence[Tensor]) -> Tensor:
+    """Adasum of one parameter's changes (arXiv:2006.02924, equations 3 and 4), pair by pair from the outside in."""
+    if len(changes) == 1:
+        return changes[0]
+    one, other = adaptive_sum(changes[: len(changes) // 2]), adaptive_sum(changes[len(changes) // 2 :])
+    parts = [x * (1 - (one @ other) / (2 * (x @ x))) if x @ x > 0 else x for x in (one, other)]
+    return parts[0] + parts[1]
+
+
 class Local:
-    """g = mean of x - x_i over the replicas, by the weight of their samples, then the outer step."""
+    """g = mean of x - x_i over the replicas, by the weight of their samples, or their adaptive sum, then the outer
+    step.
+    """
 
     updates_together = False
 
     def __init__(self, config: LocalConfig, setting: Setting) -> None:
         unit = ", both in units of the learning rate" if config.per_lr else ""
-        self.equation = f"every {config.period} steps g = mean(x - x_i), {outer_equation(config)}{unit}"
+        merge = "mean" if config.merge == "mean" else "Adasum"
+        self.equation = f"every {config.period} steps g = {merge}(x - x_i), {outer_equation(config)}{unit}"
+        self._parameters = setting.fragments
         self._config, self._x, self._outer = config, setting.start, OuterMomentum(config, setting.start)
         self._period, self._agreed, self._adapted = config.period, 0, 0
         self._first: tuple[float, float] | None = None
@@ -114,8 +127,7 @@ class Local:
         over = stepped.step - self._agreed >= self._period if adapts else stepped.step % self._period == 0
         if not (over or warming_up or stepped.last):
             return RuleOutcome(stepped.x, stepped.x, together=False)
-        weights = [sum(own) for own in zip(*(one.weights for one in self._round), strict=True)]
-        g = sum((w * (self._x - x) for w, x in zip(weights, stepped.x, strict=True)), 0 * self._x) / sum(weights)
+        g = self._merged(stepped.x)
         rates = [one.lr for one in self._round]
         unit = sum(rates) / len(rates) if self._config.per_lr and sum(rates) > 0 else 1.0
         self._x = self._x - g if warming_up else self._outer.step(self._x, g, unit=unit)
@@ -124,6 +136,16 @@ class Local:
         self._agreed, self._round = stepped.step, []
         everyone = [self._x] * len(stepped.x)
         return RuleOutcome(everyone, everyone, together=True)
+
+    def _merged(self, vectors: Vectors) -> Tensor:
+        changes = [self._x - x for x in vectors]
+        if self._config.merge == "mean":
+            weights = [sum(own) for own in zip(*(one.weights for one in self._round), strict=True)]
+            return sum((w * change for w, change in zip(weights, changes, strict=True)), 0 * self._x) / sum(weights)
+        g = torch.zeros_like(self._x)
+        for chosen in self._parameters:
+            g[chosen] = adaptive_sum([change[chosen] for change in changes])
+        return g
 
     def _adapt(self, stepped: Stepped) -> None:
         """AdaComm, arXiv:1810.08313, equations 17 and 18."""

@@ -54,7 +54,8 @@ def reference_of(run: Run) -> Reference:
     compute = Compute(model, loss, precision, device, randomness, distillation=distillation)
     sparse = [name for name, role in roles.items() if role.kind == "table"]
     kinds = {name: role.kind for name, role in roles.items()}
-    optimizer = build_optimizer(run_file.optimizer, trained, lr=1.0, sparse=sparse, kinds=kinds)
+    widened = {name: role.widened for name, role in roles.items()}
+    optimizer = build_optimizer(run_file.optimizer, trained, lr=1.0, sparse=sparse, kinds=kinds, widened=widened)
     alone = [(held(Layout(), 0, name, tuple(p.shape)), p) for name, p, _ in trained]
     parts = Parts([owned_whole(Trained(holding, p)) for holding, p in alone], Alone(), Alone())
     if isinstance(optimizer, SeesLayers):
@@ -213,6 +214,8 @@ def _plain_rate(run_file: RunFile, step: int) -> float:
 
 def _plain_samples(run_file: RunFile, step: int) -> int:
     """The samples of step `step`, counted step by step."""
+    if run_file.batch.adaptive is not None:
+        return run_file.batch.adaptive.first  # a proof's feed has steps of the first size
     position = size = 0
     for _ in range(step):
         sizes = [phase.samples for phase in run_file.batch.schedule if position < phase.until]

@@ -43,7 +43,7 @@ from shoal.models.config import ForeignModel
 from shoal.models.mixture import ReplayRoutes
 from shoal.observe.terminal import ProgressBar
 from shoal.runfile.run_file import RunFile, declared_group
-from shoal.sync.config import StreamingConfig
+from shoal.sync.config import LocalConfig, StreamingConfig
 from shoal.verification.plain_rules import (
     Rule,
     Setting,
@@ -262,8 +262,12 @@ class _Proof:
 
 
 def _fragments(run: Run) -> dict[str, int]:
-    """At rank 0, the fragment of each tensor under streaming. Raises `ConfigError` if ranks cut them otherwise."""
+    """At rank 0, the fragment of each tensor under streaming, and its number under Adasum, which takes each by itself.
+    Raises `ConfigError` if ranks cut fragments otherwise.
+    """
     sync = run.run_file.sync
+    if isinstance(sync, LocalConfig) and sync.merge == "adasum":
+        return {one.name: number for number, one in enumerate(run.generation.gradients.owned)}
     if not isinstance(sync, StreamingConfig):
         return {}
     sizes = {one.name: one.parameter.numel() for one in run.generation.gradients.owned}

@@ -1,0 +1,73 @@
+"""The tables of optimizers that look for a step: Newton-CG and L-BFGS. Imports no torch.
+
+They evaluate loss and gradient of the same samples several times in one step, at other weights.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from shoal.config.check import Positive, PositiveFloat, says
+from shoal.optim.declared import Common, Slot, counter
+
+
+class Searching(Common, frozen=True):
+    """Keys of both."""
+
+    asks_for_whole: ClassVar[bool] = True
+
+    lr: Annotated[
+        float, says("The length of a step that is tried first, as a share of the direction; 1 is Newton's.", gt=0, le=1)
+    ] = 1.0
+    decrease: Annotated[
+        float, says("Wolfe's first constant: the share of the expected decrease that a step must reach.", gt=0, lt=0.5)
+    ] = 1e-4
+    curvature: Annotated[
+        float, says("Wolfe's second constant: the share of the slope that may be left after a step.", gt=0, lt=1)
+    ] = 0.9
+    evaluations: Annotated[Positive, says("Most evaluations of the loss in one line search.")] = 25
+
+    def __post_init__(self) -> None:
+        if self.decrease >= self.curvature:
+            raise ValueError(
+                f"decrease = {self.decrease:g} must be below curvature = {self.curvature:g}, or no step may exist"
+            )
+        for key, value in self._against_the_loss():
+            raise ValueError(
+                f"{key} = {value} with a line search: the gradient must be that of the loss that is compared; leave "
+                f"{key} out"
+            )
+
+    def _against_the_loss(self) -> list[tuple[str, Any]]:
+        """Keys that make another gradient, or another direction, of the loss's."""
+        rates = [f"{pattern!r}: rate = {group.rate:g}" for pattern, group in self.groups.items() if group.rate != 1]
+        kinds = [transform.variant for transform in self.transforms]
+        found = [("clip_norm", self.clip_norm), ("transforms", kinds), ("groups", rates)]
+        return [(key, value) for key, value in found if value]
+
+
+class NewtonCG(Searching, frozen=True, tag_field="kind", tag="newton_cg"):
+    """Newton's method with truncated conjugate gradients and a line search, for full or large batches: Hessian-vector
+    products are differences of two gradients.
+    """
+
+    implemented_by: ClassVar[str] = "shoal.optim.newton:newton_cg"
+
+    cg_iterations: Annotated[Positive, says("Most Hessian-vector products in one step, of two gradients each.")] = 50
+    cg_tolerance: Annotated[
+        PositiveFloat, says("What may be left of the linear system, relative: the smaller of this and sqrt(|g|).")
+    ] = 0.01
+    damping: Annotated[float, says("Added to every eigenvalue of the Hessian.", ge=0)] = 0.0
+
+
+class LBFGS(Searching, frozen=True, tag_field="kind", tag="lbfgs"):
+    """L-BFGS with a line search, for full or large batches: an inverse Hessian from the last steps."""
+
+    implemented_by: ClassVar[str] = "shoal.optim.newton:lbfgs"
+
+    history: Annotated[int, says("Pairs of steps and changes of the gradient that are kept.", ge=1, le=100)] = 10
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The pairs, a ring, and how many there have been since the last that was no use."""
+        return (*(Slot(f"{of}_{n}") for of in ("moved", "changed") for n in range(self.history)), counter("pairs"))

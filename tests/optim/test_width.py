@@ -1,0 +1,224 @@
+"""muP: the table of rates, and the coordinate check that proves it, with wrong rates planted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shoal.models.build import initialise
+from shoal.models.config import GPTConfig, MLPConfig
+from shoal.models.gpt import GPT
+from shoal.models.roles import Widened, roles_of
+from shoal.models.small import mlp_from
+from shoal.optim import build
+from shoal.optim.build import build_optimizer, set_rate
+from shoal.optim.config import SGD, AdamW, OptimizerConfig
+from shoal.optim.width import factor_of
+from shoal.runfile.rules import refusal
+from tests.verification.layouts import GPT as SMALL_GPT
+from tests.verification.layouts import corpus, run_file_of, verified
+
+WIDTHS = (64, 128, 256, 512)
+BASE = 64
+STEPS = 4
+SAME_SCALE = 0.2
+"""Most by which the logarithm of an activation's size may grow for one of the width's: 1.5 times over 64 .. 512."""
+ADAMW, PLAIN = AdamW(lr=5e-3, weight_decay=0.0), SGD(lr=0.3)
+FACTORS = {  # Yang et al., arXiv:2203.03466, table 3, at four times the base
+    ("adam", "input"): 1.0,
+    ("adam", "hidden"): 0.25,
+    ("adam", "output"): 0.25,
+    ("sgd", "input"): 4.0,
+    ("sgd", "hidden"): 1.0,
+    ("sgd", "output"): 0.25,
+}
+
+
+@pytest.mark.parametrize(("rule", "grows"), FACTORS)
+def test_factors_are_those_of_the_table(rule: str, grows: Any) -> None:
+    """And rate times decay stays as it is."""
+    config = AdamW(weight_decay=0.1) if rule == "adam" else SGD(weight_decay=0.1)
+    assert factor_of(config, Widened(grows, 4.0)) == FACTORS[rule, grows]
+    optimizer = build_optimizer(
+        config, [("w", nn.Parameter(torch.ones(2, 2)), True)], lr=0.5, widened={"w": Widened(grows, 4.0)}
+    )
+    set_rate(optimizer, 0.5)
+    (group,) = optimizer.param_groups
+    assert group["lr"] == 0.5 * FACTORS[rule, grows]
+    assert group["lr"] * group["weight_decay"] == pytest.approx(0.05)
+
+
+def gpt(width: int, scaling: str) -> nn.Module:
+    base = BASE if scaling == "mup" else None
+    return GPT(GPTConfig(vocabulary=61, layers=2, width=width, heads=width // 16, scaling=scaling, base_width=base))  # type: ignore[arg-type]
+
+
+def mlp(width: int, scaling: str) -> nn.Module:
+    base = BASE if scaling == "mup" else None
+    return mlp_from(MLPConfig(inputs=24, hidden=(width, width), outputs=61, scaling=scaling, base_width=base))  # type: ignore[arg-type]
+
+
+def inputs_of(model: nn.Module) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(3)
+    targets = torch.randint(0, 61, (8, 16), generator=draw)
+    if isinstance(model, GPT):
+        return torch.randint(0, 61, (8, 16), generator=draw), targets
+    return torch.randn(128, 24, generator=draw), targets.view(-1)
+
+
+Make = Callable[[int, str], nn.Module]
+
+
+def changes(make: Make, scaling: str, config: OptimizerConfig) -> dict[str, list[float]]:
+    """By layer: how far its outputs have moved after `STEPS` steps, root mean square, at each of `WIDTHS`."""
+    found: dict[str, list[float]] = {}
+    for width in WIDTHS:
+        model = make(width, scaling)
+        initialise(model, seed=1, device="cpu")
+        roles = roles_of(model)
+        optimizer = build_optimizer(
+            config, [(n, p, roles[n].decay) for n, p in model.named_parameters()], lr=config.lr,
+            widened={name: role.widened for name, role in roles.items()},
+        )  # fmt: skip
+        x, y = inputs_of(model)
+        before = outputs(model, x)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+            set_rate(optimizer, config.lr)
+            optimizer.step()
+        for name, after in outputs(model, x).items():
+            found.setdefault(name, []).append(float((after - before[name]).square().mean().sqrt()))
+    return found
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """Of every linear layer."""
+    found: dict[str, Tensor] = {}
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+
+    def keep(name: str) -> Callable[..., None]:
+        return lambda module, args, output: found.__setitem__(name, output.detach().clone())
+
+    hooks = [module.register_forward_hook(keep(name)) for name, module in layers.items()]
+    model(x)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def slopes(make: Make, scaling: str, config: OptimizerConfig) -> dict[str, float]:
+    """By layer, of log size over log width: 0 where its scale does not depend on the width."""
+    logs = [math.log(width / WIDTHS[0]) for width in WIDTHS]
+    mean = sum(logs) / len(logs)
+    return {
+        name: sum((at - mean) * math.log(size) for at, size in zip(logs, sizes, strict=True))
+        / sum((at - mean) ** 2 for at in logs)
+        for name, sizes in changes(make, scaling, config).items()
+    }
+
+
+CHECKED = {"gpt, adamw": (gpt, ADAMW), "mlp, adamw": (mlp, ADAMW), "mlp, sgd": (mlp, PLAIN)}
+
+
+@pytest.mark.parametrize("case", CHECKED)
+def test_activations_move_as_far_at_every_width(case: str) -> None:
+    """The coordinate check: widths 64 to 512, after some steps, every layer."""
+    make, config = CHECKED[case]
+    found = slopes(make, "mup", config)
+    print(case, {name: round(slope, 2) for name, slope in found.items()})
+    assert all(abs(slope) <= SAME_SCALE for slope in found.values()), found
+
+
+@pytest.mark.parametrize("case", CHECKED)
+def test_the_check_tells_standard_scaling_apart(case: str) -> None:
+    """Without muP, logits move farther and farther, or layers less and less."""
+    make, config = CHECKED[case]
+    found = slopes(make, "standard", config)
+    assert max(abs(slope) for slope in found.values()) > 2 * SAME_SCALE, found
+
+
+@contextmanager
+def planted(grows: str) -> Iterator[None]:
+    """Rates of one row of the table as if the model were not wider."""
+    plain = factor_of
+
+    def wrong(config: Any, widened: Widened | None) -> float:
+        return 1.0 if widened is not None and widened.grows == grows else plain(config, widened)
+
+    with patch.object(build, "factor_of", wrong):
+        yield
+
+
+@pytest.mark.parametrize(("case", "grows"), [("gpt, adamw", "hidden"), ("mlp, adamw", "output"), ("mlp, sgd", "input")])
+def test_a_wrong_rate_is_found(case: str, grows: str) -> None:
+    """One row of the table at a time."""
+    make, config = CHECKED[case]
+    with planted(grows):
+        found = slopes(make, "mup", config)
+    assert max(abs(slope) for slope in found.values()) > 1.5 * SAME_SCALE, found
+
+
+def test_at_the_base_width_nothing_changes() -> None:
+    """The same first values, bit by bit, and the same rates."""
+    for make in (gpt, mlp):
+        one, other = make(BASE, "mup"), make(BASE, "standard")
+        initialise(one, seed=1, device="cpu")
+        initialise(other, seed=1, device="cpu")
+        for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+            assert torch.equal(p, q), name
+        assert all(role.widened is None or role.widened.times == 1 for role in roles_of(one).values())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ({"layout": {"shard": 2}, "memory": {"zero": 1}}),
+        pytest.param({"layout": {"tensor": 2}}, marks=pytest.mark.stress),
+        pytest.param({"layout": {"pipeline": 2}}, marks=pytest.mark.stress),
+        pytest.param({"layout": {"shard": 2}, "memory": {"zero": 3}}, marks=pytest.mark.stress),
+    ],
+    ids=str,
+)
+def test_it_is_proved_in_every_layout(ranks, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Rates and decays are those of the whole model's parameters."""
+    corpus(tmp_path)
+    model = {"model": SMALL_GPT | {"scaling": "mup", "base_width": 8}}
+    verdict, *_ = ranks(2, verified, model | layout, str(tmp_path), True, 2)
+    assert verdict["holds"], verdict["sentence"]
+
+
+def test_other_optimizers_are_refused(tmp_path: Path) -> None:
+    """With those that are not."""
+    model = SMALL_GPT | {"scaling": "mup", "base_width": 8}
+    for kind in ("lamb", "muon", "rmsprop"):
+        sentence = refusal(run_file_of(tmp_path, model=model, optimizer={"kind": kind}))
+        assert sentence is not None
+        assert "use one of these, or leave model.scaling out" in sentence
+    assert refusal(run_file_of(tmp_path, model=model, optimizer={"kind": "lion"})) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"scaling": "mup"}, "without base_width"),
+        ({"base_width": 64}, "with base_width"),
+        ({"scaling": "mup", "base_width": 8, "tied": True}, "leave tied out"),
+        ({"scaling": "mup", "base_width": 12}, "more heads of the same size"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(keys: dict[str, Any], said: str) -> None:
+    """In a sentence."""
+    with pytest.raises(msgspec.ValidationError, match=said):
+        msgspec.convert(SMALL_GPT | keys, GPTConfig)
