@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from shoal.assembly.federated import simulate
+from shoal.data.batches import read_batch
 from shoal.data.corpora import digits
 from shoal.errors import ConfigError, EnvironmentFault, UserCodeError
 from shoal.federated.simulation import Simulation
@@ -145,8 +146,39 @@ def test_parameters_that_stay_local_never_leave() -> None:
     own = [state.own for state in simulation.states.values()]
     assert len(own) == 8
     assert all(one is not None and bool(one.count_nonzero() == 10) for one in own)
+    each = simulation.clients()
+    assert len(each["accuracy"]) == len(each["shared model"]) == 8
+    assert each["accuracy"] != each["shared model"]
     with pytest.raises(ConfigError, match="no parameter is called 'head"):
         Simulation(task(federated={"keep_local": ["head.*"]}))
+
+
+def test_ditto_trains_a_second_model_that_serves_each_client_better() -> None:
+    """The shared model is FedAvg's to the bit; a client's own is that of a plain loop, and is right on more samples."""
+    keys: dict[str, Any] = {"partition": {"kind": "dirichlet", "concentration": 0.1}, "run": {"steps": 3}}
+    plain = Simulation(task(**keys))
+    plain.run()
+    ditto = Simulation(task(**keys, federated={"ditto": 0.5}))
+    models = [ditto.server.model]
+    ditto.run(lambda _: models.append(ditto.server.model))
+    assert torch.equal(ditto.server.model, plain.server.model)
+    one, name = ditto.task, ditto.names[2]
+    trainer, data = one.trainer, ditto.data_of(name)
+    own = models[0]
+    for round in range(3):
+        for step in range(3):
+            ids = data.samples_of_step(one.federated, one.batch, turn=round, step=step)
+            batch = read_batch(one.data.train, ids, ids, denominator=one.denominator).batch
+            leaf = own.clone().requires_grad_()
+            trainer.loss_of(leaf, batch.inputs, batch.targets, batch.weights).backward()
+            assert leaf.grad is not None
+            decayed = trainer.sgd.weight_decay * trainer.decays * own
+            own = own - one.rate(round + 1) * (leaf.grad + 0.5 * (own - models[round]) + decayed)
+    found = ditto.states[name].personal
+    assert found is not None
+    torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-6)
+    each = ditto.clients()
+    assert sum(each["accuracy"]) > sum(each["shared model"]) + 0.5
 
 
 def test_a_model_that_vmap_cannot_take_is_refused_with_the_repair() -> None:
@@ -177,5 +209,8 @@ def test_the_report_and_the_model_lie_in_the_run_directory(tmp_path, monkeypatch
     assert kept == json.loads(json.dumps(result))
     assert kept["totals"]["counted"] == 40
     assert kept["fairness"]["accuracy/worst"] <= kept["fairness"]["accuracy/median"]
+    assert len(kept["clients"]["accuracy"]) == len(kept["clients"]["samples"]) == 8
+    assert kept["clients"]["rounds"] == [5] * 8
     assert (tmp_path / "runs/example/model.safetensors").stat().st_size > 650 * 4
+    assert "Fairness" in (tmp_path / "runs/example/report.html").read_text()
     assert len(lines) == 7

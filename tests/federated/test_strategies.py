@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from shoal.errors import EnvironmentFault
-from shoal.federated.averaging import accumulated
 from shoal.federated.config import (
     FedAvgConfig,
     FedAvgMConfig,
@@ -26,6 +25,7 @@ from shoal.federated.config import (
     ScaffoldConfig,
     TrimmedMeanConfig,
 )
+from shoal.federated.strategies import accumulated
 from shoal.federated.strategy import Outcome, Update, build_strategy
 
 CURVATURES, OPTIMA, RATE, STEPS = (1.0, 10.0), (0.0, 1.0), 0.05, 20

@@ -47,6 +47,7 @@ def federate(
     loss: Any = None,
     train: Callable[..., Any] | None = None,
     evaluate: Callable[[Any], Any] | None = None,
+    strategy: Any = None,
     role: FederatedServer | FederatedClient | None = None,
 ) -> dict[str, Any] | None:
     """Play all rounds of a federated run in this process, and return its report; or be its server, or one client.
@@ -55,19 +56,26 @@ def federate(
     of a client's local steps: called as train(model, samples, round=number, lr=rate) with the model of the round and
     the client's samples, it trains the model where it stands, by any optimizer; what it returns are figures by name, of
     which "steps" counts local steps. `evaluate` is called with the model after a round, at the server, and returns
-    figures by name.
+    figures by name. `strategy` takes the place of `federated.kind`: a subclass of `shoal.federated.strategy.Strategy`,
+    or a strategy of Flower (`pip install 'shoal[flower]'`), whose client app may be `train`, both unchanged.
 
     `role`: None simulates all clients here. A client returns None when the run is over. Raises `ShoalError`: a wrong
     key, a strategy that an own `train` cannot follow, a server that is away.
     """
     from shoal.assembly.federated import FromScript, serve, simulate, take_part
     from shoal.assembly.objects import UserObjects
-    from shoal.federated.own_training import OwnTraining
+    from shoal.federated.task import OwnTraining
 
     run_file, _ = _resolved(config, overrides, model=model, data=data, loss=loss)
     if run_file.federated is None:
         raise UsageError('the configuration has no table [federated]: add it, with a strategy such as kind = "fedavg"')
-    script = FromScript(UserObjects(model=model, data=data, loss=loss), OwnTraining(train, evaluate))
+    if _of_flower(train):
+        from shoal.federated.flower import client_of
+
+        assert train is not None
+        train = client_of(train, run_file.federated.clients)
+    own = OwnTraining(train, evaluate, None if strategy is None else _strategy(strategy))
+    script = FromScript(UserObjects(model=model, data=data, loss=loss), own)
     if role is None:
         return simulate(run_file, told=_say, script=script)
     if isinstance(role, FederatedServer):
@@ -91,6 +99,25 @@ def federate(
         script=script,
     )
     return None
+
+
+def _of_flower(given: Any) -> bool:
+    return any(kind.__module__.partition(".")[0] == "flwr" for kind in type(given).__mro__)
+
+
+def _strategy(given: Any) -> Callable[[Any, Any], Any]:
+    """What builds the strategy from `[federated]` and the trainer of the clients."""
+    from shoal.federated.strategy import Strategy
+
+    if _of_flower(given):
+        from shoal.federated.flower import FlowerStrategy
+
+        return lambda config, trainer: FlowerStrategy(config, trainer, given)
+    if isinstance(given, type) and issubclass(given, Strategy):
+        return lambda config, trainer: given(config, trainer.layout.numel)
+    raise UsageError(
+        f"strategy = {given!r}: give a subclass of shoal.federated.strategy.Strategy, or one of Flower's strategies"
+    )
 
 
 def _say(line: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
 from collections.abc import Callable
@@ -17,16 +18,13 @@ from shoal.assembly.objects import UserObjects, data_of, loss_of, model_of
 from shoal.engine.precision import precision_of
 from shoal.errors import ConfigError, UsageError, UserCodeError
 from shoal.federated import report
-from shoal.federated.local_data import ClientData
-from shoal.federated.local_training import LocalTrainer
-from shoal.federated.own_training import OwnTraining
-from shoal.federated.privacy.budget import sample_budget
-from shoal.federated.privacy.dp_sgd import PrivateGradient
-from shoal.federated.privacy.noise import Simulated, from_entropy
+from shoal.federated.local_training import ClientData, LocalTrainer
+from shoal.federated.page import PAGE
+from shoal.federated.privacy.accountants import sample_budget
+from shoal.federated.privacy.mechanisms import PrivateGradient, Simulated, from_entropy
 from shoal.federated.simulation import Simulation, data_for, shards_of
-from shoal.federated.task import Task
-from shoal.federated.upload import upload_of
-from shoal.federated.vector import layout_of, vector_of
+from shoal.federated.task import OwnTraining, Task
+from shoal.federated.vector import layout_of, upload_of, vector_of
 from shoal.models.roles import roles_of
 from shoal.optim.config import SGD
 from shoal.optim.schedule import peak_rate, rate
@@ -49,7 +47,8 @@ def federated_task(run_file: RunFile, script: FromScript = FromScript(), *, real
     if run_file.federated is None:
         raise ConfigError('the run file has no table [federated]: add it, with a strategy such as kind = "fedavg"')
     assert isinstance(run_file.optimizer, SGD), "a rule of the run file asks for it"
-    script.own.require_possible(run_file.federated, run_file.privacy)
+    secure = run_file.secure_aggregation is not None
+    script.own.require_possible(run_file.federated, run_file.privacy, secure=secure)
     objects = script.objects
     model_dtype = precision_of(run_file.precision).parameters
     model = model_of(run_file, objects, device=torch.device("cpu"), dtype=model_dtype)
@@ -78,7 +77,7 @@ def federated_task(run_file: RunFile, script: FromScript = FromScript(), *, real
         federated=run_file.federated,
         partition=run_file.partition,
         devices=run_file.devices,
-        rate=lambda step: rate(run_file.schedule, peak, step=step, steps=run_file.run.steps),
+        rate=functools.cache(lambda step: rate(run_file.schedule, peak, step=step, steps=run_file.run.steps)),
         batch=run_file.batch.global_samples,
         rounds=run_file.run.steps,
         seed=run_file.run.seed,
@@ -108,16 +107,16 @@ def simulate(run_file: RunFile, *, told: Callable[[str], object], script: FromSc
     facts: dict[str, Any] = {
         "name": run_file.run.name,
         "strategy": simulation.task.federated.variant,
-        "clients": simulation.task.federated.clients,
+        "clients_enrolled": simulation.task.federated.clients,
         "parameters": simulation.task.model.numel(),
         "updates_per_second": sum(row.counted for row in rows) / seconds,
     }
     if simulation.budget is not None:
         facts["privacy"] = simulation.budget.facts(simulation.server.version)
-    result = report.result_of(rows, facts=facts, fairness=simulation.fairness(), refused=refused)
+    result = report.result_of(rows, facts=facts, clients=simulation.clients(), refused=refused)
     directory = run_directory(run_file)
     report.write(directory, result, simulation.task.trainer.layout.views(simulation.server.model))
-    told(f"{directory / report.REPORT} and {directory / report.WEIGHTS} are written")
+    told(f"{directory / PAGE}, {directory / report.REPORT} and {directory / report.WEIGHTS} are written")
     return result
 
 
@@ -130,8 +129,10 @@ def serve(
     listening: Callable[[int], object],
     told: Callable[[str], object],
     script: FromScript = FromScript(),
+    enrolment: bool = False,
 ) -> dict[str, Any]:
-    """Serves all rounds to clients; leaves the report and the model in the run directory, and returns the report.
+    """Serves all rounds to clients; leaves the report and the model in the run directory, and returns the report. With
+    `enrolment`, clients that have a token get certificates of the authority whose key is in `certificates`.
 
     Started again after any end, it goes on where it was. Raises `InUse` where another server has the run directory.
     """
@@ -140,7 +141,7 @@ def serve(
     from shoal.federated.transport.service import Service
     from shoal.federated.transport.store import Store
 
-    tls = tls_context(certificates, SERVER, server=True)
+    tls = tls_context(certificates, SERVER, server=True, anybody=enrolment)
     directory, refused = run_directory(run_file), []
 
     def say(sentence: str) -> None:
@@ -150,15 +151,17 @@ def serve(
     host = Host(federated_task(run_file, script), Store(directory / "federated"), clock=time.monotonic, told=say)
     try:
         told(report.heading())
-        service = Service(host, on_round=lambda row: told(report.line_of(row)))
+        folder = certificates if enrolment else None
+        service = Service(host, on_round=lambda row: told(report.line_of(row)), enrolment=folder)
         asyncio.run(service.run(tls, address=address, port=port, listening=listening))
         rows = [report.row_of(row) for row in host.store.rows()]
     finally:
         host.close()
     facts = {"name": run_file.run.name, "strategy": host.task.federated.variant, **host.facts()}
-    result = report.result_of(rows, facts=facts, fairness={}, refused=refused)
+    facts["clients_enrolled"] = host.task.federated.clients
+    result = report.result_of(rows, facts=facts, clients=host.clients(), refused=refused)
     report.write(directory, result, host.task.trainer.layout.views(host.server.model))
-    told(f"{directory / report.REPORT} and {directory / report.WEIGHTS} are written")
+    told(f"{directory / PAGE}, {directory / report.REPORT} and {directory / report.WEIGHTS} are written")
     return result
 
 
@@ -179,8 +182,8 @@ def take_part(
     Raises `EnvironmentFault` where the server is away for `patience_s`, and `UsageError` where it refuses the client.
     """
     from shoal.federated.transport.client import Client
-    from shoal.federated.transport.client_store import ClientStore
     from shoal.federated.transport.enrol import tls_context
+    from shoal.federated.transport.store import ClientStore
 
     tls = tls_context(certificates, name, server=False)
     task = federated_task(run_file, script, real=True)

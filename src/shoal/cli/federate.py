@@ -43,19 +43,47 @@ Certificates = Annotated[
 @app.command()
 def enrol(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where certificates are; made if missing.")],
-    clients: Annotated[str, typer.Option(help="Names of clients, several with commas.")],
+    clients: Annotated[str, typer.Option(help="Names of clients, several with commas.")] = "",
+    tokens: Annotated[int, typer.Option(help="Tokens with which so many clients enrol by themselves.", min=0)] = 0,
+    hours: Annotated[float, typer.Option(help="For how long tokens are good.", min=0.01)] = 24.0,
     hosts: Annotated[str, typer.Option(help="Names and addresses of the server.")] = "localhost,127.0.0.1",
     days: Annotated[int, typer.Option(help="For how long certificates are good.", min=1, max=3650)] = 365,
 ) -> None:
-    """Makes certificates: of an authority and the server where there are none, and of each client.
+    """Makes certificates: of an authority and the server where there are none, and of each client. And tokens, with
+    which clients get certificates from a server with --enrol.
 
     Example: shoal federate enrol certificates --clients clinic-a,clinic-b
     """
-    from shoal.federated.transport.enrol import AUTHORITY, enrol
+    from shoal.federated.transport.enrol import AUTHORITY, enrol, new_tokens
 
     names = [name for name in clients.split(",") if name]
     for path in enrol(folder, names=names, hosts=[host for host in hosts.split(",") if host], days=days):
         print(f"{path.stem}: give it {path}, {path.with_suffix('.key')} and {folder / AUTHORITY}.pem")
+    for token in new_tokens(folder, count=tokens, hours=hours) if tokens else ():
+        print(f"token {token}: give it and {folder / AUTHORITY}.pem to one client, for {hours:g} hours")
+
+
+@app.command()
+def join(
+    server: Annotated[str, typer.Option("--server", metavar="HOST:PORT", help="A server that runs with --enrol.")],
+    certificates: Annotated[
+        Path,
+        typer.Option("--certificates", metavar="FOLDER", help="Has authority.pem; gets key and certificate."),
+    ],
+    name: Annotated[str, typer.Option(help="What this client is to be called.")],
+    token: Annotated[str, typer.Option(help="From whoever runs the server; good once.")],
+) -> None:
+    """Gets a certificate for this client, whose key is made here and stays here.
+
+    Example: shoal federate join --server 127.0.0.1:29500 --certificates certificates --name clinic-c --token TOKEN
+    """
+    from shoal.errors import UsageError
+    from shoal.federated.transport.enrol import enrol_by_token
+
+    host, _, port = server.rpartition(":")
+    if not host or not port.isdigit():
+        raise UsageError(f"'{server}' is no address: it is HOST:PORT, as `shoal federate server` prints it")
+    print(enrol_by_token(certificates, server=server, name=name, token=token))
 
 
 @app.command()
@@ -65,6 +93,7 @@ def server(
     overrides: Overrides = None,
     address: Annotated[str, typer.Option(help="Where to listen.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free one.", min=0, max=65535)] = 0,
+    enrol: Annotated[bool, typer.Option("--enrol", help="Clients with tokens get certificates here.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Serves all rounds to clients that have certificates, and says where it listens. Started again, it goes on.
@@ -86,6 +115,7 @@ def server(
         port=port,
         listening=lambda number: show(f"The server listens on {address}:{number}"),
         told=show,
+        enrolment=enrol,
     )
     if as_json:
         print(json.dumps(result))

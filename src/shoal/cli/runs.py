@@ -97,10 +97,11 @@ def report(
 
     Example: shoal report runs/stdlib-gpt
     """
+    from shoal.federated.page import REPORT, write_page
     from shoal.observe.report import write_report
 
     with busy(f"writing the report of {directory}"):
-        page = write_report(directory)
+        page = (write_page if (directory / REPORT).is_file() else write_report)(directory)
     print(page)
 
 

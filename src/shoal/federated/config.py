@@ -57,6 +57,13 @@ class _Strategy(Table, frozen=True):
             "arXiv:1912.00818)."
         ),
     ] = ()
+    ditto: Annotated[
+        PositiveFloat | None,
+        says(
+            "Each client also trains a model of its own, pulled to the model of the round by this weight (Ditto, "
+            "arXiv:2012.04221); it never leaves the client."
+        ),
+    ] = None
     largest_norm: Annotated[
         PositiveFloat | None,
         says("An update of a larger norm is refused, and its client named: no client can pull the model far."),
@@ -69,6 +76,8 @@ class _Strategy(Table, frozen=True):
             )
         if self.least is not None and self.least > self.cohort_size:
             raise ValueError(f"least = {self.least} of a cohort of {self.cohort_size}: lower it")
+        if self.ditto is not None and self.keep_local:
+            raise ValueError("ditto with keep_local: a client has a whole model of its own, or parts; leave one out")
         if self.weights == "samples" and not self.weighs:
             raise ValueError(f'weights = "samples": {self.variant} counts all clients alike; leave it out')
         if self.weights == "samples" and self.sampling == "by_size":
@@ -95,13 +104,13 @@ class _Strategy(Table, frozen=True):
 class FedAvgConfig(_Strategy, frozen=True, tag_field="kind", tag="fedavg"):
     """The mean of what clients changed (arXiv:1602.05629)."""
 
-    implemented_by: ClassVar[str] = "shoal.federated.averaging:FedAvg"
+    implemented_by: ClassVar[str] = "shoal.federated.strategies:FedAvg"
 
 
 class FedAvgMConfig(_Strategy, frozen=True, tag_field="kind", tag="fedavgm"):
     """The mean goes through the server's momentum (arXiv:1909.06335)."""
 
-    implemented_by: ClassVar[str] = "shoal.federated.averaging:FedAvgM"
+    implemented_by: ClassVar[str] = "shoal.federated.strategies:FedAvgM"
 
     momentum: Annotated[float, says("Momentum of the server.", ge=0, lt=1)] = 0.9
 
@@ -109,7 +118,7 @@ class FedAvgMConfig(_Strategy, frozen=True, tag_field="kind", tag="fedavgm"):
 class FedProxConfig(_Strategy, frozen=True, tag_field="kind", tag="fedprox"):
     """A term of each client's loss pulls its copy to the model of the round (arXiv:1812.06127)."""
 
-    implemented_by: ClassVar[str] = "shoal.federated.averaging:FedProx"
+    implemented_by: ClassVar[str] = "shoal.federated.strategies:FedProx"
 
     mu: Annotated[float, says("Half the weight of the squared distance.", gt=0, le=1e4)] = 0.01
 
@@ -117,14 +126,14 @@ class FedProxConfig(_Strategy, frozen=True, tag_field="kind", tag="fedprox"):
 class FedNovaConfig(_Strategy, frozen=True, tag_field="kind", tag="fednova"):
     """Each change is divided by the steps that made it, so that fast clients do not count more (arXiv:2007.07481)."""
 
-    implemented_by: ClassVar[str] = "shoal.federated.averaging:FedNova"
+    implemented_by: ClassVar[str] = "shoal.federated.strategies:FedNova"
     sums: ClassVar[bool] = False
 
 
 class ScaffoldConfig(_Strategy, frozen=True, tag_field="kind", tag="scaffold"):
     """Control variates take the drift out of every local step (arXiv:1910.06378). Uploads twice the model."""
 
-    implemented_by: ClassVar[str] = "shoal.federated.drift:Scaffold"
+    implemented_by: ClassVar[str] = "shoal.federated.strategies:Scaffold"
     sends_control: ClassVar[bool] = True
     sums: ClassVar[bool] = False
 
@@ -132,7 +141,7 @@ class ScaffoldConfig(_Strategy, frozen=True, tag_field="kind", tag="scaffold"):
 class FedDynConfig(_Strategy, frozen=True, tag_field="kind", tag="feddyn"):
     """Each client's loss gets a linear and a quadratic term, so that all optima agree (arXiv:2111.04263)."""
 
-    implemented_by: ClassVar[str] = "shoal.federated.drift:FedDyn"
+    implemented_by: ClassVar[str] = "shoal.federated.strategies:FedDyn"
     weighs: ClassVar[bool] = False
 
     alpha: Annotated[float, says("Weight of both terms.", gt=0, le=1e4)] = 0.01
@@ -141,7 +150,7 @@ class FedDynConfig(_Strategy, frozen=True, tag_field="kind", tag="feddyn"):
 class FedOptConfig(_Strategy, frozen=True, tag_field="kind", tag="fedopt"):
     """The mean is the gradient of an adaptive optimizer at the server (arXiv:2003.00295)."""
 
-    implemented_by: ClassVar[str] = "shoal.federated.adaptive:FedOpt"
+    implemented_by: ClassVar[str] = "shoal.federated.strategies:FedOpt"
 
     rule: Annotated[Literal["adam", "yogi", "adagrad"], says("How squared means accumulate.")] = "adam"
     server_lr: Annotated[float, says("Learning rate of the server.", gt=0, le=1e3)] = 0.01
@@ -202,7 +211,7 @@ class GeometricMedianConfig(_Strategy, frozen=True, tag_field="kind", tag="geome
 class FedBuffConfig(_Strategy, frozen=True, tag_field="kind", tag="fedbuff"):
     """Clients train without rounds; the server steps whenever `buffer` updates are there (arXiv:2106.06639)."""
 
-    implemented_by: ClassVar[str] = "shoal.federated.fedbuff:FedBuff"
+    implemented_by: ClassVar[str] = "shoal.federated.strategies:FedBuff"
     asynchronous: ClassVar[bool] = True
     weighs: ClassVar[bool] = False
     sums: ClassVar[bool] = False
@@ -249,7 +258,11 @@ class QuantitySkew(Table, frozen=True, tag_field="kind", tag="quantity"):
     concentration: Annotated[float, says("Small: few clients have most samples.", gt=0, le=1e6)] = 0.5
 
 
-PartitionConfig = Iid | Dirichlet | Pathological | QuantitySkew
+class Contiguous(Table, frozen=True, tag_field="kind", tag="contiguous"):
+    """Each client has samples that follow on each other: of a text, its own documents."""
+
+
+PartitionConfig = Iid | Dirichlet | Pathological | QuantitySkew | Contiguous
 
 
 class DeviceConfig(Table, frozen=True):
@@ -296,6 +309,13 @@ class PrivacyConfig(Table, frozen=True):
         ),
     ] = "client"
     noise: Annotated[float, says("Deviation of the noise over the clip norm (noise multiplier).", gt=0, le=1e3)] = 1.0
+    noise_by: Annotated[
+        Literal["server", "clients"],
+        says(
+            "Who adds the noise of `unit = client`: the server, or with `[secure_aggregation]` each client a part of "
+            "it, in whole numbers (Skellam, arXiv:2110.04995), so that nobody sees the sum without it."
+        ),
+    ] = "server"
     clip: Annotated[float, says("Largest norm: of an update, or of the gradient of a sample.", gt=0)] = 1.0
     adaptive: Annotated[
         bool, says("The clip norm of updates follows a quantile of their norms (arXiv:1905.03871); unit = client.")
@@ -312,3 +332,5 @@ class PrivacyConfig(Table, frozen=True):
     def __post_init__(self) -> None:
         if self.adaptive and self.unit != "client":
             raise ValueError('adaptive = true with unit = "sample": only norms of updates are followed; leave it out')
+        if self.noise_by == "clients" and self.unit != "client":
+            raise ValueError('noise_by = "clients" with unit = "sample": DP-SGD is the client\'s already; leave it out')

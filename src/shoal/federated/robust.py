@@ -1,4 +1,4 @@
-"""Aggregation that a few lying clients cannot steer: trimmed mean, median, Krum, geometric median.
+"""Against clients that lie or fail: aggregation that a few of them cannot steer, and what is looked at before.
 
     trimmed mean       of every number, without the b largest and the b smallest of n clients
     median             of every number (both: Yin et al., arXiv:1803.01498)
@@ -7,18 +7,21 @@
     geometric median   argmin over z of sum of p_i |z - d_i|, by Weiszfeld's algorithm, smoothed (arXiv:1912.13445)
 
 They need every update by itself, which secure aggregation does not give. Numbers are sorted block by block, so that the
-working memory does not grow with the model.
+working memory does not grow with the model. `refusal` looks at the form of an update, its numbers and its size before
+it counts, and names the client.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from shoal.codec.codec import kernels_for
 from shoal.errors import EnvironmentFault
-from shoal.federated.config import GeometricMedianConfig, KrumConfig, TrimmedMeanConfig
+from shoal.federated.config import FederatedConfig, GeometricMedianConfig, KrumConfig, TrimmedMeanConfig
 from shoal.federated.strategy import Strategy, Update, weighted_sum
 
 BLOCK_NUMEL = 1 << 20
@@ -102,3 +105,43 @@ def _by_blocks(updates: Sequence[Update], function: Callable[[Tensor], Tensor]) 
         function(torch.stack([update.delta[at : at + block] for update in updates])) for at in range(0, numel, block)
     ]
     return torch.cat(parts)
+
+
+KERNEL_NUMEL = 1 << 16
+MOST_SAMPLES = 1 << 40
+MOST_STEPS = 1 << 30
+
+
+def refusal(update: Update, config: FederatedConfig, *, numel: int) -> str | None:
+    """One sentence if the update cannot count; None if it can."""
+    who = f"client {update.client}"
+    if not 1 <= update.samples <= MOST_SAMPLES or not 1 <= update.steps <= MOST_STEPS:
+        return f"{who} says that it took {update.steps} steps over {update.samples} samples: both are at least 1"
+    if not 0 <= update.momentum < 1:
+        return f"{who} says that its momentum is {update.momentum:g}: it is from 0 up to but not 1"
+    vectors = {"update": update.delta, "control": update.control}
+    if (update.control is not None) != config.sends_control:
+        return f"{who} sent {'a' if update.control is not None else 'no'} control: {config.variant} asks otherwise"
+    for name, vector in vectors.items():
+        if vector is None:
+            continue
+        if vector.shape != (numel,) or not vector.is_floating_point():
+            return f"{who} sent an {name} of shape {list(vector.shape)}: the model has {numel} numbers"
+        if not _is_finite(vector):
+            return f"the {name} of {who} is not finite: its training diverged; lower optimizer.lr there"
+    if config.largest_norm is not None:
+        norm = float(torch.linalg.vector_norm(update.delta, dtype=torch.float64))
+        if norm > config.largest_norm:
+            return (
+                f"the update of {who} has norm {norm:.3g}, and federated.largest_norm is {config.largest_norm:g}: it "
+                "is poisoned, or the bound is too low"
+            )
+    return None
+
+
+def _is_finite(vector: Tensor) -> bool:
+    """One pass over the vector, by a kernel where there is one and it pays."""
+    kernels = kernels_for(vector) if vector.numel() >= KERNEL_NUMEL else None
+    if kernels is not None:
+        return math.isfinite(kernels.largest(vector))
+    return bool(torch.isfinite(torch.linalg.vector_norm(vector, ord=torch.inf)))

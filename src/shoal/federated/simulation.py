@@ -9,28 +9,26 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
+from shoal.data.sampling import SampleSubset
 from shoal.errors import EnvironmentFault
-from shoal.federated.client_work import ClientState, Work, train_clients
 from shoal.federated.config import SecureAggregationConfig
-from shoal.federated.devices import Device, device_of, drops_out
-from shoal.federated.evaluation import fairness, figures
-from shoal.federated.local_data import ClientData, steps_of
-from shoal.federated.partition import classes_of, needs_classes, partition
-from shoal.federated.privacy.budget import Budget, chance_of, client_budget, sample_budget
-from shoal.federated.privacy.noise import Simulated
+from shoal.federated.local_training import ClientData, steps_of
+from shoal.federated.population import Device, classes_of, device_of, drops_out, needs_classes, partition
+from shoal.federated.privacy.accountants import Budget, chance_of, client_budget, sample_budget
+from shoal.federated.privacy.mechanisms import Simulated
+from shoal.federated.report import RoundFigures, figures, of_each
+from shoal.federated.robust import refusal
 from shoal.federated.rounds import Rounds, Ticket
-from shoal.federated.screening import refusal
-from shoal.federated.secure.summing import clipped_part, secure_mean
-from shoal.federated.server_model import ServerModel
+from shoal.federated.secure.summing import clipped_part, secure_mean, skellam_of
 from shoal.federated.strategy import Plan, Update
 from shoal.federated.task import Task
+from shoal.federated.work import ClientState, ServerModel, Work, train_clients
 
 MOST_ATTEMPTS = 20
 """Attempts at one round, all with too few contributions, after which a simulation ends."""
@@ -42,22 +40,6 @@ class _Event(NamedTuple):
     time_s: float
     number: int
     ticket: Ticket | None
-
-
-@dataclass
-class RoundFigures:
-    """What one model cost: simulated seconds since the start, clients, bytes; and what was measured."""
-
-    round: int
-    time_s: float = 0.0
-    asked: int = 0
-    counted: int = 0
-    lost: int = 0
-    late: int = 0
-    up_bytes: int = 0
-    down_bytes: int = 0
-    attempts: int = 1
-    values: dict[str, float] = field(default_factory=dict)
 
 
 class Simulation:
@@ -109,10 +91,27 @@ class Simulation:
                 self._next_event()
         return found
 
-    def fairness(self) -> dict[str, float]:
-        """How well the newest model serves each client on its own samples."""
+    def clients(self) -> dict[str, list[float]]:
+        """Of each client its samples, the rounds in which it counted, and how well the newest model serves it on its
+        own samples: of clients that keep a model or parts of their own, both that and the shared one."""
         found = figures(self.task.trainer, self.server.model, self.task.data.train, denominator=self.task.denominator)
-        return fairness(found, self.shards)
+        name, each = of_each(found, self.shards.values())
+        if self.task.federated.ditto is not None or self._local is not None:
+            return self._took_part() | {"shared model": each, name: [self._own_figure(client) for client in self.names]}
+        return self._took_part() | {name: each}
+
+    def _took_part(self) -> dict[str, list[float]]:
+        return {
+            "samples": [len(ids) for ids in self.shards.values()],
+            "rounds": [self.rounds.turns.get(client, 0) for client in self.names],
+        }
+
+    def _own_figure(self, client: str) -> float:
+        """How well a client's own model, or its own part of the model, serves it."""
+        model = self.states.get(client, ClientState()).model(self.server.model, self._local)
+        samples = SampleSubset(self.task.data.train, self.shards[client])
+        found = figures(self.task.trainer, model, samples, denominator=self.task.denominator)
+        return of_each(found, [np.arange(len(samples))])[1][0]
 
     def _give_out(self) -> None:
         """Work for all that may have some now."""
@@ -219,7 +218,9 @@ class Simulation:
     def _secret_mean(self, secure: SecureAggregationConfig, updates: list[Update]) -> Update:
         self.row.values["secure/clipped"] = max(clipped_part(update, secure) for update in updates)
         version = self.server.version
-        return secure_mean(secure, self.task.federated, self.task.privacy, updates, version=version)
+        return secure_mean(
+            secure, self.task.federated, self.task.privacy, updates, version=version, seed=self.task.seed
+        )
 
     def _evaluated(self) -> dict[str, float]:
         task, held_out = self.task, self.task.data.held_out
@@ -262,7 +263,8 @@ def budget_of(task: Task, *, fewest: int) -> Budget | None:
     if task.privacy is None:
         return None
     if task.privacy.unit == "client":
-        return client_budget(task.privacy, task.federated)
+        noise = skellam_of(task.privacy, task.secure, task.federated, numel=task.model.numel())
+        return client_budget(task.privacy, task.federated, skellam=noise)
     steps = steps_of(task.federated, fewest, task.batch)
     return sample_budget(task.privacy, batch=task.batch, samples=fewest, steps=steps)
 

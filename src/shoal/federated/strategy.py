@@ -23,13 +23,20 @@ from torch import Tensor
 from shoal.config.check import implementation_of
 from shoal.federated.config import FederatedConfig
 
+BLOCK_NUMEL = 1 << 17
+"""Numbers of a sum that are made at a time."""
+
+
+Setting = bool | int | float | str
+
 
 @dataclass(frozen=True)
 class Plan:
-    """What clients get beside the model. `control` is as long as the model."""
+    """What clients get beside the model. `control` is as long as the model; `settings` are for a user's training."""
 
     pull: float = 0.0
     control: Tensor | None = None
+    settings: Mapping[str, Setting] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,9 @@ class Strategy(ABC):
     def __init__(self, config: FederatedConfig, numel: int) -> None:
         self.config, self.numel = config, numel
         self.kept: dict[str, Tensor] = {}
+
+    def begin(self, model: Tensor, *, version: int) -> None:  # noqa: B027
+        """A round begins from `model` [numel]; called before `configure`, and again after a restart."""
 
     def configure(self) -> Plan:
         """What the clients of the next round get."""
@@ -112,10 +122,15 @@ def contributors(updates: Sequence[Update]) -> int:
 
 
 def weighted_sum(vectors: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """sum of w_i v_i, added one after the other into one vector: no copy of all, and one order of summation."""
-    total = torch.zeros_like(vectors[0])
-    for vector, weight in zip(vectors, weights.tolist(), strict=True):
-        total.add_(vector, alpha=weight)
+    """sum of w_i v_i [numel]: no copy of all, and one order of summation for every number.
+
+    It goes through the vectors side by side, block by block, so that a block of the sum stays in the cache, and every
+    vector is read from memory once.
+    """
+    total, factors = torch.zeros_like(vectors[0]), weights.tolist()
+    for into, *blocks in zip(*(vector.split(BLOCK_NUMEL) for vector in (total, *vectors)), strict=True):
+        for block, factor in zip(blocks, factors, strict=True):
+            into.add_(block, alpha=factor)
     return total
 
 

@@ -26,6 +26,7 @@ EXTRAS = {
     "sweep": "optuna",
     "profile": "py-spy",
     "federated": "cryptography",
+    "flower": "flwr",
     "docs": "sphinx",
     "jax": "jax",
     "tensorflow": "tensorflow",

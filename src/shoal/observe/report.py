@@ -81,13 +81,18 @@ def page(record: Record, summary: Summary) -> str:
             run_file_section(record),
         ]
     )
+    return document(record.name, body)
+
+
+def document(title: str, body: str) -> str:
+    """A page of one file around `body`, which is HTML."""
     style = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{escape(record.name)} · Shoal</title><style>{style}</style></head>"
+        f"<title>{escape(title)} · Shoal</title><style>{style}</style></head>"
         f"<body><main>{body}</main></body></html>\n"
     )
 

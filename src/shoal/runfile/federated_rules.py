@@ -61,6 +61,8 @@ def _refusals(run_file: RunFile, federated: FederatedConfig) -> Iterator[str]:
     if federated.asynchronous and (run_file.secure_aggregation is not None or run_file.privacy is not None):
         what = "secure_aggregation" if run_file.secure_aggregation is not None else "privacy"
         yield f'[{what}] with federated.kind = "{kind}": it needs rounds, in which a known cohort sends; use "fedavg"'
+    if federated.ditto is not None and run_file.privacy is not None and run_file.privacy.unit == "sample":
+        yield 'federated.ditto with privacy.unit = "sample": a model that never leaves needs no noise; leave one out'
     codec = run_file.codec
     if codec.codes_matrices or codec.of_all_ranks:
         yield f'codec.kind = "{codec.variant}" with [federated]: a client sends alone; use "blockwise" or "top_k"'
@@ -80,6 +82,8 @@ def _hidden(run_file: RunFile, federated: FederatedConfig) -> Iterator[str]:
             yield "federated.largest_norm with [secure_aggregation]: nobody sees the norm of an update; leave it out"
     if privacy is None:
         return
+    if privacy.noise_by == "clients" and secure is None:
+        yield 'privacy.noise_by = "clients" without [secure_aggregation]: each update has too little noise; add it'
     if privacy.unit == "client":
         if not federated.sums:
             why = "noise belongs to a sum of clipped updates"

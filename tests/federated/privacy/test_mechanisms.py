@@ -7,16 +7,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.federated.config import FedAvgConfig, PrivacyConfig
-from shoal.federated.local_data import ClientData
-from shoal.federated.privacy.budget import client_budget
-from shoal.federated.privacy.dp_fedavg import PrivateMean
-from shoal.federated.privacy.dp_sgd import PrivateGradient
-from shoal.federated.privacy.noise import Simulated, from_entropy
-from shoal.federated.privacy.rdp import epsilon
+from shoal.federated.local_training import ClientData
+from shoal.federated.privacy.accountants import WHOLE_ORDERS, client_budget, rdp_epsilon
+from shoal.federated.privacy.mechanisms import (
+    PrivateGradient,
+    PrivateMean,
+    Simulated,
+    from_entropy,
+    poisson,
+    simulated_uniform,
+    skellam,
+    uniform_from_entropy,
+)
 from shoal.federated.simulation import Simulation
 from shoal.federated.strategy import Update
 from tests.federated.tasks import run_file, task
@@ -100,7 +107,7 @@ def test_a_run_ends_when_its_budget_is_spent() -> None:
     simulation = Simulation(task(run={"steps": 1000}, **keys), told=told.append)
     rows = simulation.run()
     spent = [row.values["privacy/epsilon"] for row in rows]
-    assert spent[-1] <= 4.0 < epsilon(noise=2.0, chance=0.5, steps=len(rows) + 1, delta=1e-5)
+    assert spent[-1] <= 4.0 < rdp_epsilon(noise=2.0, chance=0.5, steps=len(rows) + 1, delta=1e-5)
     assert told == [f"the budget of privacy is spent after {len(rows)} of 1000 rounds"]
     assert len({row.asked for row in rows}) > 1  # each client by itself
     with pytest.raises(ConfigError, match=r"raise privacy\.noise"):
@@ -116,7 +123,7 @@ def test_private_runs_learn_and_hide_samples_too() -> None:
     assert rows[-1].values["accuracy/eval"] > 0.4
     fewest = min(map(len, simulation.shards.values()))
     assert rows[-1].values["privacy/epsilon"] == pytest.approx(
-        epsilon(noise=0.5, chance=16 / fewest, steps=20, delta=1e-5)
+        rdp_epsilon(noise=0.5, chance=16 / fewest, steps=20, delta=1e-5)
     )
 
 
@@ -135,6 +142,48 @@ def test_a_sum_in_secret_gives_the_same_model() -> None:
         assert torch.allclose(plain.server.model, secret.server.model, atol=2e-5)
 
 
+@pytest.mark.parametrize("mean", [10.0, 37.5, 4e6])
+def test_poisson_numbers_have_their_distribution(mean: float) -> None:
+    """Against scipy's distribution function, by Kolmogorov's distance: below 1.95 / sqrt(n) in 999 of 1,000 runs."""
+    drawn = np.sort(poisson(20_000, mean, simulated_uniform(5, "test")).numpy())
+    values, counts = np.unique(drawn, return_counts=True)
+    distance = np.abs(np.cumsum(counts) / len(drawn) - stats.poisson.cdf(values, mean)).max()
+    assert distance < 1.95 / len(drawn) ** 0.5
+    two_sided = skellam(20_000, mean, uniform_from_entropy).double()
+    assert abs(float(two_sided.var()) / (2 * mean) - 1) < 0.05
+    assert abs(float(two_sided.mean())) < 5 * (2 * mean / 20_000) ** 0.5
+
+
+def test_noise_that_clients_add_is_what_the_accountant_counts() -> None:
+    """The sum of a round is off by noise of the variance that the budget speaks of, or more, never by the server's."""
+    keys: dict[str, Any] = {
+        "run": {"steps": 1},
+        "federated": {"weights": "equal", "least": 4},
+        "privacy": {"noise": 1.0, "clip": 0.5, "epsilon": 50.0, "noise_by": "clients"},
+        "secure_aggregation": {"bits": 20},
+    }
+    noisy = Simulation(task(**keys))
+    quiet = Simulation(task(**{**keys, "privacy": {**keys["privacy"], "noise": 1e-3, "epsilon": 1e12}}))
+    rows = noisy.run()
+    quiet.run()
+    off = (noisy.server.model - quiet.server.model).double() * 8  # eight clients are expected
+    least = 1.0 * 0.5  # noise x clip; eight of at least four clients add twice the variance
+    assert float(off.std()) == pytest.approx(least * 2**0.5, rel=0.1)
+    assert noisy.budget is not None
+    assert noisy.budget.skellam is not None
+    assert rows[0].values["privacy/epsilon"] == pytest.approx(
+        rdp_epsilon(noise=1.0, chance=1.0, steps=1, delta=1e-5, orders=WHOLE_ORDERS), rel=1e-3
+    )
+    assert "epsilon_prv" not in noisy.budget.facts(1)
+
+
+def test_an_update_that_is_quantised_too_coarsely_is_refused() -> None:
+    keys: dict[str, Any] = {"federated": {"weights": "equal"}, "secure_aggregation": {"bits": 4, "clip": 100.0}}
+    privacy = {"noise": 0.01, "clip": 0.01, "epsilon": 1e12, "noise_by": "clients"}
+    with pytest.raises(ConfigError, match=r"raise bits, or lower secure_aggregation\.clip"):
+        Simulation(task(privacy=privacy, **keys)).run()
+
+
 @pytest.mark.parametrize(
     ("tables", "says"),
     [
@@ -145,6 +194,8 @@ def test_a_sum_in_secret_gives_the_same_model() -> None:
         ({"federated": {"largest_norm": 1.0}, "secure_aggregation": {}}, "nobody sees the norm"),
         ({"optimizer": {"kind": "adamw"}}, 'federated.kind = "fedopt"'),
         ({"federated": {"cohort": 9}}, "lower it"),
+        ({"federated": {"weights": "equal"}, "privacy": {"noise_by": "clients"}}, "too little noise"),
+        ({"privacy": {"unit": "sample", "noise_by": "clients"}}, "DP-SGD is the client's already"),
         ({"optimizer": {"clip_norm": 1.0}, "privacy": {"unit": "sample"}}, "privacy.clip bounds"),
     ],
 )

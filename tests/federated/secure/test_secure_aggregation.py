@@ -9,15 +9,42 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.federated.config import SecureAggregationConfig
 from shoal.federated.secure.client import ProtocolBroken, SecureClient
-from shoal.federated.secure.graph import neighbours
-from shoal.federated.secure.in_process import PHASES, play
-from shoal.federated.secure.keys import BadMessage, agree, new_private, public_of, seal, unseal
-from shoal.federated.secure.masks import Quantiser, add_mask
-from shoal.federated.secure.messages import Keys, Revealed, Roster, Sealed, Survivors
-from shoal.federated.secure.server import Refused, Secrets
-from shoal.federated.secure.shamir import PRIME, join, join_checked, split
-from tests.federated.secure.play import SESSION, server_for
+from shoal.federated.secure.messages import Keys, Revealed, Roster, Sealed, Survivors, neighbours
+from shoal.federated.secure.primitives import (
+    PRIME,
+    BadMessage,
+    add_mask,
+    agree,
+    join,
+    join_checked,
+    new_private,
+    public_of,
+    seal,
+    split,
+    unseal,
+)
+from shoal.federated.secure.server import Refused, Secrets, SecureServer
+from shoal.federated.secure.summing import PHASES, Quantiser, play
+
+SESSION, PHASE_S = b"round 0", 10.0
+
+
+def server_for(
+    names: list[str], *, numel: int, least: int = 2, neighbours: int | None = None, threshold: float = 0.67
+) -> SecureServer:
+    quantiser = Quantiser(bits=20, clip=1.0, most_weight=len(names))
+    return SecureServer(
+        SecureAggregationConfig(neighbours=neighbours, threshold=threshold),
+        tuple(names),
+        session=SESSION,
+        numel=numel,
+        dtype=quantiser.dtype,
+        least=least,
+        phase_s=PHASE_S,
+        now_s=0.0,
+    )
 
 
 def vectors_of(count: int, numel: int, seed: int = 0) -> dict[str, np.ndarray]:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
+import random
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
-from shoal.federated.client_work import Work, train_clients
+from shoal.federated.rounds import Ticket
 from shoal.federated.secure.client import SecureClient
 from shoal.federated.secure.messages import Roster, Sealed, Survivors
 from shoal.federated.secure.summing import encoded, largest_norm_of
 from shoal.federated.simulation import client_name, data_for, shards_of
 from shoal.federated.strategy import Plan, build_strategy
 from shoal.federated.task import Task
-from shoal.federated.transport import frame, messages
-from shoal.federated.transport.client_store import ClientStore
-from shoal.federated.transport.host import Host, strategy_of
-from shoal.federated.transport.secret_round import masked_tensor, session_of
-from shoal.federated.transport.store import Store
+from shoal.federated.transport import messages
+from shoal.federated.transport.host import Host, session_of, strategy_of
+from shoal.federated.transport.store import ClientStore, Store, digest_of
+from shoal.federated.work import ClientState, ServerModel, Work, train_clients
 
 
 class Killed(BaseException):
@@ -56,10 +58,17 @@ class DyingStore(Store):
         self._write(super().note, *arguments)
 
 
-class LocalClient:
-    """A client that calls the host's methods."""
+class ClientKilled(BaseException):
+    """A client's process is gone."""
 
-    def __init__(self, task: Task, number: int, directory: Path) -> None:
+
+class LocalClient:
+    """A client that calls the host's methods. `between` is called wherever it may be killed."""
+
+    def __init__(
+        self, task: Task, number: int, directory: Path, *, between: Callable[[], object] = lambda: None
+    ) -> None:
+        self.between = between
         self.task, self.name = task, client_name(number)
         self.data = data_for(task, shards_of(task)[number], seed=task.seed + number)
         self.store = ClientStore(directory / self.name)
@@ -81,11 +90,13 @@ class LocalClient:
         if not isinstance(answer, messages.Train):
             return
         state = self.store.state(turn=answer.turn, last=answer.last)
-        model = frame.read(host.store.model_path(answer.ticket.version), frame.ModelHeader)
+        model = messages.read_frame(host.store.model_path(answer.ticket.version), messages.ModelHeader)
         plan = Plan(model.header.pull, model.vectors.get("control"))
         work = Work(answer.ticket, self.data, state)
+        self.between()
         update, after = train_clients(self.task, self.strategy, model.vectors["model"].clone(), plan, [work])[0]
         self.store.keep(answer.ticket, after)
+        self.between()
         if answer.secret is not None and host.secret is not None:
             norm = largest_norm_of(self.task.privacy)
             vector = encoded(update, host.secret.quantiser, self.task.federated, largest_norm=norm)
@@ -96,18 +107,20 @@ class LocalClient:
             return
         named = {f"update.{i}": vector for i, vector in enumerate(update.payload)}
         named |= {} if update.control is None else {"control": update.control}
-        header = frame.UpdateHeader(
-            parts=tuple(frame.part_of(name, vector) for name, vector in named.items()),
+        header = messages.UpdateHeader(
+            parts=tuple(messages.part_of(name, vector) for name, vector in named.items()),
             samples=update.samples,
             steps=update.steps,
             metrics=dict(update.metrics),
         )
         path = host.store.part_path(answer.ticket)
-        frame.write(path, header, list(named.values()))
-        digest = hashlib.blake2b(path.read_bytes(), digest_size=32).hexdigest()
+        messages.write_frame(path, header, list(named.values()))
+        digest = digest_of(path)
+        self.between()
         sentence = host.check(answer.ticket, path, digest)
         assert sentence is None, sentence
         host.count(answer.ticket, digest)
+        self.between()
 
     def _say(self, host: Host) -> None:
         assert self.secure is not None
@@ -116,11 +129,12 @@ class LocalClient:
         if secret is None or (secret.version, secret.attempt) != (train.ticket.version, train.ticket.number):
             self.secure = None
             return
-        match secret.next_for(self.name):
+        self.between()
+        match secret.server.message_for(self.name):
             case Roster() as roster:
                 secret.say(self.name, secure.shares(roster), now_s)
             case Sealed() as sealed:
-                secret.take(self.name, masked_tensor(secure.masked(sealed, vector)), now_s)
+                secret.server.take_vector(self.name, secure.masked(sealed, vector), now_s)
             case Survivors() as survivors:
                 secret.say(self.name, secure.revealed(survivors), now_s)
         host.note_revealing()
@@ -129,11 +143,28 @@ class LocalClient:
 class Run:
     """A server that is started again when it dies, and its clients."""
 
-    def __init__(self, task: Task, directory: Path) -> None:
+    def __init__(self, task: Task, directory: Path, *, kills: random.Random | None = None, chance: float = 0.0) -> None:
+        """`kills` draws the moments at which clients are killed, each with this chance."""
         self.task, self.directory, self.now_s, self.starts = task, directory, 0.0, 0
         self.told: list[str] = []
-        count = task.federated.clients
-        self.clients = [LocalClient(task, number, directory / "clients") for number in range(count)]
+        self.kills, self.chance, self.killed = kills, chance, 0
+        self.clients = [self._client(number) for number in range(task.federated.clients)]
+
+    def _client(self, number: int) -> LocalClient:
+        return LocalClient(self.task, number, self.directory / "clients", between=self._between)
+
+    def _between(self) -> None:
+        if self.kills is not None and self.kills.random() < self.chance:
+            raise ClientKilled
+
+    def _act(self, number: int, host: Host) -> None:
+        """A client acts; where it is killed, another process of its name joins."""
+        try:
+            self.clients[number].act(host)
+        except ClientKilled:
+            self.killed += 1
+            self.clients[number] = self._client(number)
+            self.clients[number].join(host)
 
     def play(self, dies_at: list[int], *, after: bool = False, most: int = 2000) -> Host:
         """Until the run is over; each start of the server dies at the next of these writes, while there are some."""
@@ -144,8 +175,8 @@ class Run:
                 if host.rounds.over:
                     host.close()
                     return host
-                for client in self.clients:
-                    client.act(host)
+                for number in range(len(self.clients)):
+                    self._act(number, host)
                 if (ready := host.tick()) is not None:
                     host.compute(ready)
                     host.finish(ready)
@@ -165,3 +196,24 @@ class Run:
         for client in self.clients:
             client.join(host)
         return host
+
+
+def replayed(task: Task, used: Iterable[Ticket]) -> Tensor:
+    """The model of these contributions, made without a server: each is trained from the model of its version and from
+    what its client kept after its last one, and those of a version are averaged in the clear."""
+    plain = replace(task, secure=None)
+    server, states = ServerModel(plain), dict[str, ClientState]()
+    by_version: dict[int, list[Ticket]] = {}
+    for ticket in sorted(used):
+        by_version.setdefault(ticket.version, []).append(ticket)
+    data = {client_name(i): data_for(task, ids, seed=task.seed + i) for i, ids in enumerate(shards_of(task))}
+    for version in range(task.rounds):
+        plan, updates = server.plan(), []
+        for ticket in by_version.get(version, []):
+            work = Work(ticket, data[ticket.client], states.get(ticket.client, ClientState()))
+            update, states[ticket.client] = train_clients(task, server.strategy, server.model.clone(), plan, [work])[0]
+            updates.append(update)
+        if updates:
+            server.advance(updates)
+        server.version = version + 1
+    return server.model

@@ -18,11 +18,10 @@ from shoal.federated.simulation import client_name, data_for, shards_of
 from shoal.federated.task import Task
 from shoal.federated.transport import messages
 from shoal.federated.transport.client import Client
-from shoal.federated.transport.client_store import ClientStore
 from shoal.federated.transport.enrol import SERVER, enrol, tls_context
 from shoal.federated.transport.host import Host
 from shoal.federated.transport.service import Service
-from shoal.federated.transport.store import Store
+from shoal.federated.transport.store import ClientStore, Store
 from tests.waiting import wait_until
 
 
@@ -73,8 +72,8 @@ class Server:
 
 
 @contextmanager
-def serving(task: Task, folder: Path) -> Iterator[Server]:
-    """A server with certificates for the clients of the task; stopped at the end."""
+def serving(task: Task, folder: Path, *, enrolment: bool = False) -> Iterator[Server]:
+    """A server with certificates for the clients of the task; stopped at the end. `enrolment`: it takes tokens."""
     server = Server(task, folder)
     if not server.certificates.exists():
         names = [client_name(number) for number in range(task.federated.clients)]
@@ -84,9 +83,10 @@ def serving(task: Task, folder: Path) -> Iterator[Server]:
 
     async def main() -> None:
         server.host = Host(task, Store(folder / "server"), clock=time.monotonic, told=server.told.append)
-        tls = tls_context(server.certificates, SERVER, server=True)
+        tls = tls_context(server.certificates, SERVER, server=True, anybody=enrolment)
+        folder_of_tokens = server.certificates if enrolment else None
         try:
-            service = Service(server.host, farewell_s=0.5)
+            service = Service(server.host, farewell_s=0.5, enrolment=folder_of_tokens)
             await service.run(tls, address="127.0.0.1", port=0, listening=lambda port: setattr(server, "port", port))
         finally:
             server.host.close()

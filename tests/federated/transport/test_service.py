@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import ssl
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import torch
+from blake3 import blake3
 
-from shoal.errors import EnvironmentFault
+from shoal.errors import EnvironmentFault, UsageError
 from shoal.federated.simulation import Simulation, client_name
-from shoal.federated.transport import frame, messages
-from shoal.federated.transport.enrol import enrol, tls_context
+from shoal.federated.transport import messages
+from shoal.federated.transport.enrol import enrol, enrol_by_token, new_tokens, tls_context
 from shoal.federated.transport.host import strategy_of
 from tests.federated.tasks import task
 from tests.federated.transport.serving import Server, packed, serving
@@ -47,8 +48,8 @@ def test_a_run_over_the_network_makes_the_model_of_the_simulation(tables: dict[s
 def upload(model: torch.Tensor, *, samples: int, scale: float = 1.0, value: float | None = None) -> bytes:
     """The bytes of an update."""
     delta = torch.full_like(model, scale if value is None else value)
-    header = frame.UpdateHeader(parts=(frame.part_of("update.0", delta),), samples=samples, steps=1)
-    return frame.head(header) + bytes(frame.numbers(delta))
+    header = messages.UpdateHeader(parts=(messages.part_of("update.0", delta),), samples=samples, steps=1)
+    return messages.frame_head(header) + bytes(messages.bytes_of(delta))
 
 
 async def joined(server: Server, name: str, samples: int) -> messages.Train:
@@ -63,7 +64,7 @@ async def joined(server: Server, name: str, samples: int) -> messages.Train:
 
 
 def where_of(train: messages.Train, content: bytes, *, offset: int = 0, total: int | None = None) -> str:
-    digest = hashlib.blake2b(content, digest_size=32).hexdigest()
+    digest = blake3(content).hexdigest()
     size = len(content) if total is None else total
     return f"/upload/{train.ticket.version}/{train.ticket.number}?offset={offset}&total={size}&digest={digest}"
 
@@ -190,3 +191,37 @@ def test_a_client_without_the_right_certificate_gets_nothing(tmp_path: Path) -> 
                 await client.run(tls_context(tmp_path / "others", client_name(0), server=False))
 
         asyncio.run(play())
+
+
+def test_a_client_enrols_by_a_token_once(tmp_path: Path) -> None:
+    """Its key never leaves its folder; the certificate is of the server's authority; nobody else gets in."""
+    with serving(task(federated={"clients": 2}), tmp_path, enrolment=True) as server:
+        token, late = (new_tokens(server.certificates, count=1, hours=hours)[0] for hours in (1, -1))
+        mine, where = tmp_path / "mine", f"127.0.0.1:{server.port}"
+        mine.mkdir()
+        (mine / "authority.pem").write_bytes((server.certificates / "authority.pem").read_bytes())
+        for wrong, name in (("x" * 32, "new"), (late, "new"), (token, "client-000000"), (token, "../new")):
+            with pytest.raises(UsageError):
+                enrol_by_token(mine, server=where, name=name, token=wrong)
+        assert token not in (server.certificates / "tokens.json").read_text()
+        assert enrol_by_token(mine, server=where, name="new", token=token) == mine / "new.pem"
+        assert (mine / "new.key").stat().st_mode & 0o777 == 0o600
+        assert not (server.certificates / "new.key").exists()
+        with pytest.raises(UsageError, match="was used"):
+            enrol_by_token(mine, server=where, name="other", token=token)
+        status, _ = asyncio.run(server.ask("new", "POST", "/alive", certificates=mine))
+        assert status == 204
+        assert asyncio.run(without_certificate(server)) == 403
+        assert any("client new is enrolled" in line for line in server.told)
+    with serving(task(federated={"clients": 2}), tmp_path / "closed") as closed:
+        (mine / "authority.pem").write_bytes((closed.certificates / "authority.pem").read_bytes())
+        with pytest.raises(EnvironmentFault, match="is it a server with --enrol"):
+            enrol_by_token(mine, server=f"127.0.0.1:{closed.port}", name="third", token=token)
+
+
+async def without_certificate(server: Server) -> int:
+    """The status of a request for work by somebody who shows no certificate."""
+    context = ssl.create_default_context(cafile=str(server.certificates / "authority.pem"))
+    connector = aiohttp.TCPConnector(ssl=context)
+    async with aiohttp.ClientSession(connector=connector) as session, session.post(server.url + "/work") as response:
+        return response.status

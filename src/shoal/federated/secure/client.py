@@ -10,11 +10,19 @@ import msgspec
 import numpy as np
 
 from shoal.errors import EnvironmentFault
-from shoal.federated.secure.graph import neighbours, shares_needed
-from shoal.federated.secure.keys import BadMessage, agree, new_private, public_of, seal, unseal
-from shoal.federated.secure.masks import add_mask
-from shoal.federated.secure.messages import PAIR, Keys, Revealed, Roster, Sealed, Survivors, pair
-from shoal.federated.secure.shamir import split
+from shoal.federated.secure.messages import (
+    PAIR,
+    Keys,
+    Revealed,
+    Roster,
+    Sealed,
+    Survivors,
+    neighbours,
+    pair,
+    places_of,
+    shares_needed,
+)
+from shoal.federated.secure.primitives import BadMessage, add_masks, agree, new_private, public_of, seal, split, unseal
 
 
 class ProtocolBroken(EnvironmentFault):
@@ -88,11 +96,12 @@ class SecureClient:
             self._broken(f"{len(sealed.boxes)} neighbours are left, and {self._needed - 1} must be")
         for other, box in sealed.boxes.items():
             self._shares[other] = self._opened(other, box)
-        result = vector.copy()
-        add_mask(result, self._seed)
+        masks = [(self._seed, False)]
         for other in sealed.boxes:
             seed = agree(self._masking, self._roster.keys[other].masking, purpose="mask", session=self.session)
-            add_mask(result, seed, negative=other < self.name)
+            masks.append((seed, other < self.name))
+        result = vector.copy()
+        add_masks(result, masks)
         return result
 
     def _opened(self, other: str, box: bytes) -> tuple[bytes, bytes]:
@@ -136,8 +145,3 @@ class SecureClient:
         raise ProtocolBroken(
             f"secure aggregation of client {self.name}: {what}; it takes no further part in this round"
         )
-
-
-def places_of(roster: Roster) -> dict[str, int]:
-    """Where each client's shares lie on the polynomials: 1, 2, ... in order of names."""
-    return {name: place for place, name in enumerate(sorted(roster.keys), 1)}

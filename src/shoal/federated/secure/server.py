@@ -16,12 +16,18 @@ import numpy as np
 
 from shoal.errors import EnvironmentFault
 from shoal.federated.config import SecureAggregationConfig
-from shoal.federated.secure.client import places_of
-from shoal.federated.secure.graph import neighbours, shares_needed
-from shoal.federated.secure.keys import BadMessage, agree, public_of
-from shoal.federated.secure.masks import add_mask
-from shoal.federated.secure.messages import FromServer, Keys, Revealed, Roster, Sealed, Survivors
-from shoal.federated.secure.shamir import join_checked
+from shoal.federated.secure.messages import (
+    FromServer,
+    Keys,
+    Revealed,
+    Roster,
+    Sealed,
+    Survivors,
+    neighbours,
+    places_of,
+    shares_needed,
+)
+from shoal.federated.secure.primitives import BadMessage, add_masks, agree, join_checked, public_of
 
 Kind = Literal["seed", "key"]
 Phase = Literal["keys", "shares", "vectors", "secrets", "summed", "failed"]
@@ -232,7 +238,7 @@ class SecureServer:
         """Takes the masks off the sum."""
         assert self._secrets is not None
         assert self._roster is not None
-        places = places_of(self._roster)
+        places, masks = places_of(self._roster), list[tuple[bytes, bool]]()
         for client in sorted(self._secrets.kind):
             by_place = {places[giver]: share for giver, share in self._secrets.shares[client].items()}
             needed, kind = self._needed(client), self._secrets.kind[client]
@@ -244,22 +250,22 @@ class SecureServer:
                 return
             self.liars |= {name for name, place in places.items() if place in found[1]}
             try:
-                self._unmask_one(client, found[0], seed=kind == "seed")
+                masks += [(found[0], True)] if kind == "seed" else self._masks_with(client, found[0])
             except BadMessage as error:
                 self._fail(f"the masks of {client} cannot be made again ({error})")
                 return
+        add_masks(self.total, masks)
         self.phase = "summed"
 
-    def _unmask_one(self, client: str, secret: bytes, *, seed: bool) -> None:
-        if seed:
-            add_mask(self.total, secret, negative=True)
-            return
+    def _masks_with(self, client: str, private: bytes) -> list[tuple[bytes, bool]]:
+        """What takes off the masks that others added because of a client that was lost."""
         assert self._roster is not None
+        found = []
         for other in self._graph[client]:
             if other in self._there:
                 public = self._roster.keys[other].masking
-                shared = agree(secret, public, purpose="mask", session=self.session)
-                add_mask(self.total, shared, negative=client > other)  # the one that `other` added
+                found.append((agree(private, public, purpose="mask", session=self.session), client > other))
+        return found
 
     def _fits_seed(self, client: str, secret: bytes) -> bool:
         return hashlib.sha256(secret).digest() == self._sealed[client].commitment

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,21 +15,28 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
+from blake3 import blake3
 
 from shoal.errors import EnvironmentFault, MissingExtra, UsageError
-from shoal.federated.client_work import ClientState, Work, train_clients
-from shoal.federated.local_data import ClientData
+from shoal.federated.local_training import ClientData
 from shoal.federated.secure.client import ProtocolBroken, SecureClient
-from shoal.federated.secure.masks import Quantiser
 from shoal.federated.secure.messages import Roster, Sealed, Survivors
-from shoal.federated.secure.summing import clipped_part, encoded, largest_norm_of
+from shoal.federated.secure.summing import (
+    Quantiser,
+    clipped_part,
+    encoded,
+    fewest_in_sum,
+    largest_norm_of,
+    noise_of_clients,
+)
 from shoal.federated.simulation import local_mask
-from shoal.federated.strategy import Plan, Update, build_strategy
+from shoal.federated.strategy import Plan, Update
 from shoal.federated.task import Task
-from shoal.federated.transport import frame, messages
-from shoal.federated.transport.client_store import ClientStore
-from shoal.federated.transport.host import strategy_of
-from shoal.federated.transport.secret_round import masked_tensor, session_of
+from shoal.federated.transport import messages
+from shoal.federated.transport.host import session_of, strategy_of
+from shoal.federated.transport.store import ClientStore
+from shoal.federated.work import ClientState, Work, train_clients
 
 try:
     import aiohttp
@@ -58,7 +64,7 @@ class Client:
     ) -> None:
         self.task, self.data, self.name, self.store, self.told = task, data, name, store, told
         self._url, self._patience_s = url, patience_s
-        self._strategy = build_strategy(task.federated, task.model.numel())
+        self._strategy = task.strategy()
         self._local = local_mask(task)
         self._heard = False
 
@@ -66,7 +72,10 @@ class Client:
         """Takes part until the run is over. Raises `EnvironmentFault` and `UsageError`."""
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10.0, sock_read=REQUEST_S)
         async with aiohttp.ClientSession(
-            timeout=timeout, connector=aiohttp.TCPConnector(ssl=tls, limit=2), auto_decompress=False
+            timeout=timeout,
+            connector=aiohttp.TCPConnector(ssl=tls, limit=2),
+            auto_decompress=False,
+            read_bufsize=CHUNK_BYTES,
         ) as session:
             self._session = session
             await self._join()
@@ -100,7 +109,7 @@ class Client:
         model = await self._model(ticket.version)
         if model is None:
             return  # the round is over
-        plan = Plan(model.header.pull, model.vectors.get("control"))
+        plan = Plan(model.header.pull, model.vectors.get("control"), model.header.settings)
         work = Work(ticket, self.data, state)
         update, after = await asyncio.to_thread(self._trained, model, plan, work)
         self.store.keep(ticket, after)
@@ -113,11 +122,11 @@ class Client:
             if ended.reason.startswith(("client ", "the update of ", "the upload of ")):
                 await asyncio.sleep(1.0)  # the server will not take the same again in this round
 
-    def _trained(self, model: frame.Frame, plan: Plan, work: Work) -> tuple[Update, ClientState]:
+    def _trained(self, model: messages.Frame, plan: Plan, work: Work) -> tuple[Update, ClientState]:
         vector = model.vectors["model"].clone()
         return train_clients(self.task, self._strategy, vector, plan, [work], local=self._local)[0]
 
-    async def _model(self, version: int) -> frame.Frame[frame.ModelHeader] | None:
+    async def _model(self, version: int) -> messages.Frame[messages.ModelHeader] | None:
         """The model of a version; what is there of it is not fetched again. None: it is gone."""
         path = self.store.model_path(version)
         while True:
@@ -129,8 +138,8 @@ class Client:
                     with path.open("ab" if response.status == 206 else "wb") as file:
                         async for chunk in response.content.iter_chunked(CHUNK_BYTES):
                             file.write(chunk)
-            with contextlib.suppress(frame.BadFrame):
-                read = frame.read(path, frame.ModelHeader)
+            with contextlib.suppress(messages.BadFrame):
+                read = messages.read_frame(path, messages.ModelHeader)
                 if read.vectors["model"].shape == self.task.model.shape:
                     return read
             path.unlink(missing_ok=True)
@@ -139,19 +148,19 @@ class Client:
         named = {f"update.{i}": vector for i, vector in enumerate(update.payload)}
         if update.control is not None:
             named["control"] = update.control
-        header = frame.UpdateHeader(
-            parts=tuple(frame.part_of(name, vector) for name, vector in named.items()),
+        header = messages.UpdateHeader(
+            parts=tuple(messages.part_of(name, vector) for name, vector in named.items()),
             samples=update.samples,
             steps=update.steps,
             momentum=update.momentum,
             metrics=dict(update.metrics),
         )
-        pieces = [frame.head(header), *map(frame.numbers, named.values())]
+        pieces = [messages.frame_head(header), *map(messages.bytes_of, named.values())]
         return await self._sent(train, pieces)
 
     async def _sent(self, train: messages.Train, pieces: list[Any]) -> Any:
         """Uploads `pieces` one behind the other, from where the server has them; what became of it."""
-        digest, total = hashlib.blake2b(digest_size=32), sum(map(len, pieces))
+        digest, total = blake3(), sum(map(len, pieces))
         for piece in pieces:
             digest.update(piece)
         where = f"/upload/{train.ticket.version}/{train.ticket.number}"
@@ -174,11 +183,12 @@ class Client:
         cut = clipped_part(update, secure)
         if cut > 0:
             self.told(f"{cut:.2%} of the numbers were cut to secure_aggregation.clip = {secure.clip:g}")
-        quantiser = Quantiser(terms.bits, terms.clip, terms.most_weight)
+        noise = noise_of_clients(self.task.privacy, secure, self.task.federated, numel=self.task.model.numel())
+        quantiser = Quantiser(terms.bits, terms.clip, terms.most_weight, noise)
         norm = largest_norm_of(self.task.privacy)
         vector = encoded(update, quantiser, self.task.federated, largest_norm=norm)
         session = session_of(self.task.seed, ticket.version, ticket.number)
-        least = max(2, self.task.federated.least_contributions)
+        least = fewest_in_sum(self.task.federated)
         try:
             return await self._phases(SecureClient(self.name, session, least=least), vector, train)
         except ProtocolBroken as error:
@@ -211,9 +221,9 @@ class Client:
                     raise EnvironmentFault(f"the server answered {type(other).__name__} in secure aggregation")
 
     async def _masked(self, masked: np.ndarray, train: messages.Train) -> Any:
-        tensor = masked_tensor(masked)
-        header = frame.UpdateHeader(parts=(frame.part_of("masked", tensor),), samples=1, steps=1)
-        return await self._sent(train, [frame.head(header), frame.numbers(tensor)])
+        tensor = torch.from_numpy(masked)
+        header = messages.UpdateHeader(parts=(messages.part_of("masked", tensor),), samples=1, steps=1)
+        return await self._sent(train, [messages.frame_head(header), messages.bytes_of(tensor)])
 
     async def _beat(self) -> None:
         while True:
@@ -267,10 +277,10 @@ class Client:
             response.release()
 
 
-async def _from(pieces: list[Any], start: int) -> AsyncIterator[bytes]:
+async def _from(pieces: list[Any], start: int) -> AsyncIterator[bytes | memoryview]:
     """The bytes of `pieces` from `start` on, in chunks."""
     for piece in pieces:
         first = min(start, len(piece))
         start -= first
         for at in range(first, len(piece), CHUNK_BYTES):
-            yield bytes(piece[at : at + CHUNK_BYTES])
+            yield piece[at : at + CHUNK_BYTES]

@@ -5,19 +5,31 @@
     DIRECTORY/NAME.pem, NAME.key                 for the client NAME, who also needs authority.pem
 
 A client is who its certificate says. Certificates of clients cannot serve, and that of the server is no client's.
+
+A token lets one client enrol by itself: it makes a key, which never leaves it, and sends the token and a request to a
+server that has the authority's key. `tokens.json` has the tokens' digests and until when they are good; a token is gone
+from it before its certificate is made.
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
+import http.client
 import ipaddress
+import json
 import os
 import re
+import secrets
 import ssl
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import msgspec
+
 from shoal.errors import EnvironmentFault, MissingExtra, UsageError
+from shoal.observe.facts import replace_file
 
 try:
     from cryptography import x509
@@ -33,7 +45,9 @@ try:
 except ImportError as error:
     raise MissingExtra("cryptography", extra="federated", purpose="enrolment") from error
 
-AUTHORITY, SERVER = "authority", "server"
+AUTHORITY, SERVER, TOKENS = "authority", "server", "tokens.json"
+MOST_REQUEST_BYTES = 8192
+REQUEST_S = 30.0
 DAYS = 365
 CLIENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -45,10 +59,7 @@ def enrol(directory: Path, *, names: Sequence[str], hosts: Sequence[str], days: 
     `UsageError` for a name that none may have, or that has a certificate already.
     """
     for name in names:
-        if not CLIENT_NAME.fullmatch(name) or name in (AUTHORITY, SERVER):
-            raise UsageError(f"{name!r} cannot be a client's name: letters, digits, '.', '_' and '-', but not 'server'")
-        if (directory / f"{name}.pem").exists():
-            raise UsageError(f"client {name} is enrolled already: {directory / name}.pem is there; choose another name")
+        _require_name(directory, name)
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     authority = _authority(directory, days)
     if not (directory / f"{SERVER}.pem").exists():
@@ -58,14 +69,78 @@ def enrol(directory: Path, *, names: Sequence[str], hosts: Sequence[str], days: 
     return [directory / f"{name}.pem" for name in names]
 
 
-def tls_context(directory: Path, name: str, *, server: bool) -> ssl.SSLContext:
-    """TLS 1.3 with the certificate of `name`; the other end must show one of the same authority.
+def new_tokens(directory: Path, *, count: int, hours: float) -> list[str]:
+    """Tokens of 192 bits, each good for one client and for so long; the folder keeps their digests alone."""
+    known = _tokens(directory / TOKENS)
+    made = [secrets.token_urlsafe(24) for _ in range(count)]
+    until = time.time() + 3600 * hours
+    _keep_tokens(directory / TOKENS, known | {_digest(token): until for token in made})
+    return made
+
+
+def redeem(directory: Path, *, token: str, name: str, request: bytes, days: int = DAYS) -> bytes:
+    """The certificate of `name`, in PEM, for the key of a signing request, in PEM. Uses the token up.
+
+    Raises `UsageError` for a token that is none or was used, a name that none may have or that has a certificate, and a
+    request that is none.
+    """
+    known, now = _tokens(directory / TOKENS), time.time()
+    until = known.pop(_digest(token), 0.0)
+    if until < now:
+        raise UsageError("the token is none of this server's, was used, or is too old: ask for a new one")
+    _require_name(directory, name)
+    try:
+        asked = x509.load_pem_x509_csr(request)
+        key = asked.public_key()
+    except ValueError as error:
+        raise UsageError(f"the request of {name} is no certificate request: {error}") from error
+    if not asked.is_signature_valid or not isinstance(key, ec.EllipticCurvePublicKey):
+        raise UsageError(f"the request of {name} is not signed by its key, or its key is not one of P-256")
+    authority = _authority(directory, days)
+    _keep_tokens(directory / TOKENS, {digest: end for digest, end in known.items() if end >= now})
+    content = _certificate(name, key, authority, days).public_bytes(Encoding.PEM)
+    replace_file(directory / f"{name}.pem", content)
+    return content
+
+
+def enrol_by_token(directory: Path, *, server: str, name: str, token: str) -> Path:
+    """Makes a key for `name` in the folder, which has authority.pem, and gets its certificate from `server`, HOST:PORT.
+    Returns the certificate's file. Raises `UsageError` where the server refuses, `EnvironmentFault` where it is away.
+    """
+    _require_name(directory, name)
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
+    said = {"token": token, "name": name, "request": request.public_bytes(Encoding.PEM).decode()}
+    host, _, port = server.rpartition(":")
+    try:
+        context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=str(directory / f"{AUTHORITY}.pem"))
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        connection = http.client.HTTPSConnection(host, int(port), timeout=REQUEST_S, context=context)
+        connection.request("POST", "/enrol", json.dumps(said))
+        answer = connection.getresponse()
+        content = answer.read(MOST_REQUEST_BYTES)
+    except (OSError, http.client.HTTPException) as error:
+        raise EnvironmentFault(
+            f"{server} cannot be asked for a certificate ({error}): is it a server with --enrol, and is "
+            f"{AUTHORITY}.pem in {directory} its authority's?"
+        ) from error
+    if answer.status != 200:
+        raise UsageError(f"the server does not enrol {name}: {content.decode(errors='replace')[:500]}")
+    _write_key(directory, name, key)
+    replace_file(directory / f"{name}.pem", content)
+    return directory / f"{name}.pem"
+
+
+def tls_context(directory: Path, name: str, *, server: bool, anybody: bool = False) -> ssl.SSLContext:
+    """TLS 1.3 with the certificate of `name`; the other end must show one of the same authority, or with `anybody` may
+    show none.
 
     Raises `EnvironmentFault` for files that are missing or are no certificates.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_mode = ssl.CERT_OPTIONAL if anybody else ssl.CERT_REQUIRED
     try:
         context.load_cert_chain(directory / f"{name}.pem", directory / f"{name}.key")
         context.load_verify_locations(directory / f"{AUTHORITY}.pem")
@@ -81,6 +156,29 @@ def name_on(certificate: object) -> str | None:
     """The client's name on a certificate as `ssl` gives it; None where there is none."""
     subject = certificate.get("subject", ()) if isinstance(certificate, dict) else ()
     return next((value for entry in subject for key, value in entry if key == "commonName"), None)
+
+
+def _require_name(directory: Path, name: str) -> None:
+    if not CLIENT_NAME.fullmatch(name) or name in (AUTHORITY, SERVER):
+        raise UsageError(f"{name!r} cannot be a client's name: letters, digits, '.', '_' and '-', but not 'server'")
+    if (directory / f"{name}.pem").exists():
+        raise UsageError(f"client {name} is enrolled already: {directory / name}.pem is there; choose another name")
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode()).hexdigest()
+
+
+def _tokens(path: Path) -> dict[str, float]:
+    """Until when each token is good, seconds since 1970, by its digest. Raises `EnvironmentFault`."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, float]) if path.exists() else {}
+    except (OSError, msgspec.DecodeError) as error:
+        raise EnvironmentFault(f"{path} cannot be read ({error}): remove it, and make new tokens") from error
+
+
+def _keep_tokens(path: Path, tokens: dict[str, float]) -> None:
+    replace_file(path, msgspec.json.encode(tokens))
 
 
 def _authority(directory: Path, days: int) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
@@ -115,22 +213,33 @@ def _issue(
     *,
     hosts: Iterable[str] = (),
 ) -> None:
-    issuer, issuer_key = authority
     key = ec.generate_private_key(ec.SECP256R1())
+    _write(directory, name, _certificate(name, key.public_key(), authority, days, hosts=hosts), key)
+
+
+def _certificate(
+    name: str,
+    key: ec.EllipticCurvePublicKey,
+    authority: tuple[x509.Certificate, ec.EllipticCurvePrivateKey],
+    days: int,
+    *,
+    hosts: Iterable[str] = (),
+) -> x509.Certificate:
+    issuer, issuer_key = authority
     purpose = ExtendedKeyUsageOID.SERVER_AUTH if hosts else ExtendedKeyUsageOID.CLIENT_AUTH
     builder = (
         _dated(x509.CertificateBuilder(), days)
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
         .issuer_name(issuer.subject)
-        .public_key(key.public_key())
+        .public_key(key)
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([purpose]), critical=True)
-        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False)
     )
     if hosts:
         builder = builder.add_extension(x509.SubjectAlternativeName([_named(host) for host in hosts]), critical=False)
-    _write(directory, name, builder.sign(issuer_key, hashes.SHA256()), key)
+    return builder.sign(issuer_key, hashes.SHA256())
 
 
 def _dated(builder: x509.CertificateBuilder, days: int) -> x509.CertificateBuilder:
@@ -148,8 +257,12 @@ def _named(host: str) -> x509.GeneralName:
 
 
 def _write(directory: Path, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> None:
+    _write_key(directory, name, key)
+    (directory / f"{name}.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
+
+
+def _write_key(directory: Path, name: str, key: ec.EllipticCurvePrivateKey) -> None:
     secret = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
     descriptor = os.open(directory / f"{name}.key", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(secret)
-    (directory / f"{name}.pem").write_bytes(certificate.public_bytes(Encoding.PEM))

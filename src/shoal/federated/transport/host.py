@@ -9,26 +9,92 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from shoal.errors import EnvironmentFault
-from shoal.federated.evaluation import figures
-from shoal.federated.privacy.budget import Budget, chance_of, client_budget
+from shoal.federated.privacy.accountants import Budget, chance_of, client_budget
+from shoal.federated.report import RoundFigures, figures
+from shoal.federated.robust import refusal
 from shoal.federated.rounds import Rounds, Ticket
-from shoal.federated.screening import refusal
-from shoal.federated.server_model import ServerModel
-from shoal.federated.simulation import RoundFigures
+from shoal.federated.secure.messages import Keys, Revealed, Sealed
+from shoal.federated.secure.server import SecureServer
+from shoal.federated.secure.summing import (
+    fewest_in_sum,
+    mean_update,
+    noise_of_clients,
+    quantiser_for,
+    skellam_of,
+)
 from shoal.federated.strategy import Update
 from shoal.federated.task import Task
-from shoal.federated.transport import frame, messages
-from shoal.federated.transport.secret_round import SecretRound
+from shoal.federated.transport import messages
+from shoal.federated.transport.messages import Look, Said, Secret
 from shoal.federated.transport.store import Store, digest_of
+from shoal.federated.work import ServerModel
 
 POLL_S = 0.2
 """After how long a client that has nothing to do asks again."""
+
+
+class SecretRound:
+    """One attempt at a round of secure aggregation. `cohort`: samples by client, as they said when they joined."""
+
+    def __init__(self, task: Task, version: int, attempt: int, cohort: Mapping[str, int], *, now_s: float) -> None:
+        assert task.secure is not None
+        self.version, self.attempt = version, attempt
+        noise = noise_of_clients(task.privacy, task.secure, task.federated, numel=task.model.numel())
+        self.quantiser = quantiser_for(task.secure, task.federated, cohort, noise=noise)
+        least = fewest_in_sum(task.federated)
+        self.server = SecureServer(
+            task.secure,
+            tuple(sorted(cohort)),
+            session=session_of(task.seed, version, attempt),
+            numel=task.model.numel() + 1,
+            dtype=self.quantiser.dtype,
+            least=least,
+            phase_s=task.federated.deadline_s,
+            now_s=now_s,
+        )
+        quantiser = self.quantiser
+        self.terms = Secret(quantiser.bits, quantiser.clip, quantiser.most_weight, least)
+
+    def wants(self, client: str) -> bool:
+        """Whether a client that asks for work may still take part."""
+        return self.server.phase == "keys" and self.server.waits_for(client)
+
+    def say(self, client: str, said: Said, now_s: float) -> None:
+        """Takes a client's message. Raises `Refused`."""
+        match said:
+            case Keys():
+                self.server.take_keys(client, said, now_s)
+            case Sealed():
+                self.server.take_shares(client, said, now_s)
+            case Revealed():
+                self.server.take_secrets(client, said, now_s)
+            case Look():
+                pass
+
+    def expected(self) -> list[messages.Part]:
+        """The parts of a masked update."""
+        dtype = "uint32" if self.quantiser.dtype.itemsize == 4 else "uint64"
+        return [messages.Part("masked", dtype, self.server.total.size)]
+
+    def mean(self, *, like: Tensor) -> Update:
+        """The mean of the cohort. Raises `EnvironmentFault` for a weight that cannot be."""
+        contributors = len(self.server.contributors)
+        return mean_update(
+            self.server.total, self.quantiser, version=self.version, contributors=contributors, like=like
+        )
+
+
+def session_of(seed: int, version: int, attempt: int) -> bytes:
+    """What keys and masks of this attempt are bound to."""
+    return f"shoal {seed} round {version} attempt {attempt}".encode()
 
 
 class Host:
@@ -49,7 +115,8 @@ class Host:
         self.strategy = strategy_of(task)
         self.budget: Budget | None = None
         if task.privacy is not None and task.privacy.unit == "client":
-            self.budget = client_budget(task.privacy, task.federated)
+            noise = skellam_of(task.privacy, task.secure, task.federated, numel=task.model.numel())
+            self.budget = client_budget(task.privacy, task.federated, skellam=noise)
         self.rounds = Rounds(
             task.federated,
             versions=task.rounds if self.budget is None else self.budget.rounds(task.rounds),
@@ -91,7 +158,7 @@ class Host:
             )
         self.rounds.join(client, said.samples)
         if self.secret is not None:
-            self.secret.lose(client, self.clock())  # what it knew of this attempt ended with its process
+            self.secret.server.lose(client, self.clock())  # what it knew of this attempt ended with its process
         self.alive(client)
         return messages.Wait(0.0)
 
@@ -128,14 +195,14 @@ class Host:
             return messages.Ended(False, "its round is over")
         return None
 
-    def expected(self) -> list[frame.Part]:
+    def expected(self) -> list[messages.Part]:
         """The parts of a plain update."""
         upload = self.task.upload
         parts = [
-            frame.Part(f"update.{i}", str(dtype).removeprefix("torch."), numel)  # type: ignore[arg-type]
+            messages.Part(f"update.{i}", str(dtype).removeprefix("torch."), numel)  # type: ignore[arg-type]
             for i, (dtype, numel) in enumerate(upload.fields())
         ]
-        control = [frame.part_of("control", self.server.model)] if self.task.federated.sends_control else []
+        control = [messages.part_of("control", self.server.model)] if self.task.federated.sends_control else []
         return parts + control
 
     def check(self, ticket: Ticket, path: Path, digest: str) -> str | None:
@@ -144,7 +211,7 @@ class Host:
             return f"the upload of client {ticket.client} was changed on the way"
         try:
             update = self._update(ticket, path)
-        except frame.BadFrame as error:
+        except messages.BadFrame as error:
             return f"client {ticket.client}: {error}"
         joined = self.rounds.present.get(ticket.client, update.samples)
         if update.samples != joined:
@@ -181,7 +248,7 @@ class Host:
             self.told(f"client {client} has been silent for {self.silence_s:g} s: nobody waits for it")
             self.rounds.leave(client)
             if self.secret is not None:
-                self.secret.lose(client, now_s)
+                self.secret.server.lose(client, now_s)
         if self.rounds.over or self.advancing:
             return None
         if self.task.secure is None:
@@ -193,7 +260,7 @@ class Host:
         if self.rounds.open is not None and self.secret is None:
             self._begin_secret()
         if self.secret is not None:
-            self.secret.tick(now_s)
+            self.secret.server.tick(now_s)
             self.note_revealing()
             return self._ended_secret(self.secret)
         return None
@@ -240,6 +307,15 @@ class Host:
     def close(self) -> None:
         """Lets another server open the folder."""
         self.store.journal.close()
+
+    def clients(self) -> dict[str, list[float]]:
+        """Of each client that is there or has counted, by name, its samples (0: it is gone) and the rounds in which it
+        counted."""
+        names = sorted({*self.rounds.present, *self.rounds.turns})
+        return {
+            "samples": [self.rounds.present.get(name, 0) for name in names],
+            "rounds": [self.rounds.turns.get(name, 0) for name in names],
+        }
 
     def facts(self) -> dict[str, Any]:
         """What a report says beside the rounds."""
@@ -289,7 +365,7 @@ class Host:
 
     def _update(self, ticket: Ticket, path: Path) -> Update:
         """The update in a file. Raises `BadFrame`."""
-        read = frame.read(path, frame.UpdateHeader, self.expected())
+        read = messages.read_frame(path, messages.UpdateHeader, self.expected())
         header, vectors = read.header, dict(read.vectors)
         control = vectors.pop("control", None)
         payload = tuple(vectors.values())

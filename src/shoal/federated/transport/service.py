@@ -5,6 +5,7 @@ GET  /model/VERSION                    the model's frame; with Range, the rest o
 GET  /upload/VERSION/NUMBER            how much of an upload is here, or what became of it
 PUT  /upload/VERSION/NUMBER?offset=&total=&digest=    the upload from `offset` on
 POST /secret/VERSION/NUMBER            a phase of secure aggregation
+POST /enrol                            a token and a request for a certificate; without a certificate, if it is open
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.errors import MissingExtra
+from shoal.errors import MissingExtra, UsageError
+from shoal.federated.report import RoundFigures
 from shoal.federated.rounds import Ticket
 from shoal.federated.secure.server import Refused
-from shoal.federated.simulation import RoundFigures
-from shoal.federated.transport import frame, messages
-from shoal.federated.transport.enrol import name_on
+from shoal.federated.transport import messages
+from shoal.federated.transport.enrol import MOST_REQUEST_BYTES, name_on, redeem
 from shoal.federated.transport.host import POLL_S, Host
 
 try:
@@ -34,6 +35,9 @@ except ImportError as error:
 LOG = logging.getLogger("shoal.federated")
 CHUNK_S = 30.0
 """Longest that a client may take between two pieces of an upload."""
+READ_BYTES = 1 << 20
+"""What is read of an upload before it is written."""
+REFUSAL_S = 1.0
 FAREWELL_S = 5.0
 """How long a server whose run is over tells clients so."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -45,9 +49,15 @@ class Service:
     over, clients are told so for `farewell_s`."""
 
     def __init__(
-        self, host: Host, *, on_round: Callable[[RoundFigures], object] = str, farewell_s: float = FAREWELL_S
+        self,
+        host: Host,
+        *,
+        on_round: Callable[[RoundFigures], object] = str,
+        farewell_s: float = FAREWELL_S,
+        enrolment: Path | None = None,
     ) -> None:
-        self.host, self.on_round, self.farewell_s = host, on_round, farewell_s
+        """`enrolment`: the folder with the authority's key and the tokens, where clients may enrol by themselves."""
+        self.host, self.on_round, self.farewell_s, self.enrolment = host, on_round, farewell_s, enrolment
         self._uploading: set[Ticket] = set()
         self._failed: asyncio.Future[None] | None = None
 
@@ -57,6 +67,7 @@ class Service:
         app = web.Application(client_max_size=messages.MOST_MESSAGE_BYTES)
         app.add_routes(
             [
+                web.post("/enrol", self._enrol),
                 web.post("/join", self._known(Service._join)),
                 web.post("/work", self._known(Service._work)),
                 web.post("/alive", self._known(Service._alive)),
@@ -66,7 +77,7 @@ class Service:
                 web.post("/secret/{version:[0-9]{1,9}}/{number:[0-9]{1,9}}", self._known(Service._secret)),
             ]
         )
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, read_bufsize=READ_BYTES)
         await runner.setup()
         try:
             site = web.TCPSite(runner, address, port, ssl_context=tls)
@@ -118,6 +129,21 @@ class Service:
 
         return handle
 
+    async def _enrol(self, request: web.Request) -> web.StreamResponse:
+        """A certificate for whoever has a token, or a sentence."""
+        if self.enrolment is None:
+            return web.Response(status=404, text="this server enrols nobody: start it with --enrol")
+        try:
+            said = messages.decode(messages.ENROL, await request.content.read(MOST_REQUEST_BYTES))
+            asked = said.request.encode()
+            content = redeem(self.enrolment, token=said.token, name=said.name, request=asked)
+        except (messages.BadMessage, UsageError) as error:
+            await asyncio.sleep(REFUSAL_S)  # a guess costs time
+            self.host.told(f"refused: enrolment from {request.remote}: {error}")
+            return web.Response(status=403, text=str(error))
+        self.host.told(f"client {said.name} is enrolled")
+        return web.Response(body=content, content_type="application/x-pem-file")
+
     async def _join(self, client: str, request: web.Request) -> web.StreamResponse:
         said = messages.decode(messages.JOIN, await request.read())
         answer = self.host.join(client, said)
@@ -153,7 +179,7 @@ class Service:
         secret = host.secret
         if secret is not None:
             secret.server.check_vector(client)
-        most = frame.largest_bytes(secret.expected() if secret is not None else host.expected())
+        most = messages.largest_bytes(secret.expected() if secret is not None else host.expected())
         part = host.store.part_path(ticket)
         if total > most:
             sentence = f"client {client} would send {total} bytes: an update has {most} at most"
@@ -180,9 +206,9 @@ class Service:
             part.unlink(missing_ok=True)
             return _answer(messages.Ended(False, "its round is over"))
         try:
-            read = frame.read(part, frame.UpdateHeader, secret.expected())
-            secret.take(ticket.client, read.vectors["masked"], self.host.clock())
-        except frame.BadFrame as error:
+            read = messages.read_frame(part, messages.UpdateHeader, secret.expected())
+            secret.server.take_vector(ticket.client, read.vectors["masked"].numpy(), self.host.clock())
+        except messages.BadFrame as error:
             return _answer(self.host.refuse(ticket, f"client {ticket.client}: {error}"), status=400)
         finally:
             part.unlink(missing_ok=True)
@@ -199,7 +225,7 @@ class Service:
         if not self.host.advancing:
             secret.say(client, said, self.host.clock())
             self.host.note_revealing()
-        found = secret.next_for(client)
+        found = secret.server.message_for(client)
         return _answer(found if found is not None else messages.Wait(POLL_S / 4))
 
 

@@ -1,4 +1,4 @@
-"""The server's files. A decision in the journal stands for files that are on the disk already.
+"""The files of both ends. At the server, a decision in the journal stands for files that are on the disk already.
 
     rounds.journal                 the decisions of `Rounds`
     state-00000012.safetensors     the model of version 12 and what the strategy keeps
@@ -7,29 +7,34 @@
     uploads/                       contributions of the present round; `.part` while they arrive
 
 So a server that is killed between any two writes goes on with the contributions that count, each of them once.
+
+A client keeps the state after its last contribution that counted, and the one after the newest. The server says which
+contribution was the last that counted. If it is the newest, the state after it is the client's, even if the client was
+killed before it heard so.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
+from dataclasses import replace as with_values
 from pathlib import Path
 from typing import Any
 
 import msgspec
-from safetensors import SafetensorError
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save
 from torch import Tensor
 
 from shoal.coordinator.journal import Journal
 from shoal.errors import CorruptCheckpoint
-from shoal.federated.report import replace
 from shoal.federated.rounds import Decision, Rounds, Ticket
 from shoal.federated.strategy import Plan
-from shoal.federated.transport import frame
+from shoal.federated.transport import messages
+from shoal.federated.work import ClientState
+from shoal.observe.facts import replace_file
 
 JOURNAL_VERSION = 201
-CHUNK_BYTES = 1 << 20
 
 
 class Store:
@@ -56,12 +61,12 @@ class Store:
     def write_model(self, version: int, state: dict[str, Tensor], plan: Plan) -> None:
         """Both files of a version, each whole or not at all, and durable."""
         contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
-        replace(self._state_path(version), save(contiguous))
+        replace_file(self._state_path(version), save(contiguous))
         vectors = {"model": state["model"]} | ({} if plan.control is None else {"control": plan.control})
-        parts = tuple(frame.part_of(name, vector) for name, vector in vectors.items())
-        header = frame.ModelHeader(version=version, pull=plan.pull, parts=parts)
+        parts = tuple(messages.part_of(name, vector) for name, vector in vectors.items())
+        header = messages.ModelHeader(version=version, pull=plan.pull, settings=dict(plan.settings), parts=parts)
         beside = self.model_path(version).with_suffix(".part")
-        frame.write(beside, header, list(vectors.values()))
+        messages.write_frame(beside, header, list(vectors.values()))
         make_durable(beside)
         beside.replace(self.model_path(version))
         make_durable(self.directory)
@@ -125,11 +130,7 @@ class Store:
 
 def digest_of(path: Path) -> str:
     """The hash of a file's bytes."""
-    found = hashlib.blake2b(digest_size=32)
-    with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            found.update(chunk)
-    return found.hexdigest()
+    return blake3().update_mmap(path).hexdigest()
 
 
 def make_durable(path: Path) -> None:
@@ -139,3 +140,53 @@ def make_durable(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+STATE_VECTORS = ("kept", "own", "residual", "personal")
+"""The vectors of a `ClientState`, in its order."""
+
+
+class ClientStore:
+    """A client's folder, its own alone."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+
+    def model_path(self, version: int) -> Path:
+        """Where a model is downloaded to; older ones are removed."""
+        path = self.directory / f"model-{version:08d}.frame"
+        for other in self.directory.glob("model-*.frame"):
+            if other != path:
+                other.unlink(missing_ok=True)
+        return path
+
+    def state(self, *, turn: int, last: Ticket | None) -> ClientState:
+        """The state after the contribution `last`; `turn` is the server's count. Raises `CorruptCheckpoint`."""
+        newest, counted = self.directory / "newest.safetensors", self.directory / "counted.safetensors"
+        if newest.exists() and (kept := _read(newest))[0] == last:
+            newest.replace(counted)
+            return with_values(kept[1], turn=turn)
+        if counted.exists() and (kept := _read(counted))[0] == last:
+            return with_values(kept[1], turn=turn)
+        return ClientState(turn=turn)
+
+    def keep(self, ticket: Ticket, state: ClientState) -> None:
+        """Keeps the state after `ticket`, before it is sent."""
+        vectors = {name: getattr(state, name) for name in STATE_VECTORS}
+        tensors = {name: vector.contiguous() for name, vector in vectors.items() if vector is not None}
+        about = {"ticket": msgspec.json.encode(ticket).decode()}
+        replace_file(self.directory / "newest.safetensors", save(tensors, about))
+
+
+def _read(path: Path) -> tuple[Ticket | None, ClientState]:
+    try:
+        with safe_open(path, "pt") as file:
+            ticket = msgspec.json.decode((file.metadata() or {}).get("ticket", "null"), type=Ticket | None)
+            vectors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError, msgspec.DecodeError) as error:
+        raise CorruptCheckpoint(
+            f"{path}, what this client keeps between rounds, cannot be read ({error}): remove it, and the client "
+            "begins anew"
+        ) from error
+    return ticket, ClientState(0, *(vectors.get(name) for name in STATE_VECTORS))

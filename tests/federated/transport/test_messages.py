@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import UsageError
-from shoal.federated.transport import frame
+from shoal.federated.transport import messages
 from shoal.federated.transport.enrol import enrol, name_on, tls_context
 
 VECTORS = {
@@ -19,18 +19,18 @@ VECTORS = {
     "c": torch.tensor([], dtype=torch.float64),
     "d": torch.tensor([7, 8], dtype=torch.uint32),
 }
-PARTS = [frame.part_of(name, vector) for name, vector in VECTORS.items()]
+PARTS = [messages.part_of(name, vector) for name, vector in VECTORS.items()]
 
 
 def written(path: Path) -> Path:
-    header = frame.UpdateHeader(parts=tuple(PARTS), samples=3, steps=2, metrics={"loss/train": 0.5})
-    frame.write(path, header, list(VECTORS.values()))
+    header = messages.UpdateHeader(parts=tuple(PARTS), samples=3, steps=2, metrics={"loss/train": 0.5})
+    messages.write_frame(path, header, list(VECTORS.values()))
     return path
 
 
 def test_a_frame_is_read_as_it_was_written(tmp_path: Path) -> None:
     """Whatever lies before a vector and however it is aligned."""
-    read = frame.read(written(tmp_path / "f"), frame.UpdateHeader, PARTS)
+    read = messages.read_frame(written(tmp_path / "f"), messages.UpdateHeader, PARTS)
     assert read.header.samples == 3
     for name, vector in VECTORS.items():
         assert read.vectors[name].dtype == vector.dtype
@@ -54,8 +54,8 @@ def test_a_damaged_frame_is_refused_or_says_the_same_shape(data: st.DataObject, 
             content = bytearray(data.draw(st.binary(max_size=200)))
     path.write_bytes(content)
     try:
-        read = frame.read(path, frame.UpdateHeader, PARTS)
-    except frame.BadFrame:
+        read = messages.read_frame(path, messages.UpdateHeader, PARTS)
+    except messages.BadFrame:
         return
     assert [len(vector) for vector in read.vectors.values()] == [len(vector) for vector in VECTORS.values()]
 
@@ -64,14 +64,14 @@ def test_a_header_that_promises_too_much_is_refused(tmp_path: Path) -> None:
     """A length of terabytes, a header of megabytes, parts that nobody expects."""
     path = tmp_path / "f"
     path.write_bytes((1 << 60).to_bytes(8, "little") + b"x")
-    with pytest.raises(frame.BadFrame, match="says that its header has"):
-        frame.read(path, frame.UpdateHeader)
-    huge = frame.UpdateHeader(parts=(frame.Part("a", "float32", 1 << 40),), samples=1, steps=1)
-    path.write_bytes(frame.head(huge))
-    with pytest.raises(frame.BadFrame, match="is expected"):
-        frame.read(path, frame.UpdateHeader, PARTS)
-    with pytest.raises(frame.BadFrame, match="does not have the length"):
-        frame.read(path, frame.UpdateHeader)
+    with pytest.raises(messages.BadFrame, match="says that its header has"):
+        messages.read_frame(path, messages.UpdateHeader)
+    huge = messages.UpdateHeader(parts=(messages.Part("a", "float32", 1 << 40),), samples=1, steps=1)
+    path.write_bytes(messages.frame_head(huge))
+    with pytest.raises(messages.BadFrame, match="is expected"):
+        messages.read_frame(path, messages.UpdateHeader, PARTS)
+    with pytest.raises(messages.BadFrame, match="does not have the length"):
+        messages.read_frame(path, messages.UpdateHeader)
 
 
 def test_enrolment_makes_certificates_once(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 
 import shoal
 from shoal.errors import ConfigError, UsageError, UserCodeError
+from shoal.federated.strategy import Plan, Strategy, Update
 from tests.ports import free_port
 from tests.waiting import HANG_S
 
@@ -89,6 +91,41 @@ def test_what_an_own_function_draws_repeats_itself(tmp_path: Path) -> None:
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
+class Half(Strategy):
+    """Half of what FedAvg does, and clients are told which round it is."""
+
+    def begin(self, model: torch.Tensor, *, version: int) -> None:
+        self.kept["round"] = torch.tensor([version + 1])
+
+    def configure(self) -> Plan:
+        return Plan(settings={"told": int(self.kept["round"])})
+
+    def aggregate(self, model: torch.Tensor, updates: Sequence[Update], *, version: int) -> torch.Tensor:
+        return model + 0.5 * self.mean(updates)
+
+
+def test_an_own_strategy_aggregates_and_tells_clients(tmp_path: Path) -> None:
+    """The model is FedAvg's of half the server's rate; a training function hears of the plan, and whose turn it is."""
+    heard: set[tuple[int, str]] = set()
+
+    def told(module: nn.Module, samples: Any, *, round: int, lr: float, client: str, settings: Any) -> dict[str, float]:
+        assert settings == {"told": round}
+        heard.add((round, client))
+        return one_step(module, samples, round=round, lr=lr)
+
+    shoal.federate(tables(tmp_path, server_lr=0.5), model=model, data=data(), train=one_step)
+    expected = load_file(tmp_path / "own" / "model.safetensors")
+    shoal.federate(tables(tmp_path), model=model, data=data(), train=told, strategy=Half)
+    found = load_file(tmp_path / "own" / "model.safetensors")
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
+    assert len(heard) == 4 * 5
+    with pytest.raises(UsageError, match=r"give a subclass of shoal\.federated\.strategy\.Strategy"):
+        shoal.federate(tables(tmp_path), model=model, data=data(), strategy="fedavg")
+    with pytest.raises(ConfigError, match=r'strategy takes the place of federated\.kind = "fedopt"'):
+        shoal.federate(tables(tmp_path, kind="fedopt"), model=model, data=data(), strategy=Half)
+
+
 @pytest.mark.parametrize(
     ("returns", "said"),
     [
@@ -119,7 +156,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, ROOT)
 import shoal
-from tests.federated.test_own_training import accuracy, data, model, one_step, tables
+from tests.federated.test_task import accuracy, data, model, one_step, tables
 
 folder, port, name = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 certificates = folder / "certificates"

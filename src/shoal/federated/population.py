@@ -1,23 +1,33 @@
-"""How a simulation divides a data set among clients: pure functions of the classes, the clients and a seed.
+"""What simulated clients are: their samples, speeds and links, and when they drop out; pure functions of a seed.
 
     iid            samples dealt out at random
     dirichlet      of each class client i gets the part q_i, q from Dir(concentration)    (arXiv:1909.06335)
     pathological   samples sorted by class, cut into clients x shards runs, dealt out     (arXiv:1602.05629)
+    contiguous     the samples in their order, cut into equal runs
     quantity       classes mixed, sizes from Dir(concentration)                           (arXiv:2102.02079)
 
 Every sample goes to exactly one client, and every client has at least one: a client that would have none takes one from
 the largest.
+
+    step time   step_s exp(step_spread z),   rates   bytes_per_s exp(link_spread z),   z standard normal
+
+A round of a client takes latency + bytes / down rate + steps x step time + latency + bytes / up rate. Log-normal speeds
+are what measurements of phones show (FedScale, arXiv:2105.11367, section 3.2).
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import numpy as np
+import torch
 
 from shoal.data.order import permuted
 from shoal.data.sample import Source, Tree, parse_sample
 from shoal.errors import ConfigError, DataError
-from shoal.federated.config import Dirichlet, Iid, PartitionConfig, Pathological, QuantitySkew
-from shoal.maths.counter import key_of
+from shoal.federated.config import Contiguous, DeviceConfig, Dirichlet, Iid, PartitionConfig, Pathological, QuantitySkew
+from shoal.maths.counter import key_of, normal, uniform
 
 
 def partition(config: PartitionConfig, *, clients: int, samples: int, classes: np.ndarray | None, seed: int) -> list:
@@ -33,6 +43,8 @@ def partition(config: PartitionConfig, *, clients: int, samples: int, classes: n
     match config:
         case Iid():
             parts = np.array_split(_mixed(samples, seed), clients)
+        case Contiguous():
+            parts = np.array_split(np.arange(samples), clients)
         case QuantitySkew():
             parts = _cut(_mixed(samples, seed), generator.dirichlet([config.concentration] * clients))
         case Dirichlet():
@@ -102,3 +114,39 @@ def _without_empty(parts: list[np.ndarray]) -> list[np.ndarray]:
             largest = max(range(len(parts)), key=lambda other: len(parts[other]))
             parts[client], parts[largest] = parts[largest][-1:], parts[largest][:-1]
     return parts
+
+
+@dataclass(frozen=True)
+class Device:
+    """One client's speed and link."""
+
+    step_s: float
+    up_bytes_per_s: float
+    down_bytes_per_s: float
+    latency_s: float
+
+    def round_s(self, *, steps: int, down_bytes: int, up_bytes: int) -> float:
+        """Seconds from the call for a model to the arrival of the update."""
+        on_the_way_s = 2 * self.latency_s + down_bytes / self.down_bytes_per_s + up_bytes / self.up_bytes_per_s
+        return on_the_way_s + steps * self.step_s
+
+
+def device_of(config: DeviceConfig, client: str, *, seed: int) -> Device:
+    """The device of a client, always the same."""
+    if not (config.step_spread or config.link_spread):
+        return Device(config.step_s, config.up_bytes_per_s, config.down_bytes_per_s, config.latency_s)
+    z = normal(key_of(seed, "device", client), torch.arange(3), dtype=torch.float64).tolist()
+    return Device(
+        step_s=config.step_s * math.exp(config.step_spread * z[0]),
+        up_bytes_per_s=config.up_bytes_per_s * math.exp(config.link_spread * z[1]),
+        down_bytes_per_s=config.down_bytes_per_s * math.exp(config.link_spread * z[2]),
+        latency_s=config.latency_s,
+    )
+
+
+def drops_out(config: DeviceConfig, client: str, *, seed: int, version: int, number: int) -> bool:
+    """Whether a client is lost in this piece of work."""
+    if not config.dropout:
+        return False
+    drawn = uniform(key_of(seed, "dropout", client, version, number), torch.zeros(1, dtype=torch.int64))
+    return float(drawn) < config.dropout

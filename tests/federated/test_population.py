@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
 from shoal.federated.config import (
+    Contiguous,
     DeviceConfig,
     Dirichlet,
     FedAvgConfig,
@@ -17,12 +19,18 @@ from shoal.federated.config import (
     Pathological,
     QuantitySkew,
 )
-from shoal.federated.devices import device_of, drops_out
-from shoal.federated.local_data import ClientData
-from shoal.federated.partition import partition
-from shoal.federated.sampling import choose, choose_each
+from shoal.federated.local_training import ClientData, order_rounds
+from shoal.federated.population import device_of, drops_out, partition
+from shoal.federated.rounds import choose, choose_each
+from shoal.maths.counter import bits, key_of
 
-KINDS: list[PartitionConfig] = [Iid(), Dirichlet(concentration=0.1), Pathological(), QuantitySkew(concentration=0.2)]
+KINDS: list[PartitionConfig] = [
+    Iid(),
+    Dirichlet(concentration=0.1),
+    Pathological(),
+    QuantitySkew(concentration=0.2),
+    Contiguous(),
+]
 CLASSES = np.arange(1000) % 10
 
 
@@ -52,6 +60,8 @@ def test_partitions_are_skewed_as_they_say() -> None:
     assert spread(Pathological(shards=2))[0] <= 2.5
     assert spread(Dirichlet(concentration=0.1))[0] < 5 < spread(Dirichlet(concentration=100.0))[0]
     assert spread(QuantitySkew(concentration=0.2))[1] > 3
+    runs = partition(Contiguous(), clients=3, samples=8, classes=None, seed=1)
+    assert [run.tolist() for run in runs] == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
 def test_more_clients_than_samples_are_refused() -> None:
@@ -107,3 +117,27 @@ def test_rounds_of_a_client_go_through_all_its_samples_once_an_epoch() -> None:
     assert [len(data.samples_of_step(by_epochs, 3, turn=4, step=step)) for step in range(3)] == [3, 3, 1]
     plain = ClientData(ids, seed=1, shuffle=False)
     assert plain.samples_of_step(by_epochs, 7, turn=3, step=0).tolist() == ids.tolist()
+
+
+@settings(max_examples=40)
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=6),
+    turn=st.integers(0, 50),
+    steps=st.one_of(st.none(), st.integers(1, 7)),
+)
+def test_orders_drawn_at_once_are_those_of_each_client(sizes: list[int], turn: int, steps: int | None) -> None:
+    """Against one sort for each epoch of each client."""
+    config = FedAvgConfig(clients=1, local_steps=steps, local_epochs=2)
+    clients = [ClientData(np.arange(size) * 7 + i, seed=i) for i, size in enumerate(sizes)]
+    turns = [turn + i for i in range(len(clients))]
+    order_rounds(clients, config, 4, turns=turns)
+    for i, (client, at) in enumerate(zip(clients, turns, strict=True)):
+        first, last = client.span(config, 4, at)
+        expected = []
+        for position in range(first, last):
+            epoch, place = divmod(position, len(client))
+            keys = bits(key_of(i, "order"), torch.arange(epoch * len(client), (epoch + 1) * len(client)))
+            expected.append(int(client.ids[keys.argsort()[place]]))
+        count = client.steps(config, 4)
+        found = [client.samples_of_step(config, 4, turn=at, step=step) for step in range(count)]
+        assert np.concatenate(found).tolist() == expected

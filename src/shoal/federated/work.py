@@ -1,0 +1,239 @@
+"""Both halves of a round, without I/O: at a client from model and plan to an update, at the server from updates to a
+model. The simulation and the two ends over TLS hold them.
+
+What a client keeps between rounds is a `ClientState`. The new one takes the place of the old when the server has
+counted the update; an update that was lost leaves the client as it was. The `state` of a `ServerModel` is what has to
+survive a restart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shoal.data.sampling import SampleSubset
+from shoal.errors import EnvironmentFault
+from shoal.federated.local_training import ClientData, CohortBatch, cohort_batch, order_rounds
+from shoal.federated.privacy.accountants import chance_of
+from shoal.federated.privacy.mechanisms import Noise, PrivateMean, from_entropy
+from shoal.federated.rounds import Ticket
+from shoal.federated.strategy import Outcome, Plan, Strategy, Update
+from shoal.federated.task import ClientResult, OwnTurn, Task, train_own
+from shoal.maths.counter import key_of
+
+
+@dataclass(frozen=True)
+class ClientState:
+    """`turn`: rounds that counted. `kept`: the strategy's [numel]; `own`: parameters that stay local; `residual`: what
+    a codec has not sent yet; `personal`: the client's own model (Ditto)."""
+
+    turn: int = 0
+    kept: Tensor | None = None
+    own: Tensor | None = None
+    residual: Tensor | None = None
+    personal: Tensor | None = None
+
+    def model(self, shared: Tensor, local: Tensor | None) -> Tensor:
+        """What the client would use, of the `shared` model [numel] and what it keeps; `local` is True where that is."""
+        if self.personal is not None:
+            return self.personal
+        return shared if local is None or self.own is None else torch.where(local, self.own, shared)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One client's part of what trains together."""
+
+    ticket: Ticket
+    data: ClientData
+    state: ClientState
+
+
+def train_clients(
+    task: Task, strategy: Strategy, model: Tensor, plan: Plan, works: Sequence[Work], *, local: Tensor | None = None
+) -> list[tuple[Update, ClientState]]:
+    """The update of each piece of work, which are all from `model` [numel], and the state after it. `local` [numel]
+    is True where parameters stay with their client.
+    """
+    order = sorted(range(len(works)), key=lambda i: works[i].data.steps(task.federated, task.batch))
+    found: dict[int, tuple[Update, ClientState]] = {}
+    if task.own.train is not None:
+        return [_train_own(task, task.own.train, strategy, model, plan, work, local) for work in works]
+    together = task.devices.together if task.trainer.private is None else 1
+    for first in range(0, len(order), together):
+        some = order[first : first + together]
+        found |= zip(some, _train(task, strategy, model, plan, [works[i] for i in some], local), strict=True)
+    return [found[index] for index in range(len(works))]
+
+
+def _train(
+    task: Task, strategy: Strategy, model: Tensor, plan: Plan, works: Sequence[Work], local: Tensor | None
+) -> list[tuple[Update, ClientState]]:
+    lr = task.rate(works[0].ticket.version + 1)
+    starts = model if local is None else torch.stack([work.state.model(model, local) for work in works])
+    seed = key_of(task.seed, "local", works[0].ticket.version, works[0].ticket.client) % 2**63
+    trained = task.trainer.train(
+        starts,
+        _batches(task, works),
+        lr=lr,
+        pull=plan.pull,
+        shifts=[strategy.shift(plan, work.state.kept) for work in works],
+        seed=seed,
+    )
+    done = [
+        _finished(
+            task,
+            strategy,
+            plan,
+            work,
+            starts,
+            ClientResult(trained.deltas[i], trained.steps[i], {"loss/train": float(trained.losses[i])}),
+            local,
+        )
+        for i, work in enumerate(works)
+    ]
+    if task.federated.ditto is None:
+        return done
+    personal = torch.stack([work.state.model(model, None) for work in works])
+    own = task.trainer.train(
+        personal,
+        _batches(task, works),
+        lr=lr,
+        pull=task.federated.ditto,
+        shifts=[None] * len(works),
+        anchor=model,
+        seed=seed,
+    )
+    return [(update, replace(state, personal=personal[i] + own.deltas[i])) for i, (update, state) in enumerate(done)]
+
+
+def _train_own(
+    task: Task,
+    train: Callable[..., Any],
+    strategy: Strategy,
+    model: Tensor,
+    plan: Plan,
+    work: Work,
+    local: Tensor | None,
+) -> tuple[Update, ClientState]:
+    start, ticket = work.state.model(model, local), work.ticket
+    turn = OwnTurn(
+        round=ticket.version + 1,
+        lr=task.rate(ticket.version + 1),
+        seed=key_of(task.seed, "own", ticket.version, ticket.client) % 2**63,
+        client=ticket.client,
+        settings=plan.settings,
+    )
+    came = train_own(train, task.trainer, start, SampleSubset(task.data.train, work.data.ids), turn)
+    return _finished(task, strategy, plan, work, start[None], came, local)
+
+
+def _finished(
+    task: Task,
+    strategy: Strategy,
+    plan: Plan,
+    work: Work,
+    starts: Tensor,
+    came: ClientResult,
+    local: Tensor | None,
+) -> tuple[Update, ClientState]:
+    delta, steps, own = came.delta, came.steps, None
+    if local is not None:
+        start = starts[0] if work.state.own is None else torch.where(local, work.state.own, starts[0])
+        own = torch.where(local, start + delta, 0.0)
+        delta = delta.masked_fill(local, 0.0)
+    sgd, lr = task.trainer.sgd, task.rate(work.ticket.version + 1)
+    kept, control = strategy.finish(plan, work.state.kept, Outcome(delta, max(1, steps), lr, sgd.momentum))
+    ticket = work.ticket
+    sent = task.upload.encode(delta, work.state.residual, client=ticket.client, version=ticket.version)
+    update = Update(
+        client=work.ticket.client,
+        version=work.ticket.version,
+        samples=len(work.data),
+        delta=sent.arrives,
+        payload=sent.payload,
+        steps=max(1, steps),
+        momentum=sgd.momentum,
+        control=control,
+        metrics=came.figures,
+    )
+    return update, ClientState(work.state.turn + 1, kept, own, sent.residual)
+
+
+def _batches(task: Task, works: Sequence[Work]) -> Iterator[CohortBatch]:
+    """The local steps; a client that has taken all of its own stands by while others go on."""
+    steps = [work.data.steps(task.federated, task.batch) for work in works]
+    none = np.empty(0, dtype=np.int64)
+    if not works[0].data.each_by_chance:
+        data, turns = [work.data for work in works], [work.state.turn for work in works]
+        order_rounds(data, task.federated, task.batch, turns=turns)
+    for step in range(max(steps)):
+        active = [step < own for own in steps]
+        rows = [
+            work.data.samples_of_step(task.federated, task.batch, turn=work.state.turn, step=step) if goes_on else none
+            for work, goes_on in zip(works, active, strict=True)
+        ]
+        batch = max(1, *map(len, rows))
+        yield cohort_batch(task.data.train, rows, batch=batch, denominator=task.denominator, active=active)
+
+
+MODEL, CLIP = "model", "privacy/clip"
+
+
+class ServerModel:
+    """`version` counts the models that were made from updates. `noise`: of differential privacy, if there is any."""
+
+    def __init__(self, task: Task, *, noise: Noise = from_entropy) -> None:
+        self.task, self.version = task, 0
+        self.model = task.model.clone()
+        self.strategy = task.strategy()
+        self.private: PrivateMean | None = None
+        if task.privacy is not None and task.privacy.unit == "client":
+            expected = chance_of(task.federated) * task.federated.clients
+            self.private = PrivateMean(task.privacy, expected=expected, noise=noise)
+
+    def plan(self) -> Plan:
+        """What clients of the present version get beside the model."""
+        self.strategy.begin(self.model, version=self.version)
+        return self.strategy.configure()
+
+    def advance(self, updates: Sequence[Update]) -> dict[str, float]:
+        """Makes the next model from the updates, in their order. Returns the means of what clients measured.
+
+        Raises `EnvironmentFault` where the model is not finite afterwards; it is then what it was.
+        """
+        figures = self.strategy.evaluate(updates)
+        if self.private is not None:
+            updates = [self._hidden(updates, self.private)]
+        model = self.strategy.aggregate(self.model, updates, version=self.version) if updates else self.model
+        if not bool(torch.isfinite(model).all()):
+            raise EnvironmentFault(
+                f"the model of version {self.version + 1} is not finite, though every update was: lower "
+                "federated.server_lr"
+            )
+        self.model, self.version = model, self.version + 1
+        return figures
+
+    def _hidden(self, updates: Sequence[Update], private: PrivateMean) -> Update:
+        if self.task.secure is not None and updates:
+            return private.of_sum(updates[0], like=self.model, version=self.version)
+        return private.mean(updates, like=self.model, version=self.version)
+
+    def state(self) -> dict[str, Tensor]:
+        """The model and what the strategy keeps."""
+        clip = {} if self.private is None else {CLIP: torch.tensor([self.private.clip], dtype=torch.float64)}
+        kept = {f"strategy/{name}": one for name, one in self.strategy.kept.items()}
+        return {MODEL: self.model, **clip, **kept}
+
+    def load(self, state: Mapping[str, Tensor], *, version: int) -> None:
+        """Goes on from a `state`."""
+        self.model, self.version = state[MODEL].clone(), version
+        if self.private is not None:
+            self.private.clip = float(state[CLIP])
+        prefix = "strategy/"
+        self.strategy.kept = {n.removeprefix(prefix): t.clone() for n, t in state.items() if n.startswith(prefix)}
