@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import itertools
+import os
+import random
+import signal
+import threading
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
+from shoal.assembly import tiers
 from shoal.assembly.run import open_run
+from shoal.checkpoint.save import Saver
+from shoal.comm.board import Board
+from shoal.engine.recovery import resume
 from shoal.launcher.environment import Place
 from shoal.models.build import build, parameter_count
 from shoal.models.config import GPTConfig
 from shoal.runfile.rules import refusal
+from shoal.state import parts_of
 from tests.assembly.journey import Leg, travel
 from tests.ranks import TestPlace
 from tests.verification.layouts import GPT, corpus, run_file_of
+from tests.waiting import HANG_S
 
 MODEL = GPT | {"layers": 6, "width": 96, "feed_forward_width": 192}
 ROOMY = {"simulate_device": "1 GiB"}
@@ -161,3 +176,79 @@ def test_a_compiled_model_has_no_ledger(tmp_path: Path) -> None:
         sentence = refusal(run_file_of(tmp_path, run={"compile": True}, memory=memory))
         assert sentence is not None
         assert "run.compile" in sentence
+
+
+def go_on(
+    place: TestPlace, given: dict[str, Any], folder: str, name: str, until: int, fault: str | float | None = None
+) -> tuple[int, str]:
+    """Goes on from the newest checkpoint to step `until`, and saves after each: its step, and a hash of the state.
+
+    `fault` is an error number's name, raised by the third write of the spill file, or seconds until SIGKILL, from the
+    first step on.
+    """
+    directory = Path(folder) / name
+    run_file = run_file_of(Path(folder), **given)
+    own = msgspec.structs.replace(run_file.run, processes=1, directory=str(directory))
+    writes = itertools.count(1)
+
+    def failing(*args: Any, code: int = getattr(errno, str(fault), 0)) -> int:
+        if next(writes) == 3:
+            raise OSError(code, os.strerror(code))
+        return os.pwritev(*args)
+
+    made, here = tiers.SpillFile, Place(0, 1, 0, 1, 0, "shoal")
+    try:
+        tiers.SpillFile = partial(made, write=failing) if isinstance(fault, str) else made  # type: ignore[misc]
+        run = open_run(msgspec.structs.replace(run_file, run=own), here, store=place.store)
+    finally:
+        tiers.SpillFile = made  # type: ignore[misc]
+    resume(run.state, directory, announce=run.process.announce, warn=print)
+    progress, exchange = run.state.progress, Board(place.store, timeout_s=HANG_S).clone()
+    saver = Saver(directory, rank=0, world_size=1, exchange=exchange, keep=2, timeout_s=HANG_S, split=True)
+    if isinstance(fault, float):
+        threading.Timer(fault, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        with closing(run.feed()) as feed:
+            while progress.step < until:
+                fed = feed.next()
+                progress.advance(fed.interval)
+                run.step(progress.step, fed.microbatches, lr=2e-3)
+                saver.save(progress.step, run.state.tensors(), run.state.to_json(), layout=run.mesh.layout.to_dict())
+                assert all(report.committed for report in saver.wait(HANG_S))
+        digest = hashlib.blake2b()
+        for part, targets in sorted(parts_of(run.state.tensors()).items()):
+            for target in targets:
+                digest.update(part.encode() + target.tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes())
+    finally:
+        saver.close()
+        run.end()
+    return progress.step, digest.hexdigest()
+
+
+@pytest.mark.matrix(rows=(0,))
+@pytest.mark.parametrize(("error", "said"), [("ENOSPC", "No space left on device"), ("EIO", "Input/output error")])
+def test_a_fault_of_the_spill_disk_costs_what_followed_the_newest_checkpoint(
+    ranks, folder: Path, error: str, said: str
+) -> None:
+    """One sentence; the checkpoint before is whole, and the run goes on from it to the same bits."""
+    given = tables("one process", HOMES["disk"])
+    straight = ranks(1, go_on, given, str(folder), f"straight-{error}", 4)[0]
+    ranks(1, go_on, given, str(folder), error, 2)
+    with pytest.raises(AssertionError, match=said):
+        ranks(1, go_on, given, str(folder), error, 4, error)
+    assert ranks(1, go_on, given, str(folder), error, 4)[0] == straight
+    assert not list((folder / error).glob("spill/*"))
+
+
+@pytest.mark.stress
+def test_thirty_kills_during_spills_lose_nothing_and_leave_nothing(ranks, folder: Path) -> None:
+    """At random moments of steps and saves, one after the other: what comes out is a run without kills."""
+    given, draws = tables("one process", HOMES["disk"]), random.Random(0)
+    for _ in range(30):
+        ((worked, _),) = ranks.outcomes(1, go_on, given, str(folder), "killed", 10_000, draws.uniform(0.0, 0.6))
+        assert not worked
+        assert not list((folder / "killed").glob("spill/*"))
+    step, _ = ranks(1, go_on, given, str(folder), "killed", 1)[0]
+    found = ranks(1, go_on, given, str(folder), "killed", step + 2)[0]
+    assert found == ranks(1, go_on, given, str(folder), "straight", step + 2)[0]
+    assert step > 0

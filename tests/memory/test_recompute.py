@@ -24,7 +24,7 @@ def gpt(kind: Any = "none", *, layers: list[int] | None = None, moe: bool = Fals
     sizes = {"vocabulary": VOCABULARY, "layers": 3, "width": 32, "heads": 4, **keys}
     model = build(MoEConfig(balance="none", **sizes) if moe else GPTConfig(**sizes))
     initialise(model, seed=0, device="cpu")
-    recompute(model, kind, layers=layers)
+    recompute(model, kind.partition(" ")[0], layers=layers, budget_bytes=int(kind.partition(" ")[2] or 0))
     return model
 
 
@@ -46,7 +46,7 @@ def gradients(model: nn.Module, *, documents: Tensor | None = None) -> dict[str,
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("kind", ["selective", "operators", "full"])
+@pytest.mark.parametrize("kind", ["selective", "operators", "full", "budget 60000", "budget 150000", "budget 10000000"])
 @pytest.mark.parametrize("keys", [{"dropout": 0.3}, {"kv_heads": 2}, {"moe": True}])
 def test_gradients_are_the_same_bits(kind: str, keys: dict[str, Any]) -> None:
     """Though another microbatch with other sample keys went through before the backward, and documents are packed."""
@@ -57,7 +57,7 @@ def test_gradients_are_the_same_bits(kind: str, keys: dict[str, Any]) -> None:
     assert all(torch.equal(found[name], x) for name, x in wanted.items())
 
 
-@pytest.mark.parametrize("kind", ["selective", "operators", "full"])
+@pytest.mark.parametrize("kind", ["selective", "operators", "full", "budget 60000"])
 def test_gradients_under_autocast_are_the_same_bits(kind: str) -> None:
     def half(model: nn.Module) -> list[Tensor | None]:
         with torch.autocast("cpu", torch.bfloat16):

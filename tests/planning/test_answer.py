@@ -131,6 +131,19 @@ def test_only_some_layers_recomputed_is_priced_between_none_and_all() -> None:
     assert len(set(times)) == len(set(sizes)) == 3
 
 
+def test_recompute_by_budget_is_priced_between_none_and_full() -> None:
+    """As whole blocks with as many bytes; with room for all it is none, and with next to nothing it is full."""
+    found = []
+    for budget in ("1 TiB", "4 MiB", "1 MiB", "1 B"):
+        run = _run("memory.recompute=budget", f"memory.recompute_budget={budget}")
+        found.append(written_plan(run, cluster_of(run, None)).recompute_share)
+    assert found[0] == 0
+    assert found == sorted(found)
+    assert 0 < found[1] < found[2] < found[3] < 1
+    run = _run("memory.recompute=budget", "memory.recompute_budget=1 GiB", "batch.sequence=64")
+    assert written_plan(run, cluster_of(run, None)).recompute == "full"
+
+
 @pytest.mark.parametrize("mixed", [{}, {"first_dense": 1}, {"moe_every": 2}, {"moe_every": 2, "first_dense": 1}])
 def test_a_mixture_has_the_sizes_of_the_module(mixed: dict[str, int]) -> None:
     """Whatever blocks are mixtures: as many parameters as the model that is trained."""

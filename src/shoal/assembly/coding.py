@@ -14,6 +14,7 @@ from shoal.comm.exchanges.exchange import PieceCodecs
 from shoal.comm.exchanges.momentum import MomentumCorrected, MomentumSum
 from shoal.comm.mesh import Mesh
 from shoal.config.check import Table, implementation_of
+from shoal.errors import ConfigError
 from shoal.optim.config import OneBit, OptimizerConfig
 from shoal.runfile.run_file import RunFile
 
@@ -76,3 +77,13 @@ def piece_codecs(config: ShardCodecConfig) -> PieceCodecs:
         None if weights is None else implementation_of(weights)(weights),
         None if gradients is None else implementation_of(gradients)(gradients),
     )
+
+
+def check_shrinks(run_file: RunFile, coded: CodedExchanges | None) -> None:
+    """Raises `ConfigError` where a codec that was chosen by hand makes no payload smaller."""
+    if coded is not None and not isinstance(run_file.codec, AutoConfig) and not coded.shrinks():
+        kind = run_file.codec.variant
+        raise ConfigError(
+            f'codec.kind = "{kind}" makes nothing smaller here: with its settings and these parameters every payload '
+            "has as many bytes as the gradient; lower codec.rank or codec.fraction, or leave [codec] out"
+        )

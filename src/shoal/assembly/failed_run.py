@@ -107,3 +107,10 @@ def _alert(observe: ObserveConfig, directory: Path, code: ExitCode) -> None:
         post(observe.webhook, run=directory.name, level="failure", text=code.sentence or str(code), step=0)
     except OSError as error:
         say(f"observe.webhook: the end of the run was not delivered: {error}")
+
+
+def largest_tensors() -> str:
+    """What most of the bytes of this rank's tensors are, in a clause, for one that ran out of memory."""
+    from shoal.memory.collector import largest_holders  # imports torch, which the process that starts ranks does not
+
+    return largest_holders()

@@ -8,21 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shoal.assembly.coding import coded_exchanges
+from shoal.assembly.coding import check_shrinks, coded_exchanges
+from shoal.assembly.first_values import fill_owned, place_and_fill
 from shoal.assembly.process import Process
-from shoal.assembly.run_gradients import build_run_gradients
+from shoal.assembly.run_gradients import build_run_gradients, zero_of
 from shoal.assembly.sparse import packed_exchange
-from shoal.assembly.splitting import (
-    Divided,
-    Microbatching,
-    build_forward_backward,
-    compiled,
-    divided,
-    draw_parts,
-    trained_in,
-)
+from shoal.assembly.splitting import Divided, Microbatching, build_forward_backward, compiled, divided, trained_in
 from shoal.assembly.workload import Workload
-from shoal.codec.config import AutoConfig
 from shoal.comm.exchanges.coded import CodedExchanges
 from shoal.comm.exchanges.exchange import AllReduce, PieceHome
 from shoal.comm.mesh import Mesh
@@ -79,12 +71,12 @@ def build_generation(
     """This rank's part of it. Blocks until all ranks of `mesh` are here; the model becomes a part of it. `home`: see
     `build_run_gradients`.
     """
-    model = workload.model
-    if not workload.drawn_later:
-        _start_equal(model, mesh)
+    model, values = workload.model, workload.values
+    _start_equal(model, mesh)
     parts = divided(run_file, model, mesh, in_flight=plan.in_flight)
-    if workload.drawn_later:
-        draw_parts(parts.split, seed=run_file.run.seed, device=process.device, dtype=workload.dtype)
+    in_pieces = zero_of(run_file.memory, mesh) == 3 and not workload.optimizers
+    if values is not None:
+        place_and_fill(values, parts.split, mesh, workload.dtype, in_pieces=in_pieces)
     programs = compiled(run_file, parts, mesh, loss=workload.loss, own_loop=bool(workload.optimizers))
     if synchronises_norms(run_file.model):
         connect_norms(model, mesh.axis("replicate", "shard", lane="statistics"))
@@ -110,6 +102,10 @@ def build_generation(
         optimizers=workload.optimizers,
         home=home,
     )
+    if values is not None:
+        if in_pieces:
+            fill_owned(values, parts.split, gradients.owned, mesh)
+        values.close()
     agreement = _agreement(
         run_file,
         parts,
@@ -119,12 +115,7 @@ def build_generation(
         rounds=rounds,
         optimizers=workload.optimizers,
     )
-    if coded is not None and not isinstance(run_file.codec, AutoConfig) and not coded.shrinks():
-        kind = run_file.codec.variant
-        raise ConfigError(
-            f'codec.kind = "{kind}" makes nothing smaller here: with its settings and these parameters every payload '
-            "has as many bytes as the gradient; lower codec.rank or codec.fraction, or leave [codec] out"
-        )
+    check_shrinks(run_file, coded)
     return Generation(mesh, parts, plan, forward_backward, sync, gradients, agreement, coded, masks)
 
 
@@ -168,7 +159,7 @@ def _start_equal(model: nn.Module, mesh: Mesh) -> None:
     if mesh.world.size == 1:
         return
     with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in (each for each in (*model.parameters(), *model.buffers()) if not each.is_meta):
             whole = tensor.data.contiguous()
             mesh.world.broadcast(torch.view_as_real(whole) if whole.is_complex() else whole, root=0).wait()
             tensor.data.copy_(whole)

@@ -231,6 +231,8 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     table = run.generation.parts.table
     if table is not None and not table.flushes:
         sinks.note(f"PipeDream: {table.microbatches} updates a step, from weights up to {table.stages - 1} updates old")
+    if run.workload.whole is not None:
+        sinks.warn(run.workload.whole)
     gathering = gathering_of(run.run_file.memory, run.generation.parts, run.mesh)
     if gathering is not None:
         blocks_found, said = gathering
@@ -292,4 +294,6 @@ def _figures(run: Run, sinks: Sinks, unkeyed: UnkeyedDraws) -> dict[str, float]:
         sinks.note(line)
     measured = {} if coded is None else coded.take_figures()
     agreed, kept = run.generation.agreement.take_figures(), run.tiers.take_figures()
+    for line in run.tiers.take_lines():
+        sinks.warn(line)
     return {**measured, **agreed, **kept, **run.state.figures()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -60,14 +61,18 @@ def model_of(run_file: RunFile, given: UserObjects, *, device: torch.device, dty
         initialise(model, seed=run_file.run.seed, device=device, dtype=dtype)
         return model
     model = users_model(run_file, given)
-    _refuse_narrowed(model, dtype)
-    return _placed(model, device, dtype)
+    return placed(model, device, dtype)
 
 
-def users_model(run_file: RunFile, given: UserObjects) -> nn.Module:
-    """What the user's function builds, wherever and in whichever dtype it does. Raises `UserCodeError`: see above."""
+def users_model(
+    run_file: RunFile, given: UserObjects, around: AbstractContextManager[None] = nullcontext()
+) -> nn.Module:
+    """What the user's function builds, wherever and in whichever dtype it does; `around` its call. Raises
+    `UserCodeError`: see above.
+    """
     _seed_everything(run_file.run.seed)
-    model = _users_model(run_file.model, given)
+    with around:
+        model = _users_model(run_file.model, given)
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else describe(model)
         raise UserCodeError(f"the model is {what}; it must be an nn.Module, ready to be called")
@@ -110,15 +115,22 @@ def skeleton_of(run_file: RunFile, given: UserObjects) -> nn.Module | None:
         return partly_trained(build_model(config), run_file)
 
 
-def _placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """On `device`, what is floating in `dtype`. `Module.to(dtype)` would drop the imaginary part of complex buffers."""
+def placed(model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """On `device`, what is floating in `dtype`. `Module.to(dtype)` would drop the imaginary part of complex buffers.
+
+    Raises `UserCodeError` for what has no shape yet, or layers in several types. Parameters without storage stay so.
+    """
+    _refuse_narrowed(model, dtype)
     lazy = [name for name, p in model.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
     if lazy:
         raise UserCodeError(f"parameter {lazy[0]} has no shape yet; run the lazy module once before returning it")
-    model.to(device)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        model.to(device)
     for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype).contiguous()  # fused optimizers read gradients without their strides
+        if tensor.is_meta:
+            continue
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        tensor.data = tensor.data.to(device, kind).contiguous()  # fused optimizers read gradients without their strides
     return model
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
-import torch
 from torch import nn
 
 from shoal.comm.mesh import Mesh
+from shoal.cost.activations import in_flight
 from shoal.engine.compute import (
     Compute,
     Cut,
@@ -30,7 +32,6 @@ from shoal.engine.microbatches import GlobalBatch, Uniform, cut_sequences
 from shoal.engine.precision import Precision, use_float8
 from shoal.engine.randomness import Randomness
 from shoal.memory.recompute import check_recompute, recompute
-from shoal.models.build import PartOf, initialise_parts
 from shoal.models.config import ForeignModel
 from shoal.models.draw_watch import key_checkpoints, repeats_alike
 from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
@@ -41,7 +42,7 @@ from shoal.parallel.split import Split, split_model
 from shoal.runfile.layout_rules import microbatch_sizes
 from shoal.runfile.run_file import RunFile, default_micro_samples, synchronises_norms
 from shoal.schedules.build import build
-from shoal.schedules.table import ScheduleTable
+from shoal.schedules.table import Schedule, ScheduleTable
 from shoal.state import Trained
 from shoal.topology.layout import Layout
 
@@ -90,6 +91,20 @@ def global_batch_of(run_file: RunFile, mesh: Mesh) -> GlobalBatch:
         refusal = f'sync.kind = "{kind}" has replicas at different steps, without a common batch; set it to "allreduce"'
     samples = run_file.batch.global_samples
     return GlobalBatch(lambda: mesh.axis("replicate", "shard", lane="samples"), samples=samples, refusal=refusal)
+
+
+def held_at_once(run_file: RunFile, mesh: Mesh, microbatches: int) -> int:
+    """Microbatches whose activations this rank of a pipeline holds at its peak."""
+    pipeline = run_file.pipeline
+    schedule = "1F1B" if pipeline.asynchronous else pipeline.schedule  # PipeDream has its order
+    held = in_flight(
+        cast(Schedule, schedule),
+        mesh.layout.index("pipeline", mesh.rank),
+        pipeline=mesh.layout.pipeline,
+        virtual_stages=pipeline.stages_each,
+        microbatches=microbatches,
+    )
+    return math.ceil(held)
 
 
 # What keys the random numbers of a run's model.
@@ -141,23 +156,16 @@ def divided(run_file: RunFile, model: nn.Module, mesh: Mesh, *, in_flight: int) 
         grid_rows=None if run_file.layout.tensor_grid is None else run_file.layout.tensor_grid[0],
     )
     use_float8(model, run_file.precision, device=mesh.device)
-    recompute(model, memory.recompute, layers=memory.recompute_layers)
+    held = 1 if table is None else held_at_once(run_file, mesh, table.microbatches)
+    recompute(
+        model, memory.recompute, layers=memory.recompute_layers, budget_bytes=memory.recompute_budget_bytes // held
+    )
     return Divided(split, table, stages)
 
 
 def trained_in(parts: Divided) -> list[Trained]:
     """The parameters that this rank trains, and where each stands in the unsplit model."""
     return [Trained(holding, p) for holding, p in parts.split.held if p.requires_grad]
-
-
-def draw_parts(split: Split, *, seed: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Storage and first values for this rank's part of a model that was built without: those of the unsplit model."""
-    laws = {name: law for name, role in split.roles.items() if (law := role.init) is not None}
-    parts = {
-        name: PartOf(holding.name, holding.global_shape, holding.box.offset, laws[holding.name])
-        for name, holding in split.holdings.items()
-    }
-    initialise_parts(split.model, parts, seed=seed, device=device, dtype=dtype)
 
 
 def build_forward_backward(
@@ -212,7 +220,7 @@ def build_forward_backward(
         group=pipeline,
         back=back,
         counts=first and last,
-        splits=run_file.memory.recompute not in ("operators", "full") and run_file.memory.loss_chunks == 1,
+        splits=run_file.memory.recompute not in ("operators", "full", "budget") and run_file.memory.loss_chunks == 1,
         codec=run_file.pipeline.stage_codec,
     )
 

@@ -20,7 +20,7 @@ from typing import NoReturn
 import msgspec
 
 from shoal import units
-from shoal.assembly.failed_run import alerts, tell_of_failure
+from shoal.assembly.failed_run import alerts, largest_tensors, tell_of_failure
 from shoal.assembly.lab import processes_in
 from shoal.comm.mpi_world import why_no_mpi
 from shoal.errors import EnvironmentFault, OutOfMemory, ShoalError, Stopped, UsageError
@@ -230,8 +230,10 @@ def in_rank(place: Place, environ: Mapping[str, str], advice: Callable[[], str] 
         except Exception as error:
             if place.launcher != "shoal" and place.world_size > 1:
                 _tell_others(place, environ, error)
-            if place.launcher != "shoal" and advice is not None and is_out_of_memory(error):
-                raise OutOfMemory("\n".join([failure_of(error, place.rank).message, *_said(advice)])) from error
+            if is_out_of_memory(error) and not isinstance(error, OutOfMemory):
+                said = [] if place.launcher == "shoal" or advice is None else _said(advice)
+                lines = [failure_of(error, place.rank).message, *_said(largest_tensors), *said]
+                raise OutOfMemory("\n".join(lines)) from error
             raise
 
 

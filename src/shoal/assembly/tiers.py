@@ -13,6 +13,7 @@ from shoal.assembly.splitting import Divided, blocks_in
 from shoal.errors import ConfigError
 from shoal.gradients.fully_sharded import FullyShardedGradients
 from shoal.gradients.gradients import Gradients
+from shoal.memory.collector import Collector
 from shoal.memory.config import MemoryConfig
 from shoal.memory.offloaded_activations import SavedTensors
 from shoal.memory.simulated_device import ACTIVATIONS, SimulatedDevice
@@ -46,6 +47,7 @@ class Tiers:
                 "memory.simulate_device; split them over ranks by layout.shard and memory.zero = 3"
             )
         self._activations: SavedTensors | None = None
+        self._collector = None if memory.collect_every_steps == 0 else Collector(memory.collect_every_steps)
         self.device = None
         if memory.simulated_bytes is not None:
             if device.type != "cpu":
@@ -135,11 +137,17 @@ class Tiers:
         found = self._traffic.take_figures() if self.moves else {}
         if self.device is not None:
             found["memory/device_peak_bytes"] = self.device.take_peak()
+        if self._collector is not None:
+            found |= self._collector.after_step()
         return found
 
+    def take_lines(self) -> list[str]:
+        """What is to be said of the step just taken: tensors that pile up."""
+        return [] if self._collector is None else self._collector.take_lines()
+
     def close(self) -> None:
-        """Ends threads, and gives the spill file's space back."""
-        for each in (self._state, self._activations):
+        """Ends threads, and gives the spill file's space and Python's collector back."""
+        for each in (self._state, self._activations, self._collector):
             if each is not None:
                 each.close()
 

@@ -104,8 +104,7 @@ def partly_trained(model: nn.Module, run_file: RunFile) -> nn.Module:
     """
     if run_file.adapter is not None:
         adapt(model, run_file.adapter)
-        if not next(model.parameters()).is_meta:
-            _draw_adapters(model, seed=run_file.run.seed)
+        _draw_adapters(model, seed=run_file.run.seed)
     if run_file.quantisation is not None:
         quantise(model, run_file.quantisation)
     if run_file.freeze is not None:
@@ -119,7 +118,7 @@ def _draw_adapters(model: nn.Module, *, seed: int) -> None:
     roles = roles_of(model)
     for name, parameter in model.named_parameters():
         law = roles[name].init
-        if is_adapter(name) and law is not None:
+        if is_adapter(name) and law is not None and not parameter.is_meta:
             shape = tuple(parameter.shape)
             parameter.copy_(draw(law, name, seed=seed, global_shape=shape, offsets=(0,) * len(shape), shape=shape))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shoal.assembly.first_values import FirstValues, KeyedValues, built_by_parts, splits_model, why_whole
 from shoal.assembly.objects import UserObjects, check_layout_independent, data_of, loss_of, model_of, skeleton_of
 from shoal.assembly.process import Process
 from shoal.assembly.reading import check_reading, check_short_step, slow_reads
@@ -52,14 +53,15 @@ def distillation_of(run_file: RunFile, *, device: torch.device, dtype: torch.dty
 
 @dataclass(frozen=True)
 class Workload:
-    """The unsplit model, without storage if it is one of Shoal's own (`drawn_later`); data, loss and precision.
+    """The unsplit model; data, loss and precision. `values`: of what has no storage in it; None: all is there. `whole`:
+    why it is, where a rank needs only a part.
 
     `objects` are what a script passed, `optimizers` those among them; none: the run file's is built. `samples` are the
     lines of `sameness.samples_of`.
     """
 
     model: nn.Module
-    drawn_later: bool
+    values: FirstValues | None
     data: Dataset
     loss: Loss
     precision: Precision
@@ -67,6 +69,7 @@ class Workload:
     optimizers: Sequence[OwnOptimizer] = ()
     samples: Sequence[str] = ()
     distillation: Distillation | None = None
+    whole: str | None = None
 
     @property
     def trained_with(self) -> list[object]:
@@ -88,8 +91,9 @@ def build_workload(
     samples a rank happens to hold.
     """
     workload = load_workload(
-        run_file, objects, device=process.device, environ=process.environ, layout=layout, micro_samples=micro_samples
-    )
+        run_file, objects, device=process.device, environ=process.environ, layout=layout, micro_samples=micro_samples,
+        by_parts=process.place.one_host,
+    )  # fmt: skip
     require_same_code(process.place.rank, process.announce, workload.trained_with)
     slow = slow_reads(run_file.wire, rank=process.place.rank, ranks=process.place.world_size)
     if workload.data.iterable is not None:
@@ -107,11 +111,15 @@ def load_workload(
     environ: Mapping[str, str],
     layout: Layout,
     micro_samples: int | None,
+    by_parts: bool | None = None,
 ) -> Workload:
-    """Builds it on this rank alone. Raises `UserCodeError`, as `build_workload` does for the model."""
+    """Builds it on this rank alone. Raises `UserCodeError`, as `build_workload` does for the model.
+
+    `by_parts`: a user's model may come without storage, where the layout splits it; whether all ranks are on one host.
+    None: it is whole.
+    """
     precision = precision_of(run_file.precision)
-    skeleton = skeleton_of(run_file, objects)
-    model = skeleton or model_of(run_file, objects, device=device, dtype=precision.parameters)
+    model, values, why = _model(run_file, objects, device=device, layout=layout, by_parts=by_parts)
     shares = layout.replicate * layout.shard
     if isinstance(run_file.model, TransformersConfig) and objects.model is None:
         cut = isinstance(run_file.data, StdlibText | TextFiles | Tokens)
@@ -126,11 +134,30 @@ def load_workload(
     check_short_step(run_file, len(data.train), layout)
     optimizers = own_optimizers(objects.optimizers, model) if objects.optimizers else []
     teacher = distillation_of(run_file, device=device, dtype=precision.parameters)
-    return Workload(model, skeleton is not None, data, loss, precision, objects, optimizers, distillation=teacher)
+    return Workload(model, values, data, loss, precision, objects, optimizers, distillation=teacher, whole=why)
+
+
+def _model(
+    run_file: RunFile, objects: UserObjects, *, device: torch.device, layout: Layout, by_parts: bool | None
+) -> tuple[nn.Module, FirstValues | None, str | None]:
+    """The model, the values of what has no storage in it, and why it is whole where it need not be."""
+    dtype, asked = precision_of(run_file.precision).parameters, run_file.memory.build
+    skeleton, why = skeleton_of(run_file, objects), None
+    if skeleton is not None:
+        return skeleton, KeyedValues(run_file.run.seed), None
+    given = isinstance(objects.model, nn.Module) and asked == "auto"  # it is whole, as its script wants it
+    wanted = by_parts is not None and asked != "whole" and not given and not objects.optimizers
+    if wanted and splits_model(run_file, layout):
+        try:
+            return *built_by_parts(run_file, objects, device=device, dtype=dtype, one_host=bool(by_parts)), None
+        except Exception as error:  # a user's code may raise anything where numbers are not there
+            if asked == "parts":
+                raise
+            why = why_whole(error)
+    return model_of(run_file, objects, device=device, dtype=dtype), None, why
 
 
 def with_new_model(workload: Workload, run_file: RunFile, device: torch.device) -> Workload:
     """The same workload with a model that no generation has changed yet, before its first step."""
-    skeleton = skeleton_of(run_file, workload.objects)
-    model = skeleton or model_of(run_file, workload.objects, device=device, dtype=workload.dtype)
-    return replace(workload, model=model, drawn_later=skeleton is not None)
+    model, values, _ = _model(run_file, workload.objects, device=device, layout=Layout(), by_parts=None)
+    return replace(workload, model=model, values=values)

@@ -72,9 +72,7 @@ class Generations:
                     return "others have gone on from a newer state"
                 if int(saved) >= held.step:
                     return f"the checkpoint of step {saved} has the newest state"
-                workload = replace(
-                    self._workload, model=with_new_model(self._workload, self._run_file, process.device).model
-                )
+                workload = with_new_model(self._workload, self._run_file, process.device)
                 number = int(process.announce("generation", lambda: str(next_generation(self._run_file))))
                 run = run_in_generation(_for_one(self._run_file), process, workload, number=number)
                 stack.callback(run.end)
@@ -104,7 +102,7 @@ class Generations:
         number = int(process.announce("generation", lambda: str(next_generation(self._run_file))))
         workload = self._workload
         if self._used:
-            workload = replace(workload, model=with_new_model(workload, self._run_file, process.device).model)
+            workload = with_new_model(workload, self._run_file, process.device)
         self._used = True
         process.rendezvous.barrier(STARTED)
         return run_in_generation(self._run_file, process, workload, number=number)

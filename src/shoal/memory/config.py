@@ -78,12 +78,20 @@ class MemoryConfig(Table, frozen=True):
         ),
     ] = None
     recompute: Annotated[
-        Literal["none", "selective", "operators", "full"],
+        Literal["none", "selective", "operators", "full", "budget"],
         says(
             "Activations computed again in the backward: none, those of attention (arXiv:2205.05198), all but the "
-            "outputs of attention and of every second matrix product (arXiv:2410.06511), or all."
+            "outputs of attention and of every second matrix product (arXiv:2410.06511), all, or, of any model's "
+            "blocks, those whose bytes save least time, until the rest fits into `recompute_budget`."
         ),
     ] = "none"
+    recompute_budget: Annotated[
+        Size | None,
+        says(
+            'With `recompute = "budget"`: what all blocks of a rank may keep for their backwards beside their inputs, '
+            'such as "2 GiB"; in a pipeline of all microbatches that it holds at a time.'
+        ),
+    ] = None
     recompute_layers: Annotated[
         list[Annotated[int, msgspec.Meta(ge=0)]] | None,
         says("The blocks that `recompute` is applied to, from 0; default: all."),
@@ -98,6 +106,14 @@ class MemoryConfig(Table, frozen=True):
             le=1 << 12,
         ),
     ] = 1
+    build: Annotated[
+        Literal["auto", "parts", "whole"],
+        says(
+            "How ranks that hold a part of a user's or a transformers model come to it: parts, one parameter after the "
+            "other, so that no rank has all of them at once; whole, each rank builds all first; auto, by parts where "
+            "the model's code allows it. First values are the same to the last bit."
+        ),
+    ] = "auto"
     offload: Annotated[OffloadConfig, says("Where a rank keeps what it does not use at the moment.")] = OffloadConfig()
     budget: Annotated[
         Size | None,
@@ -107,6 +123,15 @@ class MemoryConfig(Table, frozen=True):
             "Losses stay the same to the last bit. The bill is memory.json in the run directory."
         ),
     ] = None
+    collect_every_steps: Annotated[
+        int,
+        says(
+            "Python's garbage collector is off, and all ranks run it at the same points: on young objects after every "
+            "step, on all every so many; what was made in the first steps is left out of it. Tensors that pile up are "
+            "named. 0: Python decides, on each rank.",
+            ge=0,
+        ),
+    ] = 0
     simulate_device: Annotated[
         Size | None,
         says(
@@ -114,6 +139,11 @@ class MemoryConfig(Table, frozen=True):
             "refused, with what holds most of it; what is offloaded does not count."
         ),
     ] = None
+
+    @property
+    def recompute_budget_bytes(self) -> int:
+        """`recompute_budget` in bytes; 0 without one."""
+        return 0 if self.recompute_budget is None else memory_bytes(self.recompute_budget)
 
     @property
     def budget_bytes(self) -> int | None:

@@ -2,6 +2,7 @@
 
     full        of each block its inputs alone are kept, and it runs again: about a third more work
     operators   of each block also the outputs of attention and of every second product (`kept_operators`)
+    budget      of all blocks together the outputs that save most for their bytes, up to a budget (`recompute_budget`)
     selective   of each attention core its query, key and value alone are kept (arXiv:2205.05198): little work, and
                 what it saves are the log-sum-exps, the masks of documents and copies of shared heads
 
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import UserCodeError
+from shoal.memory.recompute_budget import Numbering, Operator, Profile, RecomputeBudget, profiled
 from shoal.models.keyed_draws import active_draws
 from shoal.models.layers import CausalAttention
 
@@ -127,30 +129,35 @@ class _Output:
 
 
 class KeptOperators:
-    """The outputs that one forward of a block keeps, by the number of their operator."""
+    """The outputs that one forward of a block keeps, by their operator. `chosen`: which ones; None: as above."""
 
-    def __init__(self) -> None:
-        self._outputs: dict[int, Any] = {}
+    def __init__(self, chosen: frozenset[Operator] | None = None) -> None:
+        self._outputs: dict[Operator, Any] = {}
+        self._chosen = chosen
 
     def keeping(self) -> TorchDispatchMode:
         """A mode for the forward."""
-        return _Keeping(self._outputs)
+        return _Keeping(self._outputs, self._chosen)
 
     def repeating(self) -> TorchDispatchMode:
         """A mode for the repeated forward: what was kept is handed out, once, and not computed."""
-        return _Repeating(self._outputs)
+        return _Repeating(self._outputs, self._chosen)
 
 
 class _Numbered(TorchDispatchMode):
     """Numbers the operators that may be kept, in the order of their calls, which a repeated forward has too."""
 
-    def __init__(self, outputs: dict[int, Any]) -> None:
+    def __init__(self, outputs: dict[Operator, Any], chosen: frozenset[Operator] | None) -> None:
         super().__init__()
-        self._outputs = outputs
+        self._outputs, self._chosen = outputs, chosen
         self._operators = self._products = 0
+        self._numbering = Numbering()
 
-    def _number(self, func: Any) -> int | None:
+    def _number(self, func: Any) -> Operator | None:
         """The number of an operator whose output is kept; None for others."""
+        if self._chosen is not None:
+            found = self._numbering.number(func)
+            return found if found in self._chosen else None
         if func.namespace != "aten":
             return None
         name = func._schema.name.removeprefix("aten::")
@@ -161,7 +168,7 @@ class _Numbered(TorchDispatchMode):
         elif name not in ATTENTION:
             return None
         self._operators += 1
-        return self._operators
+        return "kept", self._operators
 
 
 class _Keeping(_Numbered):
@@ -170,7 +177,7 @@ class _Keeping(_Numbered):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         number = self._number(func)
-        if number is not None and not _grows(func, args, result):
+        if number is not None and (self._chosen is not None or not _grows(func, args, result)):
             self._outputs[number] = tree_map_only(Tensor, _Output.of, result)
         return result
 
@@ -188,6 +195,8 @@ class _Repeating(_Numbered):
     ) -> Any:
         number = self._number(func)
         kept = None if number is None else self._outputs.pop(number, None)
+        if kept is None:
+            return func(*args, **(kwargs or {}))
         outputs = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, _Output)]
         if outputs and all(output.is_whole for output in outputs):
             return tree_map_only(_Output, lambda output: output.tensor, kept)
@@ -260,11 +269,14 @@ def _copied_buffers(module: nn.Module) -> Iterator[None]:
             setattr(owner, name, old)
 
 
-RecomputeKind = Literal["none", "selective", "operators", "full"]
+RecomputeKind = Literal["none", "selective", "operators", "full", "budget"]
 
 
-def recompute(model: nn.Module, kind: RecomputeKind, *, layers: Collection[int] | None = None) -> None:
-    """Has `model` compute again what `kind` says, in the blocks numbered `layers`, from 0 (None: all).
+def recompute(
+    model: nn.Module, kind: RecomputeKind, *, layers: Collection[int] | None = None, budget_bytes: int = 0
+) -> None:
+    """Has `model` compute again what `kind` says, in the blocks numbered `layers`, from 0 (None: all). `budget_bytes`:
+    what these may keep beside their inputs, of a microbatch, under "budget".
 
     Names of parameters stay. Call it once, after what replaces its modules; a rank that holds a part of the model has
     its whole checked beforehand, by `check_recompute`.
@@ -273,8 +285,9 @@ def recompute(model: nn.Module, kind: RecomputeKind, *, layers: Collection[int] 
         return
     blocks = chosen_blocks(model, layers)
     _without_cache(model)
-    for module in _attention_cores(blocks) if kind == "selective" else blocks.values():
-        module.forward = Recomputed(module, module.forward, keeps_operators=kind == "operators")
+    budget = RecomputeBudget(budget_bytes) if kind == "budget" else None
+    for number, module in enumerate(_attention_cores(blocks) if kind == "selective" else blocks.values()):
+        module.forward = Recomputed(module, module.forward, kind == "operators", number, budget)
 
 
 def _without_cache(model: nn.Module) -> None:
@@ -296,26 +309,44 @@ def check_recompute(model: nn.Module, kind: RecomputeKind, *, layers: Collection
 
 @dataclass(frozen=True)
 class Recomputed:
-    """The `forward` of one module, which keeps its inputs, and what `kept_operators` says; copied with the module."""
+    """The `forward` of one module, which keeps its inputs, and what `kept_operators` or `budget` says; copied with the
+    module. `number` is that of the block.
+    """
 
     module: nn.Module
     inner: Callable[..., Any]
     keeps_operators: bool = False
+    number: int = 0
+    budget: RecomputeBudget | None = None
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.inner(*inputs, **named)
-        contexts = partial(_contexts, Replay(self.module), keeps_operators=self.keeps_operators)
+        choice = None
+        if self.budget is not None:
+            choice = self.budget.choice(self.number, partial(self._look, inputs, named))
+            if choice.whole:
+                return self.inner(*inputs, **named)
+        kept = KeptOperators(None if choice is None else choice.operators)
+        keeps = self.keeps_operators or (choice is not None and bool(choice.operators))
+        contexts = partial(_contexts, Replay(self.module), kept if keeps else None)
         return checkpoint(partial(self.inner, **named), *inputs, use_reentrant=False, context_fn=contexts)
+
+    def _look(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> Profile:
+        """At one forward that leaves no trace."""
+        own = [x for x in tree_leaves((inputs, named)) if isinstance(x, Tensor)]
+        apart = [*own, *self.module.parameters(), *self.module.buffers()]
+        devices = sorted({x.device.index or 0 for x in apart if x.device.type == "cuda"})
+        with torch.random.fork_rng(devices), Replay(self.module):
+            return profiled(partial(self.inner, *inputs, **named), apart)
 
 
 def _contexts(
-    as_now: Replay, *, keeps_operators: bool
+    as_now: Replay, kept: KeptOperators | None
 ) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
     """Of the forward and of its repetition."""
-    if not keeps_operators:
+    if kept is None:
         return nullcontext(), as_now
-    kept = KeptOperators()
     return kept.keeping(), _Both(as_now, kept)
 
 

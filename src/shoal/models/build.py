@@ -9,7 +9,7 @@ alone (`draw`) and gets, bit for bit, the slice that a single process would hold
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -75,12 +75,17 @@ def initialise_parts(
     seed: int,
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
+    apart: Collection[str] = (),
 ) -> None:
-    """`initialise` for a model of which this rank holds `parts`, by the names that its parameters have here."""
-    _place_parameters(model, torch.device(device), dtype)
+    """`initialise` for a model of which this rank holds `parts`, by the names that its parameters have here. Others
+    get storage, and no values; those in `apart` neither.
+    """
+    place_parameters(model, torch.device(device), dtype, apart=apart)
     _place_buffers(model, torch.device(device), dtype)
     for name, parameter in model.named_parameters():
-        part = parts[name]
+        part = parts.get(name)
+        if part is None:
+            continue
         _fill(parameter, part.law, key=key_of(seed, part.name), global_shape=part.global_shape, offsets=part.offset)
 
 
@@ -100,8 +105,15 @@ def draw(
     Raises `ValueError` where the box is not inside.
     """
     box = torch.empty(tuple(shape), dtype=dtype, device=device)
-    _fill(box, law, key=key_of(seed, name), global_shape=global_shape, offsets=offsets)
+    draw_into(box, law, name, seed=seed, global_shape=global_shape, offsets=offsets)
     return box
+
+
+def draw_into(
+    box: Tensor, law: Law, name: str, *, seed: int, global_shape: Sequence[int], offsets: Sequence[int]
+) -> None:
+    """`draw`, written to `box`."""
+    _fill(box, law, key=key_of(seed, name), global_shape=global_shape, offsets=offsets)
 
 
 def laws_of(model: nn.Module) -> dict[str, Law]:
@@ -134,15 +146,39 @@ def _row_blocks(box: Tensor, offsets: Sequence[int]) -> Iterator[tuple[Tensor, S
         yield rows, [offsets[0] + block * rows_each, *offsets[1:]]
 
 
-def _place_parameters(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Replaces every parameter by an empty one on `device`; a parameter with several owners is replaced by one."""
+def place_parameters(
+    model: nn.Module,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    apart: Collection[str] = (),
+    bare_alone: bool = False,
+) -> None:
+    """Replaces every parameter by an empty one on `device`; a parameter with several owners is replaced by one.
+
+    Those in `apart` get one number of storage, NaN, for all of theirs. `bare_alone`: those on the meta device alone,
+    which stay the same objects, as code of a user's may hold them elsewhere than in a module.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     placed: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if bare_alone and not old.is_meta:
+                continue
             if old not in placed:
-                empty = torch.empty(old.shape, dtype=dtype if old.is_floating_point() else old.dtype, device=device)
-                placed[old] = nn.Parameter(empty, requires_grad=old.requires_grad)
-            setattr(module, name, placed[old])
+                kind = dtype if old.is_floating_point() else old.dtype
+                new = _without_numbers(old.shape, kind, device, names[id(old)] in apart)
+                placed[old] = nn.Parameter(new, requires_grad=old.requires_grad)
+            if bare_alone:
+                torch.utils.swap_tensors(old, placed[old])
+            else:
+                setattr(module, name, placed[old])
+
+
+def _without_numbers(shape: torch.Size, dtype: torch.dtype, device: torch.device, bare: bool) -> Tensor:
+    if bare and dtype.is_floating_point:
+        return torch.full((), math.nan, dtype=dtype, device=device).expand(shape)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _place_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:

@@ -18,7 +18,7 @@ from shoal import units
 from shoal.config.load import load
 from shoal.cost.plan import Zero
 from shoal.cost.transformer import Recompute
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, LayoutError
 from shoal.launcher.devices import gpus
 from shoal.launcher.environment import Place
 from shoal.planner.predict.predictor import Predictor
@@ -107,6 +107,11 @@ def _given(run_file: RunFile) -> dict[str, Any]:
         "zero": memory.zero,
     }
     given |= {name: number for name, number in numbers.items() if number is not None}
+    if memory.recompute == "budget":
+        raise LayoutError(
+            'memory.recompute = "budget" with a layout that is searched: what blocks save differs from layout to '
+            'layout; search with "full" or without the key, then set the budget'
+        )
     if memory.recompute != "none":
         given["recompute"] = memory.recompute
     if pipeline.schedule != "1F1B":

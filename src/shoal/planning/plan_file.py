@@ -14,14 +14,15 @@ from shoal.config.check import checked
 from shoal.config.load import apply, read
 from shoal.cost.plan import Plan, Zero
 from shoal.errors import LayoutError, ShoalError
-from shoal.memory.config import MemoryConfig
-from shoal.models.config import GPTConfig, ModelConfig
+from shoal.memory.closed_form import Activations, block_saved_bytes
+from shoal.models.config import GPTConfig
 from shoal.planner.search.candidates import Allowed
 from shoal.runfile.layout_rules import microbatch_sizes
 from shoal.runfile.rules import check_across, loss_chunks_refusal, refusal
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.table import Schedule
 from shoal.topology.cluster import Cluster
+from shoal.topology.layout import Layout
 
 
 def written_plan(run_file: RunFile, cluster: Cluster) -> Plan:
@@ -41,19 +42,43 @@ def written_plan(run_file: RunFile, cluster: Cluster) -> Plan:
         schedule=cast(Schedule, run_file.pipeline.schedule) if pipelined else "1F1B",
         virtual_stages=run_file.pipeline.stages_each if pipelined else 1,
         zero=cast(Zero, zero),
-        recompute=run_file.memory.recompute,
-        recompute_share=_recomputed_share(run_file.memory, run_file.model),
+        recompute="full" if run_file.memory.recompute == "budget" else run_file.memory.recompute,
+        recompute_share=_recomputed_share(run_file, layout, samples=sizes.samples, held=sizes.in_flight),
         loss_chunks=run_file.memory.loss_chunks,
         sequence_parallel=run_file.layout.sequence_parallel,
     )
 
 
-def _recomputed_share(memory: MemoryConfig, model: ModelConfig) -> float:
-    """Of the blocks, those to which `memory.recompute` applies; of a user's model all."""
+def _recomputed_share(run_file: RunFile, layout: Layout, *, samples: int, held: int) -> float:
+    """Of the blocks, those to which `memory.recompute` applies; of a user's model all.
+
+    A budget is priced as whole blocks with as many bytes: its peak is theirs, and its time at most theirs.
+    """
+    memory, model = run_file.memory, run_file.model
     chosen, blocks = memory.recompute_layers, getattr(model, "layers", None)
+    if memory.recompute == "budget":
+        return _share_beyond_budget(run_file, layout, samples=samples, held=held)
     if memory.recompute == "none" or chosen is None or not blocks:
         return 1.0
     return len({layer for layer in chosen if layer < blocks}) / blocks
+
+
+def _share_beyond_budget(run_file: RunFile, layout: Layout, *, samples: int, held: int) -> float:
+    """Of what the blocks of a rank would save, the share that `memory.recompute_budget` has no room for. Raises
+    `LayoutError` for models without a closed form.
+    """
+    model, sequence = run_file.model, run_file.batch.sequence
+    if not isinstance(model, GPTConfig) or sequence is None:
+        raise LayoutError(
+            'memory.recompute = "budget": what blocks save has a closed form for model.kind = "gpt" and "moe" alone; '
+            'plan with "full", whose peak is the least, or measure with memory.simulate_device'
+        )
+    tokens = samples * sequence // (layout.context * layout.tensor)
+    size = 8 if run_file.precision.variant == "float64" else 2 if "16" in run_file.precision.variant else 4
+    activations = Activations(tokens=tokens, element_bytes=size)
+    most = block_saved_bytes(model, activations, kind="none") - block_saved_bytes(model, activations, kind="full")
+    blocks = model.layers / layout.pipeline * (min(held, layout.pipeline) if layout.pipeline > 1 else 1)
+    return max(0.0, 1 - run_file.memory.recompute_budget_bytes / max(1.0, most * blocks))
 
 
 def _check_priced(run_file: RunFile) -> None:

@@ -189,7 +189,35 @@ def _against_synchronised(run_file: RunFile) -> Iterator[tuple[str, str]]:
 
 def memory_refusal(run_file: RunFile) -> str | None:
     """One sentence if another table needs at once what `[memory]` moves away, or computes where it cannot look."""
-    return _parameters_rule(run_file) or _state_rule(run_file) or _activations_rule(run_file) or _device_rule(run_file)
+    return (
+        _recompute_rule(run_file)
+        or _parameters_rule(run_file)
+        or _state_rule(run_file)
+        or _activations_rule(run_file)
+        or _device_rule(run_file)
+    )
+
+
+def _recompute_rule(run_file: RunFile) -> str | None:
+    memory, given = run_file.memory, run_file.memory.recompute_budget
+    if memory.recompute != "budget":
+        if given is None:
+            return None
+        return (
+            f'memory.recompute_budget = "{given}" with memory.recompute = "{memory.recompute}": it is what '
+            '"budget" may keep; set memory.recompute to "budget", or leave it out'
+        )
+    if given is None:
+        return (
+            'memory.recompute = "budget" without memory.recompute_budget: say what blocks may keep, such as "2 GiB"; '
+            'or set it to "full", which keeps nothing'
+        )
+    if run_file.run.compile is not False:
+        return (
+            f'memory.recompute = "budget" with {run_file.run.compile_said}: a compiled program decides itself what it '
+            'saves; leave one of the two out, or set memory.recompute to "full"'
+        )
+    return None
 
 
 def _parameters_rule(run_file: RunFile) -> str | None:
