@@ -1,7 +1,7 @@
 """`python -m benchmarks.noise`: steps to a loss at several batch sizes, predicted from the noise scale at one of them.
 
 A small GPT is trained to a fixed held-out loss with each batch size, from several seeds. The noise scale of the runs of
-one batch size predicts the steps of all others (`engine.tally.steps_at`), and sets their learning rates by the rule
+one batch size predicts the steps of all others (`cost.noise_scale.steps_at`), and sets their learning rates by the rule
 of the paper, with the power 1/2 that suits Adam. The peers are two rules of thumb that need no measurement: a batch
 twice as large halves the steps, or changes nothing.
 """
@@ -27,8 +27,8 @@ from shoal.bench.report import Result, check, print_report
 from shoal.bench.training_job import start_training
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.config import WireConfig
+from shoal.cost.noise_scale import Moments, rate_at, steps_at
 from shoal.data.config import BatchConfig, StdlibText
-from shoal.engine.tally import Moments, rate_at, steps_at
 from shoal.errors import Diverged
 from shoal.launcher.environment import Place
 from shoal.models.config import GPTConfig

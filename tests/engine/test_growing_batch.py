@@ -12,12 +12,12 @@ import torch
 
 from shoal.assembly.metering import feed_of
 from shoal.assembly.run import Run, open_run
+from shoal.cost.noise_scale import Moments
 from shoal.data.config import ENDLESS, AdaptiveBatch, BatchConfig, BatchPhase
 from shoal.data.feed import Feed, StepShare
 from shoal.data.order import Order
 from shoal.engine.growing_batch import BatchGrowth, GrowingFeed
 from shoal.engine.recovery import resume
-from shoal.engine.tally import Moments
 from shoal.launcher.environment import Place
 from shoal.runfile.rules import check_across, refusal
 from shoal.runfile.run_file import RunFile

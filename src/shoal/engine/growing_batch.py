@@ -22,9 +22,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from shoal.cost.noise_scale import Moments, MovingMoments
 from shoal.data.config import AdaptiveBatch
 from shoal.data.feed import FedStep, Feed
-from shoal.engine.tally import Moments, MovingMoments
 
 DECAY = 0.9
 """Of the means, for each reading: about ten of them."""
