@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.codec.codec import Kernels, kernels_for, load_kernels
 from shoal.codec.config import CastConfig
+from shoal.codec.kernels import Kernels, kernels_for, load_kernels
 from shoal.codec.quantise import Cast, Quantised, Rounding, Scale
 from shoal.errors import EnvironmentFault
 

@@ -213,6 +213,28 @@ def test_the_script_for_ssh_trains_on_two_hosts(tmp_path: Path) -> None:
     assert len(list((tmp_path / "runs/own/events").iterdir())) == 4
 
 
+USERS_FILES = {"mine.py", "own.py", "script.py", "train.py", "my_training.py", "plain.py", "model.py", "other.py"}
+"""Names that texts give to a reader's files, beside SCRIPT.py and the like."""
+OF_OTHERS = {"theoretical_memory_usage.py", "zero_to_fp32.py", "file.py"}
+
+
+def test_files_that_texts_name_are_there() -> None:
+    """In docstrings, comments and pages; decisions tell of their time."""
+    root = DOCS.parent
+    texts = [*(root / "src").rglob("*.py"), *DOCS.rglob("*.md"), root / "README.md", root / "CONTRIBUTING.md"]
+    known = {
+        path.name for folder in ("src", "tests", "benchmarks", "recipes") for path in (root / folder).rglob("*.py")
+    }
+    lost = []
+    for path in texts:
+        for name in re.findall(r"(?<![\w/.*])((?:\w+/)*[a-z]\w*\.py)\b", path.read_text(encoding="utf-8")):
+            places = [root, root / "src/shoal", root / "tests", path.parent]
+            there = any((place / name).exists() for place in places) or ("/" not in name and name in known)
+            if not there and "decisions" not in path.parts and Path(name).name not in USERS_FILES | OF_OTHERS:
+                lost.append(f"{path.relative_to(root)}: {name}")
+    assert lost == []
+
+
 def test_the_support_matrix_names_tests_that_are_there() -> None:
     text = (DOCS / "support-matrix.md").read_text(encoding="utf-8")
     named = re.findall(r"`(tests/[^`]+)`", text)

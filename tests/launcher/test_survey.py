@@ -11,18 +11,8 @@ import pytest
 from shoal.errors import UsageError
 from shoal.launcher.doctor import GIB, Finding
 from shoal.launcher.survey.across import findings
-from shoal.launcher.survey.channel import (
-    MOST_ROUNDS,
-    Host,
-    HostFacts,
-    Leftover,
-    Route,
-    Survey,
-    SurveyedLink,
-    hosts_from,
-    remote_command,
-    rounds,
-)
+from shoal.launcher.survey.channel import MOST_ROUNDS, Survey, hosts_from, remote_command, rounds
+from shoal.launcher.survey.messages import Host, HostFacts, Leftover, Route, SurveyedLink
 from shoal.launcher.survey.network import matrix
 
 NAMES = ("n1", "n2", "n3")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.codec.codec import load_kernels
+from shoal.codec.kernels import load_kernels
 from shoal.comm.collective import Alone
 from shoal.optim import layerwise
 from shoal.optim.layerwise import LayerwiseAdam, LayerwiseSGD

@@ -1,7 +1,7 @@
 """Saving without stopping: training waits for a copy in memory, and a thread brings it to the disk.
 
     save.py        `Saver.save`: agree on who writes what (once), copy, hand over to the thread
-    plan.py        which rank writes which part of which tensor, on the cells of grid.py
+    plan.py        which rank writes which part of which tensor, on the cells of a grid (tensorfile.py)
     tensorfile.py  the copy, laid out as the files will be
     round.py       the thread: write, read back, publish what was written, learn whether it counts
     agreement.py   what a rank says meanwhile, so that nobody waits for a dead one

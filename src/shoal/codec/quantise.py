@@ -57,18 +57,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shoal.codec.codec import (
-    Codec,
-    Field,
-    Payload,
-    block_count,
-    in_blocks,
-    kernels_for,
-    lengths_of,
-    per_scale,
-    times_scale,
-)
+from shoal.codec.codec import Codec, Field, Payload, block_count, in_blocks, lengths_of, per_scale, times_scale
 from shoal.codec.config import BlockwiseConfig, CastConfig, QSGDConfig, SignConfig, TernGradConfig
+from shoal.codec.kernels import kernels_for
 from shoal.maths.counter import uniform
 
 

@@ -50,8 +50,9 @@ from collections.abc import Generator, Sequence
 import torch
 from torch import Tensor
 
-from shoal.codec.codec import Codec, Field, Payload, TensorPlace, all_or_nothing, block_count, in_blocks, kernels_for
+from shoal.codec.codec import Codec, Field, Payload, TensorPlace, all_or_nothing, block_count, in_blocks
 from shoal.codec.config import BlockTopKConfig, DCTTopKConfig, DGCConfig, RandomKConfig, ScaleComConfig, TopKConfig
+from shoal.codec.kernels import kernels_for
 from shoal.codec.stated import RUN, kept
 from shoal.maths.counter import key_of, uniform
 

@@ -339,10 +339,12 @@ def _record(job: Job, result: StepResult, fed: FedStep, *, lr: float, step_s: fl
 
 
 def _save(job: Job) -> float:
-    """Seconds that training stood still for it."""
+    """Seconds that training stood still for it: until its numbers are there, laid open for a checkpoint, and copied."""
+    begin_s = time.perf_counter()
     job.step.settle()
     job.last_save.saved(job.progress.step)
-    return job.saver.save(job.progress.step, job.state.tensors(), job.state.to_json(), **job.origin)
+    job.saver.save(job.progress.step, job.state.tensors(), job.state.to_json(), **job.origin)
+    return time.perf_counter() - begin_s
 
 
 def _compare(job: Job) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from shoal.codec.codec import kernels_for
+from shoal.codec.kernels import kernels_for
 from shoal.errors import EnvironmentFault
 from shoal.federated.config import FederatedConfig, GeometricMedianConfig, KrumConfig, TrimmedMeanConfig
 from shoal.federated.strategy import Strategy, Update, weighted_sum

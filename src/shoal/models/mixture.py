@@ -27,18 +27,16 @@ from shoal.models.layers import GELU, SwiGLU
 from shoal.models.router import (
     NEVER,
     Gate,
-    LocalExchange,
     Router,
     TakesAuxiliary,
-    TokenExchange,
     balance_terms,
     capacity_of,
     injected,
-    through_experts,
     top_k,
     within_capacity,
     z_terms,
 )
+from shoal.models.token_exchange import LocalExchange, TokenExchange, through_experts
 
 # Recorded routes: which experts each token went to, by (layer, sample, place in the sample).
 #

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shoal.codec.codec import Kernels, Moment, kernels_for
+from shoal.codec.kernels import Kernels, Moment, kernels_for
 from shoal.optim.config import AdamW8bit
 from shoal.optim.declared import BLOCK
 from shoal.optim.fused import FusedAdamW

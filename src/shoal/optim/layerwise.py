@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shoal.codec.codec import Kernels, kernels_for
+from shoal.codec.kernels import Kernels, kernels_for
 from shoal.optim.declared import Granularity, Slot, counter
 from shoal.optim.fused import FusedOptimizer, Work
 from shoal.optim.kinds import LAMB, LARS

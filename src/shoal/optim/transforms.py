@@ -7,7 +7,7 @@ those of whole parameters.
     centralise        g <- g - mean(g)                                      of each row of a matrix arXiv:2004.01461
     add_noise         g <- g + N(0, std^2 / t^decay)                        in step t               arXiv:1511.06807
 
-A new one is a function here and a table in `transforms_config.py`.
+A new one is a function here and a table in `declared.py`.
 """
 
 from __future__ import annotations

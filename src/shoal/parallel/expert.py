@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal.comm.collective import Collective
 from shoal.errors import LayoutError
-from shoal.models.router import Apply, SendsTokens, counted
+from shoal.models.token_exchange import Apply, SendsTokens, counted
 from shoal.topology.refusal import nearest_divisors, nearest_multiples
 
 

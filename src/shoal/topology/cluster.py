@@ -256,7 +256,7 @@ class MatrixProduct(Table, frozen=True):
 class OperatorTime(Table, frozen=True):
     """Seconds of one operator of an eager model at one size, autograd's own work and fresh memory included.
 
-    What m, n and k count is told by the operator's name, in `shoal.cost.measured`.
+    What m, n and k count is told by the operator's name, in `shoal.cost.operators`.
     """
 
     operator: str

@@ -22,7 +22,7 @@ from shoal.models.huggingface.config import TransformersConfig
 from shoal.models.huggingface.model import check_plans
 from shoal.models.huggingface.tensor_plan import planned_experts
 from shoal.models.roles import roles_of
-from shoal.models.router import LocalExchange
+from shoal.models.token_exchange import LocalExchange
 from shoal.parallel.expert import ExpertGroups, split_experts
 from shoal.topology.layout import Layout
 from tests import programs

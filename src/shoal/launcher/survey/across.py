@@ -16,7 +16,8 @@ from shoal.errors import EnvironmentFault
 from shoal.launcher import sockets
 from shoal.launcher.doctor import GIB, Finding
 from shoal.launcher.environment import Environ, Place, master_from
-from shoal.launcher.survey.channel import Host, HostFacts, SocketChannel, Survey, surveyed
+from shoal.launcher.survey.channel import SocketChannel, Survey, surveyed
+from shoal.launcher.survey.messages import Host, HostFacts
 from shoal.launcher.survey.network import (
     INTERFACE_VARIABLES,
     MOST_NAMED,

@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from shoal.launcher.doctor import Finding
-from shoal.launcher.survey.channel import HostFacts, Survey, SurveyedLink
+from shoal.launcher.survey.channel import Survey
+from shoal.launcher.survey.messages import HostFacts, SurveyedLink
 from shoal.units import plural
 
 # Hosts by what they have in common, as text.

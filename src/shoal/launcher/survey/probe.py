@@ -32,7 +32,7 @@ from shoal.launcher import versions
 from shoal.launcher.doctor import findings
 from shoal.launcher.environment import is_secret
 from shoal.launcher.sockets import BACKLOG, obstacle
-from shoal.launcher.survey.channel import Begin, Host, HostFacts, Leftover, Measure, Route, SurveyedLink
+from shoal.launcher.survey.messages import Begin, Host, HostFacts, Leftover, Measure, Route, SurveyedLink
 
 # The link between two hosts, measured over one TCP connection: round trip, rate, and how far the clocks are apart.
 #

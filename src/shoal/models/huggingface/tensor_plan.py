@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from shoal.errors import UserCodeError
 from shoal.models.mixture import grouped_linear
 from shoal.models.roles import Kind, Role
-from shoal.models.router import LocalExchange, through_experts
+from shoal.models.token_exchange import LocalExchange, through_experts
 
 # Experts of transformers' mixtures, whose tokens Shoal's exchange takes to them.
 #

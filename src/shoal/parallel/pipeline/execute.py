@@ -2,8 +2,8 @@
 
 Each rank goes through its row in order. What an action takes is received, or handed over where the stage before is on
 the same rank; what it gives is sent without waiting. Gradients add up in the parameters, over microbatches, in the
-order of the row. They are complete when the row is, or for one stage after the action that `schedules.order.completing`
-names: parameters' hooks do not tell, for a split backward writes past them.
+order of the row. They are complete when the row is, or for one stage after the action that
+`schedules.timeline.completing` names: parameters' hooks do not tell, for a split backward writes past them.
 
 One stage's forward and backward on one microbatch, whole or split.
 

@@ -1,6 +1,6 @@
 """What a trace holds: operators with their shapes and arithmetic, and what ranks say to each other between them.
 
-Arithmetic counts a multiply-add as two and the square of causal attention as half, as `cost.flops` does by default.
+Arithmetic counts a multiply-add as two and the square of causal attention as half, as `cost.transformer` does.
 
 Arithmetic of PyTorch's operators from the shapes of their arguments.
 

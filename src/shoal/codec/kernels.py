@@ -1,0 +1,193 @@
+"""The hot loops in C of the codecs (`core/kernels.c`), of AdamW in 8 bits (`core/adam.c`), and of LAMB and LARS
+(`core/layerwise.c`), as Python sees them: loaded with ctypes, so that calls leave the interpreter lock.
+
+They work on float32 vectors in the memory of a CPU. For all others, and where Shoal was installed without a C compiler,
+`kernels_for` returns None, and the torch forms run: these are also the oracle of the tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+from collections.abc import Sequence
+from ctypes import c_double, c_float, c_int, c_uint64, c_void_p
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shoal.errors import EnvironmentFault
+
+_VECTOR = (c_void_p, c_uint64)
+_FUNCTIONS = {
+    "encode": (None, (*_VECTOR, c_uint64, c_int, c_float, c_int, c_float, c_int, c_int, c_uint64, c_void_p, c_void_p)),
+    "decode": (None, (c_void_p, *_VECTOR, c_uint64, c_int, c_int, c_int, c_void_p)),
+    "narrow": (None, (*_VECTOR, c_uint64, c_int, c_float, c_void_p, c_void_p)),
+    "widen": (None, (c_void_p, *_VECTOR, c_uint64, c_int, c_void_p)),
+    "largest": (c_float, _VECTOR),
+    "to_bfloat16": (None, (*_VECTOR, c_void_p)),
+    "from_bfloat16": (None, (*_VECTOR, c_void_p)),
+    "select": (c_uint64, (*_VECTOR, c_float, c_void_p, c_uint64)),
+    "adam": (None, (c_void_p, *_VECTOR, c_uint64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "lamb_moments": (None, (c_void_p, c_void_p, c_void_p, *_VECTOR, c_void_p, c_void_p)),
+    "lamb_step": (None, (c_void_p, c_void_p, *_VECTOR, c_void_p, c_float, c_float)),
+    "lars_norms": (None, (c_void_p, *_VECTOR, c_void_p)),
+    "lars_step": (None, (c_void_p, c_void_p, *_VECTOR, c_float, c_float, c_float, c_float, c_int)),
+}
+
+SCALES = ("largest", "norm", "mean")
+ROUNDINGS = ("nearest", "stochastic", "sign")
+GROUP = 16
+"""Numbers that `select` looks at together."""
+FORMATS = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+"""As in `core/kernels.c`, in the order of its enumerations."""
+
+
+class Moment(NamedTuple):
+    """A vector in 8 bits, `codes` one byte each `[numel]` and `scales` float32 `[blocks]`; `form`: what is known of its
+    map, float32 `[26]`, as `core/adam.c` has it.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    form: Tensor
+
+
+class Kernels:
+    """The functions of the library at `path`. All tensors are contiguous and on the CPU, vectors float32 `[numel]`.
+
+    Raises `EnvironmentFault` for the library of another version of Shoal.
+    """
+
+    def __init__(self, path: Path) -> None:
+        library = ctypes.CDLL(str(path))
+        for name, (result, arguments) in _FUNCTIONS.items():
+            function = getattr(library, f"shoal_codec_{name}", None)
+            if function is None:
+                raise EnvironmentFault(
+                    f"{path} was built from another version of Shoal, and has no {name}: build it again, by pip install"
+                )
+            function.restype, function.argtypes = result, arguments
+        self._library = library
+
+    def encode(
+        self, x: Tensor, scales: Tensor, out: Tensor, *, block: int, scale: str, rounding: str, levels: int,
+        base: int, key: int,
+    ) -> None:  # fmt: skip
+        """Writes the scales, float32 `[blocks]`, and the packed digits, one-byte numbers, of `shoal.codec.quantise`."""
+        offset = 0 if base == 256 else levels
+        self._library.shoal_codec_encode(
+            x.data_ptr(), x.numel(), block, SCALES.index(scale), float(levels), ROUNDINGS.index(rounding),
+            float(levels), offset, base, key % (1 << 64), scales.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+
+    def decode(self, scales: Tensor, packed: Tensor, out: Tensor, *, block: int, levels: int, base: int) -> None:
+        """The inverse: writes `out`, float32 `[numel]`."""
+        factor, offset = (2, 1) if base == 2 else (1, levels)
+        self._library.shoal_codec_decode(
+            scales.data_ptr(), packed.data_ptr(), out.numel(), block, factor, offset, base, out.data_ptr()
+        )
+
+    def narrow(self, x: Tensor, scales: Tensor, out: Tensor, *, block: int) -> None:
+        """Writes a scale for each block, and x / scale in the format of `out` `[numel]`, one of `FORMATS`."""
+        most = torch.finfo(out.dtype).max
+        self._library.shoal_codec_narrow(
+            x.data_ptr(), x.numel(), block, FORMATS.index(out.dtype), most, scales.data_ptr(), out.data_ptr()
+        )
+
+    def widen(self, scales: Tensor, narrow: Tensor, out: Tensor, *, block: int) -> None:
+        """The inverse: writes `out`, float32 `[numel]`."""
+        self._library.shoal_codec_widen(
+            scales.data_ptr(), narrow.data_ptr(), out.numel(), block, FORMATS.index(narrow.dtype), out.data_ptr()
+        )
+
+    def to_bfloat16(self, x: Tensor, out: Tensor) -> None:
+        """Writes `out`, bfloat16 `[numel]`: `x`, rounded to nearest."""
+        self._library.shoal_codec_to_bfloat16(x.data_ptr(), x.numel(), out.data_ptr())
+
+    def from_bfloat16(self, narrow: Tensor, out: Tensor) -> None:
+        """Writes `out`, float32 `[numel]`."""
+        self._library.shoal_codec_from_bfloat16(narrow.data_ptr(), out.numel(), out.data_ptr())
+
+    def largest(self, x: Tensor) -> float:
+        """The largest magnitude; not finite if any number is not."""
+        return self._library.shoal_codec_largest(x.data_ptr(), x.numel())
+
+    def adam(
+        self, x: Tensor, gradient: Tensor, moments: tuple[Moment, Moment], factors: Sequence[float], *, block: int
+    ) -> None:
+        """One step of `x` and its two `moments`, the first of which has signs; `factors` as `core/adam.c` has them."""
+        (first, first_scales, signed), (second, second_scales, unsigned) = moments
+        maps = torch.cat([signed, unsigned])
+        self._library.shoal_codec_adam(
+            x.data_ptr(), gradient.data_ptr(), x.numel(), block, maps.data_ptr(), first.data_ptr(),
+            first_scales.data_ptr(), second.data_ptr(), second_scales.data_ptr(),
+            _floats(factors),
+        )  # fmt: skip
+
+    def lamb_moments(
+        self, x: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], factors: Sequence[float]
+    ) -> list[float]:
+        """Moves both `moments`; the sums of squares of `x` and of its update. `factors` as `core/layerwise.c` has
+        them.
+        """
+        squares = (c_double * 2)()
+        self._library.shoal_codec_lamb_moments(
+            x.data_ptr(), gradient.data_ptr(), moments[0].data_ptr(), moments[1].data_ptr(), x.numel(),
+            _floats(factors), ctypes.byref(squares),
+        )  # fmt: skip
+        return list(squares)
+
+    def lamb_step(
+        self, x: Tensor, moments: tuple[Tensor, Tensor], factors: Sequence[float], *, kept: float, rate: float
+    ) -> None:
+        """`x` becomes `kept` times itself less `rate` times its update."""
+        self._library.shoal_codec_lamb_step(
+            x.data_ptr(), moments[0].data_ptr(), moments[1].data_ptr(), x.numel(), _floats(factors), kept, rate
+        )
+
+    def lars_norms(self, x: Tensor, gradient: Tensor) -> list[float]:
+        """The sums of squares of both."""
+        squares = (c_double * 2)()
+        self._library.shoal_codec_lars_norms(x.data_ptr(), gradient.data_ptr(), x.numel(), ctypes.byref(squares))
+        return list(squares)
+
+    def lars_step(
+        self, x: Tensor, gradient: Tensor, velocity: Tensor, *, factor: float, decay: float, momentum: float,
+        lr: float, nesterov: bool,
+    ) -> None:  # fmt: skip
+        """One step of `x` and its `velocity`."""
+        self._library.shoal_codec_lars_step(
+            x.data_ptr(), gradient.data_ptr(), velocity.data_ptr(), x.numel(), factor, decay, momentum, lr, nesterov
+        )
+
+    def select(self, x: Tensor, least: float, *, room: int) -> tuple[Tensor, int]:
+        """The first places, int64 ascending, of magnitude `least` or more, `room` of them at most; and how many there
+        are in all.
+        """
+        places = torch.empty(room + GROUP, dtype=torch.int64)
+        found = self._library.shoal_codec_select(x.data_ptr(), x.numel(), least, places.data_ptr(), room)
+        return places[: min(found, room)], found
+
+
+def _floats(numbers: Sequence[float]) -> Any:
+    return ctypes.byref((c_float * len(numbers))(*numbers))
+
+
+def kernels_for(*tensors: Tensor) -> Kernels | None:
+    """The kernels, if they can work on these vectors: float32 and in the memory of a CPU."""
+    if any(tensor.dtype != torch.float32 or tensor.device.type != "cpu" for tensor in tensors):
+        return None
+    return load_kernels()
+
+
+@functools.cache
+def load_kernels() -> Kernels | None:
+    """None where Shoal was installed without a C compiler."""
+    return next((Kernels(path) for path in _candidates() if path.exists()), None)
+
+
+def _candidates() -> Sequence[Path]:
+    return [Path(__file__).parent / f"_kernels{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
