@@ -47,7 +47,7 @@ class Peak:
     most: int = 0
 
 
-def start(
+def memory_start(
     width: Annotated[int, typer.Option(help="Of the model; 4096 is 7B.", min=128)] = 1024,
     only: Annotated[str | None, typer.Option(help="One start, by its name.")] = None,
     as_json: AsJson = False,
@@ -161,4 +161,4 @@ def _held_bytes() -> int:
 
 
 if __name__ == "__main__":
-    run(start)
+    run(memory_start)

@@ -48,7 +48,7 @@ class Sizes:
         return torch.randint(0, self.config.vocabulary, (self.samples, self.sequence), generator=draws)
 
 
-def budgets(
+def recompute_budget(
     width: Annotated[int, typer.Option(help="Of the GPT.", min=64)] = 512,
     layers: Annotated[int, typer.Option(help="Of the GPT.", min=4)] = 8,
     samples: Annotated[int, typer.Option(help="Of a step.", min=1)] = 4,
@@ -146,4 +146,4 @@ def _in_turn(models: dict[str, GPT], tokens: Tensor, turns: int) -> dict[str, li
 
 
 if __name__ == "__main__":
-    run(budgets)
+    run(recompute_budget)

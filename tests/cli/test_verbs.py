@@ -196,7 +196,7 @@ def test_a_script_trains_its_own_objects_and_goes_on_once(trained: Project) -> N
     assert len(list((trained.folder / "runs/second/events").iterdir())) == 2
     evaluated = trained.shoal("evaluate", "runs/second")
     assert evaluated.returncode == 2
-    assert "from that script" in evaluated.stderr
+    assert "were objects of a script" in evaluated.stderr
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system that is full is mounted for this, which takes root")

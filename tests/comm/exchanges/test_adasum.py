@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from shoal.comm.local import local_group
+from tests.comm.local import local_group
 from torch import Tensor
 
 from shoal.comm.exchanges.adasum import Adasum, adasum
