@@ -6,11 +6,11 @@ import threading
 
 import pytest
 import torch
-from tests.comm.local import local_group
 from torch import Tensor
 
 from shoal.comm.exchanges.adasum import Adasum, adasum
 from shoal.comm.exchanges.exchange import Segment
+from tests.comm.local import local_group
 from tests.waiting import HANG_S
 
 SAME = 1e-14
