@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.comm.exchanges.adasum import adasum
 from shoal.errors import CollectiveError, ShoalError, UsageError
 from shoal.wire import Group
 
@@ -421,11 +422,8 @@ def _swapped(group: Group, own: Tensor, partner: int | None) -> Tensor:
 
 
 def _adasum(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Tensor:
-    pieces = []
-    for a, b in zip(one.split(list(sizes)), other.split(list(sizes)), strict=True):
-        both, of_a, of_b = float(a @ b), float(a @ a), float(b @ b)
-        pieces.append((1 - both / (2 * of_a) if of_a else 1.0) * a + (1 - both / (2 * of_b) if of_b else 1.0) * b)
-    return torch.cat(pieces) if pieces else one
+    pairs = zip(one.split(list(sizes)), other.split(list(sizes)), strict=True)
+    return torch.cat([adasum(pair) for pair in pairs]) if sizes else one
 
 
 def _zeros(call: Begun) -> list[Tensor]:
