@@ -8,18 +8,20 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from shoal.errors import CollectiveError
 from shoal.horovod import operations as operations_module
-from shoal.horovod.engine import Begun, Word, conflict, fused, ready
+from shoal.horovod.engine import Begun, Engine, Handle, HorovodInternalError, Word, conflict, fused, ready
+from shoal.horovod.process import Timeline
 from tests.forkserver import forkserver
 from tests.ports import free_port
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_until
 
 SCRIPTS = Path(__file__).parent / "scripts"
 CHANGED = ("import horovod.torch as hvd", "import shoal.horovod as hvd")
@@ -272,6 +274,7 @@ def in_sets(rank: int) -> list[str]:
     whole = hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=hvd.global_process_set)
     right["all"] = float(whole) == 3.0
     for what, call in {
+        "integers": lambda: hvd.reducescatter(torch.arange(6)),
         "outside": lambda: hvd.allreduce(torch.ones(1), process_set=first if rank == 2 else hvd.ProcessSet([2])),
         "again": lambda: hvd.add_process_set([0, 1]),
         "absent": lambda: hvd.add_process_set([0, 3]),
@@ -282,6 +285,8 @@ def in_sets(rank: int) -> list[str]:
             right[what] = False
         except UsageError:
             right[what] = True
+    if rank < 2:  # rank 2 calls nothing meanwhile
+        right["alone"] = float(hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=first)) == 2.0
     right["removed"] = hvd.remove_process_set(second) and not hvd.remove_process_set(second)
     hvd.shutdown()
     return [name for name, holds in right.items() if not holds]
@@ -330,3 +335,30 @@ def test_adasum_is_that_of_its_equation(world: int) -> None:
     a = torch.tensor([3.0, 0.0])
     assert adasum(a, a).tolist() == [3.0, 0.0]
     assert adasum(a, torch.tensor([0.0, 2.0])).tolist() == [3.0, 2.0]
+
+
+class _Broken:
+    """A group whose every sum fails, as where a rank has died."""
+
+    rank, size = 0, 1
+
+    def all_gather(self, own: Any) -> Any:
+        return [own]
+
+    def all_reduce(self, *given: Any, **named: Any) -> None:
+        raise CollectiveError("rank 1 is gone")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def test_a_call_that_fails_ends_whoever_waits_for_it() -> None:
+    """And each later call is told the same."""
+    engine = Engine(cast(Any, _Broken()), fusion_bytes=1 << 20, gpu=lambda: None, timeline=Timeline())
+    begun = Begun("x", "allreduce", ("float32",), ((2,),))
+    with pytest.raises(HorovodInternalError, match="rank 1 is gone"):
+        engine.submit(Handle(begun, [torch.ones(2)])).wait()
+    wait_until(lambda: engine.failure is not None)
+    with pytest.raises(HorovodInternalError, match="rank 1 is gone"):
+        engine.submit(Handle(begun, [torch.ones(2)]))
+    engine.close()

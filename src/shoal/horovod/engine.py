@@ -1,4 +1,4 @@
-"""`Engine`: a thread that carries out the calls which all ranks have begun (`negotiation`), while others compute.
+"""`Engine`: a thread that carries out the calls which all ranks have begun, while others compute.
 
 Small all-reduces that are ready together go as one vector, up to HOROVOD_FUSION_THRESHOLD bytes (64 MiB). Tensors on
 the CPU go over `shoal.wire`, those on a GPU over NCCL. bfloat16 on the CPU is summed in float32 and rounded once.
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.exchanges.adasum import adasum
-from shoal.errors import CollectiveError, ShoalError, UsageError
+from shoal.errors import CollectiveError, ShoalError
 from shoal.wire import Group
 
 if TYPE_CHECKING:
@@ -50,8 +50,6 @@ class Begun(msgspec.Struct, frozen=True, array_like=True):
     postscale: float = 1.0
     device: str = "cpu"
     splits: tuple[int, ...] = ()
-    members: tuple[int, ...] = ()
-    """The ranks of its process set; none: all. `root` is one of all ranks, `splits` are those of the set."""
 
 
 class Word(msgspec.Struct, frozen=True, array_like=True):
@@ -65,17 +63,12 @@ WORDS = msgspec.msgpack.Decoder(Word)
 
 
 def ready(words: Sequence[Word]) -> list[str]:
-    """The names of the calls that all ranks of their sets which have not joined have begun: those of the lowest rank
-    in its order, then what the next one has begun besides, and so on.
-    """
-    begun = [{call.name for call in word.begun} for word in words]
-    found: dict[str, None] = {}
-    for word in words:
-        for call in [] if word.joined else word.begun:
-            ranks = call.members or range(len(words))
-            if all(words[rank].joined or call.name in begun[rank] for rank in ranks):
-                found[call.name] = None
-    return list(found)
+    """The names of the calls that all ranks which have not joined have begun, in the order of the lowest of them."""
+    at_work = [word for word in words if not word.joined]
+    if not at_work:
+        return []
+    others = [{call.name for call in word.begun} for word in at_work[1:]]
+    return [call.name for call in at_work[0].begun if all(call.name in names for names in others)]
 
 
 def conflict(calls: Mapping[int, Begun], size: int) -> str | None:
@@ -105,7 +98,7 @@ def fused(calls: Sequence[Begun], *, most_bytes: int, sizes: Sequence[int]) -> l
 
 
 def _alike(one: Begun, other: Begun) -> bool:
-    of = [(c.kind, set(c.dtypes), c.op, c.prescale, c.postscale, c.device, c.members) for c in (one, other)]
+    of = [(c.kind, set(c.dtypes), c.op, c.prescale, c.postscale, c.device) for c in (one, other)]
     return of[0] == of[1] and one.kind == "allreduce" and len(set(one.dtypes)) == 1 and one.op != "adasum"
 
 
@@ -117,7 +110,6 @@ def _difference(one: Begun, other: Begun) -> str | None:
     pairs = {
         "kind": (one.kind, other.kind), "dtype": (one.dtypes, other.dtypes), "shape": tuple(shapes),
         "reduction": (one.op, other.op), "root": (one.root, other.root), "device": (one.device, other.device),
-        "process set": (one.members, other.members),
         "scale": ((one.prescale, one.postscale), (other.prescale, other.postscale)),
     }  # fmt: skip
     return next((f"{what} {a} and {b}" for what, (a, b) in pairs.items() if a != b), None)
@@ -130,7 +122,7 @@ _STALL_S = 60.0
 
 
 class HorovodInternalError(CollectiveError):
-    """A rank was lost in the middle of a call. `elastic.run` restores the last commit and goes on without it."""
+    """A rank was lost in the middle of a call."""
 
 
 @dataclass(eq=False)
@@ -155,13 +147,10 @@ class Handle:
 
 
 class Engine:
-    """Over `group`, whose only user it is. `gpu` gives the group of ranks for tensors on GPUs; `sets` those of the
-    process sets that this rank is in, by their ranks: other calls find them there.
-    """
+    """Over `group`, whose only user it is. `gpu` gives the group of ranks for tensors on GPUs."""
 
     def __init__(self, group: Group, *, fusion_bytes: int, gpu: Callable[[], Any], timeline: Timeline) -> None:
         self.group, self._fusion_bytes, self._gpu, self.timeline = group, fusion_bytes, gpu, timeline
-        self.sets: dict[tuple[int, ...], Group] = {}
         self._pending: dict[str, Handle] = {}
         self._changed = threading.Condition()
         self._join: Future[int] | None = None
@@ -196,8 +185,7 @@ class Engine:
         with self._changed:
             self._over = True
             self._changed.notify()
-        for group in (self.group, *self.sets.values()):
-            group.close()
+        self.group.close()
         self._thread.join(timeout=5.0)
 
     def _work(self) -> None:
@@ -230,8 +218,7 @@ class Engine:
             return True
         names = ready(words)
         by_name = [{r: c for r, w in enumerate(words) for c in w.begun if c.name == name} for name in names]
-        mine_too = [calls for calls in by_name if self.group.rank in self._members(next(iter(calls.values())))]
-        fitting = [calls for calls in mine_too if not self._refused(calls)]
+        fitting = [calls for calls in by_name if not self._refused(calls)]
         self._carry_out(fitting)
         return bool(names)
 
@@ -251,14 +238,11 @@ class Engine:
 
     def _refused(self, calls: dict[int, Begun]) -> bool:
         """Calls of one name that differ fail on all ranks, and nothing else does."""
-        if (why := conflict(calls, len(self._members(next(iter(calls.values())))))) is None:
+        if (why := conflict(calls, self.group.size)) is None:
             return False
         if (handle := self._take(next(iter(calls.values())).name)) is not None:
             handle.future.set_exception(ValueError(why))
         return True
-
-    def _members(self, call: Begun) -> Sequence[int]:
-        return call.members or range(self.group.size)
 
     def _carry_out(self, calls: Sequence[dict[int, Begun]]) -> None:
         firsts = [next(iter(each.values())) for each in calls]
@@ -267,7 +251,14 @@ class Engine:
             handles = [self._take(firsts[place].name) for place in places]
             first = firsts[places[0]]
             with self.timeline.phase([firsts[place].name for place in places], first.kind.upper()):
-                self._one(first, [calls[place] for place in places], handles)
+                try:
+                    self._one(first, [calls[place] for place in places], handles)
+                except Exception as error:
+                    why = HorovodInternalError(str(error)) if isinstance(error, CollectiveError) else error
+                    for handle in handles:
+                        if handle is not None and not handle.future.done():
+                            handle.future.set_exception(why)
+                    raise
 
     def _one(self, first: Begun, calls: Sequence[dict[int, Begun]], handles: Sequence[Handle | None]) -> None:
         """One collective: of a rank that has joined, handles are None."""
@@ -275,94 +266,87 @@ class Engine:
             handle.tensors if handle is not None else _zeros(next(iter(each.values())))
             for handle, each in zip(handles, calls, strict=True)
         ]
-        group, members = self.sets.get(first.members, self.group), self._members(first)
         if first.kind == "allreduce":
-            results: list[Any] = self._all_reduce(group, first, tensors)
+            results: list[Any] = self._all_reduce(first, tensors)
         else:
-            placed = {members.index(rank): call for rank, call in calls[0].items()}
-            results = [getattr(self, f"_{first.kind}")(group, placed, first, tensors[0])]
+            results = [getattr(self, f"_{first.kind}")(calls[0], first, tensors[0])]
         for handle, result in zip(handles, results, strict=True):
             if handle is not None:
                 handle.future.set_result(result)
 
-    def _all_reduce(self, group: Group, call: Begun, groups: list[list[Tensor]]) -> list[list[Tensor]]:
+    def _all_reduce(self, call: Begun, groups: list[list[Tensor]]) -> list[list[Tensor]]:
         """Writes into the tensors, fused where they are several."""
         if call.op == "adasum":
             for tensors in groups:
-                adaptive_sum(group, tensors, scale=call.prescale * call.postscale)
+                adaptive_sum(self.group, tensors, scale=call.prescale * call.postscale)
             return groups
         flat = [tensor for tensors in groups for tensor in tensors]
         for dtype in dict.fromkeys(tensor.dtype for tensor in flat):
             alike = [tensor for tensor in flat if tensor.dtype == dtype]
             whole = alike[0].reshape(-1) if len(alike) == 1 else torch.cat([tensor.reshape(-1) for tensor in alike])
-            self._reduced(group, whole, call)
+            self._reduced(whole, call)
             if len(alike) > 1 or whole.data_ptr() != alike[0].data_ptr():
                 pieces = whole.split([tensor.numel() for tensor in alike])
                 for tensor, piece in zip(alike, pieces, strict=True):
                     tensor.copy_(piece.view(tensor.shape))
         return groups
 
-    def _reduced(self, group: Group, flat: Tensor, call: Begun) -> None:
+    def _reduced(self, flat: Tensor, call: Begun) -> None:
         if call.prescale != 1.0:
             flat.mul_(call.prescale)
         op = "sum" if call.op == "avg" else call.op
-        if flat.is_cuda and call.members:
-            raise UsageError("a process set of tensors on GPUs: move them to the CPU, or call on all ranks")
         if flat.is_cuda:
             self._gpu().all_reduce(flat, op)
         elif flat.dtype == torch.bfloat16:
             wide = flat.float()
-            group.all_reduce(wide.numpy(), op=op, out=wide.numpy())  # pyright: ignore[reportArgumentType]
+            self.group.all_reduce(wide.numpy(), op=op, out=wide.numpy())  # pyright: ignore[reportArgumentType]
             flat.copy_(wide)
         else:
-            group.all_reduce(flat.numpy(), op=op, out=flat.numpy())  # pyright: ignore[reportArgumentType]
+            self.group.all_reduce(flat.numpy(), op=op, out=flat.numpy())  # pyright: ignore[reportArgumentType]
         if call.op == "avg":
-            flat.div_(group.size)
+            flat.div_(self.group.size)
         if call.postscale != 1.0:
             flat.mul_(call.postscale)
 
-    def _reducescatter(self, group: Group, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> list[Tensor]:
+    def _reducescatter(self, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> list[Tensor]:
         """Rows are divided as evenly as can be, the lower ranks take one more."""
-        self._all_reduce(group, call, [tensors])
-        return [torch.tensor_split(tensor, group.size)[group.rank].clone() for tensor in tensors]
+        self._all_reduce(call, [tensors])
+        return [torch.tensor_split(tensor, self.group.size)[self.group.rank].clone() for tensor in tensors]
 
-    def _allgather(self, group: Group, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> list[Tensor]:
+    def _allgather(self, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> list[Tensor]:
         """Tensors may differ in their first dimension."""
-        shapes = [calls[rank].shapes if rank in calls else None for rank in range(group.size)]
+        shapes = [calls[rank].shapes if rank in calls else None for rank in range(self.group.size)]
         found = []
         for place, tensor in enumerate(tensors):
             rows = [shape[place][0] if shape is not None else 0 for shape in shapes]
-            pieces = self._exchanged(group, tensor, [tensor.shape[0]] * group.size, rows, same=True)
+            pieces = self._exchanged(tensor, [tensor.shape[0]] * self.group.size, rows, same=True)
             found.append(pieces)
         return found
 
-    def _alltoall(self, group: Group, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> Any:
-        me = group.rank
-        rows = [calls[rank].splits[me] for rank in range(group.size)]
-        return self._exchanged(group, tensors[0], calls[me].splits, rows, same=False), torch.tensor(rows)
+    def _alltoall(self, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> Any:
+        me = self.group.rank
+        rows = [calls[rank].splits[me] for rank in range(self.group.size)]
+        return self._exchanged(tensors[0], calls[me].splits, rows, same=False), torch.tensor(rows)
 
-    def _exchanged(
-        self, group: Group, tensor: Tensor, out_rows: Sequence[int], in_rows: Sequence[int], *, same: bool
-    ) -> Tensor:
+    def _exchanged(self, tensor: Tensor, out_rows: Sequence[int], in_rows: Sequence[int], *, same: bool) -> Tensor:
         content = tensor.detach().cpu().contiguous()
         if content.dtype == torch.bfloat16:
             content = content.view(torch.int16)
         sent = [content] * len(out_rows) if same else list(content.split(list(out_rows)))
         came = torch.empty((sum(in_rows), *content.shape[1:]), dtype=content.dtype)
-        group.exchange([s.numpy() for s in sent], [r.numpy() for r in came.split(list(in_rows))])
+        self.group.exchange([s.numpy() for s in sent], [r.numpy() for r in came.split(list(in_rows))])
         return came.view(tensor.dtype).to(tensor.device)
 
-    def _broadcast(self, group: Group, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> list[Tensor]:
-        root = self._members(call).index(call.root)
+    def _broadcast(self, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> list[Tensor]:
         for tensor in tensors:
             content = tensor.detach().cpu().contiguous()
             raw = content.reshape(-1).view(torch.uint8).numpy()
-            group.broadcast(raw, root=root, out=raw)
+            self.group.broadcast(raw, root=call.root, out=raw)
             tensor.data.copy_(content)
         return tensors
 
-    def _barrier(self, group: Group, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> None:
-        group.barrier()
+    def _barrier(self, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> None:
+        self.group.barrier()
 
     def _take(self, name: str) -> Handle | None:
         with self._changed:

@@ -136,14 +136,12 @@ Average, Sum, Min, Max, Product, Adasum = "avg", "sum", "min", "max", "product",
 
 
 @cache
-def _numbers(kind: str, members: tuple[int, ...]) -> itertools.count[int]:
+def _numbers(kind: str, ranks: tuple[int, ...]) -> itertools.count[int]:
     return itertools.count()
 
 
-def _named(kind: str, name: str | None, members: tuple[int, ...]) -> str:
-    """Of a process set the ranks are a part of it: another set may have a call of the same name."""
-    within = f"{members}." if members else ""
-    return f"{kind}.{within}{name}" if name else f"{kind}.{within}noname.{next(_numbers(kind, members))}"
+def _named(kind: str, name: str | None, ranks: tuple[int, ...]) -> str:
+    return f"{kind}.{name}" if name else f"{kind}.noname.{next(_numbers(kind, ranks))}"
 
 
 def _reduction(average: bool | None, op: str | None) -> str:
@@ -158,13 +156,21 @@ def _reduction(average: bool | None, op: str | None) -> str:
 def _begin(
     kind: Kind, name: str | None, tensors: Sequence[Tensor], process_set: ProcessSet | None, **given: Any
 ) -> Handle:
-    members = process().require_set(process_set)
+    engine, ranks = process().engine_of(process_set), process_set.ranks if process_set is not None else ()
+    if ranks and any(tensor.is_cuda for tensor in tensors):
+        raise UsageError("a process set takes tensors on the CPU: move them there, or call on all ranks")
     begun = Begun(
-        _named(kind, name, members), kind, tuple(str(t.dtype).removeprefix("torch.") for t in tensors),
-        tuple(tuple(t.shape) for t in tensors), device=tensors[0].device.type if tensors else "cpu",
-        members=members, **given,
+        _named(kind, name, ranks), kind, tuple(str(t.dtype).removeprefix("torch.") for t in tensors),
+        tuple(tuple(t.shape) for t in tensors), device=tensors[0].device.type if tensors else "cpu", **given,
     )  # fmt: skip
-    return process().engine.submit(Handle(begun, list(tensors)))
+    return engine.submit(Handle(begun, list(tensors)))
+
+
+def _check_numbers(op: str, tensors: Sequence[Tensor]) -> None:
+    if op == Adasum and any(not t.is_floating_point() or t.is_cuda for t in tensors):
+        raise UsageError("op=hvd.Adasum takes floating-point tensors on the CPU: move them there, or use hvd.Average")
+    if op == Average and any(not (t.is_floating_point() or t.is_complex()) for t in tensors):
+        raise UsageError("a mean of whole numbers: give op=hvd.Sum")
 
 
 def synchronize(handle: Handle) -> Any:
@@ -183,10 +189,7 @@ def grouped_allreduce_async_(
 ) -> Handle:  # fmt: skip
     """All of `tensors` at once, in place: none is summed before the last is ready on all ranks (of `process_set`)."""
     op = _reduction(average, op)
-    if op == Adasum and any(not t.is_floating_point() or t.is_cuda for t in tensors):
-        raise UsageError("op=hvd.Adasum takes floating-point tensors on the CPU: move them there, or use hvd.Average")
-    if op == Average and any(not (t.is_floating_point() or t.is_complex()) for t in tensors):
-        raise UsageError("a mean of whole numbers: give op=hvd.Sum")
+    _check_numbers(op, tensors)
     whole = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
     handle = _begin(
         "allreduce", name, [t.detach() for t in whole], process_set, op=op, prescale=prescale_factor,
@@ -285,8 +288,10 @@ def broadcast_async_(
     """In place; see `broadcast`."""
     if not 0 <= root_rank < process().there().world_size:
         raise UsageError(f"broadcast: there is no rank {root_rank} among {process().there().world_size}")
-    if process_set is not None and process_set.ranks and root_rank not in process_set.ranks:
-        raise UsageError(f"broadcast: rank {root_rank} is not in the process set {list(process_set.ranks)}")
+    if process_set is not None and process_set.ranks:
+        if root_rank not in process_set.ranks:
+            raise UsageError(f"broadcast: rank {root_rank} is not in the process set {list(process_set.ranks)}")
+        root_rank = process_set.ranks.index(root_rank)
     return _first(_begin("broadcast", name, [tensor.detach()], process_set, root=root_rank))
 
 
@@ -337,8 +342,9 @@ def grouped_reducescatter(
     tensors: Sequence[Tensor], op: str | None = None, name: str | None = None, process_set: ProcessSet | None = None
 ) -> list[Tensor]:
     """See `reducescatter`."""
-    own = [tensor.detach().clone() for tensor in tensors]
-    return synchronize(_begin("reducescatter", name, own, process_set, op=_reduction(None, op)))
+    own, op = [tensor.detach().clone() for tensor in tensors], _reduction(None, op)
+    _check_numbers(op, own)
+    return synchronize(_begin("reducescatter", name, own, process_set, op=op))
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:
@@ -354,7 +360,7 @@ def join() -> int:
 def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
     """What `root_rank` passes, on every rank: numbers, strings, tensors, and lists and dictionaries of them.
 
-    Nothing is pickled (`tree_bytes`). Raises `UsageError` for other objects.
+    Nothing is pickled. Raises `UsageError` for other objects.
     """
     place, size = process().there(), torch.zeros(1, dtype=torch.int64)
     content = torch.zeros(0, dtype=torch.uint8)

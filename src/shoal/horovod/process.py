@@ -125,7 +125,7 @@ class ProcessSet:
 
 
 class Process:
-    """What `init` makes and `shutdown` ends. `generation` counts how often ranks have met again (`elastic`)."""
+    """What `init` makes and `shutdown` ends."""
 
     def __init__(self) -> None:
         self.timeline = Timeline()
@@ -133,7 +133,8 @@ class Process:
         self.place: Place | None = None
         self._engine: Engine | None = None
         self.generation = 0
-        self._sets: set[tuple[int, ...]] = set()
+        self._added: set[tuple[int, ...]] = set()
+        self._sets: dict[tuple[int, ...], Engine] = {}
         self._made = 0
 
     def init(self) -> None:
@@ -156,48 +157,54 @@ class Process:
             raise UsageError(
                 f"a process set of the ranks {list(added.ranks)}: give some of 0 to {place.world_size - 1}"
             )
-        if added.ranks in self._sets:
+        if added.ranks in self._added:
             raise UsageError(f"there is a process set of the ranks {list(added.ranks)} already: use that one")
-        self._sets.add(added.ranks)
+        self._added.add(added.ranks)
         self._made += 1
         if place.rank in added.ranks:
             assert self.met is not None, "ranks have met"
             inside = replace(place, rank=added.ranks.index(place.rank), world_size=len(added.ranks))
             met = self.met._replace(place=inside, connection=self.met.connection if inside.world_size > 1 else None)
             prefix = f"horovod/{self.generation}/set/{self._made}"
-            self.engine.sets[added.ranks] = group_of(met, timeout_s=TIMEOUT_S, prefix=prefix)
+            self._sets[added.ranks] = self._engine_over(group_of(met, timeout_s=TIMEOUT_S, prefix=prefix))
         return added
 
     def remove_set(self, removed: ProcessSet) -> bool:
         """All ranks call it. Whether there was such a set; that of all ranks stays."""
-        if removed.ranks not in self._sets:
+        if removed.ranks not in self._added:
             return False
-        self._sets.discard(removed.ranks)
-        if (group := self.engine.sets.pop(removed.ranks, None)) is not None:
-            group.close()
+        self._added.discard(removed.ranks)
+        if (engine := self._sets.pop(removed.ranks, None)) is not None:
+            engine.close()
         return True
 
-    def require_set(self, given: ProcessSet | None) -> tuple[int, ...]:
-        """The ranks of a set that was added, none for that of all. Raises `UsageError` outside of it."""
+    def engine_of(self, given: ProcessSet | None) -> Engine:
+        """What carries out the calls of a set that was added, or of all ranks. Raises `UsageError` outside of it."""
         if given is None or not given.ranks:
-            return ()
-        if given.ranks not in self._sets:
+            return self.engine
+        if given.ranks not in self._added:
             raise UsageError(f"there is no process set of the ranks {list(given.ranks)}: hvd.add_process_set first")
         given.rank()
-        return given.ranks
+        return self._sets[given.ranks]
 
     def begin(self, place: Place, group: Any) -> None:
         """Works over `group` from now on, at `place`."""
         self.place = place
+        self._engine = self._engine_over(group)
+
+    def _engine_over(self, group: Any) -> Engine:
         fusion_bytes = int(os.environ.get(_FUSION) or _FUSION_BYTES)
-        self._engine = Engine(group, fusion_bytes=fusion_bytes, gpu=cache(self._gpu), timeline=self.timeline)
+        return Engine(group, fusion_bytes=fusion_bytes, gpu=cache(self._gpu), timeline=self.timeline)
 
     def shutdown(self) -> None:
         """Ends the engine, if there is one."""
+        for engine in self._sets.values():
+            engine.close()
         if self._engine is not None:
             self._engine.close()
             self._engine, self.place = None, None
-            self._sets.clear()
+        self._sets.clear()
+        self._added.clear()
         self.timeline.stop()
 
     @property
