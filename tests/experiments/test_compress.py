@@ -84,6 +84,11 @@ def test_features_are_taken_out_and_both_models_are_measured(trained: Path) -> N
     name = "blocks.0.feed_forward.up.weight"
     assert 2 * small[name].shape[0] == whole[name].shape[0]
     assert found["after"]["bytes"] == sum(each.numel() * each.element_size() for each in small.values())
+    again = ["-m", "shoal", "compress", "runs/gpt", "--to", "features:0.5"]
+    same = programs.run([*again, "run.steps=4", "--json"], cwd=trained)
+    assert json.loads(same.stdout) == found
+    other = programs.run([*again, "run.steps=4", "optimizer.lr=2.0"], cwd=trained)
+    assert (other.returncode, "compressed in another way" in other.stderr) == (2, True)
     said = programs.run(["-m", "shoal", "evaluate", "runs/gpt", "--json"], cwd=trained)
     assert json.loads(said.stdout) == found["before"]["evaluation"]
 

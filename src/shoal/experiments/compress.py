@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -73,12 +74,17 @@ def compress(source: Path, to: str, directory: Path, overrides: Sequence[str] = 
             f"run.name={json.dumps(f'{before.run.name}-{folder_name(to)}')}", *overrides]  # fmt: skip
     keys.append(f"run.directory={json.dumps(str(directory.resolve()))}")
     after = load_run(run_directory / "run.toml", keys)
+    if (directory / "run.toml").exists() and load_run(directory / "run.toml") != after:
+        raise UsageError(f"{directory} was compressed in another way: remove it, or name another with --directory")
     _run(["train", str(run_directory / "run.toml"), *keys], record["directory"], said_in=directory)
     smaller = None
     if after.sparsity is not None and after.sparsity.pattern == "features":
-        smaller = directory.with_name(f"{directory.name}-smaller")
+        smaller = directory.with_name(f"{directory.name}-smaller").resolve()
         if not smaller.exists():
-            shrink(directory, smaller)
+            part = smaller.with_name(f".{smaller.name}.part")
+            shutil.rmtree(part, ignore_errors=True)
+            shrink(directory, part)
+            part.rename(smaller)
     bits = after.quantisation.bits if after.quantisation is not None else None
     return Compressed(
         to,
