@@ -127,6 +127,9 @@ from pathlib import Path
 import shoal
 
 class Work:
+    def own(self):
+        pass
+
     @staticmethod
     def done(word, number):
         Path(f"{word}-{number}-{os.environ['RANK']}-of-{os.environ['WORLD_SIZE']}").touch()
@@ -142,11 +145,12 @@ if __name__ == "__main__":
         shoal.launch(fails, processes=2)
     except shoal.RunFailed as failure:
         Path(f"failed-{failure.rank}").write_text(failure.sentence)
-    for target, argument in ((lambda: None, None), (fails, object()), (Path("absent.py"), None), (fails, None)):
+    refused = [(lambda: None, None), (Work().own, None), (fails, object()), (fails, {0: 1}), (fails, (1, 2))]
+    for target, argument in [*refused, (Path("absent.py"), None), (fails, None)]:
         if argument is None and target is fails:
             os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
         try:
-            shoal.launch(target, *([argument] if argument else []))
+            shoal.launch(target, *([] if argument is None else [argument]))
         except shoal.ShoalError as refusal:
             print(refusal)
 """
@@ -161,5 +165,20 @@ def test_functions_and_scripts_are_launched(tmp_path: Path) -> None:
     made = {path.name for path in tmp_path.iterdir()}
     assert made >= {"a-3-0-of-2", "a-3-1-of-2", "b0", "b1", "failed-1"}
     assert "no such thing" in (tmp_path / "failed-1").read_text()
-    for words in ("cannot find", "as JSON", "absent.py is no Python script", 'under if __name__ == "__main__"'):
+    assert done.stdout.count("cannot find") == 2
+    assert done.stdout.count("which changes these") == 2
+    for words in ("cannot hold", "absent.py is no Python script", 'under if __name__ == "__main__"'):
         assert words in done.stdout
+
+
+def test_a_function_of_a_module_is_launched(tmp_path: Path) -> None:
+    """Of `python -m package.module`, whose imports are relative."""
+    package = tmp_path / "work"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "name.py").write_text("NAME = 'made'\n")
+    text = "from .name import NAME\nimport os, shoal\ndef main(): open(NAME + os.environ['RANK'], 'w')\n"
+    (package / "start.py").write_text(text + "if __name__ == '__main__': shoal.launch(main, processes=2)\n")
+    done = programs.run(["-m", "work.start"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in tmp_path.glob("made*")} == {"made0", "made1"}

@@ -75,19 +75,34 @@ def _script_of(path: Path, arguments: Sequence[Any]) -> tuple[list[str], str]:
 
 def _call_of(function: Callable[..., object], arguments: Sequence[Any]) -> tuple[list[str], str]:
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "<")
-    if module is None or "<" in name:
+    of_object = not isinstance(getattr(function, "__self__", function.__class__), type)
+    if module is None or "<" in name or of_object:
         raise UsageError(f"shoal.launch cannot find {function!r} again in a rank: define it at the top of a module")
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    if module == "__main__" and (file is None or not Path(file).is_file()):
+    try:
+        call = {"where": _home(module, name), "name": name, "arguments": list(arguments), "path": sys.path}
+        text = json.dumps(call)
+    except (TypeError, ValueError) as fault:
+        raise UsageError(f"shoal.launch sends arguments as JSON, which cannot hold these: {fault}") from fault
+    if json.loads(text) != call:
+        raise UsageError(
+            "shoal.launch sends arguments as JSON, which changes these: give lists for tuples, and strings as keys"
+        )
+    return [_CALL, text], name
+
+
+def _home(module: str, name: str) -> str:
+    """The module or the file by which a rank finds the function. Raises `UsageError` where there is neither."""
+    if module != "__main__":
+        return module
+    main_module = sys.modules["__main__"]
+    if (spec := getattr(main_module, "__spec__", None)) is not None and spec.name:
+        return spec.name  # python -m package.module
+    file = getattr(main_module, "__file__", None)
+    if file is None or not Path(file).is_file():
         raise UsageError(
             f"{name} is defined in no file, as in a notebook: write it to one (%%writefile), and import it"
         )
-    where = str(Path(str(file)).resolve()) if module == "__main__" else module
-    try:
-        call = json.dumps({"where": where, "name": name, "arguments": arguments, "path": sys.path}, allow_nan=True)
-    except (TypeError, ValueError) as fault:
-        raise UsageError(f"shoal.launch sends arguments as JSON, which cannot hold these: {fault}") from fault
-    return [_CALL, call], name
+    return str(Path(file).resolve())
 
 
 def main(arguments: list[str]) -> None:
@@ -110,12 +125,7 @@ def main(arguments: list[str]) -> None:
 def _own_part(trace: TracebackType | None) -> TracebackType | None:
     """The traceback from the script's first frame on; all of it where it never came so far."""
     frame = trace
-    while frame is not None and frame.tb_frame.f_code.co_filename in (
-        __file__,
-        "<frozen runpy>",
-        runpy.__file__,
-        "<frozen importlib._bootstrap>",
-    ):
+    while frame is not None and frame.tb_frame.f_code.co_filename in _OURS:
         frame = frame.tb_next
     return frame or trace
 
