@@ -95,6 +95,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, other: nn.Module, 
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
 
 
+@pytest.mark.slow
 def test_plans_are_those_of_the_shell(tmp_path: Path) -> None:
     """The entries of `plans` in `shoal plan --json`."""
     plans = shoal.plan(RUN, keep=3)

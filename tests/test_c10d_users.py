@@ -701,6 +701,7 @@ def monitored_at_first(place: Any, missing: tuple[int, ...], all_ranks: bool) ->
     return on_shoal(place, program, timeout_s=NEVER_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("missing", "all_ranks", "named"), [((1,), False, "Rank 1"), ((1, 2), True, "Ranks 1, 2")])
 def test_the_first_call_of_a_group_may_be_a_monitored_barrier(
     ranks, missing: tuple[int, ...], all_ranks: bool, named: str

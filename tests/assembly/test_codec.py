@@ -224,6 +224,7 @@ PROVED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("case", PROVED)
 def test_verify_proves_that_what_was_sent_and_kept_is_the_gradient(ranks, folder: Path, case: str) -> None:

@@ -56,6 +56,7 @@ EQUAL: dict[str, tuple[int, dict[str, Any]]] = {
 QUICK = ("replicate", "replicate, ZeRO-3", "tensor", "statistics", "local", "gossip", "server")
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(every=3)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case in QUICK else pytest.mark.stress) for case in EQUAL]

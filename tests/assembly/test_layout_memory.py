@@ -69,6 +69,7 @@ def _peak(place: TestPlace, path: str, keys: tuple[str, ...]) -> int:
     return peak_bytes(run_file, rank, place.store)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_closed_form_is_what_the_allocator_gave_out(ranks: Any, tmp_path: Path, layout: str) -> None:

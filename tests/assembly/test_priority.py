@@ -99,6 +99,7 @@ def test_a_schedule_by_priority_changes_nothing(ranks, folder: Path, tables: Tab
     assert same_bits(by_priority, plain)
 
 
+@pytest.mark.slow
 def test_two_runs_give_the_same_bits_and_the_losses_of_the_plain_schedule(ranks, folder: Path) -> None:
     """Three ranks, whose sums have several orders: that of a partition does not depend on when it leaves."""
     one, *_ = ranks(3, train, PRIORITY, str(folder))
@@ -111,6 +112,7 @@ def test_two_runs_give_the_same_bits_and_the_losses_of_the_plain_schedule(ranks,
     assert one.norms[4:] == pytest.approx(plain.norms[3:-1], rel=LOSSES)
 
 
+@pytest.mark.slow
 def test_a_run_by_priority_goes_on_bitwise(ranks, folder: Path) -> None:
     """4 + 4 steps are 8, though the second life rehearses anew."""
     first, *_ = ranks(3, train, PRIORITY, str(folder), "stopped", 4)

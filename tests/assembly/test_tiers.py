@@ -93,6 +93,7 @@ def test_losses_are_the_same_to_the_bit_and_less_is_on_the_device(ranks, folder:
         assert in_turn["memory/to_device_bytes"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("home", ["host", "disk"])
 def test_state_of_four_times_the_device_trains_to_the_same_bits(ranks, folder: Path, world: int, home: str) -> None:
@@ -225,6 +226,7 @@ def go_on(
     return progress.step, digest.hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(rows=(0,))
 @pytest.mark.parametrize(("error", "said"), [("ENOSPC", "No space left on device"), ("EIO", "Input/output error")])
 def test_a_fault_of_the_spill_disk_costs_what_followed_the_newest_checkpoint(

@@ -52,6 +52,7 @@ def test_a_benchmark_starts_its_own_ranks() -> None:
     assert len(report["checks"]) == 1
 
 
+@pytest.mark.slow
 def test_a_wrong_option_is_refused_in_a_sentence() -> None:
     """Shoal's own errors reach the terminal without a traceback, with their exit code."""
     done = subprocess.run(

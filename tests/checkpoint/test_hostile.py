@@ -43,6 +43,7 @@ def sealed(body: bytes, **parts: bytes) -> bytes:
     return seal(msgspec.json.encode(tree | {name: msgspec.Raw(value) for name, value in parts.items()}))
 
 
+@pytest.mark.slow
 def test_a_large_manifest_of_nothing_takes_little_memory(run):
     """57 MB of `[]` in any place: as Python's objects they would be 1.7 GB."""
     content = Places(run).manifest(1).read_bytes()

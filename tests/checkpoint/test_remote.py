@@ -128,6 +128,7 @@ def test_retention_on_the_disk_takes_nothing_from_a_slow_copy(tmp_path: Path, se
     assert store.steps() == [300]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_waits_for_its_copies(tmp_path: Path, server: S3, url: str) -> None:
     """SIGTERM ends with a checkpoint that is in the store."""
     server.trouble.become(slow_s=0.05)

@@ -81,6 +81,7 @@ def script(kind: tuple[str, ...], *, leave: bool = False) -> str:
     return SCRIPT.replace("PARAMETER", kind[0]).replace("USE", kind[1]).replace("LEAVE", str(leave))
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(rows=(0, 2, 5))
 @pytest.mark.parametrize("name", KINDS)
 def test_it_is_trained_saved_and_resumed_elsewhere(name: str, tmp_path: Path) -> None:

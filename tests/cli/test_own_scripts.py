@@ -66,6 +66,7 @@ def test_changed_lines_are_counted() -> None:
     assert changed_lines("a\nc\n", "a\nb1\nb2\nc\n") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("name", NAMES)
 def test_killed_under_zero_3_and_resumed_on_three_ranks(name: str, tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ run.close()
 """A loop of one's own, of eight steps; it waits in its third until the file `go` is there."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["SIGTERM", "file", "url"])
 def test_a_loop_of_ones_own_saves_and_stops_on_a_notice(own: Project, by: str) -> None:
     """On two ranks, whichever way the host's end is told: exit 75 after the step or the next one; the same command

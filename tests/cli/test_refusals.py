@@ -149,6 +149,7 @@ def test_a_token_file_that_cannot_be_is_named(
         assert word in str(refusal)
 
 
+@pytest.mark.slow
 def test_a_directory_of_another_model_is_refused_and_kept(own: Project) -> None:
     """Names and shapes that differ: exit 2 says which, and the checkpoints and the run file of the other stay."""
     assert own.shoal("train", "run.toml", "run.steps=2").returncode == 0
@@ -163,6 +164,7 @@ def test_a_directory_of_another_model_is_refused_and_kept(own: Project) -> None:
     assert all(path.read_bytes() == content for path, content in before.items())
 
 
+@pytest.mark.slow
 def test_a_directory_in_use_is_refused(own: Project) -> None:
     """A second run in the same directory: exit 3 names the holder, and the first goes on."""
     running = own.start("train", "run.toml", "model.arguments={hold_at=3}")
@@ -187,6 +189,7 @@ def test_an_empty_data_file_of_arrays_is_named(own: Project) -> None:
     assert "x.npy" in str(refusal)
 
 
+@pytest.mark.slow
 def test_a_run_cannot_change_what_it_was(own: Project) -> None:
     """Another seed, order or optimizer in the same directory would lose samples or moments in silence: exit 2."""
     assert own.shoal("train", "run.toml", "run.steps=1", "run.processes=1").returncode == 0
@@ -199,6 +202,7 @@ def test_a_run_cannot_change_what_it_was(own: Project) -> None:
         refused(own.shoal("train", "run.toml", "--resume", "run.processes=1", changed), USAGE, *words)
 
 
+@pytest.mark.slow
 def test_ranks_that_drew_other_data_are_named(own: Project) -> None:
     """A data set that is drawn unseeded is another one on every rank: exit 2 names the rank and the sample."""
     (own.folder / "own.py").write_text(
@@ -208,6 +212,7 @@ def test_ranks_that_drew_other_data_are_named(own: Project) -> None:
     refused(own.shoal("train", "run.toml", "data.build=own:unseeded"), USAGE, "rank 1 has another data", "seeded")
 
 
+@pytest.mark.slow
 def test_ranks_with_another_module_are_named(own: Project) -> None:
     """A layer that every rank imports from a folder of its own, outside of where it was started: exit 2 names it."""
     for rank in (0, 1):

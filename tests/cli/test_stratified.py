@@ -101,6 +101,7 @@ def test_bad_strata(own: Project, override: str, said: str) -> None:
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.slow
 def test_another_order_is_not_resumed(own: Project) -> None:
     """A run keeps the classes that it was begun with."""
     assert own.shoal("train", "run.toml", "run.processes=1", "run.steps=2").returncode == 0

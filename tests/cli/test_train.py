@@ -92,6 +92,7 @@ def test_a_file_and_a_seed_are_one_result(own: Project) -> None:
     assert own.manifest("a", 4)["objects"] != own.manifest("c", 4)["objects"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_the_same_command_goes_on(own: Project, number: signal.Signals) -> None:
     """Ctrl-C or SIGTERM: the step is finished, a checkpoint written, exit 75; the same command ends the run."""
@@ -151,6 +152,7 @@ def test_a_killed_rank_is_noticed_and_leaves_nothing(own: Project) -> None:
     assert "SIGKILL" in (own.folder / "out.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_ranks(own: Project) -> None:
     """kill -9 of the launcher: its ranks end too."""
     running = own.start("train", "run.toml", *ENDLESS)
@@ -190,6 +192,7 @@ def test_data_that_is_no_number_is_named(own: Project) -> None:
     assert values[0]["loss/train"] is None
 
 
+@pytest.mark.slow
 def test_a_single_bad_step_is_skipped_and_the_run_goes_on(own: Project) -> None:
     """One NaN sample an epoch: its step is skipped by all ranks, the others count, the weights stay finite."""
     done = own.shoal("train", "run.toml", "data.arguments={broken=7}")
@@ -312,6 +315,7 @@ def test_out_of_memory_is_explained_under_other_launchers(own: Project) -> None:
     assert said.splitlines()[-1].startswith("What frees memory: batch.micro_samples")
 
 
+@pytest.mark.slow
 def test_a_run_directory_that_is_removed_is_named(own: Project) -> None:
     """Removed in mid-run: exit 3 and a sentence at the next step, no traceback."""
     running = own.start("train", "run.toml", *ENDLESS)
@@ -370,6 +374,7 @@ def test_a_model_that_cannot_train_is_one_sentence(own: Project) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_on_standard_input_is_one_sentence(own: Project) -> None:
     """The ranks run the script again, and there is no file to run: exit 2, and no frames of Shoal's."""
     done = own.python("-", text=SCRIPT)

@@ -94,6 +94,7 @@ def test_checkpoints_are_listed_and_a_flipped_bit_is_named(trained: Project) -> 
     assert name in resumed.stdout + resumed.stderr
 
 
+@pytest.mark.slow
 def test_weights_alone_start_another_run(trained: Project) -> None:
     """`run.warm_start` takes a run directory or a checkpoint; the new run begins at step 1 with a lower loss."""
     for source in ("runs/own", "runs/own/checkpoints/step-00000005"):

@@ -121,6 +121,7 @@ def test_what_the_script_must_not_do_twice_differently_is_a_sentence(tmp_path: P
     assert "the script built another model when it was started again" in said
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_left_early_is_compared_up_to_there(tmp_path: Path) -> None:
     """By break and close(), or at the end of the script."""
     text = SCRIPT.replace(

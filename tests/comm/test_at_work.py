@@ -32,6 +32,7 @@ def test_the_end_waits_for_a_thread_in_cpp(patience: float, nap: float, naps: in
     assert subprocess.run([sys.executable, "-c", program], timeout=HANG_S, check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_wait_for_its_parents_threads() -> None:
     program = f"import os\nfrom shoal.comm import board as at_work\nat_work.PATIENCE_S = {NEVER_S}\n"
     program += "at_work.AT_WORK.__enter__()\npid = os.fork()\nif pid == 0: raise SystemExit(0)\n"
@@ -40,6 +41,7 @@ def test_a_forked_child_does_not_wait_for_its_parents_threads() -> None:
     assert done.stdout == "0\n"
 
 
+@pytest.mark.slow
 def test_what_comes_after_the_end_is_refused_and_holds_up_nobody() -> None:
     """Exit handlers that were there before Shoal run after its own."""
     program = """

@@ -209,6 +209,7 @@ def _says_everything(rank: int, store: dist.Store, limit_s: float) -> str:
         return str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [_opens_a_group, _says_everything])
 def test_a_cut_at_any_call_of_the_store_ends_every_wait(program: Callable[[int, dist.Store, float], str]) -> None:
     """Rank 1 loses the store before its first call, its second, ...: both ranks end, with a sentence."""

@@ -285,6 +285,7 @@ def losing_one(place, hosts: str, loser: int) -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named_on_every_host(ranks) -> None:
     """Whether it shares the dead rank's host or not, a survivor knows who it was, not by a timeout."""
     outcomes = ranks.outcomes(4, losing_one, "aabb", 3)

@@ -197,6 +197,7 @@ def test_closing_ends_the_readers():
         fed.next()
 
 
+@pytest.mark.slow
 def test_a_hanging_source_does_not_hold_the_interpreter():
     """A process whose data source never returns can still leave."""
     code = """

@@ -90,6 +90,7 @@ def test_messages_of_all_partitions_arrive_once_over_restarts(
         assert [i for i in second if i % PARTITIONS == partition] == list(range(partition, 250, PARTITIONS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kept", [0.0, 0.4, 1.0])
 def test_a_line_stays_the_line_that_it_was(
     cluster: Cluster, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: float

@@ -220,6 +220,7 @@ def test_s3_through_a_real_server(tmp_path: Path):
         server.stop()
 
 
+@pytest.mark.slow
 def test_an_s3_object_that_changes_is_noticed(tmp_path: Path):
     """Also where a listing showed it as it was, and where it has as many bytes as before."""
     pytest.importorskip("s3fs")

@@ -116,6 +116,7 @@ def test_the_script_of_your_model_trains(tmp_path: Path) -> None:
     assert (tmp_path / "runs/mine/checkpoints/step-00000008/manifest.json").exists()
 
 
+@pytest.mark.slow
 def test_the_script_of_the_python_api_ends_where_it_began(tmp_path: Path) -> None:
     """Two ranks train, and what follows the call runs once, in the process that started them, with their weights. The
     page's other script loads them.

@@ -83,6 +83,7 @@ def threads() -> list[str]:
     return sorted(names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", TABLES)
 def test_ten_generations_leave_no_thread(ranks, tmp_path: Path, case: str) -> None:
     """Groups, feeds, savers and watches end with the generation that they were made for."""

@@ -114,6 +114,7 @@ def test_smoothing_moves_nothing() -> None:
     assert smoothed(jump, 2)[8:13] == pytest.approx([0.2] * 5)
 
 
+@pytest.mark.slow
 def test_the_verb_tells_in_json_and_draws(tmp_path: Path) -> None:
     """On the two ranks of a run file, whose own folder it leaves alone."""
     own = project(tmp_path)

@@ -192,6 +192,7 @@ def rehearsed(own: Project, *arguments: str) -> list[dict]:
     return found["rows"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     """One rank, kill -9 in the middle: the next start goes on, and the user's own run directory is not made."""
     own = project(tmp_path)

@@ -61,6 +61,7 @@ def test_a_run_is_bitwise_the_same_again(trained: Project) -> None:
     assert "own-again exists" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_changed_file_and_package_are_named(trained: Project) -> None:
     """Another width of the model and a package of another version: not the same, exit 6, and both are named."""
     original = (trained.folder / "own.py").read_text()

@@ -89,6 +89,7 @@ def test_spares_stop_when_all_members_have_left(tmp_path: Path) -> None:
     assert cast(Processes, fleet.starter).started == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_replica_that_found_no_generation_ends_the_run(tmp_path: Path) -> None:
     """Exit code 3 at once: another in its place would wait for as long."""
     fleet = fleet_of(tmp_path, Processes({0: "input(); exit(3)", 1: WAITS}))

@@ -177,6 +177,7 @@ def test_a_run_of_mlflow_that_goes_on_is_a_child_of_its_first_start(
     assert [parent for _, parent in starts("two")] == [None]
 
 
+@pytest.mark.slow
 def test_wandb_writes_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline, every record is in the run's file, and nothing is asked of a network."""
     pytest.importorskip("wandb", reason="pip install 'shoal[wandb]'")

@@ -141,6 +141,7 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path) -> None:
         _chosen(tmp_path, 4, batch={"global_samples": 7}, layout={"replicate": 4})
 
 
+@pytest.mark.slow
 def test_shoal_train_trains_the_chosen_layout(tmp_path: Path) -> None:
     """The command line says in a line what was chosen; the run directory holds it, and training from there goes on."""
     corpus(tmp_path)

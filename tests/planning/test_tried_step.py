@@ -32,6 +32,7 @@ def run_of(recipe: str, *keys: str) -> RunFile:
     return load_run(ROOT / "recipes" / recipe, keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", [GPT, DIGITS])
 def test_the_prediction_of_what_was_tried_is_what_it_took(recipe: tuple[str, ...]) -> None:
     """Of a model by closed forms, and of one by its trace. The plan is calibrated on the step of one rank with one

@@ -33,6 +33,7 @@ def test_random_faults_break_no_rule_in_100_000_worlds(first: int) -> None:
         play(seed)
 
 
+@pytest.mark.slow
 def test_5000_ranks_lose_some_and_go_on() -> None:
     """625 replicas of 8 ranks: two are lost while they train, and the others and a spare take more steps."""
     world = World(1, faults=0.0, replicas=625, ranks=8)

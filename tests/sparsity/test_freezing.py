@@ -114,6 +114,7 @@ def test_a_schedule_freezes_and_thaws(ranks, folder: Path) -> None:
     assert float(at[12]["optimizer/step/head.weight"]) == 12.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layouts"),
     [("window", ["replicate", "ZeRO-3"]), ("progress", ["ZeRO-1", "replicate"]), ("progress", ["tensor", "ZeRO-3"])],

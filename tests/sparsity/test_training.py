@@ -193,6 +193,7 @@ JOURNEYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "layouts"), JOURNEYS)
 def test_a_run_resumes_in_the_middle_of_its_schedule(
     ranks, folder: Path, kind: str, layouts: list[str], tmp_path: Path

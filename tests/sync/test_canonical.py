@@ -35,6 +35,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tables", [GPT, DIGITS], ids=["gpt", "digits"])
 def test_weights_are_the_same_bits_on_1_2_and_4_replicas(ranks, folder: Path, tables: Tables) -> None:
     """In float32, AdamW, with a clipped norm, over 12 steps; the moments too."""

@@ -63,6 +63,7 @@ def test_a_run_goes_on_bitwise(ranks, folder: Path, layout: Tables) -> None:
     assert all(torch.equal(tensor, whole.state[key]) for key, tensor in resumed.state.items())
 
 
+@pytest.mark.slow
 def test_a_synchronous_run_goes_on_from_the_centre(ranks, folder: Path) -> None:
     """And leaves the replicas' own parameters where they are."""
     tables = ADAM | BATCH

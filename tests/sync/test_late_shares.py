@@ -281,6 +281,7 @@ def sums(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], float]:
     return x, sum(float(state[own.format(k) + "weight"]) for k in range(3))
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_all_that_it_had(ranks, tmp_path: Path) -> None:
     """A replica is killed while shares are on their way. The run resumes from the meeting before: every replica with
     its own x and weight; over twenty steps of rate 0 the sums of both are kept, late shares or not; and it

@@ -152,6 +152,7 @@ def test_numbers_found_in_shared_memory_are_those_that_are_sent(ranks, folder: P
         assert by_gloo[1] == by_memory[1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(first=2)
 @pytest.mark.parametrize(
     "sync",
@@ -172,6 +173,7 @@ def test_a_run_goes_on(ranks, folder: Path, sync: Tables) -> None:
     assert all(bool(torch.isfinite(tensor).all()) for tensor in resumed.state.values())
 
 
+@pytest.mark.slow
 def test_another_number_of_workers_goes_on_from_it(ranks, folder: Path) -> None:
     """Moments lie in the checkpoint under the unsplit model's names: three workers, or all-reduce, take them over."""
     wanted = ranks(2, train, ADAM | BATCH, str(folder))[0]

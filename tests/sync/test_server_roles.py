@@ -87,6 +87,7 @@ def test_dedicated_servers_make_the_updates_of_the_workers(ranks, folder: Path, 
     assert found[0].agreed == found[2].agreed == [step % 6 == 0 for step in range(1, STEPS + 1)]
 
 
+@pytest.mark.slow
 def test_a_run_moves_to_dedicated_servers_and_back(ranks, folder: Path) -> None:
     """The moments of Adam lie in the checkpoint under the unsplit model's names, whoever held them."""
     wanted = ranks(2, train, ADAM | BATCH, str(folder))[0]
@@ -97,6 +98,7 @@ def test_a_run_moves_to_dedicated_servers_and_back(ranks, folder: Path) -> None:
     assert distance(found.state, wanted.state) < AMPLIFIED
 
 
+@pytest.mark.slow
 def test_a_run_on_dedicated_servers_goes_on_bitwise(ranks, folder: Path) -> None:
     """Under synchronous admission."""
     tables = ADAM | BATCH | server(servers=1)
@@ -125,6 +127,7 @@ def test_servers_compute_no_gradients_and_take_part_in_evaluations(ranks, folder
     assert found[0][1]["loss/eval"] == pytest.approx(plain[0][1]["loss/eval"], rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(
     ("hosts", "sync"),

@@ -57,6 +57,7 @@ def test_fragments_leave_one_after_the_other(ranks, folder: Path) -> None:
     assert 4 * max(streaming.sent) <= max(local.sent)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("layout", [{"replicate": 2}, {"replicate": 2, "shard": 2}], ids=str)
 def test_a_run_goes_on_bitwise(ranks, folder: Path, layout: Tables) -> None:

@@ -111,6 +111,7 @@ def alone(ranks, tmp_path_factory) -> tuple[list[float], int, int]:
     return ranks(1, solved, "newton_cg", {}, str(tmp_path_factory.mktemp("alone")), MOST + 1)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [pytest.param(name, marks=[] if name in ("one", "replicate") else pytest.mark.stress) for name in LAYOUTS],
@@ -128,6 +129,7 @@ def test_newton_cg_ends_in_fifteen_steps_at_any_world_size(ranks, tmp_path: Path
     assert losses[-1] == pytest.approx(alone[0][-1], rel=AT_THE_END)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["replicate", pytest.param("ZeRO-1", marks=pytest.mark.stress)])
 def test_lbfgs_ends_there_too(ranks, tmp_path: Path, layout: str) -> None:
     """In at most a hundred steps, by the same decisions on every rank."""

@@ -171,6 +171,7 @@ TRAVELLING = ("nadam", "muon", "soap")
 JOURNEY = ["ZeRO-3", "one", "tensor", "replicate", "pipeline", "ZeRO-1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in TRAVELLING else pytest.mark.stress) for kind in OPTIMIZERS]
 )

@@ -82,6 +82,7 @@ def test_draws_between_blocks_are_those_of_one_process(ranks, tmp_path: Path, la
     assert verdict["holds"], verdict["sentence"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["FirstResidual", "LearnedPlaces", "TrainingOnly"])
 def test_parts_by_hand_that_forget_a_value_are_refused(ranks, tmp_path: Path, name: str) -> None:
     """In the first step, with the part and what to do; not as a loss that is not finite."""

@@ -98,6 +98,7 @@ TORCH = MIXED + (
 DIGEST = "from hashlib import sha256\nimport json\nresult = sha256(y.tobytes()).hexdigest()" + EPILOGUE
 
 
+@pytest.mark.slow
 def test_numpy_jax_and_torch_ranks_sum_to_the_same_bits() -> None:
     pytest.importorskip("jax", reason="a rank of this group is JAX's")
     found = run_codes([code + DIGEST for code in (NUMPY, TORCH, JAX)])

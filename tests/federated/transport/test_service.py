@@ -193,6 +193,7 @@ def test_a_client_without_the_right_certificate_gets_nothing(tmp_path: Path) -> 
         asyncio.run(play())
 
 
+@pytest.mark.slow
 def test_a_client_enrols_by_a_token_once(tmp_path: Path) -> None:
     """Its key never leaves its folder; the certificate is of the server's authority; nobody else gets in."""
     with serving(task(federated={"clients": 2}), tmp_path, enrolment=True) as server:

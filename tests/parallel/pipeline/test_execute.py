@@ -129,6 +129,7 @@ FOUR: list[Case] = [
 ALONE: list[Case] = [("perceptron", name, 3, None) for name in SYNCHRONOUS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "cases"), [(1, ALONE), (2, TWO), (4, FOUR)], ids=["1 rank", "2 ranks", "4 ranks"])
 def test_schedules_compute_what_one_process_computes(ranks, world: int, cases: list[Case]) -> None:
     """Loss and every gradient, float64: all schedules; frozen, tied, recomputed and dropped-out models; few and many

@@ -41,6 +41,7 @@ def run(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_users_model_is_planned_and_its_plan_is_a_run_file(run: Path, tmp_path: Path) -> None:
     """Roles allow tensor ranks; items add up to the peak; what is emitted loads."""
     app, out = typer.Typer(), tmp_path / "planned.toml"
