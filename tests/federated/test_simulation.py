@@ -136,6 +136,29 @@ def test_an_update_beyond_the_largest_norm_is_refused_and_named() -> None:
     assert "client client-000000 has norm" in told[0]
 
 
+@pytest.mark.parametrize("noise_by", ["server", "clients"])
+def test_a_secret_round_of_too_few_passes_and_privacy_counts_it(noise_by: str) -> None:
+    """Poisson cohorts vary: one below `least` leaves the model as it was, and spends like any other."""
+    keys: dict[str, Any] = {
+        "run": {"steps": 8},
+        "federated": {"cohort": 3, "least": 3, "local_steps": 1, "weights": "equal", "evaluate_every": 9},
+        "privacy": {"noise": 4.0, "epsilon": 50.0, "noise_by": noise_by},
+        "secure_aggregation": {"bits": 24},
+    }
+    told: list[str] = []
+    simulation = Simulation(task(**keys), told=told.append)
+    models, passed = [simulation.server.model], []
+    rows = simulation.run(lambda _: models.append(simulation.server.model))
+    for row, before, after in zip(rows, models, models[1:], strict=False):
+        assert (row.counted == 0) == torch.equal(before, after)
+        passed += [row.round] if row.counted == 0 else []
+    assert 0 < len(passed) < len(rows) == 8
+    assert [line.partition(":")[0] for line in told] == [f"round {number} passes without an update" for number in passed]
+    assert all(row.attempts == 1 and (row.counted >= 3 or row.counted == 0) for row in rows)
+    assert simulation.budget is not None
+    assert rows[-1].values["privacy/epsilon"] == simulation.budget.spent(8)
+
+
 def test_parameters_that_stay_local_never_leave() -> None:
     """The server's bias stays as it was; each client has its own. A pattern that fits nothing is refused."""
     simulation = Simulation(task(federated={"keep_local": ["*.bias"]}))
