@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,11 @@ from shoal.assembly.federated import simulate
 from shoal.data.batches import read_batch
 from shoal.data.corpora import digits
 from shoal.errors import ConfigError, EnvironmentFault, UserCodeError
+from shoal.federated.report import RoundFigures, row_of
 from shoal.federated.simulation import Simulation
+from shoal.federated.strategy import Update
+from shoal.federated.transport.store import Store
+from shoal.federated.work import ServerModel
 from tests.federated.tasks import run_file, task
 
 TOLERANCE = 1e-6
@@ -153,7 +158,7 @@ def test_a_secret_round_of_too_few_passes_and_privacy_counts_it(noise_by: str) -
         assert (row.counted == 0) == torch.equal(before, after)
         passed += [row.round] if row.counted == 0 else []
     assert 0 < len(passed) < len(rows) == 8
-    assert [line.partition(":")[0] for line in told] == [f"round {number} passes without an update" for number in passed]
+    assert [line.partition(":")[0] for line in told] == [f"round {n} passes without an update" for n in passed]
     assert all(row.attempts == 1 and (row.counted >= 3 or row.counted == 0) for row in rows)
     assert simulation.budget is not None
     assert rows[-1].values["privacy/epsilon"] == simulation.budget.spent(8)
@@ -222,6 +227,18 @@ def test_a_model_that_vmap_cannot_take_is_refused_with_the_repair() -> None:
         Simulation(branching).run()
     single = replace(branching, devices=type(one.devices)(together=1))
     assert len(Simulation(single).run()) == 5
+
+
+def test_figures_that_are_not_finite_do_not_break_the_report(tmp_path: Path) -> None:
+    """A mean that overflows is left out; a held-out loss that is not finite is null in the round's line, and the line
+    is read all the same."""
+    one = task()
+    server, store = ServerModel(one), Store(tmp_path)
+    updates = [Update(f"{i}", 0, 5, one.model * 0, metrics={"x/train": 1.7e308, "y/train": 2.0}) for i in range(2)]
+    assert server.advance(updates) == {"y/train": 2.0}
+    store.note(asdict(RoundFigures(1, values={"loss/eval": float("inf"), "y/train": 2.0})))
+    assert [row_of(row) for row in store.rows()] == [RoundFigures(1, values={"y/train": 2.0})]
+    store.journal.close()
 
 
 def test_the_report_and_the_model_lie_in_the_run_directory(tmp_path, monkeypatch) -> None:

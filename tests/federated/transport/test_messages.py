@@ -74,6 +74,17 @@ def test_a_header_that_promises_too_much_is_refused(tmp_path: Path) -> None:
         messages.read_frame(path, messages.UpdateHeader)
 
 
+def test_a_figure_that_would_spoil_the_mean_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "update.frame"
+    for value, known in ((-1e30, True), (1.7e308, False), (-1.1e30, False)):
+        messages.write_frame(path, messages.UpdateHeader(samples=1, steps=1, metrics={"x/train": value}), [])
+        if known:
+            assert messages.read_frame(path, messages.UpdateHeader).header.metrics == {"x/train": value}
+            continue
+        with pytest.raises(messages.BadFrame, match=r"\.metrics"):
+            messages.read_frame(path, messages.UpdateHeader)
+
+
 def test_enrolment_makes_certificates_once(tmp_path: Path) -> None:
     """Keys are the owner's alone; a name is given once; a second call keeps the authority."""
     paths = enrol(tmp_path / "c", names=["a", "b"], hosts=["localhost", "127.0.0.1"])

@@ -153,7 +153,7 @@ class Client:
             samples=update.samples,
             steps=update.steps,
             momentum=update.momentum,
-            metrics=dict(update.metrics),
+            metrics={name: value for name, value in update.metrics.items() if abs(value) <= messages.MOST_FIGURE},
         )
         pieces = [messages.frame_head(header), *map(messages.bytes_of, named.values())]
         return await self._sent(train, pieces)

@@ -156,13 +156,18 @@ class ModelHeader(Header, frozen=True, forbid_unknown_fields=True, kw_only=True)
     settings: Annotated[dict[Short, bool | int | float | Text], msgspec.Meta(max_length=64)] = {}
 
 
+MOST_FIGURE = 1e30
+"""Largest figure that a client may report: means of such figures over any samples are finite."""
+Reported = Annotated[float, msgspec.Meta(ge=-MOST_FIGURE, le=MOST_FIGURE)]
+
+
 class UpdateHeader(Header, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An update; who sends it is on the certificate, and what it is for on the ticket."""
 
     samples: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
     momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
-    metrics: Annotated[dict[Short, float], msgspec.Meta(max_length=32)] = {}
+    metrics: Annotated[dict[Short, Reported], msgspec.Meta(max_length=32)] = {}
 
 
 H = TypeVar("H", bound=Header)
