@@ -236,7 +236,7 @@ class Client:
         """The server's answer to a message. Raises `EnvironmentFault` where it is away for too long."""
         content = body or (lambda: b"" if said is None else msgspec.msgpack.encode(said))
         async with self._request(method, where, content=content) as response:
-            read = await response.content.read(messages.MOST_MESSAGE_BYTES)
+            read = await messages.body_of(response.content, most=messages.MOST_MESSAGE_BYTES)
             return messages.decode(messages.ANSWER, read)
 
     @contextlib.asynccontextmanager

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -105,6 +105,24 @@ T = TypeVar("T")
 
 class BadMessage(EnvironmentFault):
     """Bytes that are no message of this protocol."""
+
+
+class Stream(Protocol):
+    """A body that arrives in pieces; an empty piece is its end."""
+
+    async def readany(self) -> bytes:
+        """What has arrived, at least one byte before the end."""
+        ...
+
+
+async def body_of(stream: Stream, *, most: int) -> bytes:
+    """All of a body, however many pieces it arrives in. Raises `BadMessage` for more than `most` bytes."""
+    body = bytearray()
+    while piece := await stream.readany():
+        body += piece
+        if len(body) > most:
+            raise BadMessage(f"a message has more than {most} bytes")
+    return bytes(body)
 
 
 def decode(decoder: msgspec.msgpack.Decoder[T] | msgspec.json.Decoder[T], body: bytes) -> T:
