@@ -27,7 +27,7 @@ from shoal.federated.transport.service import Service
 from tests.federated.tasks import task
 from tests.federated.transport.serving import Server, packed, serving
 
-CLOSE = {"rtol": 0.0, "atol": 2e-5}
+CLOSE = 2e-5
 """Clients train alone here and together in the simulation; secret sums are rounded to 20 bits."""
 
 
@@ -48,7 +48,7 @@ def test_a_run_over_the_network_makes_the_model_of_the_simulation(tables: dict[s
     if not one.federated.asynchronous:
         simulation = Simulation(one)
         simulation.run()
-        assert torch.allclose(found, simulation.server.model, **CLOSE)
+        assert torch.allclose(found, simulation.server.model, rtol=0.0, atol=CLOSE)
     assert server.host.server.version == 2
 
 
