@@ -172,7 +172,7 @@ def test_a_strategy_goes_on_after_a_restart(kind: Any) -> None:
     rounds = [
         [Update(str(i), r, 4 + i, torch.randn(len(start), generator=generator)) for i in range(3)] for r in range(3)
     ]
-    going = FlowerStrategy(config, one, kind())
+    going = again = FlowerStrategy(config, one, kind())
     expected = found = start
     for number, updates in enumerate(rounds):
         expected = going.aggregate(expected, updates, version=number)
