@@ -200,8 +200,9 @@ def test_a_client_without_the_right_certificate_gets_nothing(tmp_path: Path) -> 
         asyncio.run(play())
 
 
-def test_a_client_enrols_by_a_token_once(tmp_path: Path) -> None:
+def test_a_client_enrols_by_a_token_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its key never leaves its folder; the certificate is of the server's authority; nobody else gets in."""
+    monkeypatch.setattr(service, "REFUSAL_S", 0.0)
     with serving(task(federated={"clients": 2}), tmp_path, enrolment=True) as server:
         token, late = (new_tokens(server.certificates, count=1, hours=hours)[0] for hours in (1, -1))
         mine, where = tmp_path / "mine", f"127.0.0.1:{server.port}"
