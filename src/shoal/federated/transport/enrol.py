@@ -131,13 +131,11 @@ def enrol_by_token(directory: Path, *, server: str, name: str, token: str) -> Pa
     if not host or not port.isdecimal():
         raise UsageError(f"'{server}' is no address: it is HOST:PORT, as `shoal federate server` prints it")
     _require_name(directory, name)
-    key = _key_of_client(directory, name)
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
-    said = {"token": token, "name": name, "request": request.public_bytes(Encoding.PEM).decode()}
     try:
         context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=str(directory / f"{AUTHORITY}.pem"))
         context.minimum_version = ssl.TLSVersion.TLSv1_3
+        request = _request(name, _key_of_client(directory, name))
+        said = {"token": token, "name": name, "request": request.decode()}
         connection = http.client.HTTPSConnection(host, int(port), timeout=REQUEST_S, context=context)
         connection.request("POST", "/enrol", json.dumps(said))
         answer = connection.getresponse()
@@ -151,6 +149,13 @@ def enrol_by_token(directory: Path, *, server: str, name: str, token: str) -> Pa
         raise UsageError(f"the server does not enrol {name}: {content.decode(errors='replace')[:500]}")
     replace_file(directory / f"{name}.pem", content)
     return directory / f"{name}.pem"
+
+
+def _request(name: str, key: ec.EllipticCurvePrivateKey) -> bytes:
+    """A signing request for a key, in PEM."""
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    asked = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
+    return asked.public_bytes(Encoding.PEM)
 
 
 def _key_of_client(directory: Path, name: str) -> ec.EllipticCurvePrivateKey:
