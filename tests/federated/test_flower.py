@@ -3,17 +3,19 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save
 from torch import Tensor, nn
 
 import shoal
-from shoal.errors import ConfigError, UserCodeError
+from shoal.errors import ConfigError, EnvironmentFault, UsageError, UserCodeError
 from shoal.federated.config import FedAvgConfig
 from shoal.federated.local_training import LocalTrainer
 from shoal.federated.strategy import Update
@@ -25,12 +27,13 @@ pytest.importorskip(
     "flwr", reason="flwr is not installed: it asks for older protobuf, typer and rich than the development environment"
 )
 
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import FedAdam, FedAvg, FedProx, FedYogi
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideAdaptiveClipping as Adaptive
+from flwr.serverapp.strategy import FedAdam, FedAvg, FedAvgM, FedProx, FedYogi
 
-from shoal.federated.flower import FlowerStrategy
+from shoal.federated.flower import FlowerStrategy, _number_of
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -127,7 +130,40 @@ def trainer() -> LocalTrainer:
     return LocalTrainer(module, F.cross_entropy, layout, SGD(lr=0.1), torch.zeros(layout.numel))
 
 
-@pytest.mark.parametrize("kind", [FedAdam, FedYogi])
+class Remembers(FedAvg):
+    """State of every kind that is kept, and a rate of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.best: dict[int, tuple[Any, ...]] = {}
+        self.metric = None
+        self.losses = (len, str)
+
+    def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
+        config["lr"] *= 0.5
+        self.seen.append((server_round, np.float32(0.1), b"x", float("inf"), OrderedDict(a=torch.ones(2))))
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        self.best[server_round] = (arrays, metrics, True, "text", None)
+        first = next(iter(arrays))
+        arrays[first] = Array(arrays[first].numpy() + np.float32(len(self.seen) + len(self.best)))
+        return arrays, metrics
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        FedAdam,
+        FedYogi,
+        lambda: FedAvgM(server_momentum=0.9),
+        Remembers,
+        lambda: Adaptive(FedAvgM(server_momentum=0.9), 0.0, 3, clipped_count_stddev=0.0),
+    ],
+    ids=["FedAdam", "FedYogi", "FedAvgM", "own", "wrapped"],
+)
 def test_a_strategy_goes_on_after_a_restart(kind: Any) -> None:
     """What it kept goes into a new object: the next model is that of the one that was never stopped."""
     one, config = trainer(), FedAvgConfig(clients=3)
@@ -136,7 +172,7 @@ def test_a_strategy_goes_on_after_a_restart(kind: Any) -> None:
     rounds = [
         [Update(str(i), r, 4 + i, torch.randn(len(start), generator=generator)) for i in range(3)] for r in range(3)
     ]
-    going = FlowerStrategy(config, one, kind())
+    going = again = FlowerStrategy(config, one, kind())
     expected = found = start
     for number, updates in enumerate(rounds):
         expected = going.aggregate(expected, updates, version=number)
@@ -146,8 +182,48 @@ def test_a_strategy_goes_on_after_a_restart(kind: Any) -> None:
         again.kept = kept
         found = again.aggregate(found, updates, version=number)
         kept = {name: tensor.clone() for name, tensor in again.kept.items()}
+        kept = load(save(kept))
     assert torch.equal(found, expected)
     assert not torch.equal(expected, start)
+    assert again.configure() == going.configure()
+    if kind is Remembers:
+        assert going.configure().settings["lr"] == 0.1 * 0.5**3
+        assert again._theirs.seen[0][:4] == (1, np.float32(0.1), b"x", float("inf"))
+
+
+def test_the_sample_count_that_was_checked_weighs() -> None:
+    """Not one that a client gives as a figure of its own."""
+    one = trainer()
+    start = vector_of(one.module, one.layout)
+    updates = [
+        Update(str(n), 0, n, torch.full_like(start, float(n)), metrics={"num-examples/train": 10.0**n}) for n in (1, 3)
+    ]
+    found = FlowerStrategy(FedAvgConfig(clients=3), one, FedAvg()).aggregate(start, updates, version=0)
+    torch.testing.assert_close(found, start + (1 * 1 + 3 * 3) / 4, **CLOSE)
+
+
+def test_replies_that_do_not_fit_together_are_a_sentence() -> None:
+    one = trainer()
+    start = vector_of(one.module, one.layout)
+    updates = [Update(name, 0, 2, start * 0, metrics={f"{name}/train": 1.0}) for name in "ab"]
+    with pytest.raises(EnvironmentFault, match=r"strategy FedAvg cannot aggregate what clients replied: .* same keys"):
+        FlowerStrategy(FedAvgConfig(clients=3), one, FedAvg()).aggregate(start, updates, version=0)
+
+
+def test_a_round_is_configured_once_and_the_rate_goes_on_from_what_the_strategy_made_of_it(tmp_path: Path) -> None:
+    strategy, seen = Remembers(), list[dict[str, Any]]()
+    weights(tmp_path, train=app_of(seen), strategy=strategy)
+    assert [entry[0] for entry in strategy.seen] == [1, 2, 3, 4]
+    first = tables(tmp_path)["optimizer"]["lr"]
+    assert {one["server-round"]: one["lr"] for one in seen} == {r: first * 0.5**r for r in range(1, 5)}
+
+
+def test_a_clients_part_is_given_or_is_the_number_in_its_name() -> None:
+    assert _number_of("clinic-a", 5, 3) == 3
+    assert _number_of("clinic-7", 5, 0) == 0
+    assert _number_of("clinic-7", 5, None) == 2
+    with pytest.raises(UsageError, match="client clinic-a has no number at the end of its name"):
+        _number_of("clinic-a", 5, None)
 
 
 class TellsBytes(FedAvg):
@@ -161,9 +237,34 @@ class Sends(FedAvg):
         return grid.send_and_receive([])
 
 
+class TellsEachNode(FedAvg):
+    def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Any:
+        messages = super().configure_train(server_round, arrays, config, grid)
+        for message in messages:
+            message.content = RecordDict({"config": ConfigRecord({"node": message.metadata.dst_node_id})})
+        return messages
+
+
+class KeepsASet(FedAvg):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = {"a"}
+
+
+class Replaces(FedAvg):
+    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+        self.train_metrics_aggr_fn = lambda *_: MetricRecord()
+        return super().aggregate_train(server_round, replies)
+
+
 @pytest.mark.parametrize(
     ("strategy", "error", "said"),
     [
+        (FedAvg(min_train_nodes=6), ConfigError, "min_train_nodes = 6, and federated.clients is 5"),
+        (Adaptive(FedAvg(min_available_nodes=6), 0.0, 3), ConfigError, "min_available_nodes = 6"),
+        (TellsEachNode(), ConfigError, "tells its nodes different things"),
+        (KeepsASet(), UserCodeError, "keeps a set in its attribute names"),
+        (Replaces(), UserCodeError, "keeps a function in its attribute train_metrics_aggr_fn"),
         (FedAvg(min_available_nodes=6), ConfigError, "min_available_nodes = 6, and federated.clients is 5"),
         (TellsBytes(), ConfigError, "tells clients secret = b'x'"),
         (Sends(), UserCodeError, "calls grid.send_and_receive"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,11 @@ from shoal.assembly.federated import simulate
 from shoal.data.batches import read_batch
 from shoal.data.corpora import digits
 from shoal.errors import ConfigError, EnvironmentFault, UserCodeError
+from shoal.federated.report import RoundFigures, row_of
 from shoal.federated.simulation import Simulation
+from shoal.federated.strategy import Update
+from shoal.federated.transport.store import Store
+from shoal.federated.work import ServerModel
 from tests.federated.tasks import run_file, task
 
 TOLERANCE = 1e-6
@@ -136,6 +141,29 @@ def test_an_update_beyond_the_largest_norm_is_refused_and_named() -> None:
     assert "client client-000000 has norm" in told[0]
 
 
+@pytest.mark.parametrize("noise_by", ["server", "clients"])
+def test_a_secret_round_of_too_few_passes_and_privacy_counts_it(noise_by: str) -> None:
+    """Poisson cohorts vary: one below `least` leaves the model as it was, and spends like any other."""
+    keys: dict[str, Any] = {
+        "run": {"steps": 8},
+        "federated": {"cohort": 3, "least": 3, "local_steps": 1, "weights": "equal", "evaluate_every": 9},
+        "privacy": {"noise": 4.0, "epsilon": 50.0, "noise_by": noise_by},
+        "secure_aggregation": {"bits": 24},
+    }
+    told: list[str] = []
+    simulation = Simulation(task(**keys), told=told.append)
+    models, passed = [simulation.server.model], []
+    rows = simulation.run(lambda _: models.append(simulation.server.model))
+    for row, before, after in zip(rows, models, models[1:], strict=False):
+        assert (row.counted == 0) == torch.equal(before, after)
+        passed += [row.round] if row.counted == 0 else []
+    assert 0 < len(passed) < len(rows) == 8
+    assert [line.partition(":")[0] for line in told] == [f"round {n} passes without an update" for n in passed]
+    assert all(row.attempts == 1 and (row.counted >= 3 or row.counted == 0) for row in rows)
+    assert simulation.budget is not None
+    assert rows[-1].values["privacy/epsilon"] == simulation.budget.spent(8)
+
+
 def test_parameters_that_stay_local_never_leave() -> None:
     """The server's bias stays as it was; each client has its own. A pattern that fits nothing is refused."""
     simulation = Simulation(task(federated={"keep_local": ["*.bias"]}))
@@ -199,6 +227,18 @@ def test_a_model_that_vmap_cannot_take_is_refused_with_the_repair() -> None:
         Simulation(branching).run()
     single = replace(branching, devices=type(one.devices)(together=1))
     assert len(Simulation(single).run()) == 5
+
+
+def test_figures_that_are_not_finite_do_not_break_the_report(tmp_path: Path) -> None:
+    """A mean that overflows is left out; a held-out loss that is not finite is null in the round's line, and the line
+    is read all the same."""
+    one = task()
+    server, store = ServerModel(one), Store(tmp_path)
+    updates = [Update(f"{i}", 0, 5, one.model * 0, metrics={"x/train": 1.7e308, "y/train": 2.0}) for i in range(2)]
+    assert server.advance(updates) == {"y/train": 2.0}
+    store.note(asdict(RoundFigures(1, values={"loss/eval": float("inf"), "y/train": 2.0})))
+    assert [row_of(row) for row in store.rows()] == [RoundFigures(1, values={"y/train": 2.0})]
+    store.journal.close()
 
 
 def test_the_report_and_the_model_lie_in_the_run_directory(tmp_path, monkeypatch) -> None:

@@ -73,7 +73,8 @@ def federate(
         from shoal.federated.flower import client_of
 
         assert train is not None
-        train = client_of(train, run_file.federated.clients)
+        part = role.part if isinstance(role, FederatedClient) else None
+        train = client_of(train, run_file.federated.clients, part=part)
     own = OwnTraining(train, evaluate, None if strategy is None else _strategy(strategy))
     script = FromScript(UserObjects(model=model, data=data, loss=loss), own)
     if role is None:

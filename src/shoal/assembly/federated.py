@@ -136,12 +136,14 @@ def serve(
 
     Started again after any end, it goes on where it was. Raises `InUse` where another server has the run directory.
     """
-    from shoal.federated.transport.enrol import SERVER, tls_context
+    from shoal.federated.transport.enrol import SERVER, require_authority, tls_context
     from shoal.federated.transport.host import Host
     from shoal.federated.transport.service import Service
     from shoal.federated.transport.store import Store
 
     tls = tls_context(certificates, SERVER, server=True, anybody=enrolment)
+    if enrolment:
+        require_authority(certificates)
     directory, refused = run_directory(run_file), []
 
     def say(sentence: str) -> None:

@@ -77,12 +77,8 @@ def join(
 
     Example: shoal federate join --server 127.0.0.1:29500 --certificates certificates --name clinic-c --token TOKEN
     """
-    from shoal.errors import UsageError
     from shoal.federated.transport.enrol import enrol_by_token
 
-    host, _, port = server.rpartition(":")
-    if not host or not port.isdigit():
-        raise UsageError(f"'{server}' is no address: it is HOST:PORT, as `shoal federate server` prints it")
     print(enrol_by_token(certificates, server=server, name=name, token=token))
 
 

@@ -158,8 +158,10 @@ def result_of(
 
 
 def row_of(row: Mapping[str, Any]) -> RoundFigures:
-    """The figures of a round, from a line that they were written to."""
-    return msgspec.convert(row, RoundFigures)
+    """The figures of a round, from a line that they were written to. One that was not finite is null there, and left
+    out here."""
+    values = {name: value for name, value in row.get("values", {}).items() if value is not None}
+    return msgspec.convert({**row, "values": values}, RoundFigures)
 
 
 def write(directory: Path, result: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:

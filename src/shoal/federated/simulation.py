@@ -25,7 +25,7 @@ from shoal.federated.privacy.mechanisms import Simulated
 from shoal.federated.report import RoundFigures, figures, of_each
 from shoal.federated.robust import refusal
 from shoal.federated.rounds import Rounds, Ticket
-from shoal.federated.secure.summing import clipped_part, secure_mean, skellam_of
+from shoal.federated.secure.summing import clipped_part, fewest_in_sum, secure_mean, skellam_of
 from shoal.federated.strategy import Plan, Update
 from shoal.federated.task import Task
 from shoal.federated.work import ClientState, ServerModel, Work, train_clients
@@ -203,9 +203,16 @@ class Simulation:
         if ready is None:
             return False
         updates = [self._trained.pop(ticket)[0] for ticket in ready]
-        if self.task.secure is not None and updates:
-            updates = [self._secret_mean(self.task.secure, updates)]
-        self.row.values |= self.server.advance(updates)
+        if self.task.secure is None:
+            self.row.values |= self.server.advance(updates)
+        elif len(updates) >= fewest_in_sum(self.task.federated):
+            self.row.values |= self.server.advance([self._secret_mean(self.task.secure, updates)])
+        elif self.rounds.poisson is not None:
+            ready = ()
+            self._pass(len(updates))
+        else:
+            self.rounds.abandon(f"{len(updates)} contributions make no secret sum", self.now_s)
+            return False
         if self.budget is not None:
             self.row.values["privacy/epsilon"] = self.budget.spent(self.server.version)
         self.row.time_s, self.row.counted, self.row.attempts = self.now_s, len(ready), self.rounds.attempt + 1
@@ -214,6 +221,16 @@ class Simulation:
         alive = {ticket.version for tickets in self._waiting.values() for ticket in tickets}
         self._from = {version: kept for version, kept in self._from.items() if version in alive}
         return True
+
+    def _pass(self, contributions: int) -> None:
+        """The round passes without an update, and privacy's accountant counts it: to draw its clients again would raise
+        the chance of each above what the accountant counts."""
+        fewest = fewest_in_sum(self.task.federated)
+        self.told(
+            f"round {self.server.version + 1} passes without an update: {contributions} of at least {fewest} clients "
+            "took part"
+        )
+        self.server.version += 1
 
     def _secret_mean(self, secure: SecureAggregationConfig, updates: list[Update]) -> Update:
         self.row.values["secure/clipped"] = max(clipped_part(update, secure) for update in updates)

@@ -8,6 +8,7 @@ survive a restart.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -203,11 +204,12 @@ class ServerModel:
         return self.strategy.configure()
 
     def advance(self, updates: Sequence[Update]) -> dict[str, float]:
-        """Makes the next model from the updates, in their order. Returns the means of what clients measured.
+        """Makes the next model from the updates, in their order. Returns the means of what clients measured,
+        those that are finite.
 
         Raises `EnvironmentFault` where the model is not finite afterwards; it is then what it was.
         """
-        figures = self.strategy.evaluate(updates)
+        figures = {name: mean for name, mean in self.strategy.evaluate(updates).items() if math.isfinite(mean)}
         if self.private is not None:
             updates = [self._hidden(updates, self.private)]
         model = self.strategy.aggregate(self.model, updates, version=self.version) if updates else self.model

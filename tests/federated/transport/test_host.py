@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from shoal.errors import EnvironmentFault
+from shoal.federated.rounds import Opened
 from shoal.federated.simulation import Simulation
 from shoal.federated.transport import messages
 from shoal.federated.transport.host import Host, strategy_of
+from shoal.federated.transport.store import Store
 from tests.federated.tasks import task
 from tests.federated.transport.clients import DyingStore, LocalClient, Run, replayed
 
@@ -156,6 +158,35 @@ def test_a_silent_client_is_not_waited_for(tmp_path: Path) -> None:
     assert ready is not None
     assert [ticket.client for ticket in ready] == [client.name for client in clients[:2]]
     assert told == ["client client-000002 has been silent for 5 s: nobody waits for it"]
+
+
+def test_a_private_round_that_too_few_take_part_in_passes_and_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The accountant assumes that each client takes part by itself with one chance: no cohort is drawn again, be it too
+    small or its clients too silent."""
+    monkeypatch.setattr("shoal.federated.transport.host.secrets.randbits", lambda _: 1)
+    one = task(
+        run={"steps": 8},
+        devices={"together": 1},
+        federated={"clients": 4, "cohort": 2, "least": 2, "local_steps": 1, "weights": "equal", "evaluate_every": 9},
+        privacy={"noise": 4.0, "epsilon": 50.0, "noise_by": "clients"},
+        secure_aggregation={"bits": 24},
+    )
+    run = Run(one, tmp_path)
+    host = run.play([])
+    store = Store(tmp_path / "server")
+    drawn = [made for made in store.journal.read() if isinstance(made, Opened)]
+    store.journal.close()
+    assert [(made.version, made.attempt) for made in drawn] == [(version, 0) for version in range(8)]
+    small = [made for made in drawn if len(made.cohort) < 2]
+    assert 0 < len(small) < 8
+    assert len(run.told) == len(small)
+    rows = host.store.rows()
+    assert [row["round"] for row in rows] == list(range(1, 9))
+    assert [row["counted"] for row in rows] == [len(m.cohort) if m not in small else 0 for m in drawn]
+    assert host.budget is not None
+    assert [row["values"]["privacy/epsilon"] for row in rows] == [host.budget.spent(n) for n in range(1, 9)]
 
 
 def test_two_servers_of_one_folder_are_refused(tmp_path: Path) -> None:

@@ -9,9 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.errors import UsageError
 from shoal.federated.transport import messages
-from shoal.federated.transport.enrol import enrol, name_on, tls_context
 
 VECTORS = {
     "a": torch.arange(5, dtype=torch.int8),
@@ -74,17 +72,12 @@ def test_a_header_that_promises_too_much_is_refused(tmp_path: Path) -> None:
         messages.read_frame(path, messages.UpdateHeader)
 
 
-def test_enrolment_makes_certificates_once(tmp_path: Path) -> None:
-    """Keys are the owner's alone; a name is given once; a second call keeps the authority."""
-    paths = enrol(tmp_path / "c", names=["a", "b"], hosts=["localhost", "127.0.0.1"])
-    authority = (tmp_path / "c/authority.pem").read_bytes()
-    assert [path.name for path in paths] == ["a.pem", "b.pem"]
-    assert ((tmp_path / "c/a.key").stat().st_mode & 0o777) == 0o600
-    enrol(tmp_path / "c", names=["c"], hosts=["localhost"])
-    assert (tmp_path / "c/authority.pem").read_bytes() == authority
-    for name in ("a", "server", "../x", ""):
-        with pytest.raises(UsageError):
-            enrol(tmp_path / "c", names=[name], hosts=[])
-    assert tls_context(tmp_path / "c", "a", server=False).minimum_version.name == "TLSv1_3"
-    assert name_on({"subject": ((("commonName", "a"),),)}) == "a"
-    assert name_on({}) is None
+def test_a_figure_that_would_spoil_the_mean_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "update.frame"
+    for value, known in ((-1e30, True), (1.7e308, False), (-1.1e30, False)):
+        messages.write_frame(path, messages.UpdateHeader(samples=1, steps=1, metrics={"x/train": value}), [])
+        if known:
+            assert messages.read_frame(path, messages.UpdateHeader).header.metrics == {"x/train": value}
+            continue
+        with pytest.raises(messages.BadFrame, match=r"\.metrics"):
+            messages.read_frame(path, messages.UpdateHeader)

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pytest
 import torch
+from aiohttp import web
 from blake3 import blake3
 
 from shoal.errors import EnvironmentFault, UsageError
+from shoal.federated.secure.messages import Sealed
 from shoal.federated.simulation import Simulation, client_name
-from shoal.federated.transport import messages
+from shoal.federated.transport import messages, service
+from shoal.federated.transport.client import Client
 from shoal.federated.transport.enrol import enrol, enrol_by_token, new_tokens, tls_context
 from shoal.federated.transport.host import strategy_of
+from shoal.federated.transport.service import Service
 from tests.federated.tasks import task
 from tests.federated.transport.serving import Server, packed, serving
 
-CLOSE = {"rtol": 0.0, "atol": 2e-5}
+CLOSE = 2e-5
 """Clients train alone here and together in the simulation; secret sums are rounded to 20 bits."""
 
 
@@ -41,7 +48,7 @@ def test_a_run_over_the_network_makes_the_model_of_the_simulation(tables: dict[s
     if not one.federated.asynchronous:
         simulation = Simulation(one)
         simulation.run()
-        assert torch.allclose(found, simulation.server.model, **CLOSE)
+        assert torch.allclose(found, simulation.server.model, rtol=0.0, atol=CLOSE)
     assert server.host.server.version == 2
 
 
@@ -193,9 +200,9 @@ def test_a_client_without_the_right_certificate_gets_nothing(tmp_path: Path) -> 
         asyncio.run(play())
 
 
-@pytest.mark.slow
-def test_a_client_enrols_by_a_token_once(tmp_path: Path) -> None:
+def test_a_client_enrols_by_a_token_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its key never leaves its folder; the certificate is of the server's authority; nobody else gets in."""
+    monkeypatch.setattr(service, "REFUSAL_S", 0.0)
     with serving(task(federated={"clients": 2}), tmp_path, enrolment=True) as server:
         token, late = (new_tokens(server.certificates, count=1, hours=hours)[0] for hours in (1, -1))
         mine, where = tmp_path / "mine", f"127.0.0.1:{server.port}"
@@ -218,6 +225,47 @@ def test_a_client_enrols_by_a_token_once(tmp_path: Path) -> None:
         (mine / "authority.pem").write_bytes((closed.certificates / "authority.pem").read_bytes())
         with pytest.raises(EnvironmentFault, match="is it a server with --enrol"):
             enrol_by_token(mine, server=f"127.0.0.1:{closed.port}", name="third", token=token)
+
+
+def test_messages_of_many_pieces_are_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client reads an answer of 1 MiB; the server reads a request in two pieces, and refuses one of 1 MiB."""
+    sealed = Sealed({f"client-{number:06d}": bytes(range(250)) for number in range(4096)})
+    assert len(packed(sealed)) > 1 << 20
+    monkeypatch.setattr(service, "REFUSAL_S", 0.0)
+    told: list[str] = []
+    one = Service(SimpleNamespace(told=told.append), enrolment=tmp_path)  # type: ignore[arg-type]
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=packed(sealed))
+
+    async def in_pieces(*pieces: bytes) -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+            await asyncio.sleep(0.05)
+
+    async def play() -> tuple[Any, list[str]]:
+        app = web.Application()
+        app.add_routes([web.post("/answer", answer), web.post("/enrol", one._enrol)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+        client = Client(task(), np.empty(0), name="a", url=url, store=None)  # type: ignore[arg-type]
+        said = []
+        async with aiohttp.ClientSession() as client._session:
+            found = await client._ask("POST", "/answer")
+            for pieces in ((b'{"token": "x", "name": "new", ', b'"request": "y"}'), (b"x" * (1 << 20),)):
+                async with client._session.post(url + "/enrol", data=in_pieces(*pieces)) as response:
+                    said.append(await response.text())
+        await runner.cleanup()
+        return found, said
+
+    found, said = asyncio.run(play())
+    assert found == sealed
+    assert "the token is" in said[0]
+    assert said[1] == "a message has more than 8192 bytes"
+    assert len(told) == 2
 
 
 async def without_certificate(server: Server) -> int:

@@ -153,7 +153,7 @@ class Client:
             samples=update.samples,
             steps=update.steps,
             momentum=update.momentum,
-            metrics=dict(update.metrics),
+            metrics={name: value for name, value in update.metrics.items() if abs(value) <= messages.MOST_FIGURE},
         )
         pieces = [messages.frame_head(header), *map(messages.bytes_of, named.values())]
         return await self._sent(train, pieces)
@@ -236,7 +236,7 @@ class Client:
         """The server's answer to a message. Raises `EnvironmentFault` where it is away for too long."""
         content = body or (lambda: b"" if said is None else msgspec.msgpack.encode(said))
         async with self._request(method, where, content=content) as response:
-            read = await response.content.read(messages.MOST_MESSAGE_BYTES)
+            read = await messages.body_of(response.content, most=messages.MOST_MESSAGE_BYTES)
             return messages.decode(messages.ANSWER, read)
 
     @contextlib.asynccontextmanager

@@ -7,13 +7,16 @@
 A client is who its certificate says. Certificates of clients cannot serve, and that of the server is no client's.
 
 A token lets one client enrol by itself: it makes a key, which never leaves it, and sends the token and a request to a
-server that has the authority's key. `tokens.json` has the tokens' digests and until when they are good; a token is gone
-from it before its certificate is made.
+server that has the authority's key. `tokens.json` has the tokens' digests, until when they are good, and who used them;
+a token is used before its certificate is made. A client that did not hear the answer asks again, with the same key and
+the same token, and gets its certificate. Whoever changes `tokens.json` holds `tokens.lock`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import hashlib
 import http.client
 import ipaddress
@@ -23,7 +26,7 @@ import re
 import secrets
 import ssl
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -33,23 +36,34 @@ from shoal.observe.facts import replace_file
 
 try:
     from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import hashes
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import (
         Encoding,
         NoEncryption,
         PrivateFormat,
+        PublicFormat,
         load_pem_private_key,
     )
     from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 except ImportError as error:
     raise MissingExtra("cryptography", extra="federated", purpose="enrolment") from error
 
-AUTHORITY, SERVER, TOKENS = "authority", "server", "tokens.json"
+AUTHORITY, SERVER, TOKENS, LOCK = "authority", "server", "tokens.json", "tokens.lock"
 MOST_REQUEST_BYTES = 8192
 REQUEST_S = 30.0
 DAYS = 365
+INVALID = "the token is not valid: this server does not know it, it was used, or it has expired; ask for a new one"
 CLIENT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+class _Used(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A token that was used, by a client of this name with the key of this digest; good for the same again."""
+
+    until: float
+    name: str
+    key: str
 
 
 def enrol(directory: Path, *, names: Sequence[str], hosts: Sequence[str], days: int = DAYS) -> list[Path]:
@@ -71,65 +85,106 @@ def enrol(directory: Path, *, names: Sequence[str], hosts: Sequence[str], days: 
 
 def new_tokens(directory: Path, *, count: int, hours: float) -> list[str]:
     """Tokens of 192 bits, each good for one client and for so long; the folder keeps their digests alone."""
-    known = _tokens(directory / TOKENS)
     made = [secrets.token_urlsafe(24) for _ in range(count)]
     until = time.time() + 3600 * hours
-    _keep_tokens(directory / TOKENS, known | {_digest(token): until for token in made})
+    with _locked(directory):
+        known = _tokens(directory / TOKENS)
+        _keep_tokens(directory / TOKENS, known | {_digest(token.encode()): until for token in made})
     return made
 
 
 def redeem(directory: Path, *, token: str, name: str, request: bytes, days: int = DAYS) -> bytes:
-    """The certificate of `name`, in PEM, for the key of a signing request, in PEM. Uses the token up.
+    """The certificate of `name`, in PEM, for the key of a signing request, in PEM. Uses the token up: from then on it
+    is good for the same name and key alone.
 
-    Raises `UsageError` for a token that is none or was used, a name that none may have or that has a certificate, and a
+    Raises `UsageError` for a token that is not valid, a name that none may have or that has a certificate, and a
     request that is none.
     """
-    known, now = _tokens(directory / TOKENS), time.time()
-    until = known.pop(_digest(token), 0.0)
-    if until < now:
-        raise UsageError("the token is none of this server's, was used, or is too old: ask for a new one")
-    _require_name(directory, name)
-    try:
-        asked = x509.load_pem_x509_csr(request)
-        key = asked.public_key()
-    except ValueError as error:
-        raise UsageError(f"the request of {name} is no certificate request: {error}") from error
-    if not asked.is_signature_valid or not isinstance(key, ec.EllipticCurvePublicKey):
-        raise UsageError(f"the request of {name} is not signed by its key, or its key is not one of P-256")
-    authority = _authority(directory, days)
-    _keep_tokens(directory / TOKENS, {digest: end for digest, end in known.items() if end >= now})
-    content = _certificate(name, key, authority, days).public_bytes(Encoding.PEM)
-    replace_file(directory / f"{name}.pem", content)
+    digest, now = _digest(token.encode()), time.time()
+    with _locked(directory):
+        known = {one: entry for one, entry in _tokens(directory / TOKENS).items() if _until(entry) >= now}
+        entry = known.get(digest)
+        if entry is None:
+            raise UsageError(INVALID)
+        key = _requested_key(name, request)
+        used = _Used(_until(entry), name, _digest(key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)))
+        path = directory / f"{name}.pem"
+        if isinstance(entry, _Used) and entry != used:
+            raise UsageError(INVALID)
+        if entry == used and path.exists():
+            return path.read_bytes()
+        _require_name(directory, name)
+        authority = require_authority(directory)
+        _keep_tokens(directory / TOKENS, known | {digest: used})
+        content = _certificate(name, key, authority, days).public_bytes(Encoding.PEM)
+        replace_file(path, content)
     return content
 
 
 def enrol_by_token(directory: Path, *, server: str, name: str, token: str) -> Path:
     """Makes a key for `name` in the folder, which has authority.pem, and gets its certificate from `server`, HOST:PORT.
+    A key that is there without a certificate, from a try that broke off, is used again.
+
     Returns the certificate's file. Raises `UsageError` where the server refuses, `EnvironmentFault` where it is away.
     """
-    _require_name(directory, name)
-    key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    request = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
-    said = {"token": token, "name": name, "request": request.public_bytes(Encoding.PEM).decode()}
     host, _, port = server.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UsageError(f"'{server}' is no address: it is HOST:PORT, as `shoal federate server` prints it")
+    _require_name(directory, name)
     try:
         context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=str(directory / f"{AUTHORITY}.pem"))
         context.minimum_version = ssl.TLSVersion.TLSv1_3
+        request = _request(name, _key_of_client(directory, name))
+        said = {"token": token, "name": name, "request": request.decode()}
         connection = http.client.HTTPSConnection(host, int(port), timeout=REQUEST_S, context=context)
         connection.request("POST", "/enrol", json.dumps(said))
         answer = connection.getresponse()
         content = answer.read(MOST_REQUEST_BYTES)
-    except (OSError, http.client.HTTPException) as error:
+    except (OSError, OverflowError, http.client.HTTPException) as error:
         raise EnvironmentFault(
             f"{server} cannot be asked for a certificate ({error}): is it a server with --enrol, and is "
             f"{AUTHORITY}.pem in {directory} its authority's?"
         ) from error
     if answer.status != 200:
         raise UsageError(f"the server does not enrol {name}: {content.decode(errors='replace')[:500]}")
-    _write_key(directory, name, key)
     replace_file(directory / f"{name}.pem", content)
     return directory / f"{name}.pem"
+
+
+def _request(name: str, key: ec.EllipticCurvePrivateKey) -> bytes:
+    """A signing request for a key, in PEM."""
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    asked = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
+    return asked.public_bytes(Encoding.PEM)
+
+
+def _key_of_client(directory: Path, name: str) -> ec.EllipticCurvePrivateKey:
+    """The key that lies there, or a new one. Raises `EnvironmentFault`."""
+    path = directory / f"{name}.key"
+    try:
+        if path.exists():
+            return _private_key(path)
+        key = ec.generate_private_key(ec.SECP256R1())
+        _write_key(directory, name, key)
+    except (OSError, ValueError, TypeError) as error:
+        raise EnvironmentFault(
+            f"{path} cannot be used as the key of {name} ({error}): remove it, and join again"
+        ) from error
+    return key
+
+
+def _requested_key(name: str, request: bytes) -> ec.EllipticCurvePublicKey:
+    """The key that a signing request is for. Raises `UsageError`."""
+    try:
+        asked = x509.load_pem_x509_csr(request)
+        key, valid = asked.public_key(), asked.is_signature_valid
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise UsageError(f"the request of {name} is no certificate request: {error}") from error
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise UsageError(f"the request of {name} is for a key of another kind: it must be one of the curve P-256")
+    if not valid:
+        raise UsageError(f"the request of {name} is not signed by the key that it is for")
+    return key
 
 
 def tls_context(directory: Path, name: str, *, server: bool, anybody: bool = False) -> ssl.SSLContext:
@@ -165,34 +220,57 @@ def _require_name(directory: Path, name: str) -> None:
         raise UsageError(f"client {name} is enrolled already: {directory / name}.pem is there; choose another name")
 
 
-def _digest(token: str) -> str:
-    return hashlib.sha256(token.encode()).hexdigest()
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
-def _tokens(path: Path) -> dict[str, float]:
+def _until(entry: float | _Used) -> float:
+    return entry.until if isinstance(entry, _Used) else entry
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Nobody else changes the folder's tokens meanwhile."""
+    with (directory / LOCK).open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _tokens(path: Path) -> dict[str, float | _Used]:
     """Until when each token is good, seconds since 1970, by its digest. Raises `EnvironmentFault`."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, float]) if path.exists() else {}
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, float | _Used]) if path.exists() else {}
     except (OSError, msgspec.DecodeError) as error:
         raise EnvironmentFault(f"{path} cannot be read ({error}): remove it, and make new tokens") from error
 
 
-def _keep_tokens(path: Path, tokens: dict[str, float]) -> None:
+def _keep_tokens(path: Path, tokens: dict[str, float | _Used]) -> None:
     replace_file(path, msgspec.json.encode(tokens))
 
 
+def require_authority(directory: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    """The authority's certificate and key. Raises `EnvironmentFault` where they are missing or do not fit."""
+    try:
+        certificate = x509.load_pem_x509_certificate((directory / f"{AUTHORITY}.pem").read_bytes())
+        key = _private_key(directory / f"{AUTHORITY}.key")
+        if key.public_key() != certificate.public_key():
+            raise ValueError(f"{AUTHORITY}.key is not the key of {AUTHORITY}.pem")
+    except (OSError, ValueError, TypeError) as error:
+        raise EnvironmentFault(f"the authority in {directory} cannot be used ({error}): give another folder") from error
+    return certificate, key
+
+
+def _private_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """A key of the curve P-256. Raises `OSError`, `ValueError` and `TypeError`."""
+    key = load_pem_private_key(path.read_bytes(), None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise ValueError(f"{path.name} has no key of the curve P-256")
+    return key
+
+
 def _authority(directory: Path, days: int) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
-    pem, key_file = directory / f"{AUTHORITY}.pem", directory / f"{AUTHORITY}.key"
-    if pem.exists():
-        try:
-            key = load_pem_private_key(key_file.read_bytes(), None)
-            certificate = x509.load_pem_x509_certificate(pem.read_bytes())
-        except (OSError, ValueError) as error:
-            raise EnvironmentFault(
-                f"the authority in {directory} cannot be used ({error}): give another folder"
-            ) from error
-        assert isinstance(key, ec.EllipticCurvePrivateKey)
-        return certificate, key
+    if (directory / f"{AUTHORITY}.pem").exists():
+        return require_authority(directory)
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "shoal federated authority")])
     usage = x509.KeyUsage(False, False, False, False, False, True, True, False, False)

@@ -2,7 +2,8 @@
 
 Whatever is answered follows from decisions that are in the journal. Secure aggregation keeps its vectors in memory: a
 restart before secrets are asked for begins another attempt; after that, the round passes without an update, because two
-sums of one round over different clients would tell them apart.
+sums of one round over different clients would tell them apart. With privacy of clients, a round that too few take part
+in passes, too: to draw its clients again would raise the chance of each above what the accountant counts.
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ class Host:
         if self.task.secure is not None and self.rounds.open is not None:
             if self.rounds.open.revealing:
                 self._pass("the server was restarted while clients revealed secrets")
+            elif self.rounds.poisson is not None:
+                self._pass("the server was restarted")
             else:
                 self.rounds.abandon("the server was restarted", self.clock())
                 self._commit()
@@ -178,9 +181,11 @@ class Host:
             return messages.Wait(POLL_S)
         ticket = self.rounds.ask(client, self.clock())
         self._commit()
-        if self.task.secure is not None and self.secret is None and self.rounds.open is not None:
+        if self.task.secure is not None:
             self._begin_secret()
-        if ticket is None or (self.secret is not None and not self.secret.wants(client)):
+            if self.secret is None or not self.secret.wants(client):
+                return messages.Wait(POLL_S)
+        if ticket is None:
             return messages.Wait(POLL_S)
         self.row.asked += 1
         last, turn = self.rounds.last.get(client), self.rounds.turns.get(client, 0)
@@ -257,8 +262,7 @@ class Host:
             return ready
         self.rounds.begin(now_s)
         self._commit()
-        if self.rounds.open is not None and self.secret is None:
-            self._begin_secret()
+        self._begin_secret()
         if self.secret is not None:
             self.secret.server.tick(now_s)
             self.note_revealing()
@@ -324,8 +328,13 @@ class Host:
         return {"privacy": self.budget.facts(self.server.version)}
 
     def _begin_secret(self) -> None:
-        assert self.rounds.open is not None
-        assert self.task.secure is not None
+        """Begins the sum of the open round, if it has none."""
+        if self.rounds.open is None or self.secret is not None:
+            return
+        fewest = fewest_in_sum(self.task.federated)
+        if self.rounds.poisson is not None and len(self.rounds.open.cohort) < fewest:
+            self._pass(f"{len(self.rounds.open.cohort)} of at least {fewest} clients were drawn")
+            return
         cohort = {name: self.rounds.present.get(name, 1) for name in self.rounds.open.cohort}
         attempt = self.rounds.open.attempt
         self.secret = SecretRound(self.task, self.rounds.version, attempt, cohort, now_s=self.clock())
@@ -342,7 +351,7 @@ class Host:
                 self._pass(str(error))
                 return None
             return tuple(Ticket(name, secret.version, secret.attempt) for name in secret.server.contributors)
-        if secret.server.revealing:
+        if secret.server.revealing or self.rounds.poisson is not None:
             self._pass(secret.server.reason)
             return None
         self.told(f"round {secret.version + 1} is tried again: {secret.server.reason}")
@@ -352,10 +361,16 @@ class Host:
         return None
 
     def _pass(self, reason: str) -> None:
-        """The round passes without an update."""
+        """The round passes without an update; what it spent of privacy is spent."""
         self.told(f"round {self.rounds.version + 1} passes without an update: {reason}")
+        row, one = self.row, self.rounds.open
+        row.time_s, row.attempts = self.clock() - self._began_s, self.rounds.attempt + 1
+        row.lost = 0 if one is None else len(one.cohort)
         self.server.version += 1
+        if self.budget is not None:
+            row.values["privacy/epsilon"] = self.budget.spent(self.server.version)
         self.store.write_model(self.server.version, self.server.state(), self.server.plan())
+        self.store.note(asdict(row))
         self.rounds.advance(self.clock(), ())
         self._commit()
         self.secret, self.row = None, RoundFigures(self.rounds.version + 1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -107,6 +107,24 @@ class BadMessage(EnvironmentFault):
     """Bytes that are no message of this protocol."""
 
 
+class Stream(Protocol):
+    """A body that arrives in pieces; an empty piece is its end."""
+
+    async def readany(self) -> bytes:
+        """What has arrived, at least one byte before the end."""
+        ...
+
+
+async def body_of(stream: Stream, *, most: int) -> bytes:
+    """All of a body, however many pieces it arrives in. Raises `BadMessage` for more than `most` bytes."""
+    body = bytearray()
+    while piece := await stream.readany():
+        body += piece
+        if len(body) > most:
+            raise BadMessage(f"a message has more than {most} bytes")
+    return bytes(body)
+
+
 def decode(decoder: msgspec.msgpack.Decoder[T] | msgspec.json.Decoder[T], body: bytes) -> T:
     """The message in `body`. Raises `BadMessage`."""
     try:
@@ -156,13 +174,18 @@ class ModelHeader(Header, frozen=True, forbid_unknown_fields=True, kw_only=True)
     settings: Annotated[dict[Short, bool | int | float | Text], msgspec.Meta(max_length=64)] = {}
 
 
+MOST_FIGURE = 1e30
+"""Largest figure that a client may report: means of such figures over any samples are finite."""
+Reported = Annotated[float, msgspec.Meta(ge=-MOST_FIGURE, le=MOST_FIGURE)]
+
+
 class UpdateHeader(Header, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An update; who sends it is on the certificate, and what it is for on the ticket."""
 
     samples: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
     momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
-    metrics: Annotated[dict[Short, float], msgspec.Meta(max_length=32)] = {}
+    metrics: Annotated[dict[Short, Reported], msgspec.Meta(max_length=32)] = {}
 
 
 H = TypeVar("H", bound=Header)

@@ -134,7 +134,7 @@ class Service:
         if self.enrolment is None:
             return web.Response(status=404, text="this server enrols nobody: start it with --enrol")
         try:
-            said = messages.decode(messages.ENROL, await request.content.read(MOST_REQUEST_BYTES))
+            said = messages.decode(messages.ENROL, await messages.body_of(request.content, most=MOST_REQUEST_BYTES))
             asked = said.request.encode()
             content = redeem(self.enrolment, token=said.token, name=said.name, request=asked)
         except (messages.BadMessage, UsageError) as error:
