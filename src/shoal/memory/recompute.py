@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import UserCodeError
-from shoal.memory.recompute_budget import Numbering, Operator, Profile, RecomputeBudget, profiled
+from shoal.memory.recompute_budget import Numbering, Operator, Profile, RecomputeBudget, profiled, sizes_of
 from shoal.models.keyed_draws import active_draws
 from shoal.models.layers import CausalAttention
 
@@ -324,7 +324,7 @@ class Recomputed:
             return self.inner(*inputs, **named)
         choice = None
         if self.budget is not None:
-            choice = self.budget.choice(self.number, partial(self._look, inputs, named))
+            choice = self.budget.choice(self.number, sizes_of((inputs, named)), partial(self._look, inputs, named))
             if choice.whole:
                 return self.inner(*inputs, **named)
         kept = KeptOperators(None if choice is None else choice.operators)
