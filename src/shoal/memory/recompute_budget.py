@@ -166,11 +166,13 @@ def _above(a: Choice, b: Choice, c: Choice) -> bool:
 class RecomputeBudget:
     """What the blocks of one rank keep, together at most `bytes`, if each runs once in a forward, in order, and what it
     computes has sizes that follow from those of its inputs. Where one is looked at, it and the blocks behind it keep
-    nothing but their inputs.
+    nothing but their inputs. `looks_again`: at larger inputs, which may come on one rank alone: a look at a block that
+    exchanges something with ranks of other inputs would wait for them for ever. Without it the first look counts.
     """
 
     bytes: int
     profiles: dict[int, Profile] = field(default_factory=dict)
+    looks_again: bool = True
     _choices: dict[int, Choice] = field(default_factory=dict)
     _seen: dict[int, list[Sizes]] = field(default_factory=dict)
 
@@ -179,7 +181,7 @@ class RecomputeBudget:
         if none that it was profiled with were as large.
         """
         seen = self._seen.setdefault(block, [])
-        if not any(_within(sizes, larger) for larger in seen):
+        if not seen or (self.looks_again and not any(_within(sizes, larger) for larger in seen)):
             found = look()
             self.profiles[block] = self.profiles.get(block, found).covering(found)
             self._seen[block] = [*(smaller for smaller in seen if not _within(smaller, sizes)), sizes]
