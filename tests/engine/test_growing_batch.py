@@ -19,6 +19,7 @@ from shoal.data.order import Order
 from shoal.engine.growing_batch import BatchGrowth, GrowingFeed
 from shoal.engine.recovery import resume
 from shoal.launcher.environment import Place
+from shoal.observe.capsule import NEXT_SAMPLES
 from shoal.runfile.rules import check_across, refusal
 from shoal.runfile.run_file import RunFile
 from tests.assembly.journey import save, whole_state
@@ -128,13 +129,15 @@ def gone_on(
     run = opened(place, tables, Path(directory))
     resume(run.state, Path(directory), announce=run.process.announce, warn=print)
     run.generation.gradients.gather()
-    sizes, progress = list[int](), run.state.progress
+    sizes, announced, progress = list[int](), list[int](), run.state.progress
     with closing(feed_of(run)) as feed:
         for _ in range(steps):
             fed = feed.next()
             progress.advance(fed.interval)
             run.step(progress.step, fed.microbatches, lr=run.rate(progress.step), samples=len(fed.interval))
             sizes.append(len(fed.interval))
+            announced.append(int(run.state.figures()[NEXT_SAMPLES]))
+    assert announced[:-1] == sizes[1:], "a step says how many samples the next one has"
     save(run, Path(directory), place)
     return sizes, whole_state(run)
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from shoal.assembly.run import Run, open_run
+from shoal.comm.collective import Alone
 from shoal.data.sample import Batch
-from shoal.engine.tally import moments
+from shoal.engine.tally import NoiseMeter, NoiseReading, Tally, moments
 from shoal.errors import ConfigError
 from shoal.launcher.environment import Place
 from shoal.runfile.rules import check_across
@@ -21,6 +22,7 @@ from tests.verification.layouts import GPT, corpus, run_file_of
 
 SUM_ORDER = 1e-9  # float64: two orders of summation, and a difference of nearly equal norms
 UNTIED = {**GPT, "tied": False}
+ALONE = {"run": {"processes": 1}}
 EVERY_STEP = {"noise_every_steps": 1}
 CASES = [
     (1, {"batch": {"micro_samples": 2}}),
@@ -123,6 +125,9 @@ def test_the_noise_is_that_of_the_samples(ranks, folder: Path, world: int, table
         ({"layout": {"pipeline": 2}, "model": {**GPT, "tied": True}}, "model.tied"),
         ({"run": {"processes": 1}}, "set batch.micro_samples to 4"),
         ({"layout": {"pipeline": 2, "replicate": 1}, "model": UNTIED}, "two shares"),
+        ({**ALONE, "batch": {"micro_samples": 4, "adaptive": {"first": 4}}}, "a step of 4 .*micro_samples to 2"),
+        ({**ALONE, "batch": {"micro_samples": 2, "schedule": [{"samples": 2, "until": 8}]}}, "micro_samples to 1"),
+        ({**ALONE, "batch": {"micro_samples": 1, "adaptive": {"first": 1}}}, "give every step two samples"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(tables: dict[str, Any], word: str) -> None:
@@ -130,6 +135,28 @@ def test_what_cannot_be_measured_is_refused(tables: dict[str, Any], word: str) -
     run_file: RunFile = run_file_of(Path(), **{"observe": EVERY_STEP, **tables})
     with pytest.raises(ConfigError, match=word):
         check_across(run_file, file="noise.toml")
+
+
+def test_a_step_of_one_part_has_no_noise() -> None:
+    """As the last one of an epoch under `epoch_end = "short"`; nor has one whose samples all have no weight."""
+
+    class Own:
+        wanted = True
+
+        def square(self, device: torch.device) -> torch.Tensor:
+            return torch.ones((), dtype=torch.float64, device=device)
+
+    own: Any = Own()
+    meter = NoiseMeter(own, Alone(), every=1, counts=True, separates_microbatches=True, device=torch.device("cpu"))
+
+    def reading(*sizes: int, weight: float = 1.0) -> NoiseReading | None:
+        batches = [Batch(torch.zeros(n), torch.zeros(n), torch.full((n,), weight), torch.arange(n)) for n in sizes]
+        samples = sum(sizes)
+        return meter.reading(batches, Tally(max(1.0, weight * samples), samples, 0, False), norm=0.5, scale=1.0)
+
+    assert reading(4, 3) is not None
+    assert reading(3) is None
+    assert reading(4, 4, weight=0.0) is None
 
 
 def test_the_noise_is_not_measured_unless_due(ranks, folder: Path) -> None:

@@ -7,10 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from shoal.memory.collector import LOOK_EVERY_STEPS, STEPS_OF_A_LEAK, WARM_UP_STEPS, Collector, largest_holders
+from shoal.memory.collector import (
+    LOOK_EVERY_STEPS,
+    STEPS_OF_A_LEAK,
+    WARM_UP_STEPS,
+    Collector,
+    LeakWatch,
+    largest_holders,
+)
 
 WITHIN_STEPS = 60
 KEPT: list[Tensor] = []
@@ -58,6 +66,30 @@ def test_a_tensor_a_step_is_named_within_sixty_steps() -> None:
     assert f"test_collector.py:{named}" in line
     assert "Tensor of float32 [33, 7]" in line
     assert "in a list of" in line
+
+
+def test_a_holder_that_was_frozen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of before the warm-up is none that the collector follows. Each of two leaks is named once, the second of
+    them no later for what was frozen when the first one was.
+    """
+    monkeypatch.setattr(LeakWatch, "_trace", lambda *_: None)  # takes most of the time, and says nothing of holders
+    old, late = [torch.zeros(3, 11)], list[Tensor]()
+
+    def leaking(step: int) -> None:
+        old.append(torch.ones(3, 11) * step)
+        if step > 20:
+            late.append(torch.ones(3, 12) * step)
+
+    frozen = gc.get_freeze_count()
+    with collecting(20) as collector:
+        said = lines_of(collector, 70, leaking)
+        assert gc.get_freeze_count() > frozen
+    (first, (line,)), (second, (other,)) = said.items()
+    assert "float32 [3, 11]" in line
+    assert f"{first - WARM_UP_STEPS} of them in a list of {first + 1}" in line
+    assert "float32 [3, 12]" in other
+    assert f"in a list of {second - 20}" in other
+    assert second <= 20 + STEPS_OF_A_LEAK
 
 
 def test_what_comes_and_goes_is_not_named() -> None:

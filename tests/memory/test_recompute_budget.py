@@ -148,6 +148,41 @@ def test_a_budget_holds_and_gradients_are_the_same_bits(half: bool) -> None:
         assert share < 0.5 or kept > 0.5 * budget, "the budget is used"
 
 
+def held_by(made: nn.Module, *shape: int) -> int:
+    """Bytes of the graph of one forward."""
+    torch.manual_seed(5)
+    x = torch.randn(*shape, WIDTH)
+    return measured_activation_bytes(lambda: made(x).square().sum())
+
+
+def test_a_budget_holds_while_inputs_grow() -> None:
+    """It is chosen from the largest so far, in whichever dimension, and used again from the next forward on."""
+    largest = (1, 32 * SAMPLES)
+    least = {shape: held_by(model(0), *shape) for shape in [(1, SAMPLES), (4, 2 * SAMPLES), (16, 8), largest]}
+    budget = (held_by(model(None), *largest) - least[largest]) // 2
+    made = model(budget)
+    for shape in [(1, SAMPLES), (1, SAMPLES), (4, 2 * SAMPLES), largest, (16, 8), *least]:
+        assert held_by(made, *shape) <= least[shape] + budget + 4 * 64, shape
+    assert held_by(made, *largest) > least[largest] + 0.5 * budget
+    assert held_by(made, 1, SAMPLES) > least[1, SAMPLES], "small inputs keep a part of it"
+
+
+def test_blocks_behind_one_that_is_looked_at_keep_nothing() -> None:
+    """Choices of before and after a look are not mixed in one forward: each has spent the budget."""
+    (profile,) = drawn(1, blocks=1, operators=4)
+    budget, small, large = RecomputeBudget(profile.saved_bytes), ((4, 8),), ((4, 9),)
+    forward = lambda *sizes: [budget.choice(n, each, lambda: profile) for n, each in enumerate(sizes)]  # noqa: E731
+    assert forward(small, small, small) == [Choice()] * 3
+    kept = forward(small, small, small)
+    assert 0 < sum(choice.bytes for choice in kept) <= budget.bytes
+    assert forward(small, large, small) == [kept[0], Choice(), Choice()]
+    assert forward(small, large, small) == kept
+    budget.looks_again = False
+    assert forward(((4, 10),), ((4, 10),), ((4, 10),)) == kept, "other ranks would have to look, too"
+    budget.looks_again = True
+    assert forward(((2, 8),), small, ((4, 8), (4, 8)))[2] == Choice(), "one tensor more"
+
+
 def test_small_blocks_are_kept_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where looking at each call takes longer than what it saves."""
     monkeypatch.setattr(recompute_budget, "BYTES_OF_A_CALL", {"cpu": 1e5, "cuda": 1e7})

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 
 from shoal.config.check import implementation_of
-from shoal.errors import EnvironmentFault
+from shoal.errors import EnvironmentFault, UserCodeError
 from shoal.memory.spill_file import SpillFile, Traffic, rounded
 from shoal.memory.streamed_state import LEAST_BYTES, StreamedState
 from shoal.memory.tiers import DiskTier, HostTier, Pool
@@ -140,6 +140,23 @@ def test_a_disk_that_fails_ends_the_update_with_its_sentence(tmp_path: Path) -> 
     with pytest.raises(EnvironmentFault, match="Input/output error"):
         train()
     optimizer.home.close()
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("pool_bytes", [PART_BYTES, 1 << 20])
+def test_state_on_disk_is_not_waited_for_when_the_run_is_over(pool_bytes: int, tmp_path: Path) -> None:
+    """Reading it and a further step say so, whether some was read ahead or all."""
+    own = parameters()
+    optimizer = optimizer_of("adamw", own)
+    optimizer.home = home("disk", tmp_path, Traffic(), pool_bytes=pool_bytes)
+    for _ in gradients(own, 3):
+        optimizer.step()
+    assert slots_of(optimizer, own)
+    optimizer.home.close()
+    with pytest.raises(UserCodeError, match="the run is over"):
+        slots_of(optimizer, own)
+    with pytest.raises(UserCodeError, match="the run is over"):
+        optimizer.step()
 
 
 def test_kinds_that_say_that_they_update_apart_do() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.errors import UserCodeError
 from shoal.models.deferred_build import DeferredBuild, DeferredNumbers
@@ -59,7 +59,57 @@ class _Made(nn.Module):
             self.never = nn.Linear(WIDTH, WIDTH)
 
 
-@pytest.mark.parametrize("kind", [_Drawn, _Made])
+class _DrawnInPart(nn.Module):
+    """Draws into tensors that do not lie in one piece, from which a kernel takes other numbers of its generator."""
+
+    def __init__(self, kind: torch.dtype) -> None:
+        super().__init__()
+        draws = list(_DRAWS.values())
+        self.drawn = nn.ParameterList()
+        for view in _VIEWS.values():
+            for draw in draws:
+                matrix = torch.zeros(WIDTH, WIDTH, dtype=kind)
+                draw(view(matrix))
+                self.drawn.append(nn.Parameter(matrix))
+                self.drawn.append(nn.Parameter(torch.randn(3)))  # has other numbers where a draw left others
+        self.after = nn.Linear(WIDTH, WIDTH)
+
+
+_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "columns": lambda x: x[:, : WIDTH // 2],
+    "column, which has a place": lambda x: x[5:, 3],
+    "transposed": lambda x: x.t(),
+    "every second row": lambda x: x[1::2],
+    "channels last": lambda x: x.view(10, 16, 16, 10).permute(0, 3, 1, 2),
+    "fewer than 16": lambda x: x[2:6, 2:5],
+    "none": lambda x: x[:0],
+}
+_DRAWS: dict[str, Callable[[Tensor], object]] = {
+    "normal_": lambda x: x.normal_(),
+    "uniform_": lambda x: x.uniform_(-1, 1),
+    "log_normal_": lambda x: x.log_normal_(),
+    "exponential_": lambda x: x.exponential_(),
+    "random_": lambda x: x.random_(0, 100),
+    "bernoulli_": lambda x: x.bernoulli_(0.3),
+    "bernoulli_ of chances": lambda x: x.bernoulli_(torch.full_like(x, 0.3)),
+    "trunc_normal_": lambda x: nn.init.trunc_normal_(x, std=0.5),
+    "orthogonal_": lambda x: nn.init.orthogonal_(x) if x.dim() == 2 and x.numel() and x.dtype.itemsize > 2 else x,
+    "randn into it": lambda x: torch.randn(x.shape, out=x) if x.numel() > 16 else x,
+    "randn_like": lambda x: x.copy_(torch.randn_like(x)),
+}
+
+
+class _DrawnIntoFloats(_DrawnInPart):
+    def __init__(self) -> None:
+        super().__init__(torch.float32)
+
+
+class _DrawnIntoHalves(_DrawnInPart):
+    def __init__(self) -> None:
+        super().__init__(torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", [_Drawn, _Made, _DrawnIntoFloats, _DrawnIntoHalves])
 def test_first_values_are_those_of_an_ordinary_build(kind: type[nn.Module]) -> None:
     """Parameter by parameter, in any order; the generator ends where it would."""
     torch.manual_seed(7)

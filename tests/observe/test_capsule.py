@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from shoal.data.config import AdaptiveBatch, BatchConfig
 from shoal.errors import UsageError
-from shoal.observe.capsule import Failed, read_capsule, shoal_version, unpack, write_capsule
+from shoal.observe.capsule import NEXT_SAMPLES, Failed, read_capsule, shoal_version, unpack, write_capsule
 from shoal.observe.events import EventWriter
 from shoal.observe.facts import write_facts
 from tests.checkpoint.states import save, saver_for
@@ -66,6 +67,27 @@ def test_after_a_restart_the_last_start_counts(tmp_path: Path) -> None:
     assert capsule_after() == (3, 10, 15)
     assert capsule_after(math.nan) == (3, 10, 15)
     assert capsule_after(0.8, 0.7) == (5, 20, 25)
+
+
+def test_a_step_before_says_how_many_samples_the_failed_one_has(tmp_path: Path) -> None:
+    """Where a batch grows by its noise; the first step of all has those of the first."""
+
+    def capsule_after(*steps: tuple[int, int, float]) -> tuple[int, int, int]:
+        folder = tmp_path / str(len(steps))
+        folder.mkdir()
+        write_facts(folder, {"name": "own"})
+        with EventWriter(folder, rank=0) as writer:
+            for step, (consumed, following, loss) in enumerate(steps, start=1):
+                values = {"loss/train": loss, "grad/norm": loss, "samples/consumed": consumed}
+                writer.write(step, values | {NEXT_SAMPLES: following}, time_s=float(step))
+        batch = BatchConfig(global_samples=64, adaptive=AdaptiveBatch(first=4))
+        found = read_capsule(write_capsule(folder, FAILED, seed=7, samples_at=batch.samples_at, checkpoint=None))
+        return found.step, found.start, found.stop
+
+    assert capsule_after() == (1, 0, 4)
+    assert capsule_after((4, 8, 1.0)) == (2, 4, 12)
+    assert capsule_after((4, 8, 1.0), (12, 16, math.nan)) == (2, 4, 12)
+    assert capsule_after((4, 8, 1.0), (12, 8, 1.0), (20, 16, 1.0)) == (4, 20, 36)
 
 
 def test_a_capsule_without_a_run_file_is_a_sentence(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 import msgspec
 import pytest
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.optim.closure_config import LBFGS, NewtonCG
-from shoal.optim.line_search import Trial, Wolfe, search
+from shoal.optim.line_search import Trial, Wolfe, _interpolated, search
 from shoal.optim.newton import SearchedLBFGS, SearchedNewtonCG, SearchingOptimizer
 
 SAME = 1e-10
@@ -171,6 +171,53 @@ def test_a_loss_that_is_not_finite_farther_out_shortens_the_step(kind: str) -> N
     for _ in range(20):
         optimizer.step(closure)
     assert float(x.detach()) == pytest.approx((math.sqrt(10) - 1) / 3)
+
+
+@pytest.mark.parametrize("kind", BOTH)
+def test_a_gradient_that_is_not_finite_farther_out_shortens_the_step(kind: str) -> None:
+    """|x| as a root of a square: its derivative at 0, where the first trial leads, is not a number."""
+    x = nn.Parameter(torch.tensor([1.0], dtype=torch.float64))
+
+    def closure() -> Tensor:
+        x.grad = None
+        loss = (x * x).sqrt().sum()
+        loss.backward()
+        return loss
+
+    optimizer = BOTH[kind]([x])
+    losses = [float(optimizer.step(closure).detach()) for _ in range(5)]
+    closure()
+    assert x.grad is not None
+    assert torch.isfinite(x.grad).all()
+    assert all(after < before for before, after in pairwise(losses))
+
+
+@pytest.mark.parametrize("beyond", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("what", ["value", "slope"])
+def test_no_step_ends_where_loss_or_slope_is_not_finite(what: str, beyond: float) -> None:
+    """From a length of 0.4 on, from first trials before it and behind it. All lengths that are tried are numbers."""
+    tried: list[float] = []
+
+    def phi(length: float) -> tuple[float, float]:
+        tried.append(length)
+        if length < 0.4:
+            return (length - 1) ** 2, 2 * (length - 1)
+        return (beyond, 0.0) if what == "value" else (0.0, beyond)
+
+    for first in (1e-3, 1.0, 1e200):
+        taken = search(phi, Trial(0.0, 1.0, -2.0), first, Wolfe(curvature=0.1, evaluations=40))
+        assert (taken.length > 0) == (first < 1e200), "so far out that no evaluation is left for what is near"
+        assert taken.length < 0.4
+    assert all(map(math.isfinite, tried))
+
+
+def test_interpolation_stays_inside_of_its_interval() -> None:
+    """The next trial, of values so large that products overflow, of slopes that are infinite, and of 0."""
+    numbers = [-math.inf, -1e308, -1e160, -1.0, 0.0, 1.0, 1e160, 1e308, math.inf, math.nan]
+    for value, slope, other, low, high in product(numbers, numbers[:4], numbers, (0.0, 0.5), (1.0, 1e300)):
+        for one, two in ((low, high), (high, low)):
+            found = _interpolated(Trial(one, 1.0, slope), Trial(two, value, other))
+            assert low < found < high
 
 
 def test_searched_steps_satisfy_wolfe() -> None:

@@ -158,9 +158,20 @@ def divided(run_file: RunFile, model: nn.Module, mesh: Mesh, *, in_flight: int) 
     use_float8(model, run_file.precision, device=mesh.device)
     held = 1 if table is None else held_at_once(run_file, mesh, table.microbatches)
     recompute(
-        model, memory.recompute, layers=memory.recompute_layers, budget_bytes=memory.recompute_budget_bytes // held
+        model,
+        memory.recompute,
+        layers=memory.recompute_layers,
+        budget_bytes=memory.recompute_budget_bytes // held,
+        looks_again=not _mixes_inputs(run_file),
     )
     return Divided(split, table, stages)
+
+
+def _mixes_inputs(run_file: RunFile) -> bool:
+    """Whether blocks exchange something with ranks whose inputs may have other sizes."""
+    layout = run_file.layout
+    parts = layout.context > 1 or (layout.sequence_parallel and layout.tensor > 1)
+    return parts or layout.expert > 1 or synchronises_norms(run_file.model)
 
 
 def trained_in(parts: Divided) -> list[Trained]:

@@ -227,8 +227,10 @@ class BatchConfig(Table, frozen=True):
         return self.schedule if self.adaptive is None else (BatchPhase(samples or self.adaptive.first, ENDLESS),)
 
     def samples_at(self, position: int) -> int:
-        """Samples of the step that begins at `position`, which counts the samples before it. Pure."""
-        return next((phase.samples for phase in self.schedule if position < phase.until), self.global_samples)
+        """Samples of the step that begins at `position`, which counts the samples before it; under `adaptive` those of
+        the first steps. Pure.
+        """
+        return next((phase.samples for phase in self.phases() if position < phase.until), self.global_samples)
 
     def steps_to(self, position: int) -> int:
         """Steps until at least so many samples are trained on."""

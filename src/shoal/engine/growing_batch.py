@@ -1,6 +1,6 @@
 """A batch that grows when its gradient has become noisy enough to pay for it (`batch.adaptive`).
 
-With the noise scale B of the gradient (`engine.tally`; arXiv:1812.06162), steps of far fewer samples than B waste
+With the noise scale B of the gradient (`cost.noise_scale`; arXiv:1812.06162), steps of far fewer samples than B waste
 little of them, and steps of far more gain little. So steps begin small, and double while
 
     share x B >= twice their size
@@ -25,6 +25,7 @@ import numpy as np
 from shoal.cost.noise_scale import Moments, MovingMoments
 from shoal.data.config import AdaptiveBatch
 from shoal.data.feed import FedStep, Feed
+from shoal.observe.capsule import NEXT_SAMPLES
 
 DECAY = 0.9
 """Of the means, for each reading: about ten of them."""
@@ -48,6 +49,10 @@ class BatchGrowth:
             return
         if self._config.share * scale >= 2 * self.samples:
             self.samples, self._readings = min(2 * self.samples, self._largest), 0
+
+    def figures(self) -> dict[str, float]:
+        """The samples of the step that follows."""
+        return {NEXT_SAMPLES: float(self.samples)}
 
     def to_state(self) -> dict[str, Any]:
         """All of it, as JSON holds it."""

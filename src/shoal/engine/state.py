@@ -333,7 +333,7 @@ class TrainState:
 
     def figures(self) -> dict[str, float]:
         """What sections measure."""
-        measuring = [section for section in self.others if isinstance(section, Measures)]
+        measuring = [each for each in (*self.others, self.growth) if isinstance(each, Measures)]
         return {name: value for section in measuring for name, value in section.figures().items()}
 
     @property

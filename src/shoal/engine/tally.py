@@ -186,7 +186,7 @@ def _to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 # Measures the gradient noise scale while training: the gradient of a part of the batch beside that of all of it.
 #
 # Each rank takes the norm of what it computed alone (`gradients.reducer.OwnGradient`); their mean over the ranks, and
-# that of the sum, which every step computes anyway, are the two batch sizes of `engine.tally`. It costs one pass
+# that of the sum, which every step computes anyway, are the two batch sizes of `cost.noise_scale`. It costs one pass
 # over the gradients and an all-reduce of three numbers, in the steps in which it is due.
 #
 # A gradient is a sum divided by the global denominator D, so that a part of weight D_r holds D_r / D of a mean.
@@ -236,7 +236,8 @@ class NoiseMeter:
         self._own.wanted = step % self._every == 0
 
     def reading(self, batches: Sequence[Batch], tally: Tally, *, norm: float, scale: float) -> NoiseReading | None:
-        """The noise of a finite step, `norm` being that of the whole gradient; None where it is not due.
+        """The noise of a finite step, `norm` being that of the whole gradient; None where it is not due, and where one
+        part has all samples, as in the few at the end of an epoch.
 
         `scale` is the loss scale that is still in the gradients. Every rank calls it, or none does.
         """
@@ -245,6 +246,8 @@ class NoiseMeter:
         square, inverse, parts = self._over_ranks(
             batches[:1] if self._separates_microbatches else batches, tally, scale
         )
+        if inverse * tally.samples <= parts:
+            return None
         one = moments(square / parts, norm**2, small_inverse=inverse / parts, big_inverse=1 / tally.samples)
         self._mean = self._mean.after(one)
         if self._growth is not None:

@@ -19,8 +19,10 @@ import sys
 import sysconfig
 import time
 import tracemalloc
+import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -128,13 +130,15 @@ class LeakWatch:
         self._tensors = living_tensors if tensors is None else tensors
         self._looks: deque[dict[Kind, Held]] = deque(maxlen=STEPS_OF_A_LEAK // LOOK_EVERY_STEPS)
         self._named: set[Kind] = set()
+        self._frozen: list[weakref.ref[Tensor]] = []
         self._tracing = False
 
     def look(self) -> list[str]:
         """A sentence for each kind that has risen for `STEPS_OF_A_LEAK` steps and was not named yet."""
-        tensors = self._tensors()
+        tensors = self._tensors() + [tensor for ref in self._frozen if (tensor := ref()) is not None]
         self._looks.append(by_kind(tensors))
-        found = [self._sentence(kind, tensors) for kind in self._rising(len(self._looks), full=True)]
+        rising = self._rising(len(self._looks), full=True)
+        found = self._sentences(rising, tensors) if rising else []
         suspected = len(self._looks) >= SUSPECTED_LOOKS and bool(self._rising(SUSPECTED_LOOKS, full=False))
         self._trace(suspected)
         return found
@@ -165,15 +169,22 @@ class LeakWatch:
             tracemalloc.stop()
             self._tracing = False
 
-    def _sentence(self, kind: Kind, tensors: Iterable[Tensor]) -> str:
+    def _sentences(self, kinds: Iterable[Kind], tensors: list[Tensor]) -> list[str]:
+        """What holds them may have been frozen, and is looked for there; what is frozen with it stays in view."""
+        with _thawed():
+            found = [self._sentence(kind, tensors) for kind in kinds]
+        self._frozen = [weakref.ref(tensor) for tensor in tensors] if gc.get_freeze_count() else []
+        return found
+
+    def _sentence(self, kind: Kind, tensors: list[Tensor]) -> str:
         first, last = self._looks[0].get(kind, Held(0, 0)), self._looks[-1][kind]
         own = [tensor for tensor in tensors if _kind(tensor) == kind]
         line = made_at(own)
         where = "" if line is None else f", made at {line}"
         return (
             f"tensors pile up: {last.number - first.number} more {kind} than {STEPS_OF_A_LEAK} steps ago, "
-            f"{units.memory_size(last.bytes)} in all{where}{_holders_of(own)}; keep a number of each (.item()), or "
-            "detach() and drop them"
+            f"{units.memory_size(last.bytes)} in all{where}{_holders_of(own, tensors)}; keep a number of each "
+            "(.item()), or detach() and drop them"
         )
 
 
@@ -231,15 +242,32 @@ def _rises(sizes: list[int]) -> bool:
     return min(steps) >= 0 and sum(step > 0 for step in steps) >= RISING_SHARE * len(steps)
 
 
-def _holders_of(tensors: list[Tensor]) -> str:
-    """What holds the most of them, in a clause."""
+def _holders_of(tensors: list[Tensor], living: list[Tensor]) -> str:
+    """What holds the most of them, in a clause; neither of these lists."""
     own = {id(tensor) for tensor in tensors}
-    holders = [x for x in gc.get_referrers(*tensors) if type(x) in (list, dict, tuple, deque, set) and x is not tensors]
+    referrers = [x for x in gc.get_referrers(*tensors) if x is not tensors and x is not living]
+    holders = [x for x in referrers if type(x) in (list, dict, tuple, deque, set)]
     counted = [(sum(id(one) in own for one in _items(x)), x) for x in holders]
     count, holder = max(counted, key=lambda pair: pair[0], default=(0, None))
     return (
         f", {count} of them in a {type(holder).__name__} of {len(holder)}" if holder is not None and count > 1 else ""
     )
+
+
+@contextmanager
+def _thawed() -> Iterator[None]:
+    """Inside, the collector sees what was frozen. Afterwards that is frozen again, with all that was made since; what
+    was garbage before is collected first.
+    """
+    if not gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        gc.freeze()
 
 
 def _items(holder: Any) -> Iterable[Any]:

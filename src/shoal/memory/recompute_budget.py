@@ -9,14 +9,14 @@ this gives a list of choices, (bytes kept, time repeated):
 with operators in the order of t / b. Of these points the lower convex hull remains, and its edges, of all blocks
 together, are taken steepest first while they fit: the greedy rule of the multiple-choice knapsack (Kellerer, Pferschy,
 Pisinger, "Knapsack Problems", 2004, section 11.2), at most one edge from the best. What is left is spent on points off
-the hull. Checkmate (arXiv:1910.02653) and
-Rockmate solve the general problem by integer programming; here a block repeats as a whole what it has not kept, so that
-times add up and nothing else has to be ordered.
+the hull. Checkmate (arXiv:1910.02653) and Rockmate solve the general problem by integer programming; here a block
+repeats as a whole what it has not kept, so that times add up and nothing else has to be ordered.
 
-Blocks are looked at once, in the first forward, by one more forward that leaves no trace. Times are not measured but
-computed, so that every run of the same shapes keeps the same outputs: bytes moved, and products by the arithmetic that
-a device makes while it moves a byte. Keeping some outputs of a block costs a look at each of its calls, so that small
-blocks are kept whole or not at all.
+Blocks are looked at in the first forward, by one more forward that leaves no trace, and again when an input is larger
+than any before it. Choices are those of the largest inputs so far: smaller ones keep less than the budget. Times are
+not measured but computed, so that every run of the same shapes keeps the same outputs: bytes moved, and products by the
+arithmetic that a device makes while it moves a byte. Keeping some outputs of a block costs a look at each of its calls,
+so that small blocks are kept whole or not at all.
 """
 
 from __future__ import annotations
@@ -44,6 +44,22 @@ Operator = tuple[str, int]
 """The name of an operator, and the number of its call in one forward of its block, from 0."""
 
 
+Sizes = tuple[tuple[int, ...], ...]
+"""Of the tensors among a block's inputs, each: the bytes of an element, and its shape."""
+
+
+def sizes_of(inputs: Any) -> Sizes:
+    """Of all tensors in `inputs`, in order."""
+    return tuple((x.element_size(), *x.shape) for x in tree_leaves(inputs) if isinstance(x, Tensor))
+
+
+def _within(sizes: Sizes, larger: Sizes) -> bool:
+    """As many tensors of as many dims, none of them larger in any."""
+    return list(map(len, sizes)) == list(map(len, larger)) and all(
+        a <= b for own, other in zip(sizes, larger, strict=True) for a, b in zip(own, other, strict=True)
+    )
+
+
 @dataclass(frozen=True)
 class Candidate:
     """An operator whose output may be kept: its bytes, and the time of computing it again, in moved bytes."""
@@ -66,6 +82,15 @@ class Profile:
     def time(self) -> float:
         """Of computing all of it again."""
         return sum(candidate.time for candidate in self.candidates)
+
+    def covering(self, other: Profile) -> Profile:
+        """The larger of both in everything."""
+        own = {candidate.operator: candidate for candidate in self.candidates}
+        for each in other.candidates:
+            known = own.get(each.operator, each)
+            own[each.operator] = Candidate(each.operator, max(each.bytes, known.bytes), max(each.time, known.time))
+        saved, overhead = max(self.saved_bytes, other.saved_bytes), max(self.overhead, other.overhead)
+        return Profile(tuple(own.values()), saved, overhead)
 
 
 @dataclass(frozen=True)
@@ -139,18 +164,30 @@ def _above(a: Choice, b: Choice, c: Choice) -> bool:
 
 @dataclass
 class RecomputeBudget:
-    """What the blocks of one rank keep, together at most `bytes`; in the first forward nothing but their inputs."""
+    """What the blocks of one rank keep, together at most `bytes`, if each runs once in a forward, in order, and what it
+    computes has sizes that follow from those of its inputs. Where one is looked at, it and the blocks behind it keep
+    nothing but their inputs. `looks_again`: at larger inputs, which may come on one rank alone: a look at a block that
+    exchanges something with ranks of other inputs would wait for them for ever. Without it the first look counts.
+    """
 
     bytes: int
     profiles: dict[int, Profile] = field(default_factory=dict)
+    looks_again: bool = True
     _choices: dict[int, Choice] = field(default_factory=dict)
+    _seen: dict[int, list[Sizes]] = field(default_factory=dict)
 
-    def choice(self, block: int, look: Callable[[], Profile]) -> Choice:
-        """What the block of this number keeps in the forward that begins. `look` profiles it, once."""
-        if block not in self.profiles:
-            self.profiles[block], self._choices = look(), {}
+    def choice(self, block: int, sizes: Sizes, look: Callable[[], Profile]) -> Choice:
+        """What the block of this number keeps in the forward that begins, of inputs of these sizes. `look` profiles it,
+        if none that it was profiled with were as large.
+        """
+        seen = self._seen.setdefault(block, [])
+        if not seen or (self.looks_again and not any(_within(sizes, larger) for larger in seen)):
+            found = look()
+            self.profiles[block] = self.profiles.get(block, found).covering(found)
+            self._seen[block] = [*(smaller for smaller in seen if not _within(smaller, sizes)), sizes]
+            self._choices = {}
             return Choice()
-        if not self._choices:
+        if not self._choices and block == min(self.profiles):
             order = sorted(self.profiles)
             self._choices = dict(zip(order, chosen([self.profiles[n] for n in order], self.bytes), strict=True))
         return self._choices.get(block, Choice())

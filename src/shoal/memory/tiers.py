@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UserCodeError
 from shoal.memory.spill_file import Piece, SpillFile, Traffic, aligned_buffer, rounded
 
 T = TypeVar("T")
@@ -163,6 +163,7 @@ class DiskTier:
         image.going = self._writers.submit(partial(self._written, image, buffer))
 
     def fetch(self, image: Image, tensors: Sequence[Tensor]) -> None:
+        self._readers.check_open()  # what was read ahead is there, and the rest is not
         if image.coming is None:
             image.coming = self._begin(image, beyond=True)
         assert image.coming is not None
@@ -258,17 +259,29 @@ class Lane:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._closed = False
         own = [threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True) for _ in range(threads)]
         self._threads = own
         for thread in own:
             thread.start()
 
     def submit(self, move: Callable[[], T]) -> Future[T]:
-        """Begins `move`, behind what the calling thread has launched; done when the bytes have moved."""
+        """Begins `move`, behind what the calling thread has launched; done when the bytes have moved. Raises
+        `UserCodeError` where nobody would move them any more.
+        """
+        self.check_open()
         future: Future[T] = Future()
         launched = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
         self._queue.put(partial(_fulfil, future, partial(self._moved, move, launched)))
         return future
+
+    def check_open(self) -> None:
+        """Raises `UserCodeError` after `close`."""
+        if self._closed:
+            raise UserCodeError(
+                "the run is over, and with it what it kept on the host or on disk (memory.offload): read the "
+                "optimizer's state before the run ends, or from its last checkpoint"
+            )
 
     def _moved(self, move: Callable[[], T], launched: Any) -> T:
         if self._stream is None:
@@ -281,6 +294,7 @@ class Lane:
 
     def close(self) -> None:
         """Ends the threads, behind what has been submitted."""
+        self._closed = True
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:

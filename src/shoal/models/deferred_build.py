@@ -175,14 +175,19 @@ class DeferredBuild(TorchDispatchMode):
             return None
         generator = kwargs.get("generator") or torch.default_generator
         state = generator.get_state()
-        func(*tree_map_only(Tensor, self._memory_for, list(args)), **kwargs)
+        drawn, out = tree_map_only(Tensor, self._memory_for, (list(args[:1]), kwargs.get("out")))
+        read, named = tree_map_only(Tensor, _zeros_like, (list(args[1:]), dict(kwargs)))
+        func(*drawn, *read, **(named if out is None else named | {"out": out}))
         return state
 
     def _memory_for(self, tensor: Tensor) -> Tensor:
-        """Some memory of its shape, contiguous."""
-        if self._scratch.numel() < tensor.nbytes:
-            self._scratch = torch.empty(tensor.nbytes, dtype=torch.uint8)
-        return self._scratch[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        """Some memory that it may lie in as it does in its own: kernels draw in another order, and other numbers of
+        them, where strides differ (`normal_` of a slice, or of a transposed matrix).
+        """
+        nbytes = _extent(tensor.shape, tensor.stride()) * tensor.itemsize
+        if self._scratch.numel() < nbytes:
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8)
+        return self._scratch[:nbytes].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
     def _refuse(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Raises `UserCodeError` for what could not be repeated."""
@@ -340,6 +345,16 @@ def _shape_of(tensor: Tensor) -> Tensor:
     return tensor if tensor.is_meta else tensor.to("meta")
 
 
+def _zeros_like(tensor: Tensor) -> Tensor:
+    """What a draw reads (chances): how much it takes from the generator does not depend on them."""
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+
+
+def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
+    """From the first element to the last one, both counted; 0 where there is none."""
+    return 0 if 0 in size else sum((n - 1) * step for n, step in zip(size, stride, strict=True)) + 1
+
+
 def _place_of(tensor: Tensor) -> Place:
     storage = tensor.untyped_storage()._cdata
     return Place(storage, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
@@ -373,7 +388,7 @@ def _run(call: _Call, made: dict[int, Tensor]) -> None:
 def _as_recorded(place: Place, tensor: Tensor) -> Tensor:
     """`tensor` on a storage in which it lies as the recorded one does: kernels may choose other strides."""
     if tensor.stride() != place.stride or tensor.storage_offset() != place.offset:
-        length = place.offset + sum((n - 1) * step for n, step in zip(place.size, place.stride, strict=True)) + 1
+        length = place.offset + _extent(place.size, place.stride)
         laid = torch.zeros(length, dtype=place.dtype).as_strided(place.size, place.stride, place.offset)
         tensor = laid.copy_(tensor)
     return tensor

@@ -33,6 +33,8 @@ from shoal.observe.events import Event, last_attempt, read_events
 from shoal.observe.facts import read_facts
 
 FILE, INDEX, RUN_FILE = "capsule.zip", "capsule.json", "run.toml"
+NEXT_SAMPLES = "samples/next_step"
+"""The measurement of a step, where sizes are not in the run file: how many samples the step behind it has."""
 SECRETS = {"webhook", "remote_options", "kafka_options"}
 """Keys of the run file that a capsule does not hold, in whatever table."""
 FORMAT = 1
@@ -98,11 +100,13 @@ def write_capsule(
 ) -> Path:
     """Writes the capsule of the run in `directory`, in place of an earlier one; its path.
 
-    `samples_at`: samples of the step that begins at a position. `checkpoint`: the folder of the newest whole one.
+    `samples_at`: samples of the step that begins at a position, if the one before has not said so. `checkpoint`: the
+    folder of the newest whole one.
     Raises `OSError`, and `UsageError` for damaged facts.
     """
     facts, events = read_facts(directory), read_events(directory)
     step, start = _failed_step(events, samples_at)
+    count = _last_of(events, step - 1, NEXT_SAMPLES) or samples_at(start)
     holds, first = _checkpoint_files(checkpoint), 0 if checkpoint is None else int(checkpoint.name.split("-")[1])
     data = facts.get("data")
     samples = data.get("train/samples") if isinstance(data, dict) else None
@@ -117,7 +121,7 @@ def write_capsule(
         ranks=int(facts.get("world", 1)),
         step=step,
         start=start,
-        stop=start + samples_at(start),
+        stop=start + count,
         samples=samples if isinstance(samples, int) else None,
         losses={str(s): loss for s, loss in _losses(events).items() if s > first},
         checkpoint=None if checkpoint is None else first,
@@ -221,7 +225,12 @@ def _failed_step(events: list[Event], samples_at: Callable[[int], int]) -> tuple
 
 def _consumed(events: list[Event], step: int) -> int:
     """The samples that the run had consumed after `step`, as it last came to it."""
-    found = (event.get("samples/consumed") for event in reversed(events) if event.step == step)
+    return _last_of(events, step, "samples/consumed")
+
+
+def _last_of(events: list[Event], step: int, name: str) -> int:
+    """A measurement of `step`, as the run last came to it; 0 without one."""
+    found = (event.get(name) for event in reversed(events) if event.step == step)
     return int(next((value for value in found if value is not None), 0.0))
 
 

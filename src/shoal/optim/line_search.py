@@ -5,6 +5,8 @@ taken if
 
     phi(a) <= phi(0) + c1 a phi'(0)     and     |phi'(a)| <= c2 |phi'(0)|
 
+A step to where either is not finite is none to take: shorter ones are tried.
+
 Near a minimum the first cannot be told any more: the loss changes by less than its last bits. There, where phi(a) is
 phi(0) but for rounding, it is asked of the slope instead (Hager and Zhang, SIAM J. Optim. 16, 2005, equation 4.1):
 
@@ -67,8 +69,6 @@ class _Search:
         before, length = self._start, first
         while self._left:
             trial = self._at(length)
-            if not math.isfinite(trial.value) or not math.isfinite(trial.slope):
-                return self._between(before, trial)
             if not self._decreases(trial) or (before.length > 0 and trial.value > self._rounded(before.value)):
                 return self._between(before, trial)
             if self._flat(trial):
@@ -101,7 +101,7 @@ class _Search:
 
     def _decreases(self, trial: Trial) -> bool:
         start, decrease = self._start, self._wolfe.decrease
-        if not math.isfinite(trial.value):
+        if not _finite(trial):
             return False
         if trial.value <= start.value + decrease * trial.length * start.slope:
             return True
@@ -119,14 +119,20 @@ def _interpolated(low: Trial, high: Trial) -> float:
     """The minimum of the cubic through both values and slopes (equation 3.59), or the middle where there is none."""
     width = high.length - low.length
     middle, margin = low.length + width / 2, _MARGIN * abs(width)
-    if not math.isfinite(high.value) or not math.isfinite(high.slope):
+    if not (_finite(low) and _finite(high)):
         return middle
     d1 = low.slope + high.slope - 3 * (low.value - high.value) / (low.length - high.length)
     square = d1 * d1 - low.slope * high.slope
-    if square < 0:
+    if not 0 <= square < math.inf:  # where it overflows, too
         return middle
     d2 = math.copysign(math.sqrt(square), width)
     denominator = high.slope - low.slope + 2 * d2
     found = high.length - width * (high.slope + d2 - d1) / denominator if denominator else middle
+    if not math.isfinite(found):
+        return middle
     nearest, farthest = sorted((low.length, high.length))
     return min(max(found, nearest + margin), farthest - margin)
+
+
+def _finite(trial: Trial) -> bool:
+    return math.isfinite(trial.value) and math.isfinite(trial.slope)

@@ -343,19 +343,21 @@ def _split_gradient(run_file: RunFile) -> str | None:
 
 
 def _no_parts(run_file: RunFile) -> str | None:
-    """One share of the samples in one microbatch is the whole batch. Unknown before the number of processes is."""
+    """One share of the samples in one microbatch is the whole batch, first of the smallest steps. Unknown before the
+    number of processes is.
+    """
     layout, batch = run_file.layout, run_file.batch
     processes = run_file.run.processes or layout.default_processes
     if processes is None or processes > layout.pipeline * layout.context * layout.tensor:
         return None
-    if layout.pipeline == 1 and batch.micro_samples is not None and batch.micro_samples < batch.global_samples:
+    least = min((batch.global_samples, *batch.smaller_sizes))
+    if layout.pipeline == 1 and batch.micro_samples is not None and batch.micro_samples < least:
         return None
-    repair = (
-        "use two shares (layout.replicate or layout.shard)"
-        if layout.pipeline > 1
-        else f"set batch.micro_samples to {max(1, batch.global_samples // 2)} or less"
-    )
-    return f"observe.noise_every_steps compares a part of the batch with all of it, and here is one part: {repair}"
+    where = f"a step of {least} samples has" if batch.smaller_sizes else "here is"
+    repair = "use two shares (layout.replicate or layout.shard)"
+    if layout.pipeline == 1:
+        repair = f"set batch.micro_samples to {least // 2} or less" if least > 1 else "give every step two samples"
+    return f"observe.noise_every_steps compares a part of the batch with all of it, and {where} one part: {repair}"
 
 
 def gradients_refusal(run_file: RunFile) -> str | None:

@@ -43,7 +43,7 @@ class Enrol(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Secret(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How this round's update is masked: see `secure.masks.Quantiser`. `least`: fewer clients hide nobody."""
+    """How this round's update is masked: see `secure.summing.Quantiser`. `least`: fewer clients hide nobody."""
 
     bits: Annotated[int, msgspec.Meta(ge=2, le=32)]
     clip: Annotated[float, msgspec.Meta(gt=0)]
