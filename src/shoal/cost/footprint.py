@@ -319,11 +319,18 @@ class _Step:
         """One float32 tensor of logits, of a chunk of the tokens."""
         return self.tokens / self.plan.loss_chunks * FLOAT_BYTES * self.model.vocabulary / self.tensor
 
-    def chunked_gradients(self) -> float:
-        """Of the head's input, chunk after chunk, and of its weight: the sum so far and one chunk's term."""
-        model = self.model
-        weight = 2 * FLOAT_BYTES * model.vocabulary * model.hidden / self.tensor
-        return self.tokens * model.hidden * self.kept.element_bytes + weight
+    def chunked_loss(self) -> float:
+        """At once while a loss in chunks is computed: logits of a chunk and what comes of them, the gradient of the
+        head's input, and of its weight the sum so far and one chunk's term.
+
+        On one rank of pipeline and tensor gradients are computed with the losses, in the memory of the logits: those of
+        one chunk and of the next are there, and in float32 a term is added in place.
+        """
+        model, each = self.model, self.kept.element_bytes
+        inputs, weight = self.tokens * model.hidden * each, model.vocabulary * model.hidden / self.tensor
+        if self.tensor > 1 or self.plan.layout.pipeline > 1:
+            return 3 * self.logits() + inputs + 2 * FLOAT_BYTES * weight
+        return 2 * self.logits() + inputs + (FLOAT_BYTES + (each if each < FLOAT_BYTES else 0)) * weight
 
 
 def eager_footprint(
@@ -377,7 +384,7 @@ def _eager_activations(step: _Step, rank: int) -> tuple[float, float, float]:
     waiting = held if plan.schedule in FORWARDS_FIRST else 1.0
     chunked = plan.loss_chunks > 1
     heads = (waiting - 1) * (step.head_norm() + (0.0 if chunked else step.logits()))
-    at_once = 3 * step.logits() + (step.chunked_gradients() if chunked else 0.0)
+    at_once = step.chunked_loss() if chunked else 3 * step.logits()
     loss = step.head_norm() + max(at_once, 4 * step.stream)
     return (kept + heads, 0.0, loss) if loss > again else (kept + heads, again, 0.0)
 
