@@ -8,7 +8,7 @@ Weights start at N(0, 0.02^2); the projections that write into the residual stre
 variance does not grow with depth (GPT-2).
 
 With `scaling = "mup"` (Yang et al., arXiv:2203.03466, table 3) and m = width / base_width, inner weights start at
-1/sqrt(m) of that and the head and routers at 1/m; rates follow from the roles (`shoal.optim.width`). Heads keep their
+1/sqrt(m) of that and the head and routers at 1/m; rates follow from the roles (`shoal.optim.mup`). Heads keep their
 size, so that the scale of attention stays as it is.
 """
 

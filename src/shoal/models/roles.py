@@ -170,7 +170,7 @@ def widened(grows: Literal["input", "hidden", "output"], times: float | None) ->
 class Role:
     """What a parameter is (`kind`), its first values (`init`; None: those it has), and whether weight decay applies.
 
-    `widened`: how its rate follows the width, where the model asks for that (`shoal.optim.width`); None: it does not.
+    `widened`: how its rate follows the width, where the model asks for that (`shoal.optim.mup`); None: it does not.
     """
 
     kind: Kind

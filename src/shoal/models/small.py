@@ -106,7 +106,7 @@ def convnet_from(config: ConvNetConfig) -> ConvNet:
 # Layers alternate between split outputs (column) and split inputs (row), so that tensor parallelism sums once for each
 # pair. Weights start at N(0, gain / fan in), biases at 0; gain 2 for activations that lose half (He et al.,
 # arXiv:1502.01852), 1 otherwise. With `scaling = "mup"` (arXiv:2203.03466, table 3) the last layer's are smaller by
-# sqrt(base_width / fan in), and rates follow from the roles (`shoal.optim.width`).
+# sqrt(base_width / fan in), and rates follow from the roles (`shoal.optim.mup`).
 
 
 ACTIVATIONS = {"relu": F.relu, "gelu": F.gelu, "tanh": torch.tanh}

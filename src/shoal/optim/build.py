@@ -17,7 +17,7 @@ from shoal.optim.average import keep_average, look_ahead
 from shoal.optim.config import SGD, Adagrad, AdamW, OptimizerConfig
 from shoal.optim.declared import Described, Dims
 from shoal.optim.fused import FusedAdamW, FusedSGD
-from shoal.optim.width import factor_of
+from shoal.optim.mup import factor_of
 
 
 def build_optimizer(

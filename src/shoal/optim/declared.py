@@ -174,7 +174,7 @@ class Common(Table, frozen=True):
     """Whether the update of some parameters needs nothing but their own state, which may then lie elsewhere."""
 
     width_rule: ClassVar[Literal["adam", "sgd"] | None] = None
-    """Whose rule says how its rates follow the width of a model (`shoal.optim.width`); None: it is not known."""
+    """Whose rule says how its rates follow the width of a model (`shoal.optim.mup`); None: it is not known."""
 
     keeps_average: ClassVar[bool] = False
     """Whether one of its slots is an average, under which the run is evaluated (`shoal.optim.average`)."""

@@ -23,7 +23,7 @@ from shoal.models.small import mlp_from
 from shoal.optim import build
 from shoal.optim.build import build_optimizer, set_rate
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
-from shoal.optim.width import factor_of
+from shoal.optim.mup import factor_of
 from shoal.runfile.rules import refusal
 from tests.verification.layouts import GPT as SMALL_GPT
 from tests.verification.layouts import corpus, run_file_of, verified
