@@ -18,12 +18,13 @@ from blake3 import blake3
 
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.federated.secure.messages import Sealed
-from shoal.federated.simulation import Simulation, client_name
+from shoal.federated.simulation import Simulation, client_name, data_for, shards_of
 from shoal.federated.transport import messages, service
 from shoal.federated.transport.client import Client
 from shoal.federated.transport.enrol import enrol, enrol_by_token, new_tokens, tls_context
 from shoal.federated.transport.host import strategy_of
 from shoal.federated.transport.service import Service
+from shoal.federated.transport.store import ClientStore
 from tests.federated.tasks import task
 from tests.federated.transport.serving import Server, packed, serving
 
@@ -274,3 +275,50 @@ async def without_certificate(server: Server) -> int:
     connector = aiohttp.TCPConnector(ssl=context)
     async with aiohttp.ClientSession(connector=connector) as session, session.post(server.url + "/work") as response:
         return response.status
+
+
+def test_a_client_reads_on_where_a_response_broke(tmp_path: Path) -> None:
+    """Answers and a model that break off after their headers are asked for again, the model from where it broke; a
+    server that is gone for longer than the patience is a sentence."""
+    one = task_of()
+    header = messages.ModelHeader(parts=(messages.part_of("model", one.model),), version=0)
+    frame = messages.frame_head(header) + bytes(messages.bytes_of(one.model))
+    answer = packed(messages.Wait(1.5))
+    ranges: list[str] = []
+
+    async def broken(request: web.Request) -> web.StreamResponse:
+        """Half of the rest, then nothing, of all but the third try."""
+        ranges.append(request.headers.get("Range", request.method))
+        start = int(ranges[-1].removeprefix("bytes=").rstrip("-")) if "Range" in request.headers else 0
+        rest = (frame if request.method == "GET" else answer)[start:]
+        response = web.StreamResponse(status=206, headers={"Content-Length": str(len(rest))})
+        await response.prepare(request)
+        whole = len(ranges) % 3 == 0
+        await response.write(rest if whole else rest[: len(rest) // 2])
+        if not whole:
+            assert request.transport is not None
+            request.transport.close()
+        return response
+
+    async def scene() -> None:
+        application = web.Application()
+        application.router.add_route("*", "/{rest:.*}", broken)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        data = data_for(one, shards_of(one)[0], seed=0)
+        client = Client(one, data, name="a", url=url, store=ClientStore(tmp_path), patience_s=0.5)
+        async with aiohttp.ClientSession() as client._session:
+            assert await client._ask("POST", "/work") == messages.Wait(1.5)
+            model = await client._model(0)
+            assert model is not None
+            assert torch.equal(model.vectors["model"], one.model)
+            await runner.cleanup()
+            with pytest.raises(EnvironmentFault, match=r"has not answered for 0\.5 s"):
+                await client._ask("POST", "/work")
+
+    asyncio.run(scene())
+    assert ranges == ["POST"] * 3 + ["bytes=0-", f"bytes={len(frame) // 2}-", ranges[5]]
+    assert int(ranges[5][6:-1]) > len(frame) // 2

@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -43,6 +43,8 @@ try:
 except ImportError as error:
     raise MissingExtra("aiohttp", extra="federated", purpose="federated training over the network") from error
 
+Taken = TypeVar("Taken")
+
 HEARTBEAT_S = 3.0
 REQUEST_S = 60.0
 CHUNK_BYTES = 1 << 20
@@ -66,7 +68,7 @@ class Client:
         self._url, self._patience_s = url, patience_s
         self._strategy = task.strategy()
         self._local = local_mask(task)
-        self._heard = False
+        self._heard_s = 0.0  # when a byte of the server was last read; 0: never
 
     async def run(self, tls: ssl.SSLContext) -> None:
         """Takes part until the run is over. Raises `EnvironmentFault` and `UsageError`."""
@@ -129,15 +131,21 @@ class Client:
     async def _model(self, version: int) -> messages.Frame[messages.ModelHeader] | None:
         """The model of a version; what is there of it is not fetched again. None: it is gone."""
         path = self.store.model_path(version)
+
+        def rest() -> dict[str, str]:
+            return {"Range": f"bytes={path.stat().st_size if path.exists() else 0}-"}
+
+        async def fetch(response: aiohttp.ClientResponse) -> bool:
+            if response.status in (200, 206):
+                with path.open("ab" if response.status == 206 else "wb") as file:
+                    async for chunk in response.content.iter_chunked(CHUNK_BYTES):
+                        file.write(chunk)
+                        self._heard_s = time.monotonic()
+            return response.status != 404
+
         while True:
-            start = path.stat().st_size if path.exists() else 0
-            async with self._request("GET", f"/model/{version}", headers={"Range": f"bytes={start}-"}) as response:
-                if response.status == 404:
-                    return None
-                if response.status in (200, 206):
-                    with path.open("ab" if response.status == 206 else "wb") as file:
-                        async for chunk in response.content.iter_chunked(CHUNK_BYTES):
-                            file.write(chunk)
+            if not await self._exchange("GET", f"/model/{version}", fetch, headers=rest):
+                return None
             with contextlib.suppress(messages.BadFrame):
                 read = messages.read_frame(path, messages.ModelHeader)
                 if read.vectors["model"].shape == self.task.model.shape:
@@ -235,46 +243,52 @@ class Client:
     async def _ask(self, method: str, where: str, said: Any = None, *, body: Callable[[], Any] | None = None) -> Any:
         """The server's answer to a message. Raises `EnvironmentFault` where it is away for too long."""
         content = body or (lambda: b"" if said is None else msgspec.msgpack.encode(said))
-        async with self._request(method, where, content=content) as response:
-            read = await messages.body_of(response.content, most=messages.MOST_MESSAGE_BYTES)
-            return messages.decode(messages.ANSWER, read)
 
-    @contextlib.asynccontextmanager
-    async def _request(
-        self, method: str, where: str, *, content: Callable[[], Any] = bytes, headers: dict[str, str] | None = None
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """A response that is no 503, after as many tries as `patience_s` allows."""
+        async def read(response: aiohttp.ClientResponse) -> Any:
+            whole = await messages.body_of(response.content, most=messages.MOST_MESSAGE_BYTES)
+            return messages.decode(messages.ANSWER, whole)
+
+        return await self._exchange(method, where, read, content=content)
+
+    async def _exchange(
+        self,
+        method: str,
+        where: str,
+        take: Callable[[aiohttp.ClientResponse], Awaitable[Taken]],
+        *,
+        content: Callable[[], Any] = bytes,
+        headers: Callable[[], dict[str, str]] = dict,
+    ) -> Taken:
+        """What `take` makes of a response that is no 503 and is read to its end, after as many tries as `patience_s`
+        allows without a byte from the server. `content` and `headers` are asked anew for each try."""
         began_s, pause_s = time.monotonic(), 0.1
         while True:
             try:
-                response = await self._session.request(method, self._url + where, data=content(), headers=headers)
-                self._heard = True
-                if response.status != 503:
-                    break
-                response.release()
+                async with self._session.request(
+                    method, self._url + where, data=content(), headers=headers()
+                ) as response:
+                    self._heard_s = self._heard_s or time.monotonic()
+                    if response.status != 503:
+                        return await take(response)
                 reason = "it is busy"
             except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError, ssl.SSLError) as error:
                 raise EnvironmentFault(
                     f"{self._url} is not a server of this run ({error}): check the address"
                 ) from error
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
                 reason = str(error) or type(error).__name__
                 if "alert" in reason.lower():
                     raise EnvironmentFault(
                         f"{self._url} refuses the certificate of client {self.name} ({reason}): enrol it with the "
                         "authority of that server"
                     ) from error
-            if time.monotonic() - began_s > self._patience_s:
-                knows = "" if self._heard else f", and is the certificate of client {self.name} of its authority"
+            if time.monotonic() - max(began_s, self._heard_s) > self._patience_s:
+                knows = "" if self._heard_s else f", and is the certificate of client {self.name} of its authority"
                 raise EnvironmentFault(
                     f"{self._url} has not answered for {self._patience_s:g} s ({reason}): is the server running{knows}?"
                 )
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, 2.0)
-        try:
-            yield response
-        finally:
-            response.release()
 
 
 async def _from(pieces: list[Any], start: int) -> AsyncIterator[bytes | memoryview]:
