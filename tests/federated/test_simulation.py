@@ -7,13 +7,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from shoal.assembly.federated import simulate
 from shoal.data.batches import read_batch
-from shoal.data.corpora import digits
+from shoal.data.corpora import Arrays, digits
 from shoal.errors import ConfigError, EnvironmentFault, UserCodeError
 from shoal.federated.report import RoundFigures, row_of
 from shoal.federated.simulation import Simulation
@@ -207,6 +208,41 @@ def test_ditto_trains_a_second_model_that_serves_each_client_better() -> None:
     torch.testing.assert_close(found, own, rtol=1e-4, atol=1e-6)
     each = ditto.clients()
     assert sum(each["accuracy"]) > sum(each["shared model"]) + 0.5
+
+
+def test_own_parts_follow_their_client_alone() -> None:
+    """A client that takes part for the first time begins from the shared model's parts, whoever trains beside it."""
+    keys: dict[str, Any] = {"federated": {"keep_local": ["*.bias"], "cohort": 3}, "run": {"steps": 4}}
+    together, alone = (Simulation(task(devices={"together": n}, **keys)) for n in (64, 1))
+    together.run()
+    alone.run()
+    for name, state in alone.states.items():
+        torch.testing.assert_close(together.states[name].own, state.own, rtol=1e-5, atol=1e-7)
+
+
+def in_two_truths(**keys: Any) -> Simulation:
+    """Eight clients of which the first four believe in one truth, the others in another (classes one on)."""
+    keys = {"clients": 8, "local_steps": 10, **keys}
+    one = task(run={"steps": 8}, optimizer={"lr": 0.5}, federated=keys, partition={"kind": "contiguous"})
+    images, targets = digits()[0].inputs, digits()[0].targets
+    both = Arrays(np.concatenate([images, images]), np.concatenate([targets, (targets + 1) % 10]))
+    return Simulation(replace(one, data=replace(one.data, train=both)))
+
+
+def test_clusters_find_clients_that_agree() -> None:
+    """One model is right on half of the samples at most; of two, each client trains and gets the one of its truth."""
+    one = in_two_truths()
+    one.run()
+    clustered = in_two_truths(kind="clustered", clusters=2)
+    rows = clustered.run()
+    each = clustered.clients()
+    assert len(set(each["cluster"][:4])) == len(set(each["cluster"][4:])) == 1
+    assert each["cluster"][0] != each["cluster"][4]
+    assert min(each["accuracy"]) > 0.85
+    assert sum(one.clients()["accuracy"]) / 8 < 0.6
+    assert rows[-1].values["clients/cluster 1"] == rows[-1].values["clients/cluster 2"] == 4
+    assert rows[-1].down_bytes == 2 * one.server.model.numel() * 4 * 8
+    assert len(clustered.server.parameters()) == 2
 
 
 def test_a_model_that_vmap_cannot_take_is_refused_with_the_repair() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shoal.errors import EnvironmentFault
 from shoal.federated.config import (
+    ClusteredConfig,
     FedAvgConfig,
     FedAvgMConfig,
     FedBuffConfig,
@@ -25,7 +26,7 @@ from shoal.federated.config import (
     ScaffoldConfig,
     TrimmedMeanConfig,
 )
-from shoal.federated.strategies import accumulated
+from shoal.federated.strategies import Clustered, accumulated
 from shoal.federated.strategy import Outcome, Update, build_strategy
 
 CURVATURES, OPTIMA, RATE, STEPS = (1.0, 10.0), (0.0, 1.0), 0.05, 20
@@ -166,11 +167,27 @@ def test_stale_updates_count_less_in_fedbuff() -> None:
     assert strategy.takes(updates[1], version=3)  # type: ignore[attr-defined]
 
 
+def test_clusters_average_their_own_clients() -> None:
+    """Weighted by samples within a cluster; a model that nobody trained stays."""
+    strategy = build_strategy(ClusteredConfig(clients=3, clusters=3), 1)
+    assert isinstance(strategy, Clustered)
+    strategy.start(torch.tensor([10.0, 20.0]))
+    updates = [Update("a", 0, 1, torch.tensor([1.0]), cluster=1), Update("b", 0, 3, torch.tensor([5.0]), cluster=1)]
+    updates.append(Update("c", 0, 9, torch.tensor([-2.0]), cluster=0))
+    made = strategy.aggregate(torch.zeros(1), updates, version=0)
+    assert [float(one) for one in strategy.models(made)] == [-2.0, 14.0, 20.0]
+    found = strategy.evaluate(updates)
+    assert [found[f"clients/cluster {j}"] for j in (1, 2, 3)] == [1, 2, 0]
+
+
 def test_every_kind_has_its_implementation() -> None:
     """The union's tables name classes that are there."""
     import typing
 
     for table in typing.get_args(FederatedConfig):
         arguments = {"malicious": 0} if table is KrumConfig else {}
-        assert build_strategy(table(**arguments), 3).configure() is not None
+        strategy = build_strategy(table(**arguments), 3)
+        if isinstance(strategy, Clustered):
+            strategy.start(torch.zeros(3))
+        assert strategy.configure() is not None
         assert msgspec.structs.fields(table)

@@ -145,6 +145,21 @@ def test_a_strategy_with_corrections_is_refused(kind: str, tmp_path: Path) -> No
         shoal.federate(tables(tmp_path, kind=kind), model=model, data=data(), train=one_step)
 
 
+def test_clusters_need_models_that_differ(tmp_path: Path) -> None:
+    """From draws of their own; an own training function trains the one that serves its samples best."""
+    with pytest.raises(ConfigError, match="begins the same whatever the seed"):
+        shoal.federate(tables(tmp_path, kind="clustered"), model=model, data=data())
+    drawn = lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))  # noqa: E731
+    report = shoal.federate(
+        tables(tmp_path, kind="clustered"), model=drawn, data=data(), train=one_step, evaluate=accuracy
+    )
+    assert (
+        report["rounds"][-1]["values"]["clients/cluster 1"] + report["rounds"][-1]["values"]["clients/cluster 2"] == 5
+    )
+    assert set(report["clients"]["cluster"]) <= {1, 2}
+    assert {path.name for path in (tmp_path / "own").glob("model*")} == {"model.safetensors", "model-2.safetensors"}
+
+
 def test_a_configuration_without_clients_is_refused(tmp_path: Path) -> None:
     config = {name: table for name, table in tables(tmp_path).items() if name != "federated"}
     with pytest.raises(UsageError, match="no table \\[federated\\]"):

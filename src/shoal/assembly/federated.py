@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from shoal.assembly.objects import UserObjects, data_of, loss_of, model_of
 from shoal.engine.precision import precision_of
@@ -86,7 +87,27 @@ def federated_task(run_file: RunFile, script: FromScript = FromScript(), *, real
         privacy=run_file.privacy,
         secure=run_file.secure_aggregation,
         own=script.own,
+        others=_others(run_file, objects),
     )
+
+
+def _others(run_file: RunFile, objects: UserObjects) -> torch.Tensor | None:
+    """What the further models of clusters begin from: other draws than the first. Raises `ConfigError` where a model
+    begins from no draw."""
+    assert run_file.federated is not None
+    if run_file.federated.models == 1:
+        return None
+    vectors = []
+    for number in range(run_file.federated.models):
+        seeded = replace(run_file, run=replace(run_file.run, seed=run_file.run.seed + number))
+        model = model_of(seeded, objects, device=torch.device("cpu"), dtype=precision_of(run_file.precision).parameters)
+        vectors.append(vector_of(model, layout_of(model)))
+    if any(torch.equal(vectors[0], other) for other in vectors[1:]):
+        raise ConfigError(
+            'federated.kind = "clustered" with a model that begins the same whatever the seed: all clients would train '
+            "the first; give the model's class, or a function that builds it"
+        )
+    return torch.cat(vectors[1:])
 
 
 def _decays(model: torch.nn.Module) -> dict[str, float]:
@@ -115,7 +136,7 @@ def simulate(run_file: RunFile, *, told: Callable[[str], object], script: FromSc
         facts["privacy"] = simulation.budget.facts(simulation.server.version)
     result = report.result_of(rows, facts=facts, clients=simulation.clients(), refused=refused)
     directory = run_directory(run_file)
-    report.write(directory, result, simulation.task.trainer.layout.views(simulation.server.model))
+    report.write(directory, result, simulation.server.parameters())
     told(f"{directory / PAGE}, {directory / report.REPORT} and {directory / report.WEIGHTS} are written")
     return result
 
@@ -162,7 +183,7 @@ def serve(
     facts = {"name": run_file.run.name, "strategy": host.task.federated.variant, **host.facts()}
     facts["clients_enrolled"] = host.task.federated.clients
     result = report.result_of(rows, facts=facts, clients=host.clients(), refused=refused)
-    report.write(directory, result, host.task.trainer.layout.views(host.server.model))
+    report.write(directory, result, host.server.parameters())
     told(f"{directory / PAGE}, {directory / report.REPORT} and {directory / report.WEIGHTS} are written")
     return result
 

@@ -96,6 +96,11 @@ class _Strategy(Table, frozen=True):
         return self.least or -(-self.cohort_size // 2)
 
     @property
+    def models(self) -> int:
+        """Models that a client is sent."""
+        return 1
+
+    @property
     def by_samples(self) -> bool:
         """Whether updates count by the samples of their clients."""
         return self.weighs and self.sampling == "uniform" and self.weights != "equal"
@@ -157,6 +162,20 @@ class FedOptConfig(_Strategy, frozen=True, tag_field="kind", tag="fedopt"):
     beta1: Annotated[float, says("Decay of the mean.", ge=0, lt=1)] = 0.9
     beta2: Annotated[float, says("Decay of the squared mean; adagrad has none.", ge=0, lt=1)] = 0.99
     adaptivity: Annotated[float, says("Added to the root of the squared mean (tau).", gt=0)] = 1e-3
+
+
+class ClusteredConfig(_Strategy, frozen=True, tag_field="kind", tag="clustered"):
+    """Several models: each client trains the one that serves its samples best (IFCA, arXiv:2006.04088)."""
+
+    implemented_by: ClassVar[str] = "shoal.federated.strategies:Clustered"
+    sums: ClassVar[bool] = False
+
+    clusters: Annotated[int, says("Models there are; each client gets all of them in each round.", ge=2, le=64)] = 2
+
+    @property
+    def models(self) -> int:
+        """Models that a client is sent."""
+        return self.clusters
 
 
 class TrimmedMeanConfig(_Strategy, frozen=True, tag_field="kind", tag="trimmed_mean"):
@@ -228,6 +247,7 @@ FederatedConfig = (
     | ScaffoldConfig
     | FedDynConfig
     | FedOptConfig
+    | ClusteredConfig
     | TrimmedMeanConfig
     | MedianConfig
     | KrumConfig

@@ -164,11 +164,14 @@ def row_of(row: Mapping[str, Any]) -> RoundFigures:
     return msgspec.convert({**row, "values": values}, RoundFigures)
 
 
-def write(directory: Path, result: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
-    """Writes the report, its page and the model, each whole or not at all."""
+def write(directory: Path, result: Mapping[str, Any], models: Sequence[Mapping[str, Tensor]]) -> None:
+    """Writes the report, its page and the models, each whole or not at all: `model.safetensors`, of several also
+    `model-2.safetensors` and so on."""
     directory.mkdir(parents=True, exist_ok=True)
     replace_file(directory / REPORT, json.dumps(result, indent=1).encode())
-    replace_file(directory / WEIGHTS, save({name: tensor.contiguous() for name, tensor in parameters.items()}))
+    for number, parameters in enumerate(models, start=1):
+        path = directory / (WEIGHTS if number == 1 else f"model-{number}.safetensors")
+        replace_file(path, save({name: tensor.contiguous() for name, tensor in parameters.items()}))
     write_page(directory)
 
 

@@ -119,6 +119,8 @@ def refusal(update: Update, config: FederatedConfig, *, numel: int) -> str | Non
         return f"{who} says that it took {update.steps} steps over {update.samples} samples: both are at least 1"
     if not 0 <= update.momentum < 1:
         return f"{who} says that its momentum is {update.momentum:g}: it is from 0 up to but not 1"
+    if not 0 <= update.cluster < config.models:
+        return f"{who} says that it trained model {update.cluster + 1}: there are {config.models}"
     vectors = {"update": update.delta, "control": update.control}
     if (update.control is not None) != config.sends_control:
         return f"{who} sent {'a' if update.control is not None else 'no'} control: {config.variant} asks otherwise"

@@ -28,7 +28,7 @@ from shoal.federated.rounds import Rounds, Ticket
 from shoal.federated.secure.summing import clipped_part, fewest_in_sum, secure_mean, skellam_of
 from shoal.federated.strategy import Plan, Update
 from shoal.federated.task import Task
-from shoal.federated.work import ClientState, ServerModel, Work, train_clients
+from shoal.federated.work import ClientState, ServerModel, Work, cluster_of, train_clients
 
 MOST_ATTEMPTS = 20
 """Attempts at one round, all with too few contributions, after which a simulation ends."""
@@ -93,11 +93,15 @@ class Simulation:
 
     def clients(self) -> dict[str, list[float]]:
         """Of each client its samples, the rounds in which it counted, and how well the newest model serves it on its
-        own samples: of clients that keep a model or parts of their own, both that and the shared one."""
+        own samples: of clients that keep a model or parts of their own, both that and the shared one. With several
+        models also which serves the client best, from 1: its figure is of that one."""
         found = figures(self.task.trainer, self.server.model, self.task.data.train, denominator=self.task.denominator)
         name, each = of_each(found, self.shards.values())
         if self.task.federated.ditto is not None or self._local is not None:
             return self._took_part() | {"shared model": each, name: [self._own_figure(client) for client in self.names]}
+        if len(self.server.strategy.models(self.server.model)) > 1:
+            clusters = [self._cluster(client)[0] + 1 for client in self.names]
+            return self._took_part() | {name: [self._own_figure(client) for client in self.names], "cluster": clusters}
         return self._took_part() | {name: each}
 
     def _took_part(self) -> dict[str, list[float]]:
@@ -108,10 +112,17 @@ class Simulation:
 
     def _own_figure(self, client: str) -> float:
         """How well a client's own model, or its own part of the model, serves it."""
-        model = self.states.get(client, ClientState()).model(self.server.model, self._local)
+        model = self._cluster(client)[1]
         samples = SampleSubset(self.task.data.train, self.shards[client])
         found = figures(self.task.trainer, model, samples, denominator=self.task.denominator)
         return of_each(found, [np.arange(len(samples))])[1][0]
+
+    def _cluster(self, client: str) -> tuple[int, Tensor]:
+        """Which of the models serves a client best, and what the client makes of it."""
+        state = self.states.get(client, ClientState())
+        models = [state.model(one, self._local) for one in self.server.strategy.models(self.server.model)]
+        best = cluster_of(self.task, models, self.shards[client]) if len(models) > 1 else 0
+        return best, models[best]
 
     def _give_out(self) -> None:
         """Work for all that may have some now."""
@@ -240,13 +251,9 @@ class Simulation:
         )
 
     def _evaluated(self) -> dict[str, float]:
-        task, held_out = self.task, self.task.data.held_out
-        if self.server.version % task.federated.evaluate_every and not self.rounds.over:
+        if self.server.version % self.task.federated.evaluate_every and not self.rounds.over:
             return {}
-        own = task.own.measured(task.trainer.module, task.trainer.layout, self.server.model)
-        if held_out is None:
-            return own
-        return figures(task.trainer, self.server.model, held_out, denominator=task.denominator).means() | own
+        return self.server.measured()
 
     def data_of(self, name: str) -> ClientData:
         """The samples of a client."""
@@ -262,7 +269,7 @@ class Simulation:
 
     def _model_bytes(self, *, control: bool) -> int:
         model = self.task.model
-        return model.numel() * model.element_size() * (2 if control else 1)
+        return model.numel() * model.element_size() * (self.task.federated.models + control)
 
     def _push(self, time_s: float, ticket: Ticket | None) -> None:
         self._number += 1

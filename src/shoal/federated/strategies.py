@@ -28,6 +28,11 @@ f_i(y) - <h_i, y> + alpha/2 |y - x|^2; then h_i <- h_i - alpha (y - x), and at t
 
     h <- h - alpha (1 / N) sum of (y - x),   x <- mean of y - h / alpha
 
+Clustered (IFCA, Ghosh et al., arXiv:2006.04088, algorithm 1, model averaging): there are k models, and S_j are the
+clients whose samples have the lowest loss under model j. They train it alone; a model that nobody trains stays.
+
+    x_j <- x_j + lr sum over clients i of S_j of p_i (y_i - x_j)      p_i: of the samples of S_j
+
 FedBuff (Nguyen et al., arXiv:2106.06639, algorithm 1) has a buffer in the place of rounds. tau_i, the staleness, is how
 many steps the server took since client i fetched its model; an update staler than `stalest` is left out.
 
@@ -42,7 +47,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal.federated.config import FedAvgMConfig, FedBuffConfig, FedDynConfig, FedOptConfig, FedProxConfig
+from shoal.federated.config import (
+    ClusteredConfig,
+    FedAvgMConfig,
+    FedBuffConfig,
+    FedDynConfig,
+    FedOptConfig,
+    FedProxConfig,
+)
 from shoal.federated.strategy import Outcome, Plan, Strategy, Update, contributors, weighted_sum
 
 
@@ -174,3 +186,34 @@ class FedBuff(Strategy):
 def staleness_factor(staleness: int) -> float:
     """1 / sqrt(1 + tau)."""
     return 1 / math.sqrt(1 + staleness)
+
+
+class Clustered(Strategy):
+    """See above. The first model is the server's, the others [(k - 1) x numel] are kept here."""
+
+    def start(self, others: Tensor) -> None:
+        """Takes the models that the others begin from."""
+        assert isinstance(self.config, ClusteredConfig)
+        assert others.numel() == (self.config.clusters - 1) * self.numel
+        self.kept["others"] = others.clone()
+
+    def configure(self) -> Plan:
+        return Plan(others=self.kept["others"])
+
+    def models(self, model: Tensor) -> list[Tensor]:
+        return [model, *self.kept["others"].view(-1, self.numel)]
+
+    def aggregate(self, model: Tensor, updates: Sequence[Update], *, version: int) -> Tensor:
+        made = []
+        for cluster, one in enumerate(self.models(model)):
+            its = [update for update in updates if update.cluster == cluster]
+            made.append(self.mean(its).mul_(self.config.server_lr).add_(one) if its else one)
+        self.kept["others"] = torch.cat(made[1:])
+        return made[0]
+
+    def evaluate(self, updates: Sequence[Update]) -> dict[str, float]:
+        assert isinstance(self.config, ClusteredConfig)
+        sizes = {f"clients/cluster {j + 1}": 0.0 for j in range(self.config.clusters)}
+        for update in updates:
+            sizes[f"clients/cluster {update.cluster + 1}"] += 1
+        return super().evaluate(updates) | sizes

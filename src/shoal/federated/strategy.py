@@ -32,11 +32,15 @@ Setting = bool | int | float | str
 
 @dataclass(frozen=True)
 class Plan:
-    """What clients get beside the model. `control` is as long as the model; `settings` are for a user's training."""
+    """What clients get beside the model. `control` is as long as the model; `settings` are for a user's training.
+
+    `others` [models x numel]: further models, one behind the other; a client trains the one that serves it best.
+    """
 
     pull: float = 0.0
     control: Tensor | None = None
     settings: Mapping[str, Setting] = field(default_factory=dict)
+    others: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Update:
     """What a client sends: `delta` and, for some strategies, `control`, both [numel]; trained from model `version`.
 
     `contributors`: how many clients it is the mean of, where only their mean is known. `payload`: `delta` as it
-    travels.
+    travels. `cluster`: which of the round's models it was trained from.
     """
 
     client: str
@@ -67,6 +71,7 @@ class Update:
     contributors: int = 1
     payload: tuple[Tensor, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    cluster: int = 0
 
 
 class Strategy(ABC):
@@ -82,6 +87,10 @@ class Strategy(ABC):
     def configure(self) -> Plan:
         """What the clients of the next round get."""
         return Plan()
+
+    def models(self, model: Tensor) -> list[Tensor]:
+        """All models that clients train, of which `model` [numel] is the first."""
+        return [model]
 
     @abstractmethod
     def aggregate(self, model: Tensor, updates: Sequence[Update], *, version: int) -> Tensor:

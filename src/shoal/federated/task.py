@@ -38,6 +38,7 @@ from shoal.federated.config import (
     SecureAggregationConfig,
 )
 from shoal.federated.local_training import LocalTrainer
+from shoal.federated.strategies import Clustered
 from shoal.federated.strategy import Setting, Strategy, build_strategy
 from shoal.federated.vector import Upload, VectorLayout, vector_of, write_vector
 
@@ -156,7 +157,8 @@ def _is_number(value: Any) -> bool:
 @dataclass(frozen=True)
 class Task:
     """`model` are the first parameters [numel]. `rate` gives the learning rate of a round, from 1; `batch` is the
-    samples of a local step, `rounds` how many models are made. `own`: what a user's functions do."""
+    samples of a local step, `rounds` how many models are made. `own`: what a user's functions do. `others` [models x
+    numel]: what the further models of clusters begin from."""
 
     trainer: LocalTrainer
     model: Tensor
@@ -174,9 +176,14 @@ class Task:
     privacy: PrivacyConfig | None = None
     secure: SecureAggregationConfig | None = None
     own: OwnTraining = field(default_factory=OwnTraining)
+    others: Tensor | None = None
 
     def strategy(self) -> Strategy:
         """A new one, of the user's or as `[federated]` names it."""
         if self.own.strategy is not None:
             return self.own.strategy(self.federated, self.trainer)
-        return build_strategy(self.federated, self.model.numel())
+        strategy = build_strategy(self.federated, self.model.numel())
+        if isinstance(strategy, Clustered):
+            assert self.others is not None
+            strategy.start(self.others)
+        return strategy

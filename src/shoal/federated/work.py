@@ -17,11 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from shoal.data.sample import Source
 from shoal.data.sampling import SampleSubset
 from shoal.errors import EnvironmentFault
 from shoal.federated.local_training import ClientData, CohortBatch, cohort_batch, order_rounds
 from shoal.federated.privacy.accountants import chance_of
 from shoal.federated.privacy.mechanisms import Noise, PrivateMean, from_entropy
+from shoal.federated.report import figures
 from shoal.federated.rounds import Ticket
 from shoal.federated.strategy import Outcome, Plan, Strategy, Update
 from shoal.federated.task import ClientResult, OwnTurn, Task, train_own
@@ -31,13 +33,14 @@ from shoal.maths.counter import key_of
 @dataclass(frozen=True)
 class ClientState:
     """`turn`: rounds that counted. `kept`: the strategy's [numel]; `own`: parameters that stay local; `residual`: what
-    a codec has not sent yet; `personal`: the client's own model (Ditto)."""
+    a codec has not sent yet; `personal`: the client's own model (Ditto); `cluster`: whose model it trained last."""
 
     turn: int = 0
     kept: Tensor | None = None
     own: Tensor | None = None
     residual: Tensor | None = None
     personal: Tensor | None = None
+    cluster: int = 0
 
     def model(self, shared: Tensor, local: Tensor | None) -> Tensor:
         """What the client would use, of the `shared` model [numel] and what it keeps; `local` is True where that is."""
@@ -61,6 +64,8 @@ def train_clients(
     """The update of each piece of work, which are all from `model` [numel], and the state after it. `local` [numel]
     is True where parameters stay with their client.
     """
+    if plan.others is not None:
+        return _in_clusters(task, strategy, model, plan, works, local)
     order = sorted(range(len(works)), key=lambda i: works[i].data.steps(task.federated, task.batch))
     found: dict[int, tuple[Update, ClientState]] = {}
     if task.own.train is not None:
@@ -70,6 +75,46 @@ def train_clients(
         some = order[first : first + together]
         found |= zip(some, _train(task, strategy, model, plan, [works[i] for i in some], local), strict=True)
     return [found[index] for index in range(len(works))]
+
+
+def _in_clusters(
+    task: Task, strategy: Strategy, model: Tensor, plan: Plan, works: Sequence[Work], local: Tensor | None
+) -> list[tuple[Update, ClientState]]:
+    """Each client trains that of the round's models which serves it best; those of one model train together."""
+    assert plan.others is not None
+    models = [model, *plan.others.view(-1, model.numel())]
+    chosen = [cluster_of(task, [work.state.model(one, local) for one in models], work.data.ids) for work in works]
+    found: dict[int, tuple[Update, ClientState]] = {}
+    for cluster in sorted(set(chosen)):
+        places = [place for place, one in enumerate(chosen) if one == cluster]
+        some = [works[place] for place in places]
+        some = [work if work.state.cluster == cluster else _moved(work) for work in some]
+        done = train_clients(task, strategy, models[cluster], replace(plan, others=None), some, local=local)
+        for place, (update, state) in zip(places, done, strict=True):
+            found[place] = replace(update, cluster=cluster), replace(state, cluster=cluster)
+    return [found[place] for place in range(len(works))]
+
+
+def _moved(work: Work) -> Work:
+    """Another cluster's model is trained now: what a codec has not sent yet was meant for the one before."""
+    return replace(work, state=replace(work.state, residual=None))
+
+
+def cluster_of(task: Task, models: Sequence[Tensor], ids: np.ndarray) -> int:
+    """Which of `models` [numel] each has the lowest mean loss on the samples `ids` (IFCA, arXiv:2006.04088, algorithm
+    1, line 7); the first of equal ones."""
+    samples = SampleSubset(task.data.train, ids)
+    return _best([_means(task, model, samples) for model in models])
+
+
+def _best(means: Sequence[Mapping[str, float]]) -> int:
+    """The place of the lowest loss that is finite."""
+    losses = [one["loss/eval"] for one in means]
+    return int(np.argmin([loss if math.isfinite(loss) else np.inf for loss in losses]))
+
+
+def _means(task: Task, model: Tensor, samples: Source) -> dict[str, float]:
+    return figures(task.trainer, model, samples, denominator=task.denominator).means()
 
 
 def _train(
@@ -92,7 +137,7 @@ def _train(
             strategy,
             plan,
             work,
-            starts,
+            starts[i] if starts.ndim == 2 else starts,
             ClientResult(trained.deltas[i], trained.steps[i], {"loss/train": float(trained.losses[i])}),
             local,
         )
@@ -131,7 +176,7 @@ def _train_own(
         settings=plan.settings,
     )
     came = train_own(train, task.trainer, start, SampleSubset(task.data.train, work.data.ids), turn)
-    return _finished(task, strategy, plan, work, start[None], came, local)
+    return _finished(task, strategy, plan, work, start, came, local)
 
 
 def _finished(
@@ -139,13 +184,12 @@ def _finished(
     strategy: Strategy,
     plan: Plan,
     work: Work,
-    starts: Tensor,
+    start: Tensor,
     came: ClientResult,
     local: Tensor | None,
 ) -> tuple[Update, ClientState]:
     delta, steps, own = came.delta, came.steps, None
     if local is not None:
-        start = starts[0] if work.state.own is None else torch.where(local, work.state.own, starts[0])
         own = torch.where(local, start + delta, 0.0)
         delta = delta.masked_fill(local, 0.0)
     sgd, lr = task.trainer.sgd, task.rate(work.ticket.version + 1)
@@ -221,10 +265,23 @@ class ServerModel:
         self.model, self.version = model, self.version + 1
         return figures
 
+    def measured(self) -> dict[str, float]:
+        """Loss and accuracy on held-out data, and what the user's own evaluation says; of several models that which
+        serves the held-out data best."""
+        task, model, found = self.task, self.model, {}
+        if task.data.held_out is not None:
+            each = [(one, _means(task, one, task.data.held_out)) for one in self.strategy.models(model)]
+            model, found = each[_best([figure for _, figure in each])]
+        return found | task.own.measured(task.trainer.module, task.trainer.layout, model)
+
     def _hidden(self, updates: Sequence[Update], private: PrivateMean) -> Update:
         if self.task.secure is not None and updates:
             return private.of_sum(updates[0], like=self.model, version=self.version)
         return private.mean(updates, like=self.model, version=self.version)
+
+    def parameters(self) -> list[dict[str, Tensor]]:
+        """The parameters of each model, by name."""
+        return [self.task.trainer.layout.views(one) for one in self.strategy.models(self.model)]
 
     def state(self) -> dict[str, Tensor]:
         """The model and what the strategy keeps."""

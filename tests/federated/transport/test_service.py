@@ -37,7 +37,15 @@ def task_of(steps: int = 2, **tables: Any) -> Any:
     return task(run={"steps": steps}, devices={"together": 1}, federated=federated, **tables)
 
 
-@pytest.mark.parametrize("tables", [{}, {"secure_aggregation": {}}, {"federated": {"kind": "fedbuff", "buffer": 3}}])
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {},
+        {"secure_aggregation": {}},
+        {"federated": {"kind": "fedbuff", "buffer": 3}},
+        {"federated": {"kind": "clustered", "clusters": 2}},
+    ],
+)
 def test_a_run_over_the_network_makes_the_model_of_the_simulation(tables: dict[str, Any], tmp_path: Path) -> None:
     """By rounds in the clear and in secret; without rounds there is no one order, and it ends all the same."""
     one = task_of(**tables)

@@ -111,7 +111,8 @@ class Client:
         model = await self._model(ticket.version)
         if model is None:
             return  # the round is over
-        plan = Plan(model.header.pull, model.vectors.get("control"), model.header.settings)
+        beside = {name: model.vectors.get(name) for name in ("control", "others")}
+        plan = Plan(model.header.pull, settings=model.header.settings, **beside)
         work = Work(ticket, self.data, state)
         update, after = await asyncio.to_thread(self._trained, model, plan, work)
         self.store.keep(ticket, after)
@@ -161,6 +162,7 @@ class Client:
             samples=update.samples,
             steps=update.steps,
             momentum=update.momentum,
+            cluster=update.cluster,
             metrics={name: value for name, value in update.metrics.items() if abs(value) <= messages.MOST_FIGURE},
         )
         pieces = [messages.frame_head(header), *map(messages.bytes_of, named.values())]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from shoal.errors import EnvironmentFault
 from shoal.federated.privacy.accountants import Budget, chance_of, client_budget
-from shoal.federated.report import RoundFigures, figures
+from shoal.federated.report import RoundFigures
 from shoal.federated.robust import refusal
 from shoal.federated.rounds import Rounds, Ticket
 from shoal.federated.secure.messages import Keys, Revealed, Sealed
@@ -276,14 +276,9 @@ class Host:
         else:
             updates = [self._update(ticket, self.store.upload_path(ticket)) for ticket in ready]
         self.row.values |= self.server.advance(updates)
-        version, held_out = self.server.version, self.task.data.held_out
-        due = version % self.task.federated.evaluate_every == 0 or version == self.rounds.versions
-        trainer = self.task.trainer
-        if held_out is not None and due:
-            found = figures(trainer, self.server.model, held_out, denominator=self.task.denominator)
-            self.row.values |= found.means()
-        if due:
-            self.row.values |= self.task.own.measured(trainer.module, trainer.layout, self.server.model)
+        version = self.server.version
+        if version % self.task.federated.evaluate_every == 0 or version == self.rounds.versions:
+            self.row.values |= self.server.measured()
         self.store.write_model(version, self.server.state(), self.server.plan())
 
     def finish(self, ready: tuple[Ticket, ...]) -> RoundFigures:
@@ -391,6 +386,7 @@ class Host:
             delta=self.task.upload.decode(payload, client=ticket.client, version=ticket.version),
             steps=header.steps,
             momentum=header.momentum,
+            cluster=header.cluster,
             control=control,
             metrics=header.metrics,
         )

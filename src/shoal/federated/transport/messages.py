@@ -185,6 +185,7 @@ class UpdateHeader(Header, frozen=True, forbid_unknown_fields=True, kw_only=True
     samples: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
     momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    cluster: Annotated[int, msgspec.Meta(ge=0, lt=64)] = 0
     metrics: Annotated[dict[Short, Reported], msgspec.Meta(max_length=32)] = {}
 
 

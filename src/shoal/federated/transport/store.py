@@ -62,13 +62,14 @@ class Store:
         """Both files of a version, each whole or not at all, and durable."""
         contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
         replace_file(self._state_path(version), save(contiguous))
-        vectors = {"model": state["model"]} | ({} if plan.control is None else {"control": plan.control})
+        beside = {"control": plan.control, "others": plan.others}
+        vectors = {"model": state["model"], **{name: one for name, one in beside.items() if one is not None}}
         parts = tuple(messages.part_of(name, vector) for name, vector in vectors.items())
         header = messages.ModelHeader(version=version, pull=plan.pull, settings=dict(plan.settings), parts=parts)
-        beside = self.model_path(version).with_suffix(".part")
-        messages.write_frame(beside, header, list(vectors.values()))
-        make_durable(beside)
-        beside.replace(self.model_path(version))
+        written = self.model_path(version).with_suffix(".part")
+        messages.write_frame(written, header, list(vectors.values()))
+        make_durable(written)
+        written.replace(self.model_path(version))
         make_durable(self.directory)
 
     def read_state(self, version: int) -> dict[str, Tensor]:
@@ -175,18 +176,20 @@ class ClientStore:
         """Keeps the state after `ticket`, before it is sent."""
         vectors = {name: getattr(state, name) for name in STATE_VECTORS}
         tensors = {name: vector.contiguous() for name, vector in vectors.items() if vector is not None}
-        about = {"ticket": msgspec.json.encode(ticket).decode()}
+        about = {"ticket": msgspec.json.encode(ticket).decode(), "cluster": str(state.cluster)}
         replace_file(self.directory / "newest.safetensors", save(tensors, about))
 
 
 def _read(path: Path) -> tuple[Ticket | None, ClientState]:
     try:
         with safe_open(path, "pt") as file:
-            ticket = msgspec.json.decode((file.metadata() or {}).get("ticket", "null"), type=Ticket | None)
+            about = file.metadata() or {}
+            ticket = msgspec.json.decode(about.get("ticket", "null"), type=Ticket | None)
+            cluster = msgspec.json.decode(about.get("cluster", "0"), type=int)
             vectors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, msgspec.DecodeError) as error:
         raise CorruptCheckpoint(
             f"{path}, what this client keeps between rounds, cannot be read ({error}): remove it, and the client "
             "begins anew"
         ) from error
-    return ticket, ClientState(0, *(vectors.get(name) for name in STATE_VECTORS))
+    return ticket, ClientState(0, *(vectors.get(name) for name in STATE_VECTORS), cluster=cluster)
