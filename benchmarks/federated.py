@@ -10,11 +10,9 @@ beside it the bare sum. `simulate` counts updates of a logistic model of ten cla
 have sent by then. Each takes the best of a few learning rates at clients. What is played is kept in a folder, one file
 for each simulation, and not played again.
 
-`flower` plays rounds of eight clients that do nothing by one client app and one strategy of Flower: under its own
-simulation (Ray) and under Shoal's, in one process. It needs `flwr` and `ray`.
+`network` and `flower` are in `federated_rounds`.
 """
 
-# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import json
@@ -32,6 +30,7 @@ import torch
 import typer
 
 from benchmarks.command import run
+from benchmarks.federated_rounds import beside_flower, network
 from shoal.assembly.federated import federated_task
 from shoal.bench.options import AsJson, names
 from shoal.bench.report import Result, check, merged, print_report
@@ -75,7 +74,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "geometric median": {"kind": "geometric_median"},
     "FedBuff": {"kind": "fedbuff", "buffer": 10},
 }
-PARTS = ("aggregate", "secret", "simulate", "digits", "text", "flower")
+PARTS = ("aggregate", "secret", "simulate", "network", "digits", "text", "flower")
 
 
 def federated(
@@ -101,6 +100,7 @@ def federated(
         "aggregate": lambda: aggregated(megabytes, uploads),
         "secret": lambda: secret(secret_clients, numbers, neighbours),
         "simulate": lambda: simulation(simulated),
+        "network": lambda: network(megabytes, uploads),
         "digits": lambda: algorithms("digits", clients, rounds, keep, some),
         "text": lambda: algorithms("text", clients, rounds, keep, some),
         "flower": lambda: beside_flower(rounds),
@@ -322,50 +322,6 @@ def _tables(data: str, keys: dict[str, Any], lr: float, clients: int, rounds: in
         "batch": {"global_samples": 8, "sequence": 64},
         "partition": {"kind": "contiguous"},
     }
-
-
-def beside_flower(rounds: int) -> Result:
-    """The median time from one evaluation at the server to the next, of a model of 7,850 numbers."""
-    from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
-    from flwr.clientapp import ClientApp
-    from flwr.serverapp import Grid, ServerApp
-    from flwr.serverapp.strategy import FedAvg
-    from flwr.simulation import run_simulation
-
-    import shoal
-
-    app, server, stamps = ClientApp(), ServerApp(), dict[str, list[float]](flower=[], shoal=[])
-    clients, model = 8, lambda: torch.nn.Linear(784, 10)
-
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        metrics = MetricRecord({"num-examples": 1})
-        return Message(RecordDict({"arrays": message.content["arrays"], "metrics": metrics}), reply_to=message)
-
-    def stamp(who: str) -> None:
-        stamps[who].append(time.perf_counter())
-
-    @server.main()
-    def main(grid: Grid, context: Context) -> None:
-        strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients)
-        arrays = ArrayRecord(model().state_dict())
-        strategy.start(grid, arrays, num_rounds=rounds, evaluate_fn=lambda *_: stamp("flower"))
-
-    data = torch.utils.data.TensorDataset(torch.zeros(clients, 784), torch.zeros(clients, dtype=torch.int64))
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
-        tables = {
-            "run": {"name": "bench", "steps": rounds, "directory": folder},
-            "optimizer": {"kind": "sgd", "lr": 0.1},
-            "batch": {"global_samples": 1},
-            "federated": {"kind": "fedavg", "clients": clients},
-        }
-        strategy = FedAvg(fraction_evaluate=0.0)
-        shoal.federate(tables, model=model, data=data, train=app, strategy=strategy, evaluate=lambda _: stamp("shoal"))
-    run_simulation(server, app, clients, backend_config={"client_resources": {"num_cpus": 1, "num_gpus": 0.0}})
-    took = {who: float(np.median(np.diff(times[2:]))) for who, times in stamps.items()}
-    row = {"what": "flower", "clients": clients, "rounds": rounds, **{f"{who}_ms": 1e3 * s for who, s in took.items()}}
-    ratio = took["flower"] / took["shoal"]
-    return {"rows": [row | {"ratio": ratio}], "checks": [check("time of a round, Flower's over Shoal's", ratio, 3.0)]}
 
 
 def _times(function: Callable[[], object]) -> list[float]:

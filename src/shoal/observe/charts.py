@@ -179,7 +179,9 @@ def chart(
     heights = drawable(value for curve in curves for value in curve.values)
     places = [place for curve in curves for place in curve.places]
     if not heights:
-        return f'<figure class="chart">{_caption(title, unit, [], None)}<p class="empty">Not measured.</p></figure>'
+        return (
+            f'<figure class="chart">{_caption(title, unit, [], None, form)}<p class="empty">Not measured.</p></figure>'
+        )
     if level is not None:
         heights.append(level.value)
     y = axis_for(heights, from_zero=from_zero, may_be_log=may_be_log)
@@ -187,7 +189,7 @@ def chart(
     drawn = "".join(_draw(curve, frame) for curve in curves)
     note = ", ".join(word for word in (unit, "log scale" if y.log else "") if word)
     return (
-        f'<figure class="chart{" large" if large else ""}">{_caption(title, note, curves, level)}'
+        f'<figure class="chart{" large" if large else ""}">{_caption(title, note, curves, level, form)}'
         f'<div class="plot"><svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" role="img" '
         f'aria-label="{html.escape(title)}">{_grid(frame)}{_marks(frame)}{drawn}{_level(level, frame)}'
         f"{_columns(curves, frame)}</svg>{_labels(frame)}</div></figure>"
@@ -269,10 +271,10 @@ def _labels(frame: _Frame) -> str:
     return f'{rows}{columns}<span class="across">{html.escape(frame.across.name)}</span>'
 
 
-def _caption(title: str, unit: str, curves: Sequence[Curve], level: Level | None) -> str:
+def _caption(title: str, unit: str, curves: Sequence[Curve], level: Level | None, form: Callable[[float], str]) -> str:
     keys = [(curve.look, curve.label) for curve in curves if curve.label]
     if level is not None:
-        keys.append(("level", f"{level.label} {units.number(level.value)}"))
+        keys.append(("level", f"{level.label} {form(level.value)}"))
     legend = "".join(
         f'<span class="key"><i class="{html.escape(look)}"></i>{html.escape(label)}</span>' for look, label in keys
     )
