@@ -28,7 +28,7 @@ from shoal.federated.rounds import Rounds, Ticket
 from shoal.federated.secure.summing import clipped_part, fewest_in_sum, secure_mean, skellam_of
 from shoal.federated.strategy import Plan, Update
 from shoal.federated.task import Task
-from shoal.federated.work import ClientState, ServerModel, Work, cluster_of, train_clients
+from shoal.federated.work import ClientState, LocalRound, ServerModel, Work, cluster_of
 
 MOST_ATTEMPTS = 20
 """Attempts at one round, all with too few contributions, after which a simulation ends."""
@@ -201,7 +201,7 @@ class Simulation:
         tickets = self._waiting.pop(version)
         model, plan = self._from[version]
         works = [Work(t, self.data_of(t.client), self.states.get(t.client, ClientState())) for t in tickets]
-        done = train_clients(self.task, self.server.strategy, model, plan, works, local=self._local)
+        done = LocalRound(self.task, self.server.strategy, model, plan, self._local).train(works)
         self._trained |= zip(tickets, done, strict=True)
 
     def _make_next(self) -> bool:

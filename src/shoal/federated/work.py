@@ -57,47 +57,113 @@ class Work:
     data: ClientData
     state: ClientState
 
-
-def train_clients(
-    task: Task, strategy: Strategy, model: Tensor, plan: Plan, works: Sequence[Work], *, local: Tensor | None = None
-) -> list[tuple[Update, ClientState]]:
-    """The update of each piece of work, which are all from `model` [numel], and the state after it. `local` [numel]
-    is True where parameters stay with their client.
-    """
-    if plan.others is not None:
-        return _in_clusters(task, strategy, model, plan, works, local)
-    order = sorted(range(len(works)), key=lambda i: works[i].data.steps(task.federated, task.batch))
-    found: dict[int, tuple[Update, ClientState]] = {}
-    if task.own.train is not None:
-        return [_train_own(task, task.own.train, strategy, model, plan, work, local) for work in works]
-    together = task.devices.together if task.trainer.private is None else 1
-    for first in range(0, len(order), together):
-        some = order[first : first + together]
-        found |= zip(some, _train(task, strategy, model, plan, [works[i] for i in some], local), strict=True)
-    return [found[index] for index in range(len(works))]
+    def in_cluster(self, cluster: int) -> Work:
+        """The same of a client that trains the model `cluster`. If it trained another before, what a codec has not sent
+        yet was meant for that one."""
+        return self if self.state.cluster == cluster else replace(self, state=replace(self.state, residual=None))
 
 
-def _in_clusters(
-    task: Task, strategy: Strategy, model: Tensor, plan: Plan, works: Sequence[Work], local: Tensor | None
-) -> list[tuple[Update, ClientState]]:
-    """Each client trains that of the round's models which serves it best; those of one model train together."""
-    assert plan.others is not None
-    models = [model, *plan.others.view(-1, model.numel())]
-    chosen = [cluster_of(task, [work.state.model(one, local) for one in models], work.data.ids) for work in works]
-    found: dict[int, tuple[Update, ClientState]] = {}
-    for cluster in sorted(set(chosen)):
-        places = [place for place, one in enumerate(chosen) if one == cluster]
-        some = [works[place] for place in places]
-        some = [work if work.state.cluster == cluster else _moved(work) for work in some]
-        done = train_clients(task, strategy, models[cluster], replace(plan, others=None), some, local=local)
-        for place, (update, state) in zip(places, done, strict=True):
-            found[place] = replace(update, cluster=cluster), replace(state, cluster=cluster)
-    return [found[place] for place in range(len(works))]
+@dataclass(frozen=True)
+class LocalRound:
+    """What clients train from: `model` [numel] and the strategy's `plan` for it. `local` [numel] is True where
+    parameters stay with their client."""
 
+    task: Task
+    strategy: Strategy
+    model: Tensor
+    plan: Plan
+    local: Tensor | None = None
 
-def _moved(work: Work) -> Work:
-    """Another cluster's model is trained now: what a codec has not sent yet was meant for the one before."""
-    return replace(work, state=replace(work.state, residual=None))
+    def train(self, works: Sequence[Work]) -> list[tuple[Update, ClientState]]:
+        """The update of each piece of work, and its client's state after it."""
+        if self.plan.others is not None:
+            return self._in_clusters(works)
+        task, train = self.task, self.task.own.train
+        if train is not None:
+            return [self._finished(work, *self._own(train, work)) for work in works]
+        order = sorted(range(len(works)), key=lambda i: works[i].data.steps(task.federated, task.batch))
+        together = task.devices.together if task.trainer.private is None else 1
+        found: dict[int, tuple[Update, ClientState]] = {}
+        for first in range(0, len(order), together):
+            some = order[first : first + together]
+            found |= zip(some, self._together([works[i] for i in some]), strict=True)
+        return [found[index] for index in range(len(works))]
+
+    def _in_clusters(self, works: Sequence[Work]) -> list[tuple[Update, ClientState]]:
+        """Each client trains that of the round's models which serves it best; those of one model train together."""
+        assert self.plan.others is not None
+        models = [self.model, *self.plan.others.view(-1, self.model.numel())]
+        chosen = [
+            cluster_of(self.task, [work.state.model(one, self.local) for one in models], work.data.ids)
+            for work in works
+        ]
+        found: dict[int, tuple[Update, ClientState]] = {}
+        for cluster in sorted(set(chosen)):
+            places = [place for place, one in enumerate(chosen) if one == cluster]
+            its = replace(self, model=models[cluster], plan=replace(self.plan, others=None))
+            done = its.train([works[place].in_cluster(cluster) for place in places])
+            for place, (update, state) in zip(places, done, strict=True):
+                found[place] = replace(update, cluster=cluster), replace(state, cluster=cluster)
+        return [found[place] for place in range(len(works))]
+
+    def _together(self, works: Sequence[Work]) -> list[tuple[Update, ClientState]]:
+        """The run file's local steps, of all these clients at once."""
+        task, strategy, plan, model = self.task, self.strategy, self.plan, self.model
+        starts = model if self.local is None else torch.stack([work.state.model(model, self.local) for work in works])
+        version, first = works[0].ticket.version, works[0].ticket.client
+        lr, seed = task.rate(version + 1), key_of(task.seed, "local", version, first) % 2**63
+        shifts = [strategy.shift(plan, work.state.kept) for work in works]
+        trained = task.trainer.train(starts, _batches(task, works), lr=lr, pull=plan.pull, shifts=shifts, seed=seed)
+        done = []
+        for i, work in enumerate(works):
+            came = ClientResult(trained.deltas[i], trained.steps[i], {"loss/train": float(trained.losses[i])})
+            done.append(self._finished(work, starts[i] if starts.ndim == 2 else starts, came))
+        if task.federated.ditto is None:
+            return done
+        personal = self._personal(works, lr=lr, seed=seed, pull=task.federated.ditto)
+        return [(update, replace(state, personal=one)) for (update, state), one in zip(done, personal, strict=True)]
+
+    def _personal(self, works: Sequence[Work], *, lr: float, seed: int, pull: float) -> Tensor:
+        """The clients' own models [clients, numel] after as many steps, pulled to the shared one (Ditto)."""
+        start = torch.stack([work.state.model(self.model, None) for work in works])
+        none, batches = [None] * len(works), _batches(self.task, works)
+        moved = self.task.trainer.train(start, batches, lr=lr, pull=pull, shifts=none, anchor=self.model, seed=seed)
+        return start + moved.deltas
+
+    def _own(self, train: Callable[..., Any], work: Work) -> tuple[Tensor, ClientResult]:
+        """Where a client begins, and what the user's training came to."""
+        task, ticket, start = self.task, work.ticket, work.state.model(self.model, self.local)
+        turn = OwnTurn(
+            round=ticket.version + 1,
+            lr=task.rate(ticket.version + 1),
+            seed=key_of(task.seed, "own", ticket.version, ticket.client) % 2**63,
+            client=ticket.client,
+            settings=self.plan.settings,
+        )
+        return start, train_own(train, task.trainer, start, SampleSubset(task.data.train, work.data.ids), turn)
+
+    def _finished(self, work: Work, start: Tensor, came: ClientResult) -> tuple[Update, ClientState]:
+        """What a client sends of what it trained from `start` [numel], and what it keeps."""
+        task, ticket, state = self.task, work.ticket, work.state
+        delta, steps, own = came.delta, max(1, came.steps), None
+        if self.local is not None:
+            own = torch.where(self.local, start + delta, 0.0)
+            delta = delta.masked_fill(self.local, 0.0)
+        lr, momentum = task.rate(ticket.version + 1), task.trainer.sgd.momentum
+        kept, control = self.strategy.finish(self.plan, state.kept, Outcome(delta, steps, lr, momentum))
+        sent = task.upload.encode(delta, state.residual, client=ticket.client, version=ticket.version)
+        update = Update(
+            client=ticket.client,
+            version=ticket.version,
+            samples=len(work.data),
+            delta=sent.arrives,
+            payload=sent.payload,
+            steps=steps,
+            momentum=momentum,
+            control=control,
+            metrics=came.figures,
+        )
+        return update, ClientState(state.turn + 1, kept, own, sent.residual)
 
 
 def cluster_of(task: Task, models: Sequence[Tensor], ids: np.ndarray) -> int:
@@ -115,99 +181,6 @@ def _best(means: Sequence[Mapping[str, float]]) -> int:
 
 def _means(task: Task, model: Tensor, samples: Source) -> dict[str, float]:
     return figures(task.trainer, model, samples, denominator=task.denominator).means()
-
-
-def _train(
-    task: Task, strategy: Strategy, model: Tensor, plan: Plan, works: Sequence[Work], local: Tensor | None
-) -> list[tuple[Update, ClientState]]:
-    lr = task.rate(works[0].ticket.version + 1)
-    starts = model if local is None else torch.stack([work.state.model(model, local) for work in works])
-    seed = key_of(task.seed, "local", works[0].ticket.version, works[0].ticket.client) % 2**63
-    trained = task.trainer.train(
-        starts,
-        _batches(task, works),
-        lr=lr,
-        pull=plan.pull,
-        shifts=[strategy.shift(plan, work.state.kept) for work in works],
-        seed=seed,
-    )
-    done = [
-        _finished(
-            task,
-            strategy,
-            plan,
-            work,
-            starts[i] if starts.ndim == 2 else starts,
-            ClientResult(trained.deltas[i], trained.steps[i], {"loss/train": float(trained.losses[i])}),
-            local,
-        )
-        for i, work in enumerate(works)
-    ]
-    if task.federated.ditto is None:
-        return done
-    personal = torch.stack([work.state.model(model, None) for work in works])
-    own = task.trainer.train(
-        personal,
-        _batches(task, works),
-        lr=lr,
-        pull=task.federated.ditto,
-        shifts=[None] * len(works),
-        anchor=model,
-        seed=seed,
-    )
-    return [(update, replace(state, personal=personal[i] + own.deltas[i])) for i, (update, state) in enumerate(done)]
-
-
-def _train_own(
-    task: Task,
-    train: Callable[..., Any],
-    strategy: Strategy,
-    model: Tensor,
-    plan: Plan,
-    work: Work,
-    local: Tensor | None,
-) -> tuple[Update, ClientState]:
-    start, ticket = work.state.model(model, local), work.ticket
-    turn = OwnTurn(
-        round=ticket.version + 1,
-        lr=task.rate(ticket.version + 1),
-        seed=key_of(task.seed, "own", ticket.version, ticket.client) % 2**63,
-        client=ticket.client,
-        settings=plan.settings,
-    )
-    came = train_own(train, task.trainer, start, SampleSubset(task.data.train, work.data.ids), turn)
-    return _finished(task, strategy, plan, work, start, came, local)
-
-
-def _finished(
-    task: Task,
-    strategy: Strategy,
-    plan: Plan,
-    work: Work,
-    start: Tensor,
-    came: ClientResult,
-    local: Tensor | None,
-) -> tuple[Update, ClientState]:
-    delta, steps, own = came.delta, came.steps, None
-    if local is not None:
-        own = torch.where(local, start + delta, 0.0)
-        delta = delta.masked_fill(local, 0.0)
-    sgd, lr = task.trainer.sgd, task.rate(work.ticket.version + 1)
-    kept, control = strategy.finish(plan, work.state.kept, Outcome(delta, max(1, steps), lr, sgd.momentum))
-    ticket = work.ticket
-    sent = task.upload.encode(delta, work.state.residual, client=ticket.client, version=ticket.version)
-    update = Update(
-        client=work.ticket.client,
-        version=work.ticket.version,
-        samples=len(work.data),
-        delta=sent.arrives,
-        payload=sent.payload,
-        steps=max(1, steps),
-        momentum=sgd.momentum,
-        control=control,
-        metrics=came.figures,
-    )
-    return update, ClientState(work.state.turn + 1, kept, own, sent.residual)
 
 
 def _batches(task: Task, works: Sequence[Work]) -> Iterator[CohortBatch]:

@@ -21,7 +21,7 @@ from shoal.federated.task import Task
 from shoal.federated.transport import messages
 from shoal.federated.transport.host import Host, session_of, strategy_of
 from shoal.federated.transport.store import ClientStore, Store, digest_of
-from shoal.federated.work import ClientState, ServerModel, Work, train_clients
+from shoal.federated.work import ClientState, LocalRound, ServerModel, Work
 
 
 class Killed(BaseException):
@@ -94,7 +94,7 @@ class LocalClient:
         plan = Plan(model.header.pull, model.vectors.get("control"))
         work = Work(answer.ticket, self.data, state)
         self.between()
-        update, after = train_clients(self.task, self.strategy, model.vectors["model"].clone(), plan, [work])[0]
+        update, after = LocalRound(self.task, self.strategy, model.vectors["model"].clone(), plan).train([work])[0]
         self.store.keep(answer.ticket, after)
         self.between()
         if answer.secret is not None and host.secret is not None:
@@ -211,7 +211,9 @@ def replayed(task: Task, used: Iterable[Ticket]) -> Tensor:
         plan, updates = server.plan(), []
         for ticket in by_version.get(version, []):
             work = Work(ticket, data[ticket.client], states.get(ticket.client, ClientState()))
-            update, states[ticket.client] = train_clients(task, server.strategy, server.model.clone(), plan, [work])[0]
+            update, states[ticket.client] = LocalRound(task, server.strategy, server.model.clone(), plan).train([work])[
+                0
+            ]
             updates.append(update)
         if updates:
             server.advance(updates)

@@ -36,7 +36,7 @@ from shoal.federated.task import Task
 from shoal.federated.transport import messages
 from shoal.federated.transport.host import session_of, strategy_of
 from shoal.federated.transport.store import ClientStore
-from shoal.federated.work import ClientState, Work, train_clients
+from shoal.federated.work import ClientState, LocalRound, Work
 
 try:
     import aiohttp
@@ -127,7 +127,7 @@ class Client:
 
     def _trained(self, model: messages.Frame, plan: Plan, work: Work) -> tuple[Update, ClientState]:
         vector = model.vectors["model"].clone()
-        return train_clients(self.task, self._strategy, vector, plan, [work], local=self._local)[0]
+        return LocalRound(self.task, self._strategy, vector, plan, self._local).train([work])[0]
 
     async def _model(self, version: int) -> messages.Frame[messages.ModelHeader] | None:
         """The model of a version; what is there of it is not fetched again. None: it is gone."""
