@@ -245,6 +245,47 @@ def test_clusters_find_clients_that_agree() -> None:
     assert len(clustered.server.parameters()) == 2
 
 
+def test_narrow_clients_train_corners() -> None:
+    """A round beside plain PyTorch: each client's net is cut by hand, and each number averaged by hand over the clients
+    that have it."""
+    keys = {"kind": "heterofl", "clients": 5, "widths": [1.0, 0.5, 0.25], "local_steps": 2, "weights": "equal"}
+    one = Simulation(
+        task(
+            run={"steps": 1}, model={"hidden": [10]}, federated=keys, optimizer={"weight_decay": 0.0, "clip_norm": None}
+        )
+    )
+    start = {name: part.clone() for name, part in one.task.trainer.layout.views(one.server.model).items()}
+    one.run()
+    widths = one.clients()["width"]
+    assert len(set(widths)) == 3
+    names = ("layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias")
+    total, count = ({name: torch.zeros_like(start[name]) for name in names} for _ in range(2))
+    for client, width in zip(one.names, widths, strict=True):
+        hidden = {1.0: 10, 0.5: 5, 0.25: 3}[width]
+        cuts = {
+            names[0]: (slice(hidden),),
+            names[1]: (slice(hidden),),
+            names[2]: (slice(None), slice(hidden)),
+            names[3]: (),
+        }
+        corner = [start[name][cuts[name]].clone().requires_grad_() for name in names]
+        optimizer = torch.optim.SGD(corner, lr=0.1)
+        for step in range(2):
+            ids = one.data_of(client).samples_of_step(one.task.federated, 16, turn=0, step=step)
+            images, targets = (torch.from_numpy(array[ids]) for array in (digits()[0].inputs, digits()[0].targets))
+            optimizer.zero_grad()
+            outputs = F.linear(F.relu(F.linear(images.flatten(1), corner[0], corner[1])), corner[2], corner[3])
+            F.cross_entropy(outputs, targets).backward()
+            optimizer.step()
+        for name, after in zip(names, corner, strict=True):
+            total[name][cuts[name]] += after.detach()
+            count[name][cuts[name]] += 1
+    end = one.task.trainer.layout.views(one.server.model)
+    for name in names:
+        wanted = torch.where(count[name] > 0, total[name] / count[name].clamp(min=1), start[name])
+        torch.testing.assert_close(end[name], wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_a_model_that_vmap_cannot_take_is_refused_with_the_repair() -> None:
     """And trains with clients one after another."""
     one = task()

@@ -21,6 +21,7 @@ from shoal.federated.config import (
     FedOptConfig,
     FedProxConfig,
     GeometricMedianConfig,
+    HeteroFLConfig,
     KrumConfig,
     MedianConfig,
     ScaffoldConfig,
@@ -178,6 +179,21 @@ def test_clusters_average_their_own_clients() -> None:
     assert [float(one) for one in strategy.models(made)] == [-2.0, 14.0, 20.0]
     found = strategy.evaluate(updates)
     assert [found[f"clients/cluster {j}"] for j in (1, 2, 3)] == [1, 2, 0]
+
+
+def test_narrow_models_are_averaged_where_they_are() -> None:
+    """By the samples of the clients that have a number; one that none of them has stays."""
+    strategy = build_strategy(HeteroFLConfig(clients=3, widths=(1.0, 0.5, 0.25)), 4)
+    strategy.corners = [torch.tensor([0, 2]), torch.tensor([2])]  # type: ignore[attr-defined]
+    wide = Update("a", 0, 1, torch.tensor([1.0, 1.0, 1.0, 1.0]))
+    narrow, narrower = (
+        Update("b", 0, 3, torch.tensor([5.0, 5.0]), width=1),
+        Update("c", 0, 4, torch.tensor([9.0]), width=2),
+    )
+    made = strategy.aggregate(torch.ones(4), [wide, narrow, narrower], version=0)
+    torch.testing.assert_close(made, 1 + torch.tensor([16 / 4, 1.0, (1 + 15 + 36) / 8, 1.0]))
+    made = strategy.aggregate(torch.ones(4), [narrower], version=0)
+    torch.testing.assert_close(made, torch.tensor([1.0, 1.0, 10.0, 1.0]))
 
 
 def test_every_kind_has_its_implementation() -> None:

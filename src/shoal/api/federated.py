@@ -28,13 +28,14 @@ class FederatedClient:
     """Train as `name`, whose certificate is in the folder `certificates`, for the `server` at HOST:PORT.
 
     `part`: on that part of the data alone, as `[partition]` cuts it; None: on all of it. `patience_s`: seconds for
-    which the server may be away.
+    which the server may be away. `width`: of the client's model, one of `federated.widths`.
     """
 
     server: str
     certificates: str | Path
     name: str
     part: int | None = None
+    width: float = 1.0
     patience_s: float = 60.0
 
 
@@ -95,6 +96,7 @@ def federate(
         name=role.name,
         server=role.server,
         part=role.part,
+        width=role.width,
         patience_s=role.patience_s,
         told=lambda line: _say(f"{role.name}: {line}"),
         script=script,

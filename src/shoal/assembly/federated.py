@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
+import math
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from msgspec.structs import replace
+from msgspec.structs import replace as replace_table
 
 from shoal.assembly.objects import UserObjects, data_of, loss_of, model_of
 from shoal.engine.precision import precision_of
@@ -24,8 +26,9 @@ from shoal.federated.page import PAGE
 from shoal.federated.privacy.accountants import sample_budget
 from shoal.federated.privacy.mechanisms import PrivateGradient, Simulated, from_entropy
 from shoal.federated.simulation import Simulation, data_for, shards_of
-from shoal.federated.task import OwnTraining, Task
-from shoal.federated.vector import layout_of, upload_of, vector_of
+from shoal.federated.task import Corner, OwnTraining, Task
+from shoal.federated.vector import corner_of, layout_of, upload_of, vector_of
+from shoal.models.config import ConvNetConfig, MLPConfig, PythonModel
 from shoal.models.roles import roles_of
 from shoal.optim.config import SGD
 from shoal.optim.schedule import peak_rate, rate
@@ -50,9 +53,10 @@ def federated_task(run_file: RunFile, script: FromScript = FromScript(), *, real
     assert isinstance(run_file.optimizer, SGD), "a rule of the run file asks for it"
     secure = run_file.secure_aggregation is not None
     script.own.require_possible(run_file.federated, run_file.privacy, secure=secure)
-    objects = script.objects
+    widths, objects = run_file.federated.all_widths, script.objects
     model_dtype = precision_of(run_file.precision).parameters
-    model = model_of(run_file, objects, device=torch.device("cpu"), dtype=model_dtype)
+    whole = at_width(run_file, objects, 1.0) if len(widths) > 1 else (run_file, objects)
+    model = model_of(*whole, device=torch.device("cpu"), dtype=model_dtype)
     layout, data = layout_of(model), data_of(run_file, objects)
     if data.endless or data.parts:
         raise UserCodeError("federated training needs data with a number of samples, of one source: give such data")
@@ -70,7 +74,7 @@ def federated_task(run_file: RunFile, script: FromScript = FromScript(), *, real
         decays=torch.cat([torch.full((size,), decays[n]) for n, size in zip(layout.names, layout.sizes, strict=True)]),
     )
     peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
-    return Task(
+    task = Task(
         trainer=trainer,
         model=vector_of(model, layout),
         data=data,
@@ -89,6 +93,39 @@ def federated_task(run_file: RunFile, script: FromScript = FromScript(), *, real
         own=script.own,
         others=_others(run_file, objects),
     )
+    narrower = [_corner(task, *at_width(run_file, objects, width)) for width in widths[1:]]
+    return replace(task, corners=narrower)
+
+
+def _corner(task: Task, run_file: RunFile, objects: UserObjects) -> Corner:
+    """The model of a smaller width, whose parameters are corners of the whole one's. Raises `ConfigError`."""
+    dtype = precision_of(run_file.precision).parameters
+    model = model_of(run_file, objects, device=torch.device("cpu"), dtype=dtype)
+    layout, whole = layout_of(model), task.trainer.layout
+    where = corner_of(whole, layout)
+    trainer = replace(task.trainer, module=model, layout=layout, decays=task.trainer.decays[where])
+    upload = upload_of(run_file.codec, numel=layout.numel, dtype=dtype, seed=task.seed)
+    return Corner(replace(task, trainer=trainer, model=task.model[where], upload=upload), where)
+
+
+def at_width(run_file: RunFile, objects: UserObjects, width: float) -> tuple[RunFile, UserObjects]:
+    """The run file and the script's objects, whose model has hidden layers of this part of the whole width. Raises
+    `ConfigError` for a model that cannot be built so."""
+    model, given = run_file.model, objects.model
+    if callable(given) and not isinstance(given, torch.nn.Module) and "width" in inspect.signature(given).parameters:
+        return run_file, replace(objects, model=functools.partial(given, width=width))
+    if given is None and isinstance(model, MLPConfig):
+        model = replace_table(model, hidden=tuple(math.ceil(width * features) for features in model.hidden))
+    elif given is None and isinstance(model, ConvNetConfig):
+        model = replace_table(model, width=math.ceil(width * model.width))
+    elif given is None and isinstance(model, PythonModel):
+        model = replace_table(model, arguments={**model.arguments, "width": width})
+    else:
+        raise ConfigError(
+            'federated.kind = "heterofl" builds the model at several widths: use model.kind "mlp" or "convnet", or a '
+            "function of yours with an argument `width`, the part of the whole width"
+        )
+    return replace_table(run_file, model=model), objects
 
 
 def _others(run_file: RunFile, objects: UserObjects) -> torch.Tensor | None:
@@ -99,7 +136,7 @@ def _others(run_file: RunFile, objects: UserObjects) -> torch.Tensor | None:
         return None
     vectors = []
     for number in range(run_file.federated.models):
-        seeded = replace(run_file, run=replace(run_file.run, seed=run_file.run.seed + number))
+        seeded = replace_table(run_file, run=replace_table(run_file.run, seed=run_file.run.seed + number))
         model = model_of(seeded, objects, device=torch.device("cpu"), dtype=precision_of(run_file.precision).parameters)
         vectors.append(vector_of(model, layout_of(model)))
     if any(torch.equal(vectors[0], other) for other in vectors[1:]):
@@ -196,11 +233,13 @@ def take_part(
     server: str,
     part: int | None,
     patience_s: float,
+    width: float = 1.0,
     told: Callable[[str], object],
     script: FromScript = FromScript(),
 ) -> None:
     """Trains as the client `name` until the run is over. `server`: HOST:PORT. `part`: of the data of the run file, that
-    which `[partition]` gives to the client of this number; None: all of it.
+    which `[partition]` gives to the client of this number; None: all of it. `width`: of its model, one of
+    `federated.widths`.
 
     Raises `EnvironmentFault` where the server is away for `patience_s`, and `UsageError` where it refuses the client.
     """
@@ -213,8 +252,17 @@ def take_part(
     data = _clients_data(task, part)
     store = ClientStore(run_directory(run_file) / "clients" / name)
     url = f"https://{server}"
-    client = Client(task, data, name=name, url=url, store=store, patience_s=patience_s, told=told)
+    number = _number_of(run_file, width)
+    client = Client(task, data, name=name, url=url, store=store, width=number, patience_s=patience_s, told=told)
     asyncio.run(client.run(tls))
+
+
+def _number_of(run_file: RunFile, width: float) -> int:
+    assert run_file.federated is not None
+    widths = run_file.federated.all_widths
+    if width not in widths:
+        raise UsageError(f"--width {width:g}: models here have widths {', '.join(f'{one:g}' for one in widths)}")
+    return widths.index(width)
 
 
 def _clients_data(task: Task, part: int | None) -> ClientData:

@@ -127,6 +127,9 @@ def client(
     part: Annotated[
         int | None, typer.Option(min=0, help="Train on this part of the data alone, as [partition] cuts it.")
     ] = None,
+    width: Annotated[
+        float, typer.Option(help='The width of this client\'s model, one of federated.widths (kind = "heterofl").')
+    ] = 1.0,
     patience: Annotated[float, typer.Option(help="Seconds for which the server may be away.", min=0)] = 60.0,
 ) -> None:
     """Trains on this machine's data until the run is over; the data stays here.
@@ -146,4 +149,7 @@ def client(
     def show(line: str) -> None:
         print(f"{name}: {line}", flush=True)
 
-    take_part(loaded, certificates=certificates, name=name, server=server, part=part, patience_s=patience, told=show)
+    take_part(
+        loaded, certificates=certificates, name=name, server=server, part=part, width=width, patience_s=patience,
+        told=show,
+    )  # fmt: skip

@@ -5,11 +5,14 @@ A new strategy is its module and its table here.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 from shoal.config.check import Positive, PositiveFloat, Table, says
+
+MOST_WIDTHS = 16
 
 
 class _Strategy(Table, frozen=True):
@@ -101,6 +104,11 @@ class _Strategy(Table, frozen=True):
         return 1
 
     @property
+    def all_widths(self) -> tuple[float, ...]:
+        """Widths that models have, as parts of the whole one."""
+        return (1.0,)
+
+    @property
     def by_samples(self) -> bool:
         """Whether updates count by the samples of their clients."""
         return self.weighs and self.sampling == "uniform" and self.weights != "equal"
@@ -178,6 +186,35 @@ class ClusteredConfig(_Strategy, frozen=True, tag_field="kind", tag="clustered")
         return self.clusters
 
 
+class HeteroFLConfig(_Strategy, frozen=True, tag_field="kind", tag="heterofl"):
+    """Weak clients train a narrower model, a corner of each parameter (HeteroFL, arXiv:2010.01264)."""
+
+    implemented_by: ClassVar[str] = "shoal.federated.strategies:HeteroFL"
+    sums: ClassVar[bool] = False
+
+    widths: Annotated[
+        tuple[float, ...],
+        says("Widths of hidden layers, as parts of the whole model's, which is the first; a client has one of them."),
+    ] = (1.0, 0.5)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        falling = all(wide > narrow > 0 for wide, narrow in pairwise(self.widths))
+        if self.widths[:1] != (1.0,) or not 2 <= len(self.widths) <= MOST_WIDTHS or not falling:
+            raise ValueError(
+                f"widths = {list(self.widths)}: 1.0 comes first, and up to {MOST_WIDTHS - 1} smaller ones follow, the "
+                "largest first"
+            )
+        if self.keep_local or self.ditto is not None:
+            key = "ditto" if self.ditto is not None else "keep_local"
+            raise ValueError(f'{key} with kind = "heterofl": clients have models of several widths; leave it out')
+
+    @property
+    def all_widths(self) -> tuple[float, ...]:
+        """Widths that models have, as parts of the whole one."""
+        return self.widths
+
+
 class TrimmedMeanConfig(_Strategy, frozen=True, tag_field="kind", tag="trimmed_mean"):
     """Of every number the largest and smallest are left out (arXiv:1803.01498)."""
 
@@ -248,6 +285,7 @@ FederatedConfig = (
     | FedDynConfig
     | FedOptConfig
     | ClusteredConfig
+    | HeteroFLConfig
     | TrimmedMeanConfig
     | MedianConfig
     | KrumConfig

@@ -125,7 +125,7 @@ class Device:
     down_bytes_per_s: float
     latency_s: float
 
-    def round_s(self, *, steps: int, down_bytes: int, up_bytes: int) -> float:
+    def round_s(self, *, steps: float, down_bytes: int, up_bytes: int) -> float:
         """Seconds from the call for a model to the arrival of the update."""
         on_the_way_s = 2 * self.latency_s + down_bytes / self.down_bytes_per_s + up_bytes / self.up_bytes_per_s
         return on_the_way_s + steps * self.step_s

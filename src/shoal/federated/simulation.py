@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from shoal.data.sampling import SampleSubset
@@ -29,6 +30,7 @@ from shoal.federated.secure.summing import clipped_part, fewest_in_sum, secure_m
 from shoal.federated.strategy import Plan, Update
 from shoal.federated.task import Task
 from shoal.federated.work import ClientState, LocalRound, ServerModel, Work, cluster_of
+from shoal.maths.counter import key_of, uniform
 
 MOST_ATTEMPTS = 20
 """Attempts at one round, all with too few contributions, after which a simulation ends."""
@@ -102,6 +104,10 @@ class Simulation:
         if len(self.server.strategy.models(self.server.model)) > 1:
             clusters = [self._cluster(client)[0] + 1 for client in self.names]
             return self._took_part() | {name: [self._own_figure(client) for client in self.names], "cluster": clusters}
+        if self.task.corners:
+            own = [self._own_figure(client) for client in self.names]
+            widths = [self.task.federated.all_widths[width_of(self.task, client)] for client in self.names]
+            return self._took_part() | {"shared model": each, name: own, "width": widths}
         return self._took_part() | {name: each}
 
     def _took_part(self) -> dict[str, list[float]]:
@@ -112,9 +118,10 @@ class Simulation:
 
     def _own_figure(self, client: str) -> float:
         """How well a client's own model, or its own part of the model, serves it."""
-        model = self._cluster(client)[1]
-        samples = SampleSubset(self.task.data.train, self.shards[client])
-        found = figures(self.task.trainer, model, samples, denominator=self.task.denominator)
+        width = width_of(self.task, client)
+        task, model = self.task.of_width(width), self.task.at_width(self._cluster(client)[1], width)
+        samples = SampleSubset(task.data.train, self.shards[client])
+        found = figures(task.trainer, model, samples, denominator=task.denominator)
         return of_each(found, [np.arange(len(samples))])[1][0]
 
     def _cluster(self, client: str) -> tuple[int, Tensor]:
@@ -155,9 +162,11 @@ class Simulation:
         if ticket is None:
             return
         self.row.asked += 1
-        down_bytes = self._model_bytes(control=self.task.federated.sends_control)
-        self.row.down_bytes += down_bytes
         version, number, name = ticket.version, ticket.number, ticket.client
+        width = width_of(self.task, name)
+        task = self.task.of_width(width)
+        down_bytes = _model_bytes(task)
+        self.row.down_bytes += down_bytes
         if drops_out(self.task.devices, name, seed=self.task.seed, version=version, number=number):
             self.row.lost += 1
             if self.task.federated.asynchronous:
@@ -168,9 +177,9 @@ class Simulation:
         self._waiting.setdefault(version, []).append(ticket)
         device = self._device(name)
         takes_s = device.round_s(
-            steps=self.data_of(name).steps(self.task.federated, self.task.batch),
+            steps=self.data_of(name).steps(self.task.federated, self.task.batch) * self._part(width),
             down_bytes=down_bytes,
-            up_bytes=self.task.upload.nbytes(control=self.task.federated.sends_control),
+            up_bytes=task.upload.nbytes(control=self.task.federated.sends_control),
         )
         self._push(self.now_s + takes_s, ticket)
 
@@ -184,8 +193,9 @@ class Simulation:
         if ticket not in self._trained:
             self._train(ticket.version)
         update, state = self._trained[ticket]
-        self.row.up_bytes += self.task.upload.nbytes(control=self.task.federated.sends_control)
-        sentence = refusal(update, self.task.federated, numel=self.task.model.numel())
+        task = self.task.of_width(update.width)
+        self.row.up_bytes += task.upload.nbytes(control=task.federated.sends_control)
+        sentence = refusal(update, task.federated, numel=task.model.numel())
         if sentence is not None:
             self.told(sentence)
             self.rounds.refuse(ticket.client)
@@ -200,7 +210,10 @@ class Simulation:
         """Trains all that began from `version` and have not trained yet."""
         tickets = self._waiting.pop(version)
         model, plan = self._from[version]
-        works = [Work(t, self.data_of(t.client), self.states.get(t.client, ClientState())) for t in tickets]
+        works = [
+            Work(t, self.data_of(t.client), self.states.get(t.client, ClientState()), width_of(self.task, t.client))
+            for t in tickets
+        ]
         done = LocalRound(self.task, self.server.strategy, model, plan, self._local).train(works)
         self._trained |= zip(tickets, done, strict=True)
 
@@ -267,13 +280,24 @@ class Simulation:
             self._devices[name] = device_of(self.task.devices, name, seed=self.task.seed)
         return self._devices[name]
 
-    def _model_bytes(self, *, control: bool) -> int:
-        model = self.task.model
-        return model.numel() * model.element_size() * (self.task.federated.models + control)
+    def _part(self, width: int) -> float:
+        """How long a step of this width takes beside one of the whole model: as its numbers."""
+        return self.task.of_width(width).model.numel() / self.task.model.numel()
 
     def _push(self, time_s: float, ticket: Ticket | None) -> None:
         self._number += 1
         heapq.heappush(self._events, _Event(time_s, self._number, ticket))
+
+
+def _model_bytes(task: Task) -> int:
+    """What a client is sent."""
+    return task.model.numel() * task.model.element_size() * (task.federated.models + task.federated.sends_control)
+
+
+def width_of(task: Task, client: str) -> int:
+    """The number of a simulated client's width, each as likely as the others."""
+    drawn = uniform(key_of(task.seed, "width", client), torch.zeros(1, dtype=torch.int64), dtype=torch.float64)
+    return int(drawn * (1 + len(task.corners)))
 
 
 def data_for(task: Task, ids: np.ndarray, *, seed: int) -> ClientData:

@@ -33,6 +33,11 @@ clients whose samples have the lowest loss under model j. They train it alone; a
 
     x_j <- x_j + lr sum over clients i of S_j of p_i (y_i - x_j)      p_i: of the samples of S_j
 
+HeteroFL (Diao et al., arXiv:2010.01264, section 3): client i trains a corner of each parameter, as wide as it can.
+Every number of the model is averaged over the clients that have it; one that none of them has stays.
+
+    x_c <- x_c + lr sum over clients i with c of p_i (y_i - x)_c / sum over the same of p_i
+
 FedBuff (Nguyen et al., arXiv:2106.06639, algorithm 1) has a buffer in the place of rounds. tau_i, the staleness, is how
 many steps the server took since client i fetched its model; an update staler than `stalest` is left out.
 
@@ -42,6 +47,7 @@ many steps the server took since client i fetched its model; an update staler th
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -54,6 +60,7 @@ from shoal.federated.config import (
     FedDynConfig,
     FedOptConfig,
     FedProxConfig,
+    HeteroFLConfig,
 )
 from shoal.federated.strategy import Outcome, Plan, Strategy, Update, contributors, weighted_sum
 
@@ -217,3 +224,23 @@ class Clustered(Strategy):
         for update in updates:
             sizes[f"clients/cluster {update.cluster + 1}"] += 1
         return super().evaluate(updates) | sizes
+
+
+class HeteroFL(Strategy):
+    """See above. `corners`: where the numbers of each narrower model lie in the whole one (int64)."""
+
+    corners: Sequence[Tensor] = ()
+
+    def aggregate(self, model: Tensor, updates: Sequence[Update], *, version: int) -> Tensor:
+        total, weight = torch.zeros_like(model), torch.zeros_like(model)
+        for update, part in zip(updates, self.weights(updates).tolist(), strict=True):
+            where = slice(None) if update.width == 0 else self.corners[update.width - 1]
+            total[where] += part * update.delta
+            weight[where] += part
+        return model + self.config.server_lr * torch.where(weight > 0, total / weight, 0.0)
+
+    def evaluate(self, updates: Sequence[Update]) -> dict[str, float]:
+        assert isinstance(self.config, HeteroFLConfig)
+        trained = Counter(update.width for update in updates)
+        counts = {f"clients/width {width:g}": float(trained[i]) for i, width in enumerate(self.config.widths)}
+        return super().evaluate(updates) | counts

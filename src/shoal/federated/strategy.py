@@ -58,7 +58,8 @@ class Update:
     """What a client sends: `delta` and, for some strategies, `control`, both [numel]; trained from model `version`.
 
     `contributors`: how many clients it is the mean of, where only their mean is known. `payload`: `delta` as it
-    travels. `cluster`: which of the round's models it was trained from.
+    travels. `cluster`: which of the round's models it was trained from. `width`: at which of
+    the widths of `federated.widths`; its vectors are as long as that model.
     """
 
     client: str
@@ -72,6 +73,7 @@ class Update:
     payload: tuple[Tensor, ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     cluster: int = 0
+    width: int = 0
 
 
 class Strategy(ABC):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ from shoal.federated.config import (
     SecureAggregationConfig,
 )
 from shoal.federated.local_training import LocalTrainer
-from shoal.federated.strategies import Clustered
+from shoal.federated.strategies import Clustered, HeteroFL
 from shoal.federated.strategy import Setting, Strategy, build_strategy
 from shoal.federated.vector import Upload, VectorLayout, vector_of, write_vector
 
@@ -155,10 +155,18 @@ def _is_number(value: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class Corner:
+    """A narrower model: all that there is of it, and where its numbers lie in the whole one (int64)."""
+
+    task: Task
+    where: Tensor
+
+
+@dataclass(frozen=True)
 class Task:
     """`model` are the first parameters [numel]. `rate` gives the learning rate of a round, from 1; `batch` is the
     samples of a local step, `rounds` how many models are made. `own`: what a user's functions do. `others` [models x
-    numel]: what the further models of clusters begin from."""
+    numel]: what the further models of clusters begin from. `corners`: the narrower models of HeteroFL."""
 
     trainer: LocalTrainer
     model: Tensor
@@ -177,6 +185,15 @@ class Task:
     secure: SecureAggregationConfig | None = None
     own: OwnTraining = field(default_factory=OwnTraining)
     others: Tensor | None = None
+    corners: Sequence[Corner] = ()
+
+    def of_width(self, width: int) -> Task:
+        """The task of clients that have the width of this number; 0: the whole model."""
+        return self if width == 0 else self.corners[width - 1].task
+
+    def at_width(self, model: Tensor, width: int) -> Tensor:
+        """What these clients get of a `model` [numel]."""
+        return model if width == 0 else model[self.corners[width - 1].where]
 
     def strategy(self) -> Strategy:
         """A new one, of the user's or as `[federated]` names it."""
@@ -186,4 +203,6 @@ class Task:
         if isinstance(strategy, Clustered):
             assert self.others is not None
             strategy.start(self.others)
+        if isinstance(strategy, HeteroFL):
+            strategy.corners = [corner.where for corner in self.corners]
         return strategy

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from operator import gt
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +75,23 @@ def layout_of(module: nn.Module) -> VectorLayout:
             )
     trained = [(name, tuple(p.shape)) for name, p in module.named_parameters() if p.requires_grad]
     return VectorLayout(tuple(name for name, _ in trained), tuple(shape for _, shape in trained))
+
+
+def corner_of(whole: VectorLayout, narrow: VectorLayout) -> Tensor:
+    """Where the numbers of `narrow` lie in a vector of `whole`, int64: of each parameter the corner at index 0.
+
+    Raises `ConfigError` where it has other parameters, or none so large.
+    """
+    if narrow.names != whole.names:
+        raise ConfigError("the narrower model has other parameters than the whole one: only their sizes may differ")
+    places = torch.arange(whole.numel)
+    found = []
+    for (name, parameter), shape in zip(whole.views(places).items(), narrow.shapes, strict=True):
+        size = tuple(parameter.shape)
+        if len(shape) != len(size) or any(map(gt, shape, size)):
+            raise ConfigError(f"{name} is {list(shape)} in the narrower model: that is no corner of {list(size)}")
+        found.append(parameter[tuple(map(slice, shape))].reshape(-1))
+    return torch.cat(found)
 
 
 def vector_of(module: nn.Module, layout: VectorLayout) -> Tensor:

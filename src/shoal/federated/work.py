@@ -51,11 +51,12 @@ class ClientState:
 
 @dataclass(frozen=True)
 class Work:
-    """One client's part of what trains together."""
+    """One client's part of what trains together. `width`: the number of its model's width."""
 
     ticket: Ticket
     data: ClientData
     state: ClientState
+    width: int = 0
 
     def in_cluster(self, cluster: int) -> Work:
         """The same of a client that trains the model `cluster`. If it trained another before, what a codec has not sent
@@ -78,6 +79,8 @@ class LocalRound:
         """The update of each piece of work, and its client's state after it."""
         if self.plan.others is not None:
             return self._in_clusters(works)
+        if self.task.corners:
+            return self._by_width(works)
         task, train = self.task, self.task.own.train
         if train is not None:
             return [self._finished(work, *self._own(train, work)) for work in works]
@@ -104,6 +107,17 @@ class LocalRound:
             done = its.train([works[place].in_cluster(cluster) for place in places])
             for place, (update, state) in zip(places, done, strict=True):
                 found[place] = replace(update, cluster=cluster), replace(state, cluster=cluster)
+        return [found[place] for place in range(len(works))]
+
+    def _by_width(self, works: Sequence[Work]) -> list[tuple[Update, ClientState]]:
+        """Clients of one width train its corner of the model together."""
+        found: dict[int, tuple[Update, ClientState]] = {}
+        for width in sorted({work.width for work in works}):
+            places = [place for place, work in enumerate(works) if work.width == width]
+            task, model = replace(self.task.of_width(width), corners=()), self.task.at_width(self.model, width)
+            done = replace(self, task=task, model=model).train([works[place] for place in places])
+            for place, (update, state) in zip(places, done, strict=True):
+                found[place] = replace(update, width=width), state
         return [found[place] for place in range(len(works))]
 
     def _together(self, works: Sequence[Work]) -> list[tuple[Update, ClientState]]:

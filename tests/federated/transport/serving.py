@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from shoal.federated.simulation import client_name, data_for, shards_of
+from shoal.federated.simulation import client_name, data_for, shards_of, width_of
 from shoal.federated.task import Task
 from shoal.federated.transport import messages
 from shoal.federated.transport.client import Client
@@ -47,6 +47,7 @@ class Server:
         name = client_name(number)
         data = data_for(self.task, shards_of(self.task)[number], seed=self.task.seed + number)
         store = ClientStore(self.folder / "clients" / name)
+        more = {"width": width_of(self.task, name), **more}
         return Client(self.task, data, name=name, url=self.url, store=store, **more)
 
     async def run_clients(self, *numbers: int) -> None:

@@ -44,18 +44,19 @@ def task_of(steps: int = 2, **tables: Any) -> Any:
         {"secure_aggregation": {}},
         {"federated": {"kind": "fedbuff", "buffer": 3}},
         {"federated": {"kind": "clustered", "clusters": 2}},
+        {"federated": {"kind": "heterofl"}, "model": {"hidden": [12]}},
     ],
 )
 def test_a_run_over_the_network_makes_the_model_of_the_simulation(tables: dict[str, Any], tmp_path: Path) -> None:
     """By rounds in the clear and in secret; without rounds there is no one order, and it ends all the same."""
     one = task_of(**tables)
+    simulation = Simulation(one)
     with serving(one, tmp_path) as server:
         asyncio.run(server.run_clients(0, 1, 2))
         assert server.host is not None
         found, told = server.host.server.model, server.told
     assert told == []
     if not one.federated.asynchronous:
-        simulation = Simulation(one)
         simulation.run()
         assert torch.allclose(found, simulation.server.model, rtol=0.0, atol=CLOSE)
     assert server.host.server.version == 2

@@ -51,7 +51,8 @@ CHUNK_BYTES = 1 << 20
 
 
 class Client:
-    """`name` is that on the certificate. `told` hears a line for each contribution."""
+    """`name` is that on the certificate. `width`: the number of the width at which it trains. `told` hears a line for
+    each contribution."""
 
     def __init__(
         self,
@@ -61,13 +62,16 @@ class Client:
         name: str,
         url: str,
         store: ClientStore,
+        width: int = 0,
         patience_s: float = 60.0,
         told: Callable[[str], object] = str,
     ) -> None:
+        whole, task = task, task.of_width(width)
         self.task, self.data, self.name, self.store, self.told = task, data, name, store, told
         self._url, self._patience_s = url, patience_s
         self._strategy = task.strategy()
         self._local = local_mask(task)
+        self._width, self._layout = width, whole.trainer.layout.fingerprint
         self._heard_s = 0.0  # when a byte of the server was last read; 0: never
 
     async def run(self, tls: ssl.SSLContext) -> None:
@@ -99,8 +103,7 @@ class Client:
             raise UsageError(f"the server refuses client {self.name}: {getattr(answer, 'sentence', answer)}")
 
     async def _join(self) -> None:
-        layout = self.task.trainer.layout.fingerprint
-        said = messages.Join(len(self.data), layout, strategy_of(self.task))
+        said = messages.Join(len(self.data), self._layout, strategy_of(self.task))
         answer = await self._ask("POST", "/join", said)
         if isinstance(answer, messages.Refusal):
             raise UsageError(f"the server refuses client {self.name}: {answer.sentence}")
@@ -145,7 +148,7 @@ class Client:
             return response.status != 404
 
         while True:
-            if not await self._exchange("GET", f"/model/{version}", fetch, headers=rest):
+            if not await self._exchange("GET", f"/model/{version}/{self._width}", fetch, headers=rest):
                 return None
             with contextlib.suppress(messages.BadFrame):
                 read = messages.read_frame(path, messages.ModelHeader)
@@ -163,6 +166,7 @@ class Client:
             steps=update.steps,
             momentum=update.momentum,
             cluster=update.cluster,
+            width=self._width,
             metrics={name: value for name, value in update.metrics.items() if abs(value) <= messages.MOST_FIGURE},
         )
         pieces = [messages.frame_head(header), *map(messages.bytes_of, named.values())]

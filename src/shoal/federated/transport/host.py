@@ -137,7 +137,7 @@ class Host:
         if version:
             self.server.load(self.store.read_state(version), version=version)
         if not self.store.model_path(version).exists():
-            self.store.write_model(version, self.server.state(), self.server.plan())
+            self._write_model()
         if self.task.secure is not None and self.rounds.open is not None:
             if self.rounds.open.revealing:
                 self._pass("the server was restarted while clients revealed secrets")
@@ -200,15 +200,21 @@ class Host:
             return messages.Ended(False, "its round is over")
         return None
 
-    def expected(self) -> list[messages.Part]:
-        """The parts of a plain update."""
-        upload = self.task.upload
+    def expected(self, header: messages.UpdateHeader) -> list[messages.Part]:
+        """The parts of a plain update with this header. Raises `BadFrame`."""
+        if header.width > len(self.task.corners):
+            raise messages.BadFrame(f"an update is of width {header.width}, and there are {len(self.task.corners) + 1}")
+        upload = self.task.of_width(header.width).upload
         parts = [
             messages.Part(f"update.{i}", str(dtype).removeprefix("torch."), numel)  # type: ignore[arg-type]
             for i, (dtype, numel) in enumerate(upload.fields())
         ]
         control = [messages.part_of("control", self.server.model)] if self.task.federated.sends_control else []
         return parts + control
+
+    def largest(self) -> list[messages.Part]:
+        """The parts of the longest plain update."""
+        return self.expected(messages.UpdateHeader(samples=1, steps=1))
 
     def check(self, ticket: Ticket, path: Path, digest: str) -> str | None:
         """Why a whole upload cannot count; None if it can. Reads it all, and changes nothing."""
@@ -221,7 +227,7 @@ class Host:
         joined = self.rounds.present.get(ticket.client, update.samples)
         if update.samples != joined:
             return f"client {ticket.client} joined with {joined} samples, and now says {update.samples}"
-        return refusal(update, self.task.federated, numel=self.task.model.numel())
+        return refusal(update, self.task.federated, numel=self.task.of_width(update.width).model.numel())
 
     def refuse(self, ticket: Ticket, sentence: str) -> messages.Answer:
         """An upload cannot count, and its client is named."""
@@ -279,7 +285,7 @@ class Host:
         version = self.server.version
         if version % self.task.federated.evaluate_every == 0 or version == self.rounds.versions:
             self.row.values |= self.server.measured()
-        self.store.write_model(version, self.server.state(), self.server.plan())
+        self._write_model()
 
     def finish(self, ready: tuple[Ticket, ...]) -> RoundFigures:
         """The model that `compute` has made is the newest."""
@@ -287,7 +293,6 @@ class Host:
         row.counted, row.time_s = len(ready), self.clock() - self._began_s
         row.attempts = self.rounds.attempt + 1
         row.lost = 0 if one is None else len(one.cohort) - len(ready)
-        row.down_bytes = row.asked * self.store.model_path(self.rounds.version).stat().st_size
         if self.budget is not None:
             row.values["privacy/epsilon"] = self.budget.spent(self.server.version)
         self.store.note(asdict(row))
@@ -364,7 +369,7 @@ class Host:
         self.server.version += 1
         if self.budget is not None:
             row.values["privacy/epsilon"] = self.budget.spent(self.server.version)
-        self.store.write_model(self.server.version, self.server.state(), self.server.plan())
+        self._write_model()
         self.store.note(asdict(row))
         self.rounds.advance(self.clock(), ())
         self._commit()
@@ -375,21 +380,27 @@ class Host:
 
     def _update(self, ticket: Ticket, path: Path) -> Update:
         """The update in a file. Raises `BadFrame`."""
-        read = messages.read_frame(path, messages.UpdateHeader, self.expected())
+        read = messages.read_frame(path, messages.UpdateHeader, self.expected)
         header, vectors = read.header, dict(read.vectors)
+        task = self.task.of_width(header.width)
         control = vectors.pop("control", None)
         payload = tuple(vectors.values())
         return Update(
             client=ticket.client,
             version=ticket.version,
             samples=header.samples,
-            delta=self.task.upload.decode(payload, client=ticket.client, version=ticket.version),
+            delta=task.upload.decode(payload, client=ticket.client, version=ticket.version),
             steps=header.steps,
             momentum=header.momentum,
             cluster=header.cluster,
+            width=header.width,
             control=control,
             metrics=header.metrics,
         )
+
+    def _write_model(self) -> None:
+        corners = [corner.where for corner in self.task.corners]
+        self.store.write_model(self.server.version, self.server.state(), self.server.plan(), corners)
 
     def _commit(self) -> None:
         made = self.rounds.decisions()

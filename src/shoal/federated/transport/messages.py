@@ -9,7 +9,7 @@ Nothing is evaluated and nothing is unpickled. A frame is checked against what i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar
 
@@ -186,6 +186,7 @@ class UpdateHeader(Header, frozen=True, forbid_unknown_fields=True, kw_only=True
     steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 30)]
     momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
     cluster: Annotated[int, msgspec.Meta(ge=0, lt=64)] = 0
+    width: Annotated[int, msgspec.Meta(ge=0, lt=16)] = 0
     metrics: Annotated[dict[Short, Reported], msgspec.Meta(max_length=32)] = {}
 
 
@@ -224,8 +225,8 @@ def write_frame(path: Path, header: Header, vectors: Sequence[Tensor]) -> None:
             file.write(bytes_of(vector))
 
 
-def read_frame(path: Path, kind: type[H], expected: Sequence[Part] | None = None) -> Frame[H]:
-    """The frame in a file. `expected`: the only parts that it may have. Raises `BadFrame`."""
+def read_frame(path: Path, kind: type[H], expected: Callable[[H], Sequence[Part]] | None = None) -> Frame[H]:
+    """The frame in a file. `expected`: the only parts that one with this header may have. Raises `BadFrame`."""
     with path.open("rb") as file:
         size = path.stat().st_size
         length = int.from_bytes(file.read(8), "little")
@@ -237,8 +238,8 @@ def read_frame(path: Path, kind: type[H], expected: Sequence[Part] | None = None
             header = msgspec.json.decode(file.read(length), type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise BadFrame(f"the header of a frame is none of this version ({error})") from None
-    if expected is not None and list(header.parts) != list(expected):
-        raise BadFrame(f"a frame has {_told(header.parts)}, and {_told(expected)} is expected")
+    if expected is not None and list(header.parts) != (right := list(expected(header))):
+        raise BadFrame(f"a frame has {_told(header.parts)}, and {_told(right)} is expected")
     if 8 + length + sum(part.nbytes for part in header.parts) != size:
         raise BadFrame(f"a frame of {size} bytes does not have the length of its {len(header.parts)} vectors")
     return Frame(header, _mapped(path, 8 + length, header.parts))

@@ -1,7 +1,7 @@
 """The server's HTTP: reads bounded messages and streams, asks the `Host`, answers. A certificate says who a client is.
 
 POST /join /work /alive                a message
-GET  /model/VERSION                    the model's frame; with Range, the rest of it
+GET  /model/VERSION/WIDTH              the model's frame at a width; with Range, the rest of it
 GET  /upload/VERSION/NUMBER            how much of an upload is here, or what became of it
 PUT  /upload/VERSION/NUMBER?offset=&total=&digest=    the upload from `offset` on
 POST /secret/VERSION/NUMBER            a phase of secure aggregation
@@ -71,7 +71,7 @@ class Service:
                 web.post("/join", self._known(Service._join)),
                 web.post("/work", self._known(Service._work)),
                 web.post("/alive", self._known(Service._alive)),
-                web.get("/model/{version:[0-9]{1,9}}", self._known(Service._model)),
+                web.get("/model/{version:[0-9]{1,9}}/{width:[0-9]{1,2}}", self._known(Service._model)),
                 web.get("/upload/{version:[0-9]{1,9}}/{number:[0-9]{1,9}}", self._known(Service._uploaded)),
                 web.put("/upload/{version:[0-9]{1,9}}/{number:[0-9]{1,9}}", self._known(Service._upload)),
                 web.post("/secret/{version:[0-9]{1,9}}/{number:[0-9]{1,9}}", self._known(Service._secret)),
@@ -158,9 +158,15 @@ class Service:
         return web.Response(status=204)
 
     async def _model(self, client: str, request: web.Request) -> web.StreamResponse:
-        path = self.host.store.model_path(int(request.match_info["version"]))
+        version, width = (int(request.match_info[name]) for name in ("version", "width"))
+        path = self.host.store.model_path(version, width)
         if not path.is_file():
             return _answer(messages.Refusal("there is no model of this version any more"), status=404)
+        try:
+            start = request.http_range.start or 0
+        except ValueError:
+            raise web.HTTPRequestRangeNotSatisfiable from None
+        self.host.row.down_bytes += max(0, path.stat().st_size - start)
         return web.FileResponse(path, chunk_size=1 << 20)
 
     async def _uploaded(self, client: str, request: web.Request) -> web.StreamResponse:
@@ -179,7 +185,7 @@ class Service:
         secret = host.secret
         if secret is not None:
             secret.server.check_vector(client)
-        most = messages.largest_bytes(secret.expected() if secret is not None else host.expected())
+        most = messages.largest_bytes(secret.expected() if secret is not None else host.largest())
         part = host.store.part_path(ticket)
         if total > most:
             sentence = f"client {client} would send {total} bytes: an update has {most} at most"
@@ -206,7 +212,7 @@ class Service:
             part.unlink(missing_ok=True)
             return _answer(messages.Ended(False, "its round is over"))
         try:
-            read = messages.read_frame(part, messages.UpdateHeader, secret.expected())
+            read = messages.read_frame(part, messages.UpdateHeader, lambda _: secret.expected())
             secret.server.take_vector(ticket.client, read.vectors["masked"].numpy(), self.host.clock())
         except messages.BadFrame as error:
             return _answer(self.host.refuse(ticket, f"client {ticket.client}: {error}"), status=400)

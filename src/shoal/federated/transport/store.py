@@ -16,6 +16,7 @@ killed before it heard so.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace as with_values
 from pathlib import Path
 from typing import Any
@@ -46,9 +47,9 @@ class Store:
         path = directory / "rounds.journal"
         self.journal: Journal[Decision] = Journal(path, Decision, version=JOURNAL_VERSION, service="federated server")
 
-    def model_path(self, version: int) -> Path:
-        """What clients download."""
-        return self.directory / f"model-{version:08d}.frame"
+    def model_path(self, version: int, width: int = 0) -> Path:
+        """What clients of this width download."""
+        return self.directory / f"model-{version:08d}{f'-{width}' if width else ''}.frame"
 
     def upload_path(self, ticket: Ticket) -> Path:
         """Where a whole contribution lies."""
@@ -58,19 +59,24 @@ class Store:
         """Where it lies while it arrives."""
         return self.upload_path(ticket).with_suffix(".part")
 
-    def write_model(self, version: int, state: dict[str, Tensor], plan: Plan) -> None:
-        """Both files of a version, each whole or not at all, and durable."""
+    def write_model(self, version: int, state: dict[str, Tensor], plan: Plan, corners: Sequence[Tensor] = ()) -> None:
+        """The files of a version, each whole or not at all, and durable: the state, and the frame of each width."""
         contiguous = {name: tensor.contiguous() for name, tensor in state.items()}
         replace_file(self._state_path(version), save(contiguous))
         beside = {"control": plan.control, "others": plan.others}
         vectors = {"model": state["model"], **{name: one for name, one in beside.items() if one is not None}}
+        for width, where in enumerate(corners, start=1):
+            self._write_frame(self.model_path(version, width), version, {"model": state["model"][where]}, plan)
+        self._write_frame(self.model_path(version), version, vectors, plan)  # the last: where it is, all are
+        make_durable(self.directory)
+
+    def _write_frame(self, path: Path, version: int, vectors: dict[str, Tensor], plan: Plan) -> None:
         parts = tuple(messages.part_of(name, vector) for name, vector in vectors.items())
         header = messages.ModelHeader(version=version, pull=plan.pull, settings=dict(plan.settings), parts=parts)
-        written = self.model_path(version).with_suffix(".part")
+        written = path.with_suffix(".part")
         messages.write_frame(written, header, list(vectors.values()))
         make_durable(written)
-        written.replace(self.model_path(version))
-        make_durable(self.directory)
+        written.replace(path)
 
     def read_state(self, version: int) -> dict[str, Tensor]:
         """Raises `CorruptCheckpoint`."""
@@ -103,7 +109,8 @@ class Store:
                 path.unlink()
         oldest = min([rounds.version - 1, *(ticket.version for ticket in rounds.given.values())])
         for version in range(max(0, oldest - 2), max(0, oldest)):
-            self.model_path(version).unlink(missing_ok=True)
+            for path in self.directory.glob(f"model-{version:08d}*.frame"):
+                path.unlink(missing_ok=True)
             self._state_path(version).unlink(missing_ok=True)
 
     def note(self, row: dict[str, Any]) -> None:
