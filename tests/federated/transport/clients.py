@@ -15,8 +15,8 @@ from shoal.federated.rounds import Ticket
 from shoal.federated.secure.client import SecureClient
 from shoal.federated.secure.messages import Roster, Sealed, Survivors
 from shoal.federated.secure.summing import encoded, largest_norm_of
-from shoal.federated.simulation import client_name, data_for, shards_of
-from shoal.federated.strategy import Plan, build_strategy
+from shoal.federated.simulation import client_name, data_for, shards_of, width_of
+from shoal.federated.strategy import Plan
 from shoal.federated.task import Task
 from shoal.federated.transport import messages
 from shoal.federated.transport.host import Host, session_of, strategy_of
@@ -69,14 +69,16 @@ class LocalClient:
         self, task: Task, number: int, directory: Path, *, between: Callable[[], object] = lambda: None
     ) -> None:
         self.between = between
-        self.task, self.name = task, client_name(number)
+        self.name, self._layout = client_name(number), task.trainer.layout.fingerprint
+        self.width = width_of(task, self.name)
+        self.task = task.of_width(self.width)
         self.data = data_for(task, shards_of(task)[number], seed=task.seed + number)
         self.store = ClientStore(directory / self.name)
-        self.strategy = build_strategy(task.federated, task.model.numel())
+        self.strategy = self.task.strategy()
         self.secure: tuple[messages.Train, SecureClient, np.ndarray] | None = None
 
     def join(self, host: Host) -> messages.Answer:
-        said = messages.Join(len(self.data), self.task.trainer.layout.fingerprint, strategy_of(self.task))
+        said = messages.Join(len(self.data), self._layout, strategy_of(self.task))
         return host.join(self.name, said)
 
     def act(self, host: Host) -> None:
@@ -90,8 +92,9 @@ class LocalClient:
         if not isinstance(answer, messages.Train):
             return
         state = self.store.state(turn=answer.turn, last=answer.last)
-        model = messages.read_frame(host.store.model_path(answer.ticket.version), messages.ModelHeader)
-        plan = Plan(model.header.pull, model.vectors.get("control"))
+        path = host.store.model_path(answer.ticket.version, self.width)
+        model = messages.read_frame(path, messages.ModelHeader)
+        plan = Plan(model.header.pull, model.vectors.get("control"), others=model.vectors.get("others"))
         work = Work(answer.ticket, self.data, state)
         self.between()
         update, after = LocalRound(self.task, self.strategy, model.vectors["model"].clone(), plan).train([work])[0]
@@ -111,6 +114,8 @@ class LocalClient:
             parts=tuple(messages.part_of(name, vector) for name, vector in named.items()),
             samples=update.samples,
             steps=update.steps,
+            cluster=update.cluster,
+            width=self.width,
             metrics=dict(update.metrics),
         )
         path = host.store.part_path(answer.ticket)
@@ -210,10 +215,10 @@ def replayed(task: Task, used: Iterable[Ticket]) -> Tensor:
     for version in range(task.rounds):
         plan, updates = server.plan(), []
         for ticket in by_version.get(version, []):
-            work = Work(ticket, data[ticket.client], states.get(ticket.client, ClientState()))
-            update, states[ticket.client] = LocalRound(task, server.strategy, server.model.clone(), plan).train([work])[
-                0
-            ]
+            state = states.get(ticket.client, ClientState())
+            work = Work(ticket, data[ticket.client], state, width_of(task, ticket.client))
+            trained = LocalRound(task, server.strategy, server.model.clone(), plan).train([work])
+            update, states[ticket.client] = trained[0]
             updates.append(update)
         if updates:
             server.advance(updates)

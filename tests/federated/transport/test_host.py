@@ -26,6 +26,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "scaffold": {"federated": {"kind": "scaffold"}},
     "coded": {"codec": {"kind": "blockwise", "bits": 8}},
     "secret": {"secure_aggregation": {}},
+    "clustered": {"federated": {"kind": "clustered"}},
+    "heterofl": {"federated": {"kind": "heterofl", "widths": [1.0, 0.5, 0.25]}, "model": {"hidden": [8]}},
 }
 
 
@@ -108,14 +110,14 @@ def kill_both_ends(seed: int, kind: str, directory: Path) -> None:
     assert torch.allclose(host.server.model, expected, rtol=0.0, atol=2e-5 if kind == "secret" else 0.0), where
 
 
-@pytest.mark.parametrize("kind", ["scaffold", "secret"])
+@pytest.mark.parametrize("kind", ["scaffold", "secret", "clustered", "heterofl"])
 def test_random_kills_of_the_server_and_of_clients(kind: str, tmp_path: Path) -> None:
     kill_both_ends(3, kind, tmp_path)
 
 
 @pytest.mark.stress
 @pytest.mark.parametrize("first", range(100, 150, 10))
-@pytest.mark.parametrize("kind", ["fedavg", "scaffold", "coded", "secret"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_ten_random_schedules_of_deaths(kind: str, first: int, tmp_path: Path) -> None:
     for seed in range(first, first + 10):
         schedule(seed, kind, tmp_path)
