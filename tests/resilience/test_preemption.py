@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,6 +101,27 @@ def test_a_service_that_is_not_there_is_warned_of_once(tmp_path: Path) -> None:
     with watching_for_preemption(str(file), url, told=told.put, warn=warn, poll_s=0.01):
         assert "notice is there" in told.get(timeout=HANG_S).sentence
     assert len(warned) == 1
+
+
+def test_an_answer_that_is_no_http_is_warned_of(tmp_path: Path) -> None:
+    """The watch goes on: a notice that comes later is heard."""
+    notice = tmp_path / "notice"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"SSH-2.0-none\r\n")
+            notice.write_text("maintenance")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        sentence, warned = heard(str(notice), f"http://127.0.0.1:{server.getsockname()[1]}/notice")
+        thread.join()
+    assert "maintenance" in sentence
+    assert len(warned) == 1
+    assert "cannot be asked (BadStatusLine" in warned[0]
 
 
 def test_what_is_no_url_is_refused() -> None:

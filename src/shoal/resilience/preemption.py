@@ -10,6 +10,7 @@ Clouds give notice 30 s (Google) to 2 minutes (Amazon) before the end.
 
 from __future__ import annotations
 
+import http.client
 import threading
 import urllib.error
 import urllib.request
@@ -99,7 +100,7 @@ def _first_line(path: Path) -> str | None:
 def _answer(url: str) -> str | None:
     headers = {"Metadata-Flavor": "Google", "Metadata": "true"}
     try:
-        content = _get(url, headers)
+        content = _asked(urllib.request.Request(url, headers=headers))
     except urllib.error.HTTPError as error:
         if error.code == 404:
             return None
@@ -117,18 +118,18 @@ def _get_with_token(url: str, headers: dict[str, str]) -> bytes | None:
         headers={f"{_TOKEN_HEADER}-ttl-seconds": _TOKEN_S},
         method="PUT",
     )
-    with urllib.request.build_opener(_DIRECT).open(request, timeout=TIMEOUT_S) as answer:
-        token = answer.read(MOST_BYTES).decode("ascii", "replace")
+    token = _asked(request).decode("ascii", "replace")
     try:
-        return _get(url, {**headers, _TOKEN_HEADER: token})
+        return _asked(urllib.request.Request(url, headers={**headers, _TOKEN_HEADER: token}))
     except urllib.error.HTTPError as error:
         if error.code == 404:
             return None
         raise
 
 
-def _get(url: str, headers: dict[str, str]) -> bytes:
-    with urllib.request.build_opener(_DIRECT).open(
-        urllib.request.Request(url, headers=headers), timeout=TIMEOUT_S
-    ) as answer:
-        return answer.read(MOST_BYTES)
+def _asked(request: urllib.request.Request) -> bytes:
+    try:
+        with urllib.request.build_opener(_DIRECT).open(request, timeout=TIMEOUT_S) as answer:
+            return answer.read(MOST_BYTES)
+    except (http.client.HTTPException, ValueError) as error:  # an answer that is no HTTP; a redirect to no URL
+        raise OSError(f"{type(error).__name__}: {error}") from error
