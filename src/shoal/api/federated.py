@@ -60,6 +60,8 @@ def federate(
     figures by name. `strategy` takes the place of `federated.kind`: a subclass of `shoal.federated.strategy.Strategy`,
     or a strategy of Flower (`pip install 'shoal[flower]'`), whose client app may be `train`, both unchanged.
 
+    With `federated.kind = "heterofl"`, `model` is a function with an argument `width`, the part of the whole width.
+
     `role`: None simulates all clients here. A client returns None when the run is over. Raises `ShoalError`: a wrong
     key, a strategy that an own `train` cannot follow, a server that is away.
     """
