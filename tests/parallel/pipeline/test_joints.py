@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -62,6 +63,43 @@ def test_split_backward_equals_the_whole_one(name: str) -> None:
         assert weight.grad is not None
         whole = 1 + (torch.zeros_like(weight) if expected is None else expected)
         assert torch.allclose(weight.grad, whole, rtol=EXACT, atol=EXACT)
+
+
+SHARING: dict[str, Stage] = {
+    "weights that are added": lambda m, x: torch.tanh(x @ (m["a"].weight + m["b"].weight)),
+    "a weight that is added to the input": lambda m, x: torch.tanh(x + m["a"].weight[:1]),
+    "a weight of the input's shape": lambda m, x: x + m["a"].weight,
+    "a weight that is summed": lambda m, x: x * m["a"].weight.sum(),
+    **STAGES,
+}
+"""Their gradients may share memory with one another, with the input's or with the output's."""
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_split_backwards_of_several_microbatches_add_up(name: str) -> None:
+    """From no gradient at all, each forward's input and weights one after the other: the sums of whole backwards, and
+    what was returned for one microbatch stays as it was."""
+    stage, own = SHARING[name], modules()
+    weights = list(own.parameters())
+    whole = copy.deepcopy(own)
+    torch.manual_seed(5)
+    passes, expected, results = [], [], []
+    for _ in range(3):
+        x = torch.randn(WIDTH, WIDTH, dtype=torch.float64, requires_grad=True)
+        passes.append((Pass(x, stage(own, x)), torch.randn_like(stage(own, x))))
+        y = x.detach().clone().requires_grad_()
+        stage(whole, y).backward(passes[-1][1])
+        expected.append(torch.zeros_like(x) if y.grad is None else y.grad)
+    for one, gradient in passes:
+        results.append(one.backward_input(gradient, weights))
+        one.backward_weight()
+    for found, wanted in zip(results, expected, strict=True):
+        assert found is not None
+        torch.testing.assert_close(found, wanted, rtol=EXACT, atol=EXACT)
+    for weight, other in zip(weights, whole.parameters(), strict=True):
+        assert (weight.grad is None) == (other.grad is None)
+        if weight.grad is not None:
+            torch.testing.assert_close(weight.grad, other.grad, rtol=EXACT, atol=EXACT)
 
 
 def test_weights_that_share_no_use_are_taken_apart() -> None:

@@ -79,7 +79,10 @@ class Pass:
         """Adds what `backward_input` left to the parameters' gradients."""
         for branch in self.branches:
             for weight, gradient in branch.gradients(self.noted):
-                weight.grad = gradient if weight.grad is None else weight.grad.add_(gradient)
+                if weight.grad is None:
+                    weight.grad = gradient.clone()  # it may be another weight's too, or the input's, or expanded
+                else:
+                    weight.grad.add_(gradient)
         self.branches, self.noted = [], {}
 
 
