@@ -1,4 +1,5 @@
-"""Seconds of coding one bucket, as predictions use them, and their place in this machine's calibration.
+"""Which codecs `shoal bench codec` measures; seconds of coding one bucket, as predictions use them; their place in this
+machine's calibration.
 
 A codec that is not linear is timed encoding and decoding one payload. A linear one is timed through a sum of one rank:
 until its first payload can leave, and from there to the residual and the result.
@@ -37,6 +38,29 @@ if TYPE_CHECKING:
 
 
 WARM_UP = 2
+CODECS: Mapping[str, CodecConfig] = {
+    "bfloat16": CastConfig(),
+    "float16": CastConfig(dtype="float16"),
+    "float8_e4m3": CastConfig(dtype="float8_e4m3"),
+    "float8_e5m2": CastConfig(dtype="float8_e5m2"),
+    "int8": BlockwiseConfig(),
+    "int4": BlockwiseConfig(bits=4, block=64),
+    "qsgd": QSGDConfig(),
+    "terngrad": TernGradConfig(),
+    "sign": SignConfig(block=64),
+    "top_k": TopKConfig(),
+    "top_k_sampled": TopKConfig(selection="sampled"),
+    "dgc": DGCConfig(fraction=0.01, warmup_steps=40),
+    "dgc_0.1%": DGCConfig(fraction=0.001, warmup_steps=40),
+    "block_top_k": BlockTopKConfig(),
+    "dct_top_k": DCTTopKConfig(),
+    "random_k": RandomKConfig(fraction=0.01),
+    "scale_com": ScaleComConfig(),
+    "power_sgd": PowerSGDConfig(),
+    "power_sgd_2": PowerSGDConfig(rank=2),
+    "acp_sgd": ACPSGDConfig(),
+}
+"""What `shoal bench codec` measures."""
 
 
 def coding_times(one: Codec, gradient: Tensor, calls: int) -> tuple[float, float]:
@@ -98,27 +122,3 @@ def keep_times(times: Mapping[str, Mapping[str, float]], configs: Mapping[str, C
 
 
 # The codecs that `shoal bench codec` compares, by the names that its tables print. Imports no torch.
-
-
-CODECS: Mapping[str, CodecConfig] = {
-    "bfloat16": CastConfig(),
-    "float16": CastConfig(dtype="float16"),
-    "float8_e4m3": CastConfig(dtype="float8_e4m3"),
-    "float8_e5m2": CastConfig(dtype="float8_e5m2"),
-    "int8": BlockwiseConfig(),
-    "int4": BlockwiseConfig(bits=4, block=64),
-    "qsgd": QSGDConfig(),
-    "terngrad": TernGradConfig(),
-    "sign": SignConfig(block=64),
-    "top_k": TopKConfig(),
-    "top_k_sampled": TopKConfig(selection="sampled"),
-    "dgc": DGCConfig(fraction=0.01, warmup_steps=40),
-    "dgc_0.1%": DGCConfig(fraction=0.001, warmup_steps=40),
-    "block_top_k": BlockTopKConfig(),
-    "dct_top_k": DCTTopKConfig(),
-    "random_k": RandomKConfig(fraction=0.01),
-    "scale_com": ScaleComConfig(),
-    "power_sgd": PowerSGDConfig(),
-    "power_sgd_2": PowerSGDConfig(rank=2),
-    "acp_sgd": ACPSGDConfig(),
-}
