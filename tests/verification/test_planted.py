@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from shoal.topology.layout import Layout
+from shoal.verification.verify import narrowing
 from tests.models.huggingface import architectures
 from tests.verification.foreign_models import PICTURES, TIMES, foreign
-from tests.verification.layouts import GPT, MOE, corpus
+from tests.verification.layouts import GPT, MOE, corpus, run_file_of
 from tests.verification.planted import plant_of, verified_with
 
 TIED = GPT | {"tied": True}
@@ -129,6 +131,19 @@ def _require_caught(ranks, folder: Path, fault: str, tables: dict[str, Any], qua
     assert not verdict["holds"]
     assert verdict["first"]["quantity"] == quantity, verdict["sentence"]
     assert name in verdict["first"]["name"], verdict["sentence"]
+
+
+def test_a_verdict_says_how_to_narrow_down(tmp_path: Path) -> None:
+    """Each key that it names changes one thing; with one thing only, there is nothing to change."""
+    run_file = run_file_of(tmp_path, pipeline={"microbatches": 4, "schedule": "ZBVZeroBubble"})
+    assert narrowing(run_file, Layout(pipeline=2, tensor=2)) == (
+        '. To find out where, change one key at a time: pipeline.microbatches=1, pipeline.schedule="GPipe", '
+        "layout.pipeline=1, layout.tensor=1"
+    )
+    assert narrowing(run_file_of(tmp_path), Layout(shard=2)) == ""
+    assert narrowing(run_file_of(tmp_path, batch={"micro_samples": 2}), Layout(shard=2)).endswith(
+        "batch.micro_samples=8"
+    )
 
 
 @pytest.mark.parametrize("fault", [*PLANTED, *ON_ONE_RANK])

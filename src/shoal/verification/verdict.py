@@ -44,9 +44,9 @@ IN_FLOAT64 = "To rule out rounding, which statistics over few numbers enlarge, c
 class Verdict:
     """Everything that was compared. `axes` says for each parameter over which axes it is summed and split.
 
-    `likely`: what a difference far beyond the tolerance comes from. `unkeyed`: a sentence about random numbers that
-    depend on the layout, "" where the model draws none. `rule`: how replicas agree, as the one process plays it; ""
-    where they are never different.
+    `narrowing`: how to find where a difference far beyond the tolerance comes from. `unkeyed`: a sentence about random
+    numbers that depend on the layout, "" where the model draws none. `rule`: how replicas agree, as the one process
+    plays it; "" where they are never different.
     """
 
     layout: str
@@ -56,7 +56,7 @@ class Verdict:
     notes: tuple[str, ...] = ()
     unkeyed: str = ""
     rule: str = ""
-    likely: str = ""
+    narrowing: str = ""
 
     @property
     def holds(self) -> bool:
@@ -136,7 +136,7 @@ class Verdict:
         if self.unkeyed:
             return f". This need not be a mistake: {self.unkeyed}"
         if first.difference > FAR * first.tolerance:
-            return self.likely
+            return self.narrowing
         return "" if self.exact else f". {IN_FLOAT64}"
 
     def _told(self) -> Iterator[tuple[Finding, int]]:

@@ -38,6 +38,7 @@ from shoal.models.config import ForeignModel
 from shoal.models.mixture import ReplayRoutes
 from shoal.observe.terminal import ProgressBar
 from shoal.runfile.run_file import RunFile, declared_group
+from shoal.topology.layout import Layout
 from shoal.verification import layout_step
 from shoal.verification.layout_step import (
     LEFT_OUT,
@@ -148,10 +149,28 @@ def verify_rank(
     if isinstance(own_precision, Float8):
         notes.append(FLOAT8)
     unkeyed = said_of(proof.unkeyed, compiled=run_file.run.compile)
-    verdict = Verdict(run.mesh.layout.describe(), exact, proof.findings, axes, tuple(notes), unkeyed)
+    verdict = Verdict(
+        run.mesh.layout.describe(), exact, proof.findings, axes, tuple(notes), unkeyed,
+        narrowing=narrowing(run_file, run.mesh.layout),
+    )  # fmt: skip
     if verdict.holds and isinstance(run_file.model, ForeignModel):
         remember(run_file, run.generation.parts.split.shapes)
     return verdict
+
+
+def narrowing(run_file: RunFile, layout: Layout) -> str:
+    """Which keys, changed one at a time, tell what computes otherwise; empty where there is one thing only."""
+    sizes = {axis: layout.size(axis) for axis in ("shard", "pipeline", "context", "tensor", "expert")}
+    split = [f"layout.{axis}=1" for axis, size in sizes.items() if size > 1]
+    keys = split if len(split) > 1 else []
+    if sizes["pipeline"] > 1:
+        keys = ['pipeline.schedule="GPipe"'] * (run_file.pipeline.schedule != "GPipe") + keys
+        keys = ["pipeline.microbatches=1"] * (run_file.pipeline.microbatches != 1) + keys
+    elif run_file.batch.micro_samples is not None:
+        keys = [f"batch.micro_samples={run_file.batch.global_samples}", *keys]
+    if run_file.memory.recompute != "none":
+        keys.append('memory.recompute="none"')
+    return f". To find out where, change one key at a time: {', '.join(keys)}" if keys else ""
 
 
 @dataclass
