@@ -13,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constrain
 
 OLDEST := .venv-oldest
 
-.PHONY: help demo quick test slow test-oldest gpu check docs bench bench-wire bench-link bench-plan bench-zero bench-memory bench-pipeline bench-noise bench-check verify-matrix sanitize stress clean
+.PHONY: help demo quick test slow test-oldest gpu check docs reference bench bench-wire bench-link bench-plan bench-zero bench-memory bench-pipeline bench-noise bench-check verify-matrix sanitize stress clean
 
 help:
 	@echo "make demo    trains a small GPT on this machine's Python library (about 2 minutes) and writes a report"
@@ -24,6 +24,7 @@ help:
 	@echo "make gpu     on a machine with a GPU: tests and measurements there, in four minutes; docs/benchmarks/gpu.json"
 	@echo "make check   runs lint, format, types and the floors"
 	@echo "make docs    builds the documentation site in out/docs"
+	@echo "make reference   writes the reference of the run file again, after a change of a table"
 	@echo "make bench   measures a training step beside PyTorch's DDP; JSON in out/"
 	@echo "make bench-wire   shared memory beside Gloo: collectives (and a picture), plain programs, a step (about an hour)"
 	@echo "make bench-zero, bench-plan   ZeRO beside DDP, plans beside published tables"
@@ -69,6 +70,9 @@ check: $(ALL)
 	$(BIN)/ruff format --check
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+reference: $(READY)
+	$(BIN)/python -m shoal.runfile.load docs/reference/run-file.md
 
 docs: $(READY)
 	$(INSTALL) -q -e '.[docs]'
