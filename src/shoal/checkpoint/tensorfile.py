@@ -1,4 +1,7 @@
-"""The bytes of one object: a safetensors file (https://github.com/huggingface/safetensors, section "Format").
+"""From tensors in memory to files: how a tensor is cut into boxes and these into objects, the memory in which they are
+laid out, and the bytes of an object.
+
+An object is a safetensors file (https://github.com/huggingface/safetensors, section "Format").
 
     8 bytes   length of the header, little-endian
     header    JSON {key: {"dtype", "shape", "data_offsets": [begin, end]}}, padded with spaces to a multiple of 8

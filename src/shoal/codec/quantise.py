@@ -1,4 +1,6 @@
-"""Quantisation by blocks: every number of a block becomes one of few whole numbers, which share a scale.
+"""Few bits a number: quantisation by blocks, and casts (`Cast`).
+
+Every number of a block becomes one of few whole numbers, which share a scale.
 
     s = scale of the block       largest: max |x_i| / L      norm: |x|_2 / L      mean: sum |x_i| / d
     q_i = round(x_i / s)         nearest: ties to even       stochastic: floor(x_i / s + u), u uniform in (0, 1)

@@ -1,4 +1,5 @@
-"""Codecs that send few numbers and their places: top-k of numbers and of blocks, Deep Gradient Compression, random-k.
+"""Codecs that send few numbers and their places: top-k of numbers, of blocks and of cosine coefficients, Deep Gradient
+Compression, ScaleCom, random-k.
 
 Top-k: the k numbers of largest magnitude, and where they stand.
 

@@ -1,4 +1,5 @@
-"""Text corpora: which files belong to one, which of them are held out, and the loss that a model has to beat.
+"""Data that every machine has: the digits of scikit-learn, and text corpora: which files belong to one, which of them
+are held out, and the loss that a model has to beat.
 
 The standard library of the running interpreter is a corpus that every machine with Python has; its tests, which repeat
 themselves, and generated files, which are tables, are left out. A file is held out of training when the hash of its

@@ -1,6 +1,7 @@
-"""Steps that are not finite: skipped and counted; after too many in a row the run stops and names the culprit.
+"""Going on: from the newest checkpoint that verifies, at the start; past steps that are not finite, in mid-run.
 
-Where a value first was not finite is looked for once, when the run is about to stop for it.
+Such steps are skipped and counted; after too many in a row the run stops and names the culprit. Where a value first was
+not finite is looked for once, when the run is about to stop for it.
 """
 
 from __future__ import annotations

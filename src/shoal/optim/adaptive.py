@@ -1,4 +1,5 @@
-"""RMSProp, NAdam and RAdam by PyTorch, and Lion (Chen et al., arXiv:2302.06675, algorithm 2), which PyTorch has not:
+"""RMSProp, NAdam and RAdam by PyTorch, Adafactor (below), and Lion (Chen et al., arXiv:2302.06675, algorithm 2), which
+PyTorch has not:
 
     x <- (1 - lr w) x - lr sign(b1 m + (1 - b1) g),     m <- b2 m + (1 - b2) g
 

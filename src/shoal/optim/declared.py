@@ -1,4 +1,5 @@
-"""What every optimizer's table declares: the state it keeps, and what it needs to see together. Imports no torch.
+"""What every optimizer's table declares: the state it keeps (`Slot`), what it needs to see together, groups, and the
+averages, look-ahead and transforms of gradients beside it. Imports no torch.
 
 Checkpoints make slots from the declaration, ZeRO divides parameters as it asks, and the planner counts its bytes.
 """

@@ -1,4 +1,5 @@
-"""AdamW and SGD of the run file: PyTorch's fused kernels, called directly.
+"""The base class of optimizers that treat each number alone (`FusedOptimizer`), and AdamW and SGD of the run file:
+PyTorch's fused kernels, called directly.
 
 `torch.optim.AdamW(fused=True)` and `torch.optim.SGD(fused=True)` call the same kernels on the same state, and so give
 the same bits (but for SGD with parameters in half precision on a CPU: see `HALVES`). Making the first of those imports

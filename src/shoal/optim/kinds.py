@@ -1,5 +1,5 @@
-"""Tables of further optimizers: with a rate for each number, a rate for each layer, and without a schedule. Imports
-no torch.
+"""Tables of the optimizers beside AdamW, SGD and Adagrad, but for those of whole matrices: RMSProp, NAdam, RAdam, Lion
+and Adafactor; LARS and LAMB; the schedule-free ones. Imports no torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`Form`: the shape and dtype of what crosses a boundary between stages, and how the receiver is told.
+"""What crosses the boundary between two stages, its form and its coding; and where weights join the path through a
+stage, which is what lets a backward be split.
+
+`Form`: the shape and dtype of what crosses a boundary, and how the receiver is told.
 
 Microbatches whose inputs have the same shapes have one form, so it is announced once, in front of the first of them.
 Which these are every rank knows, for all ranks of a pipeline have the same samples.

@@ -1,4 +1,6 @@
-"""`Stash`: older versions of a stage's weights, one for each microbatch whose backward is still to come.
+"""PipeDream: a pipeline that never drains, with an update for every microbatch and the older weights that it needs.
+
+`Stash`: older versions of a stage's weights, one for each microbatch whose backward is still to come.
 
 A backward is right only with the weights that its forward saw. So weights that a stored forward used are never written:
 an update first gives the parameters storage of their own, and a backward gets the old storage back for as long as it
