@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import typer
 
 from shoal.bench.options import numbers, token_counts
 from shoal.cli.arguments import output_file, picture_file
+from shoal.errors import EnvironmentFault
 
 
 def test_a_file_in_a_folder_that_is_there_is_taken(tmp_path: Path) -> None:
@@ -25,6 +27,17 @@ def test_a_missing_folder_a_folder_and_another_suffix_are_refused(tmp_path: Path
         output_file(tmp_path)
     with pytest.raises(typer.BadParameter, match=r"\.png"):
         picture_file(tmp_path / "a.xyz")
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the work that was to be written there; asked of the file where there is one, else of its folder."""
+    (tmp_path / "old.json").touch()
+    asked: list[Path] = []
+    monkeypatch.setattr("os.access", lambda path, mode: asked.append(path) or mode != os.W_OK)
+    for name in ("new.json", "old.json"):
+        with pytest.raises(EnvironmentFault, match=f"{name} cannot be written there: make .* writable"):
+            output_file(tmp_path / name)
+    assert asked == [tmp_path, tmp_path / "old.json"]
 
 
 def test_numbers_are_read_whole_or_refused() -> None:
