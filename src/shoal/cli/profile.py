@@ -165,7 +165,10 @@ def _lines(found: Profile) -> list[str]:
     lines += [f"operators of rank {own.split.rank}, by their own time:"]
     for operator in own.operators[:OPERATORS]:
         at = f"  {own.sources[operator.name]}" if operator.name in own.sources else ""
-        share, calls = units.percent(operator.own_s / step_s), f"{operator.calls:.0f} calls a step"
+        share, calls = (
+            units.percent(operator.own_s / step_s),
+            f"{operator.calls:.{0 if operator.calls >= 1 else 1}f} calls a step",
+        )
         lines.append(f"  {share:>6}  {operator.name}, {calls}{at}")
     error_s = max(recording.clock_error_s for recording in found.recordings)
     if error_s:
