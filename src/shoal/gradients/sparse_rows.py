@@ -106,9 +106,7 @@ def _rows_of(parameter: Tensor) -> Tensor:
     """The gradient with each row once, ascending. Without any, an empty one; a dense one by its rows that are not 0."""
     if parameter.grad is None:
         none = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
-        return torch.sparse_coo_tensor(
-            none, parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape, check_invariants=False
-        ).coalesce()
+        return torch.sparse_coo_tensor(none, parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape).coalesce()
     gradient = parameter.grad
     return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
 
@@ -125,9 +123,7 @@ def _summed(gradient: Tensor, group: Collective) -> Tensor:
     all_rows = _gathered(rows, block, group)
     all_values = _gathered(values, block, group)
     real = (torch.arange(block, device=rows.device) < counts[:, None]).flatten()
-    return torch.sparse_coo_tensor(
-        all_rows[real][None], all_values[real], gradient.shape, check_invariants=False
-    ).coalesce()
+    return torch.sparse_coo_tensor(all_rows[real][None], all_values[real], gradient.shape).coalesce()
 
 
 def _gathered(own: Tensor, block: int, group: Collective) -> Tensor:

@@ -71,9 +71,7 @@ class ServedTable:
     def gradient(self, ids: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
         """The sum of some gradients, each of `rows` [n, width] at `ids` [n], as a sparse tensor like `weight`."""
         where = torch.cat(list(ids)) - self.start
-        return torch.sparse_coo_tensor(
-            where[None], torch.cat(list(rows)), self.weight.shape, check_invariants=False
-        ).coalesce()
+        return torch.sparse_coo_tensor(where[None], torch.cat(list(rows)), self.weight.shape).coalesce()
 
 
 def serve_table(owned: Owned, module: EmbeddingTable, places: TablePlaces, rank: int) -> tuple[ServedTable, Owned]:
@@ -111,12 +109,7 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (ids,) = ctx.saved_tensors
         rows = gradients[0].contiguous()
-        return (
-            torch.sparse_coo_tensor(ids[None], rows, ctx.shape, is_coalesced=True, check_invariants=False),
-            None,
-            None,
-            None,
-        )
+        return torch.sparse_coo_tensor(ids[None], rows, ctx.shape, is_coalesced=True), None, None, None
 
 
 # Which server has which elements of a model's parameters. Pure.
