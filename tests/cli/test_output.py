@@ -6,10 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 import typer
+from typer.testing import CliRunner
 
 from shoal.bench.options import numbers, token_counts
+from shoal.checkpoint.inspect import save_weights
 from shoal.cli.arguments import output_file, picture_file
+from shoal.cli.main import app
 from shoal.errors import EnvironmentFault
 
 
@@ -47,3 +51,18 @@ def test_numbers_are_read_whole_or_refused() -> None:
             numbers(text, "--batches", least=4, multiple_of=4)
     with pytest.raises(typer.BadParameter, match="multiples of 128"):
         token_counts("256,100")
+
+
+def test_a_difference_of_checkpoints_is_said_in_words(tmp_path: Path) -> None:
+    """What is other, of which type and shape, and by how much."""
+    one = {"a": torch.zeros(2), "b": torch.ones(3), "c": torch.zeros(1)}
+    two = {"a": torch.zeros(4), "b": torch.tensor([1.0, 1.5, 1.0])}
+    for name, weights in (("one", one), ("two", two)):
+        save_weights(weights, tmp_path, tmp_path / name)
+    done = CliRunner().invoke(app, ["checkpoint", "diff", str(tmp_path / "one"), str(tmp_path / "two")])
+    assert done.exit_code == 6
+    assert done.output.splitlines()[1:] == [
+        "  model/a: shape (float32 [2] and float32 [4])",
+        "  model/b (float32 [3]): other values, by at most 0.5",
+        "  model/c: only in the first (float32 [1])",
+    ]
