@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,12 @@ def test_the_page_of_the_api_lists_what_can_be_imported() -> None:
     listed = re.findall(r"^\| `shoal\.(\w+)", page, flags=re.MULTILINE)
     assert sorted(listed) == sorted(shoal.__all__)
     assert all(hasattr(shoal, name) for name in shoal.__all__)
+
+
+def test_completion_and_help_know_every_name() -> None:
+    """Before anything was used: `dir` lists what an attribute's first use imports."""
+    code = "import shoal, sys; print(set(shoal.__all__) <= set(dir(shoal)), 'torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "True False\n"
 
 
 def test_a_checkpoint_is_loaded_by_the_names_of_the_model(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import DataError, UsageError
-from shoal.files import meant, open_file, read_file
+from shoal.files import cache_folder, meant, open_file, read_file
 from tests.held import held, none_more
 
 REPAIR = "give another file"
@@ -94,3 +94,9 @@ def test_a_path_that_is_not_there_has_a_neighbour_much_like_it(tmp_path: Path, g
     (tmp_path / "mine.py").touch()
     (tmp_path / "trainer.py").touch()
     assert meant(tmp_path / given) == (f" (did you mean {tmp_path / found}?)" if found else "")
+
+
+def test_the_cache_lies_where_the_environment_says():
+    """`SHOAL_CACHE` wins; unset or empty, it is the home folder's cache."""
+    assert cache_folder({"SHOAL_CACHE": "/somewhere"}) == Path("/somewhere")
+    assert cache_folder({}) == cache_folder({"SHOAL_CACHE": ""}) == Path.home() / ".cache" / "shoal"

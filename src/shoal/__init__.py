@@ -6,7 +6,11 @@
     except shoal.RunFailed as failure:
         print(failure.rank, failure.exit_code, failure.sentence)
 
-Importing the package imports nothing heavy; `train` does when it is used.
+`train` runs the loop for you; `start` gives a loop of your own its batches, gradients and checkpoints; `verify` proves
+either against one process, `plan` says which layouts fit, `launch` starts a script on several ranks, `federate` trains
+with data that stays where it is.
+
+Importing the package imports nothing heavy; a name does when it is first used.
 """
 
 from __future__ import annotations
@@ -42,6 +46,11 @@ __all__ = [
     "train",
     "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    """For completion and `help`: names that have not been used yet, too."""
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

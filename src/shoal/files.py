@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -89,6 +89,13 @@ def meant(path: Path) -> str:
         return ""
     found = stems[near[0]] / path.relative_to(missing)
     return f" (did you mean {printable(found if found.exists() else stems[near[0]])}?)"
+
+
+def cache_folder(environ: Mapping[str, str]) -> Path:
+    """`SHOAL_CACHE` of `environ` where it is set, else ~/.cache/shoal. Nothing is created."""
+    if chosen := environ.get("SHOAL_CACHE"):
+        return Path(chosen).expanduser()
+    return Path.home() / ".cache" / "shoal"
 
 
 def _descriptor(path: Path, error: type[ShoalError], repair: str) -> int:

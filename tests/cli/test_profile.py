@@ -40,6 +40,11 @@ def test_a_flame_graph_without_py_spy_names_the_extra(tmp_path: Path, monkeypatc
         flame_program()
 
 
+def require_py_spy() -> None:
+    if not Path(sys.executable).with_name("py-spy").is_file() and shutil.which("py-spy") is None:
+        pytest.skip("py-spy is not installed: pip install -e '.[profile]'")
+
+
 BUSY = """
 
 class Busy(Logging):
@@ -62,8 +67,7 @@ def busy():
 def test_a_flame_graph_shows_the_function_in_which_the_rank_is(tmp_path: Path) -> None:
     """By py-spy, of the rank that is named: a function of the user's that computes in Python stands in the picture by
     its name and file, with a good part of the samples of the thread that trains; the rest is waiting for its peer."""
-    if not Path(sys.executable).with_name("py-spy").is_file() and shutil.which("py-spy") is None:
-        pytest.skip("py-spy is not installed: pip install 'shoal[profile]'")
+    require_py_spy()
     own = project(tmp_path)
     (tmp_path / "own.py").write_text(OWN + BUSY)
     keys = ("run.toml", "run.processes=2", "model.build=own:busy", "--steps", "1", "--warmup", "0", "--json")
@@ -81,6 +85,7 @@ def test_a_flame_graph_shows_the_function_in_which_the_rank_is(tmp_path: Path) -
 
 def test_a_flame_graph_of_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
     """Exit 2, with the ranks that there are."""
+    require_py_spy()
     done = project(tmp_path).shoal("profile", "run.toml", "run.processes=1", "--flame", "f.svg", "--flame-rank", "1")
     assert done.returncode == 2
     assert "--flame-rank is 1, and the ranks are 0 to 0: name one of them" in done.stderr

@@ -88,7 +88,7 @@ def test_a_job_runs_the_script_on_every_host(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_script_without_a_call_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserCodeError, match=r"mine\.py was run again, and came to its end without the call"):
+    with pytest.raises(UserCodeError, match=r"mine\.py came to its end without a call of shoal\.train or"):
         command_of_script(script_in(tmp_path, ""), [])
     with pytest.raises(UsageError, match="is missing"):
         command_of_script(tmp_path / "absent.py", [])

@@ -102,7 +102,7 @@ def test_the_loss_over_gathered_samples_runs() -> None:
 def test_every_page_with_python_is_run() -> None:
     """Here, or by the tests of its room."""
     with_python = {str(page.relative_to(DOCS).with_suffix("")) for page in PAGES if "```python" in page.read_text()}
-    own = {"data", "own-loop", "your-model", "python-api", "losses-and-tables", "wire", "horovod"}
+    own = {"data", "own-loop", "your-model", "python-api", "losses-and-tables", "wire", "horovod", "federated"}
     assert {name for name in with_python if not name.startswith("migration/")} == own
 
 
@@ -135,6 +135,17 @@ def test_the_script_of_the_python_api_ends_where_it_began(tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{20 * 64 + 64 + 64 * 2 + 2} parameters")
     assert "s a step" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_script_of_federated_training_learns(tmp_path: Path) -> None:
+    """With the page's own training and evaluation, all clients in one process."""
+    (script,) = blocks("federated", "python")
+    (tmp_path / "owners.py").write_text(script)
+    done = project(tmp_path).python("owners.py")
+    assert done.returncode == 0, done.stderr
+    assert float(re.findall(r"'accuracy': ([\d.]+)", done.stdout)[-1]) > 0.85
+    assert (tmp_path / "runs/owners/model.safetensors").exists()
 
 
 def test_every_decision_is_in_the_index() -> None:

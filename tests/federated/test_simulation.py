@@ -318,6 +318,17 @@ def test_figures_that_are_not_finite_do_not_break_the_report(tmp_path: Path) -> 
     store.journal.close()
 
 
+def test_a_run_directory_that_is_a_file_is_refused_before_the_first_round(tmp_path, monkeypatch) -> None:
+    """Rounds whose report has no place are not played."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/example").touch()
+    lines: list[str] = []
+    with pytest.raises(EnvironmentFault, match="runs/example is a file, and should be the run directory"):
+        simulate(run_file(), told=lines.append)
+    assert lines == []
+
+
 def test_the_report_and_the_model_lie_in_the_run_directory(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     lines: list[str] = []

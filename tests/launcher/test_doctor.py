@@ -73,7 +73,8 @@ def test_a_cache_folder_that_cannot_be_made_is_ill(tmp_path: Path):
     """A file where the folder should be: nothing can be kept there."""
     (tmp_path / "file").touch()
     (tmp_path / "file").chmod(0o600)
-    assert doctor.cache_finding(tmp_path / "file" / "shoal").status == "warning"
+    found = doctor.cache_finding(tmp_path / "file" / "shoal")
+    assert (found.status, found.repair) == ("warning", "set SHOAL_CACHE to a folder that can")
     assert doctor.cache_finding(tmp_path / "not" / "there" / "yet").status == "ok"
 
 

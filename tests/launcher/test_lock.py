@@ -99,11 +99,25 @@ def test_a_file_left_behind_is_no_obstacle(tmp_path):
         RunLock(tmp_path).acquire()
 
 
-def test_a_directory_that_cannot_be_is_a_fault(tmp_path):
-    """A run directory below a file: named, with its repair."""
+def test_a_file_in_the_place_of_the_directory_is_named(tmp_path):
+    """Or of a folder above it; with the repair."""
     (tmp_path / "file").touch()
-    with pytest.raises(EnvironmentFault, match=r"file/run cannot be locked.*run\.directory"):
+    with pytest.raises(
+        EnvironmentFault, match=r"/file is a file, and should be the run directory: move it away, or set"
+    ):
+        RunLock(tmp_path / "file").acquire()
+    with pytest.raises(
+        EnvironmentFault, match=r"/file is a file, and should be a folder of the run directory \S+/file/run"
+    ):
         RunLock(tmp_path / "file" / "run").acquire()
+
+
+def test_a_directory_that_cannot_be_written_is_a_fault():
+    """The words of the system, and the repair."""
+    with pytest.raises(
+        EnvironmentFault, match=r"directory /proc/none cannot be written \(.+\): make it writable, or set"
+    ):
+        RunLock(Path("/proc/none")).acquire()
 
 
 def test_a_lock_that_was_not_taken_has_no_descriptor(tmp_path):

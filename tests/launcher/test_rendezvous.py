@@ -171,6 +171,18 @@ def test_a_rank_that_never_comes_over_mpi_is_no_endless_wait(monkeypatch, capfd)
     assert "rank 1 waits for rank 0, to meet over MPI, 0.05 of at most 0.2 s" in capfd.readouterr().err
 
 
+def test_an_mpi4py_without_an_mpi_library_is_one_sentence(monkeypatch):
+    """Its import raises; the rank says what is missing."""
+
+    def without_library(name: str) -> None:
+        raise RuntimeError("cannot load MPI library\nlibmpi.so: cannot open shared object file")
+
+    monkeypatch.setattr("importlib.import_module", without_library)
+    monkeypatch.setattr(rendezvous, "mpi_is_there", lambda: True)
+    with pytest.raises(EnvironmentFault, match=r"not start \(cannot load MPI library\): .* pip install mpich"):
+        open_store(Place(1, 2, 1, 2, 0, "mpi"), {}, timeout_s=0.2)
+
+
 def test_a_rank_that_failed_tells_those_that_wait_for_it():
     """Rank 1 fails before the barrier that rank 0 waits at: rank 0 ends at once, with rank 1's sentence."""
     port = free_port()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -73,3 +76,16 @@ def test_a_tied_head_is_one_parameter_with_two_names() -> None:
         model = build(GPTConfig(tied=True))
     assert "head.weight" not in roles_of(model)
     assert role_of(model, "head.weight").kind == "head"
+
+
+@pytest.mark.slow
+def test_training_a_table_warns_of_nothing() -> None:
+    """PyTorch warns, once a process, of sparse tensors that nobody said whether to check."""
+    code = (
+        "import shoal, torch\n"
+        "table = shoal.EmbeddingTable(5, 2)\n"
+        "optimizer = torch.optim.Adagrad(table.parameters())\n"
+        "table(torch.tensor([1, 2])).sum().backward()\n"
+        "optimizer.step()\n"
+    )
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)

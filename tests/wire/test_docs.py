@@ -12,7 +12,6 @@ from tests.wire.processes import EPILOGUE, POISON, run_codes
 
 DOCS = Path(__file__).parents[2] / "docs"
 IMPORTS = "import json\n"
-GIVEN = "import numpy as np\ngradient, x = np.ones(3), np.ones(4)\n"
 JAX = """
 import jax, jax.numpy as jnp
 loss = lambda p, batch: jnp.sum(p["w"] * batch)
@@ -26,8 +25,8 @@ def blocks(page: str) -> list[str]:
 
 def test_the_pages_example_runs() -> None:
     first, _ = blocks("wire.md")
-    code = POISON + IMPORTS + GIVEN + first + "\nresult = [mean.tolist(), x.tolist()]" + EPILOGUE
-    assert run_codes([code] * 2) == [[[1.0] * 3, [2.0] * 4]] * 2
+    code = POISON + IMPORTS + first + "\nresult = [mean.tolist(), x.tolist()]" + EPILOGUE
+    assert run_codes([code] * 2) == [[[0.5] * 3, [1.0] * 3]] * 2
 
 
 @pytest.mark.stress

@@ -58,7 +58,7 @@ def federate(
     the client's samples, it trains the model where it stands, by any optimizer; what it returns are figures by name, of
     which "steps" counts local steps. `evaluate` is called with the model after a round, at the server, and returns
     figures by name. `strategy` takes the place of `federated.kind`: a subclass of `shoal.federated.strategy.Strategy`,
-    or a strategy of Flower (`pip install 'shoal[flower]'`), whose client app may be `train`, both unchanged.
+    or a strategy of Flower (`pip install -e '.[flower]'`), whose client app may be `train`, both unchanged.
 
     With `federated.kind = "heterofl"`, `model` is a function with an argument `width`, the part of the whole width.
 

@@ -28,6 +28,7 @@ from shoal.federated.privacy.mechanisms import PrivateGradient, Simulated, from_
 from shoal.federated.simulation import Simulation, data_for, shards_of
 from shoal.federated.task import Corner, OwnTraining, Task
 from shoal.federated.vector import corner_of, layout_of, upload_of, vector_of
+from shoal.launcher.lock import RunLock
 from shoal.models.config import ConvNetConfig, MLPConfig, PythonModel
 from shoal.models.roles import roles_of
 from shoal.optim.config import SGD
@@ -154,10 +155,17 @@ def _decays(model: torch.nn.Module) -> dict[str, float]:
 def simulate(run_file: RunFile, *, told: Callable[[str], object], script: FromScript = FromScript()) -> dict[str, Any]:
     """Plays all rounds; leaves the report and the model in the run directory. `told` hears a line for each round.
 
-    Returns what the report says. Raises as `federated_task` and `Simulation.run`.
+    Returns what the report says. Raises as `federated_task` and `Simulation.run`; and before the first round
+    `EnvironmentFault` where nothing can be written in the run directory, or another run has it.
     """
+    task = federated_task(run_file, script)
+    with RunLock(run_directory(run_file)):
+        return _played(run_file, task, told=told)
+
+
+def _played(run_file: RunFile, task: Task, *, told: Callable[[str], object]) -> dict[str, Any]:
     refused: list[str] = []
-    simulation = Simulation(federated_task(run_file, script), told=lambda s: (refused.append(s), told(f"refused: {s}")))
+    simulation = Simulation(task, told=lambda s: (refused.append(s), told(f"refused: {s}")))
     told(report.heading())
     began_s = time.perf_counter()
     rows = simulation.run(lambda row: told(report.line_of(row)))

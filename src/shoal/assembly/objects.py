@@ -20,7 +20,6 @@ from shoal.assembly.user_code import call_named, find_named
 from shoal.data import build as data_build
 from shoal.data.build import Dataset
 from shoal.data.config import PythonData
-from shoal.data.corpora import cache_folder
 from shoal.data.iterable import as_source, made_by, takes_start, without_loaders
 from shoal.data.sample import describe
 from shoal.engine.compute import enter_training, frozen_modules
@@ -28,6 +27,7 @@ from shoal.engine.config import LossConfig, PythonLoss, SquaredError
 from shoal.engine.extra_state import HasStateDict
 from shoal.engine.loss import Loss, cross_entropy, squared_error
 from shoal.errors import UserCodeError
+from shoal.files import cache_folder
 from shoal.maths.counter import key_of
 from shoal.models.batch_norm import with_grouped_norm, with_synchronised_norm
 from shoal.models.build import build as build_model

@@ -17,8 +17,8 @@ from shoal.assembly.run import Run
 from shoal.checkpoint.inspect import compare
 from shoal.config.load import dumps, parse
 from shoal.config.load import read as read_tables
-from shoal.data.corpora import cache_folder
 from shoal.errors import ConfigError, VerificationFailed
+from shoal.files import cache_folder
 from shoal.observe.facts import differing_keys, replace_file
 from shoal.observe.provenance import provenance
 from shoal.observe.sink import Sinks

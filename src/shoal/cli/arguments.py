@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from shoal.errors import UsageError
+from shoal.errors import EnvironmentFault, UsageError
 
 if TYPE_CHECKING:
     from shoal.runfile.run_file import RunFile
@@ -77,11 +77,16 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def output_file(path: Path | None) -> Path | None:
-    """A callback of options: `path` in a folder that is there, or `typer.BadParameter`."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{path}: there is no folder {path.absolute().parent}; make it, or give another")
-    if path is not None and path.is_dir():
+    """A callback of options: `path`, where a file can be written. Raises `typer.BadParameter` or `EnvironmentFault`."""
+    if path is None:
+        return None
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise typer.BadParameter(f"{path}: there is no folder {folder}; make it, or give another")
+    if path.is_dir():
         raise typer.BadParameter(f"{path} is a folder; give the name of a file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise EnvironmentFault(f"{path} cannot be written there: make {folder} writable, or give another place")
     return path
 
 

@@ -116,11 +116,12 @@ def diff(first: Source, second: Source, as_json: AsJson = False) -> None:
 
 
 def _line(difference: Difference) -> str:
-    there = " and ".join(said for said in (difference.first, difference.second) if said is not None)
+    """`difference` in words: what differs, of which type and shape, and the largest difference of numbers."""
+    there = " and ".join(dict.fromkeys(said for said in (difference.first, difference.second) if said is not None))
     if difference.kind not in ("values", "type"):
         return f"  {difference.name}: {difference.kind} ({there})"
-    size = "not finite" if difference.max_abs is None else f"{difference.max_abs:.6g}"
-    return f"  {difference.name}: {difference.kind} ({there}), largest difference {size}"
+    size = "not all finite" if difference.max_abs is None else f"by at most {difference.max_abs:.6g}"
+    return f"  {difference.name} ({there}): other {difference.kind}, {size}"
 
 
 @app.command("export")

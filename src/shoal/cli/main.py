@@ -103,7 +103,7 @@ def main() -> None:
     except OSError as error:
         if (repair := REPAIRS.get(error.errno or 0)) is None:
             raise
-        _say(f"shoal: {error}: {repair}")
+        _say(f"shoal: {error.filename or error.strerror}: {repair}")
         sys.exit(EnvironmentFault.exit_code)
 
 

@@ -56,6 +56,10 @@ def profile(
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import run_directory
 
+    if flame is not None:
+        from shoal.observe.profile.trace import flame_program
+
+        flame_program()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of its own start and end otherwise
     if run_file.suffix == ".py":
         if lab is not None:
@@ -102,11 +106,8 @@ def _of_script(
     from shoal.files import temporary_folder
     from shoal.launcher.children import wait_for
     from shoal.launcher.own_script import KEYS, PROFILE, divided
-    from shoal.observe.profile.trace import flame_program
 
     require_script(script)
-    if flame is not None:
-        flame_program()
     keys, arguments = divided(given)
     with temporary_folder() as folder:
         keys = [*THROW_AWAY, f"run.directory={json.dumps(str(folder / 'run'))}", *keys]
@@ -165,8 +166,8 @@ def _lines(found: Profile) -> list[str]:
     lines += [f"operators of rank {own.split.rank}, by their own time:"]
     for operator in own.operators[:OPERATORS]:
         at = f"  {own.sources[operator.name]}" if operator.name in own.sources else ""
-        share, calls = units.percent(operator.own_s / step_s), f"{operator.calls:.0f} calls a step"
-        lines.append(f"  {share:>6}  {operator.name}, {calls}{at}")
+        share, calls = units.percent(operator.own_s / step_s), f"{operator.calls:.{0 if operator.calls >= 1 else 1}f}"
+        lines.append(f"  {share:>6}  {operator.name}, {calls} calls a step{at}")
     error_s = max(recording.clock_error_s for recording in found.recordings)
     if error_s:
         lines.append(f"clocks agree to {units.seconds(error_s)}")

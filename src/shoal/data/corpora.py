@@ -15,20 +15,13 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from shoal.errors import DataError, MissingExtra
 from shoal.files import open_file
-
-
-def cache_folder(environ: Mapping[str, str]) -> Path:
-    """`SHOAL_CACHE` of `environ` where it is set, else ~/.cache/shoal. Nothing is created."""
-    if chosen := environ.get("SHOAL_CACHE"):
-        return Path(chosen).expanduser()
-    return Path.home() / ".cache" / "shoal"
 
 
 def split_by_path(names: Iterable[str], fraction: float) -> tuple[list[str], list[str]]:

@@ -383,7 +383,8 @@ def _end(job: Job, first: int) -> None:
 
     `first`: the step that the loop began with.
     """
-    job.sinks.activity(f"waiting until the checkpoint of step {job.progress.step} is written")
+    if job.progress.step > first:
+        job.sinks.activity(f"waiting until the checkpoint of step {job.progress.step} is written")
     reports = job.saver.wait()
     tell_of_saves(job, reports)
     job.step.lockstep.barrier().wait()

@@ -18,8 +18,8 @@ from shoal.assembly.data_record import data_hashes, recorded_data
 from shoal.assembly.user_code import GIVEN
 from shoal.checkpoint.objects import Places
 from shoal.config.load import read
-from shoal.data.corpora import cache_folder
 from shoal.errors import ConfigError, EnvironmentFault, Stopped, UsageError
+from shoal.files import cache_folder
 from shoal.launcher.children import wait_for
 from shoal.launcher.lock import FILE_NAME as LOCK_NAME
 from shoal.observe.events import read_events, series

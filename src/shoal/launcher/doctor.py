@@ -12,7 +12,6 @@ import resource
 import shutil
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from shoal.errors import EnvironmentFault
+from shoal.files import cache_folder
 from shoal.installation import install_command
 from shoal.launcher import sockets, versions
 from shoal.launcher.devices import MemoryLimit, memory_limit
@@ -59,7 +59,7 @@ def findings(environ: Mapping[str, str]) -> list[Finding]:
         host_name_finding(socket.gethostname(), *_resolve(socket.gethostname())),
         port_finding(),
         interface_finding(environ.get("GLOO_SOCKET_IFNAME"), [name for _, name in socket.if_nameindex()]),
-        cache_finding(_cache_folder(environ)),
+        cache_finding(cache_folder(environ)),
         lab_finding(leftovers(namespaces()), why_not=network.why_not()),
     ]
 
@@ -176,9 +176,7 @@ def cache_finding(folder: Path) -> Finding:
     """Can what is prepared once (tokenised corpora, compiled kernels) be kept?"""
     nearest = next(parent for parent in [folder, *folder.parents] if parent.exists())
     if not os.access(nearest, os.W_OK | os.X_OK):
-        return Finding(
-            "cache folder", "warning", f"{folder} cannot be written", "set XDG_CACHE_HOME to a folder that can"
-        )
+        return Finding("cache folder", "warning", f"{folder} cannot be written", "set SHOAL_CACHE to a folder that can")
     return Finding("cache folder", "ok", f"{folder}, {_gib(shutil.disk_usage(nearest).free)} free")
 
 
@@ -208,11 +206,6 @@ def _resolve(name: str) -> tuple[str | None, float]:
         return socket.gethostbyname(name), time.monotonic() - start_s
     except OSError:
         return None, time.monotonic() - start_s
-
-
-def _cache_folder(environ: Mapping[str, str]) -> Path:
-    base = environ.get("XDG_CACHE_HOME") or (Path(environ["HOME"]) / ".cache" if environ.get("HOME") else None)
-    return Path(base or tempfile.gettempdir()).absolute() / "shoal"
 
 
 def _gib(size_bytes: int) -> str:

@@ -125,9 +125,17 @@ def _open(path: Path) -> int:
 
 
 def _cannot(path: Path, error: OSError) -> str:
-    lockless = error.errno in (errno.ENOLCK, errno.ENOTSUP)
-    repair = "use a file system that has locks" if lockless else "make it writable, or set run.directory to another"
-    return f"the run directory {path.parent} cannot be locked ({error.strerror}): a run needs to write there; {repair}"
+    directory = path.parent
+    if error.errno in (errno.ENOLCK, errno.ENOTSUP):
+        return f"the run directory {directory} cannot be locked ({error.strerror}): use a file system that has locks"
+    for folder in (directory, *directory.parents):
+        if folder.exists() and not folder.is_dir():
+            needed = "the run directory" if folder == directory else f"a folder of the run directory {directory}"
+            return f"{folder} is a file, and should be {needed}: move it away, or set run.directory to another"
+    return (
+        f"the run directory {directory} cannot be written ({error.strerror}): make it writable, or set run.directory "
+        "to another"
+    )
 
 
 def _holder(fd: int) -> Holder | None:

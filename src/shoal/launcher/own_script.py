@@ -91,7 +91,8 @@ def data_given(command: Sequence[str], directory: Path, environ: MutableMapping[
         Exception: what the script raises.
     """
     environ[READS_FOR] = str(directory.resolve())
-    return _given_to_call(command, f"Shoal that trains into {directory}")
+    call = f"the call of Shoal that trains into {directory}"
+    return _given_to_call(command, call, rule=": what leads to the call must not depend on time or chance")
 
 
 def run_file_of_script(command: Sequence[str], keys: Sequence[str], environ: MutableMapping[str, str]) -> Any:
@@ -101,7 +102,7 @@ def run_file_of_script(command: Sequence[str], keys: Sequence[str], environ: Mut
     """
     environ.update({DESCRIBES: "1", KEYS: json.dumps(list(keys))})
     try:
-        return _given_to_call(command, "shoal.train or shoal.start")
+        return _given_to_call(command, "a call of shoal.train or shoal.start")
     finally:
         del environ[DESCRIBES], environ[KEYS]
 
@@ -117,7 +118,7 @@ def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return keys, [one for one in arguments if one not in keys]
 
 
-def _given_to_call(command: Sequence[str], call: str) -> Any:
+def _given_to_call(command: Sequence[str], call: str, *, rule: str = "") -> Any:
     module = command[1] == "-m"
     sys.argv = [command[1 + module], *command[2 + module :]]
     try:
@@ -134,10 +135,7 @@ def _given_to_call(command: Sequence[str], call: str) -> Any:
         why = f"ended with exit code {ended.code}"
     else:
         why = "came to its end"
-    raise UserCodeError(
-        f"{sys.argv[0]} was run again, and {why} without the call of {call}: what leads to the call must not depend on "
-        "time or chance"
-    )
+    raise UserCodeError(f"{sys.argv[0]} {why} without {call}{rule}")
 
 
 class ScriptCheck(msgspec.Struct, frozen=True, kw_only=True):

@@ -85,6 +85,9 @@ class EmbeddingTable(nn.Module):
         self.rows, self.width, self.split_along = rows, width, split
         self.weight = nn.Parameter(torch.randn(rows, width) * std)
         self.lookup: Lookup = look_up
+        checks = torch.sparse.check_sparse_tensor_invariants
+        if not checks.is_enabled():
+            checks.disable()  # as they are: PyTorch warns where nobody has said it
 
     def forward(self, ids: Tensor) -> Tensor:
         """`ids` int64 `[...]`, from 0 to `rows` - 1, to vectors `[..., width]`. Raises `UserCodeError` for others."""

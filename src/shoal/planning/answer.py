@@ -210,8 +210,8 @@ def basis_of(predictor: Predictor, *, stated: bool) -> str:
         return "the rates of the cluster file"
     if predictor.cluster.machine.scale_up.kind == "memory":
         return (
-            "assumed rates of CPU cores; 'shoal bench products' measures this machine's, for dense GPTs in float32 "
-            "over shared memory or Gloo"
+            "assumed rates of CPU cores ('shoal bench products' measures this machine's, for dense GPTs in float32 "
+            "over shared memory or Gloo)"
         )
     return "data sheets and published measurements"
 

@@ -18,8 +18,8 @@ import tomli_w
 
 from shoal.config.check import checked
 from shoal.config.load import dumps, read
-from shoal.data.corpora import cache_folder
 from shoal.errors import EnvironmentFault
+from shoal.files import cache_folder
 from shoal.topology.cluster import GB, GIB, TERA, Calibration
 from shoal.topology.cluster_file import cluster_from
 from shoal.topology.devices import DEVICES, MACHINES

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.data.corpora import cache_folder
 from shoal.errors import UsageError
-from shoal.files import open_file
+from shoal.files import cache_folder, open_file
 from shoal.planner.explain.residuals import FEWEST, PUBLISHED_MEMORY, PUBLISHED_TIME, Evidence, Residuals
 from shoal.planner.predict.predictor import Predictor
 

@@ -19,8 +19,10 @@ from shoal.engine.compute import Compute
 from shoal.engine.loss import Loss, cross_entropy, in_chunks, weighted_sum
 from shoal.engine.precision import precision_of
 from shoal.engine.randomness import Randomness
+from shoal.errors import UserCodeError
 from shoal.models.build import build as build_model
 from shoal.models.config import ForeignModel
+from shoal.models.roles import tables_in
 from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits, vocabulary_cross_entropy
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.stack import Stack
@@ -43,6 +45,11 @@ def subject_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> tu
     sample = collate(few, np.arange(len(few)), denominator=run_file.batch.denominator)
     steps = _Steps(run_file, sample, loss_of(run_file.loss, UserObjects()))
     subject = Subject.built(partial(model_of, run_file), steps, dtype=precision_of(run_file.precision).parameters)
+    if tables_in(subject.model):
+        raise UserCodeError(
+            "the model has an EmbeddingTable, and plans have no price for its sparse gradients: choose the layout "
+            "by hand"
+        )
     return subject, sample
 
 

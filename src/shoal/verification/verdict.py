@@ -140,11 +140,14 @@ class Verdict:
         return "" if self.exact else f". {IN_FLOAT64}"
 
     def _told(self) -> Iterator[tuple[Finding, int]]:
-        """The worst of each quantity in each step, of how many; a strategy's many steps together where they hold."""
+        """The worst of each quantity in each step, of how many. Together where they hold: a strategy's many steps, and
+        the learning rates of all steps of the run.
+        """
+        right = all(finding.holds for finding in self.findings if finding.quantity == "rate")
         kinds: dict[tuple[int | None, Quantity], list[Finding]] = {}
         for finding in self.findings:
-            step = None if self.rule and self.holds else finding.step
-            kinds.setdefault((step, finding.quantity), []).append(finding)
+            together = (self.rule and self.holds) or (finding.quantity == "rate" and right)
+            kinds.setdefault((None if together else finding.step, finding.quantity), []).append(finding)
         for found in kinds.values():
             yield max(found, key=lambda finding: finding.difference), len(found)
 

@@ -112,6 +112,8 @@ def test_a_client_keeps_the_key_that_it_asked_with(folder: Path) -> None:
     for server in ("host", "host:", ":1", "host:x"):
         with pytest.raises(UsageError, match=f"'{server}' is no address: it is HOST:PORT"):
             enrol_by_token(folder, server=server, name="third", token="x")
+    with pytest.raises(UsageError, match=r"none/authority\.pem is missing: copy it there"):
+        enrol_by_token(folder / "none", server="127.0.0.1:1", name="third", token="x")
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def shared_weight() -> nn.Module:
 
 PAIR = {"up.*": "column", "down.*": "row"}
 REFUSED: dict[str, tuple[type[Exception], Callable[[], nn.Module], str]] = {
-    "no roles": (UserCodeError, lambda: nn.Linear(4, 4), r"Linear declares no roles .* tensor=4"),
+    "no roles": (UserCodeError, lambda: nn.Linear(4, 4), r"Linear declares no roles .* tensor=4 .*shoal split"),
     "heads": (
         LayoutError,
         lambda: keyed_gpt(width=48, heads=6),

@@ -28,3 +28,12 @@ def test_what_cannot_be_kept_is_searched_for() -> None:
     maker = predictor(samples=64)
     best = search(maker, Allowed(zero=(1,), tensor=1), keep=1).best[0]
     assert "nothing else can be kept" in why_not(maker, "zero=0", best, allowed=Allowed())
+
+
+def test_a_schedule_asks_for_a_pipeline() -> None:
+    """Where the best plan has none: the answer says what to ask for, and that can be asked."""
+    maker, allowed = predictor(samples=64), Allowed(tensor=1)
+    best = search(maker, Allowed(zero=(1,), tensor=1, pipeline=1), keep=1).best[0]
+    said = why_not(maker, "schedule=1F1B", best, allowed=allowed)
+    assert said.endswith("ask for pipeline=2,schedule=1F1B")
+    assert "pipeline=2" in why_not(maker, "pipeline=2,schedule=1F1B", best, allowed=allowed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from shoal.errors import ConfigError, UserCodeError
 from shoal.planner.simulate.work import Stragglers
 from shoal.planning.answer import planned
 from shoal.planning.simulating import simulated
+from shoal.planning.tried_step import tried_step
 from shoal.runfile.load import load_run
 
 RUN = """
@@ -77,6 +79,15 @@ def test_the_longest_sample_stands_for_all(run: Path) -> None:
     predictor = planned(load_run(run), None, keep=1).predictor
     assert predictor.workload.sequence == 16
     assert predictor.workload.tokens == 16 * 16
+
+
+def test_a_model_with_an_embedding_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a step is tried, whose optimizer takes no sparse gradients."""
+    monkeypatch.chdir(Path(__file__).parents[3])
+    dlrm = load_run(Path("recipes/dlrm.toml"), ["run.processes=1"])
+    for refused in (tried_step, partial(planned, cluster=None, keep=1)):
+        with pytest.raises(UserCodeError, match="the model has an EmbeddingTable, and plans have no price"):
+            refused(dlrm)
 
 
 def test_what_cannot_be_traced_or_played_is_refused(run: Path) -> None:

@@ -131,8 +131,10 @@ def enrol_by_token(directory: Path, *, server: str, name: str, token: str) -> Pa
     if not host or not port.isdecimal():
         raise UsageError(f"'{server}' is no address: it is HOST:PORT, as `shoal federate server` prints it")
     _require_name(directory, name)
+    if not (authority := directory / f"{AUTHORITY}.pem").is_file():
+        raise UsageError(f"{authority} is missing: copy it there from whoever runs the server")
     try:
-        context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=str(directory / f"{AUTHORITY}.pem"))
+        context = ssl.create_default_context(ssl.Purpose.SERVER_AUTH, cafile=str(authority))
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         request = _request(name, _key_of_client(directory, name))
         said = {"token": token, "name": name, "request": request.decode()}

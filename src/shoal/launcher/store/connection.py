@@ -326,10 +326,16 @@ def meet_over_mpi(place: Place, environ: Mapping[str, str], *, timeout_s: float)
 def _broadcast(place: Place, text: str, *, timeout_s: float) -> str:
     """Rank 0's `text`, up to 512 bytes, on every rank; the others pass anything.
 
-    Raises `EnvironmentFault` where mpi4py and mpiexec are of different MPIs, and `CollectiveError` where the others
-    have not called it within `timeout_s`.
+    Raises `EnvironmentFault` where there is no MPI library, or mpi4py and mpiexec are of different MPIs, and
+    `CollectiveError` where the others have not called it within `timeout_s`.
     """
-    mpi: Any = importlib.import_module("mpi4py.MPI")  # its import starts MPI
+    try:
+        mpi: Any = importlib.import_module("mpi4py.MPI")  # its import starts MPI
+    except (ImportError, RuntimeError) as error:
+        found = str(error).splitlines()[0]
+        raise EnvironmentFault(
+            f"mpi4py does not start ({found}): it needs an MPI library; load the cluster's, or pip install mpich"
+        ) from error
     world = mpi.COMM_WORLD
     if (found := (world.Get_rank(), world.Get_size())) != (place.rank, place.world_size):
         raise EnvironmentFault(

@@ -157,8 +157,8 @@ def staged(model: nn.Module, cut: Cut, placement: Sequence[int]) -> Stages:
     """Raises `UserCodeError` where the model is no chain, or a parameter belongs to no part or to two."""
     if not isinstance(model, DeclaresParts):
         raise UserCodeError(
-            f"{type(model).__name__} does not say which chain it is, so it cannot be cut into stages: give it "
-            f"context() and parts() (see shoal.models.roles), or set layout.pipeline=1"
+            f"{type(model).__name__} does not say which chain it is, so it cannot be cut into stages: let `shoal "
+            "split` propose the cut, give it context() and parts() (see shoal.models.roles), or set layout.pipeline=1"
         )
     parts = tuple(model.parts())
     owners = {name: _owner(name, parts) for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -113,8 +113,8 @@ def split_tensor(
         return TensorPlan(_parts(model, _kinds(model), [], 1, partial=set()), None)
     if not isinstance(model, DeclaresRoles):
         raise UserCodeError(
-            f"{type(model).__name__} declares no roles of its parameters, and tensor={group.size} splits by them; give "
-            f"it a method parameter_roles() (see shoal.models.roles), or set tensor=1"
+            f"{type(model).__name__} declares no roles of its parameters, and tensor={group.size} splits by them; let "
+            "`shoal split` propose them, give it a method parameter_roles() (see shoal.models.roles), or set tensor=1"
         )
     if grid is not None and (grid.size, grid.place) != (group.size, group.rank):
         raise ValueError(

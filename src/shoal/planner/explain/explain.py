@@ -59,7 +59,10 @@ def why_not(predictor: Predictor, text: str, best: Prediction, *, allowed: Allow
 
     The rest of the best plan is kept where a plan with the condition can keep it and fits; else it is searched for.
     """
+    asked = {part.partition("=")[0].strip() for part in text.split(",")}
     narrowed = condition(text, allowed).within(predictor.abilities)
+    if "schedule" in asked and "pipeline" not in asked and best.plan.layout.pipeline == 1:
+        return f"{text}: the best plan has no pipeline, and so no schedule; ask for pipeline=2,{text}"
     if next(candidates(predictor.workload, predictor.cluster, narrowed), None) is None:
         return f"{text}: no legal plan has it. {_broken_rule(predictor, narrowed)}"
     kept = condition(text, _like(best.plan, allowed, text)).within(predictor.abilities)
