@@ -287,6 +287,10 @@ def in_sets(rank: int) -> list[str]:
             right[what] = True
     if rank < 2:  # rank 2 calls nothing meanwhile
         right["alone"] = float(hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=first)) == 2.0
+    if second.included():  # rank 1 has one batch more than rank 2
+        sums = [float(hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=second)) for _ in range(4 - 2 * (rank - 1))]
+        last = hvd.join(process_set=second)
+        right["joined"] = last == 1 and sums == [2.0, 2.0, 1.0, 1.0][: len(sums)]
     right["removed"] = hvd.remove_process_set(second) and not hvd.remove_process_set(second)
     hvd.shutdown()
     return [name for name, holds in right.items() if not holds]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.errors import UsageError
+from shoal.horovod import elastic
 from shoal.horovod.engine import Handle, HorovodInternalError
 from shoal.horovod.operations import (
     Adasum,
@@ -85,6 +85,7 @@ __all__ = [
     "cross_rank",
     "cross_size",
     "cuda_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -114,15 +115,6 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]  # fmt: skip
-
-
-def __getattr__(name: str) -> object:
-    if name == "elastic":
-        raise UsageError(
-            "hvd.elastic is not here: elastic runs are those of `shoal train` with [elastic]; torchrun starts a script "
-            "again, which reads its own checkpoint"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 global_process_set = ProcessSet()

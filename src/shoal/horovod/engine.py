@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -152,6 +153,7 @@ class Engine:
     def __init__(self, group: Group, *, fusion_bytes: int, gpu: Callable[[], Any], timeline: Timeline) -> None:
         self.group, self._fusion_bytes, self._gpu, self.timeline = group, fusion_bytes, gpu, timeline
         self._pending: dict[str, Handle] = {}
+        self._unnamed: Counter[Kind] = Counter()
         self._changed = threading.Condition()
         self._join: Future[int] | None = None
         self._order: list[int] = []  # ranks that have joined, the first one first
@@ -159,6 +161,11 @@ class Engine:
         self.failure: ShoalError | None = None
         self._thread = threading.Thread(target=self._work, name="shoal-horovod", daemon=True)
         self._thread.start()
+
+    def next_name(self, kind: Kind) -> str:
+        """For a call without a name: ranks number them alike."""
+        self._unnamed[kind] += 1
+        return f"noname.{self._unnamed[kind]}"
 
     def submit(self, handle: Handle) -> Handle:
         """Begins a call. Raises `ValueError` for a name that is under way, and what ended the engine."""

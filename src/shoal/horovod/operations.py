@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import msgspec
@@ -135,15 +133,6 @@ Average, Sum, Min, Max, Product, Adasum = "avg", "sum", "min", "max", "product",
 """Reductions. Adasum adds what is orthogonal and averages what is parallel (`engine.adaptive_sum`)."""
 
 
-@cache
-def _numbers(kind: str, ranks: tuple[int, ...]) -> itertools.count[int]:
-    return itertools.count()
-
-
-def _named(kind: str, name: str | None, ranks: tuple[int, ...]) -> str:
-    return f"{kind}.{name}" if name else f"{kind}.noname.{next(_numbers(kind, ranks))}"
-
-
 def _reduction(average: bool | None, op: str | None) -> str:
     if average is not None and op is not None:
         raise UsageError("both average and op are given: give op (hvd.Average or hvd.Sum)")
@@ -160,7 +149,7 @@ def _begin(
     if ranks and any(tensor.is_cuda for tensor in tensors):
         raise UsageError("a process set takes tensors on the CPU: move them there, or call on all ranks")
     begun = Begun(
-        _named(kind, name, ranks), kind, tuple(str(t.dtype).removeprefix("torch.") for t in tensors),
+        f"{kind}.{name or engine.next_name(kind)}", kind, tuple(str(t.dtype).removeprefix("torch.") for t in tensors),
         tuple(tuple(t.shape) for t in tensors), device=tensors[0].device.type if tensors else "cpu", **given,
     )  # fmt: skip
     return engine.submit(Handle(begun, list(tensors)))
@@ -352,9 +341,12 @@ def barrier(process_set: ProcessSet | None = None) -> None:
     synchronize(_begin("barrier", None, [], process_set))
 
 
-def join() -> int:
-    """This rank has no more data: it gives zeros to the others' calls until all have joined. Returns the last."""
-    return process().engine.join()
+def join(device: int = -1, process_set: ProcessSet | None = None) -> int:
+    """This rank has no more data: it gives zeros to the others' calls until all (of `process_set`) have joined. Returns
+    the last, by its rank among all. `device` is Horovod's, and not needed.
+    """
+    last = process().engine_of(process_set).join()
+    return process_set.ranks[last] if process_set is not None and process_set.ranks else last
 
 
 def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
