@@ -44,10 +44,10 @@ class Limits:
     """Seconds and connections that a peer can take. `idle_s`: without a frame; `frame_s`: for one frame, to send or to
     read; `strangers`: connections whose peer has not proved that it has the token; `peers`: those that have."""
 
-    handshake_s: float = 5.0
+    handshake_s: float = 20.0
     idle_s: float = 60.0
     frame_s: float = 5.0
-    strangers: int = 64
+    strangers: int = 8192
     peers: int = 20_000
 
 
@@ -77,9 +77,11 @@ class Service:
     async def run(self, listener: socket.socket, *, tls: ssl.SSLContext | None = None) -> None:
         """Serves on a bound socket until it is cancelled. Raises `EnvironmentFault` where the journal fails."""
         self._failed = asyncio.get_running_loop().create_future()
+        sockets.allow_descriptors()
         server = await asyncio.start_server(
             self._connected,
             sock=listener,
+            backlog=sockets.BACKLOG,
             ssl=tls,
             limit=MOST_REQUEST_BYTES,
             ssl_handshake_timeout=self._limits.handshake_s if tls is not None else None,
@@ -255,6 +257,7 @@ def coordinator_in(
     *,
     told: Callable[[Decision | Divergence | Slow | Exception], None],
     journal: Callable[[Path], Journal] = Journal,
+    limits: Limits = Limits(),
 ) -> Iterator[Address]:
     """Serves until the end of the block, with its token in `folder`, and what `journal` opens there.
 
@@ -263,7 +266,7 @@ def coordinator_in(
     """
     token, records = make_token(folder / "token"), journal(folder / "journal")
     with contextlib.closing(records), contextlib.closing(listen(LOOPBACK, 0)) as listener:
-        service = Service(rules, records, token=token, told=told)
+        service = Service(rules, records, token=token, limits=limits, told=told)
         loop = asyncio.new_event_loop()
         serving = loop.create_task(service.run(listener))
 
