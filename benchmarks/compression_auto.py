@@ -47,11 +47,11 @@ SIDES: Mapping[str, CodecConfig] = {
 }
 
 
-WAIT_SHARE, LONGEST = 0.2, 64
+WAIT_SHARE, LONGEST = 0.2, 32
 PERIODS_MBIT = (1000, 50, 1000)
 AVERAGING = LocalConfig(outer_lr=1.0, outer_momentum=0.0)
 PERIODS: Mapping[str, LocalConfig] = {
-    **{f"period {h}": msgspec.structs.replace(AVERAGING, period=h) for h in (1, 4, 16, 64)},
+    **{f"period {h}": msgspec.structs.replace(AVERAGING, period=h) for h in (1, 8, 32)},
     "follows": msgspec.structs.replace(AVERAGING, period=1, longest_period=LONGEST, wait_share=WAIT_SHARE),
 }
 

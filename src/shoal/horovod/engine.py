@@ -1,7 +1,8 @@
 """`Engine`: a thread that carries out the calls which all ranks have begun, while others compute.
 
 Small all-reduces that are ready together go as one vector, up to HOROVOD_FUSION_THRESHOLD bytes (64 MiB). Tensors on
-the CPU go over `shoal.wire`, those on a GPU over NCCL. bfloat16 on the CPU is summed in float32 and rounded once.
+the CPU go over `shoal.wire`, those on a GPU over NCCL, those on another device by way of the CPU. bfloat16 on the CPU
+is summed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -304,8 +305,8 @@ class Engine:
         op = "sum" if call.op == "avg" else call.op
         if flat.is_cuda:
             self._gpu().all_reduce(flat, op)
-        elif flat.dtype == torch.bfloat16:
-            wide = flat.float()
+        elif flat.dtype == torch.bfloat16 or flat.device.type != "cpu":
+            wide = flat.to("cpu", torch.float32 if flat.dtype == torch.bfloat16 else flat.dtype)
             self.group.all_reduce(wide.numpy(), op=op, out=wide.numpy())  # pyright: ignore[reportArgumentType]
             flat.copy_(wide)
         else:
