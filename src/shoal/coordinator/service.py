@@ -73,6 +73,8 @@ class Service:
         self._strangers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._peers: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] | None = None
+        self._unwritten: list[Decision] = []
+        self._written: asyncio.Future[None] | None = None
 
     async def run(self, listener: socket.socket, *, tls: ssl.SSLContext | None = None) -> None:
         """Serves on a bound socket until it is cancelled. Raises `EnvironmentFault` where the journal fails."""
@@ -98,7 +100,7 @@ class Service:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self.membership.rules.silence_s / 5)
-            self._settled(self.membership.tick(self._clock()))
+            await self._settled(self.membership.tick(self._clock()))
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -133,27 +135,43 @@ class Service:
                 reader, most_bytes=MOST_REQUEST_BYTES, begin_s=limits.idle_s, rest_s=limits.frame_s
             )
             event = sockets.decode(body, EVENTS)
-            writer.write(sockets.encode(self._settled(self.membership.handle(event, self._clock()))))
+            writer.write(sockets.encode(await self._settled(self.membership.handle(event, self._clock()))))
             async with asyncio.timeout(limits.frame_s):
                 await writer.drain()
 
-    def _settled(self, outcome: Response) -> Answer:
-        """The answer, when what was decided is durable. A journal that fails ends the service: nobody is told more."""
-        if outcome.decisions:
-            try:
-                self._journal.append(outcome.decisions)
-            except EnvironmentFault as error:
-                if self._failed is not None and not self._failed.done():
-                    self._failed.set_exception(error)
-                raise asyncio.CancelledError from error
-            for decision in outcome.decisions:
-                LOG.info("%s", decision)
-                self._tell(decision)
+    async def _settled(self, outcome: Response) -> Answer:
+        """The answer, when all that was decided so far is durable: it may tell of what others have brought about."""
+        self._unwritten += outcome.decisions
+        if self._unwritten:
+            if self._written is None:
+                loop = asyncio.get_running_loop()
+                self._written = loop.create_future()
+                loop.call_soon(self._write)
+            await asyncio.shield(self._written)
         if outcome.verdict is not None:
             self._tell(outcome.verdict, outcome.verdict.sentence)
         for slow in outcome.slow:
             self._tell(slow, slow.sentence(slow.replica))
         return outcome.answer
+
+    def _write(self) -> None:
+        """Writes together what was decided on all that came in together: thousands of replicas join at once, and a disk
+        makes some hundred writes durable in a second. A journal that fails ends the service: nobody is told more.
+        """
+        decisions, written = self._unwritten, self._written
+        self._unwritten, self._written = [], None
+        assert written is not None, "who decides waits for it"
+        try:
+            self._journal.append(decisions)
+        except EnvironmentFault as error:
+            if self._failed is not None and not self._failed.done():
+                self._failed.set_exception(error)
+            written.cancel()
+            return
+        for decision in decisions:
+            LOG.info("%s", decision)
+            self._tell(decision)
+        written.set_result(None)
 
     def _tell(self, news: Decision | Divergence | Slow, sentence: str = "") -> None:
         """Says it once: to who has asked to be told, else the `sentence` to the log."""
