@@ -79,6 +79,8 @@ def launch(
 
 COMMIT_S = 3600.0
 """How long ranks that train may take until a commit lets a newcomer in."""
+SILENCE_S = 30.0
+"""Without a heartbeat. The launcher sees a process end; on a host that is full, threads of scripts come late."""
 
 
 def _elastic(
@@ -91,7 +93,7 @@ def _elastic(
 
     if fewest is not None and fewest > ranks:
         raise UsageError(f"--min {fewest} with {ranks} ranks: lower --min, or start more (-n)")
-    config = ElasticConfig(min=fewest or 1, max=ranks, accept_s=COMMIT_S, wait_s=2 * COMMIT_S)
+    config = ElasticConfig(min=fewest or 1, max=ranks, silence_s=SILENCE_S, accept_s=COMMIT_S, wait_s=2 * COMMIT_S)
     job = ElasticJob(command, 1, None, directory)
     code, _ = run_elastic(job, config, environ=environ)
     return code
