@@ -3,6 +3,9 @@
 Two hosts of one rank each train a GPT of five million parameters, 256 tokens a rank and step. The link has 10 Gbit/s,
 then 50 Mbit/s, then 10 Gbit/s again, for as many steps each. Every fixed choice and `codec.kind = "auto"` take all
 steps of a phase one after the other. The link changes between two measurements of `auto`, which has to notice.
+
+`--periods`: local steps with fixed periods and with one that follows the link (`sync.wait_share`), at 1 Gbit/s,
+50 Mbit/s and 1 Gbit/s, for as many seconds each.
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from shoal.comm.collective import Collective
 from shoal.errors import EnvironmentFault
 from shoal.launcher.environment import Place
 from shoal.launcher.lab.network import INTERFACE, tc, why_not
+from shoal.sync.config import LocalConfig
 
 FAST_MBIT, SLOW_MBIT, BURST_BYTES = 10_000, 50, 32 << 10
 PHASES_MBIT = (FAST_MBIT, SLOW_MBIT, FAST_MBIT)
@@ -43,8 +47,19 @@ SIDES: Mapping[str, CodecConfig] = {
 }
 
 
+WAIT_SHARE, LONGEST = 0.2, 32
+PERIODS_MBIT = (1000, 50, 1000)
+AVERAGING = LocalConfig(outer_lr=1.0, outer_momentum=0.0)
+PERIODS: Mapping[str, LocalConfig] = {
+    **{f"period {h}": msgspec.structs.replace(AVERAGING, period=h) for h in (1, 8, 32)},
+    "follows": msgspec.structs.replace(AVERAGING, period=1, longest_period=LONGEST, wait_share=WAIT_SHARE),
+}
+
+
 def compression_auto(
-    steps: Annotated[int, typer.Option(help="Steps of each phase.", min=10)] = 22, as_json: AsJson = False
+    steps: Annotated[int, typer.Option(help="Steps of each phase.", min=10)] = 22,
+    periods: Annotated[float, typer.Option(help="Seconds of each phase of local steps, in place of codecs.")] = 0.0,
+    as_json: AsJson = False,
 ) -> None:
     """Training over a link that becomes slow and fast again: `auto` beside every fixed choice.
 
@@ -53,11 +68,11 @@ def compression_auto(
     Example: python -m benchmarks.compression_auto --steps 12
     """
     if is_rank():
-        run_as_rank(lambda place: measure(place, steps=steps))
+        run_as_rank(lambda place: measure_periods(place, periods) if periods else measure(place, steps=steps))
         return
     if reason := why_not():
         raise EnvironmentFault(f"{reason}; this benchmark has no other network")
-    command = ["benchmarks.compression_auto", "--steps", str(steps)]
+    command = ["benchmarks.compression_auto", "--steps", str(steps), "--periods", str(periods)]
     print_report("compression_auto", on_ranks(command, processes=2, lab=two_hosts(FAST_MBIT)), as_json=as_json)
 
 
@@ -78,6 +93,44 @@ def measure(place: Place, *, steps: int) -> Result | None:
         check("steps until auto has followed the link", late, WITHIN_STEPS, at_most=True),
     ]
     return {"rows": rows, "checks": checks}
+
+
+def measure_periods(place: Place, phase_s: float) -> Result | None:
+    """A row for each period; None on all ranks but rank 0."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
+        store = join_store(place)
+        clock = join_group("clock", place, store, transport="gloo")
+        rows = [_period_row(name, place, store, folder, clock, phase_s=phase_s) for name in PERIODS]
+    return {"rows": rows, "checks": []} if place.rank == 0 else None
+
+
+def _period_row(
+    name: str, place: Place, store: Store, folder: Path, clock: Collective, *, phase_s: float
+) -> dict[str, Any]:
+    """Steps, and the share of the time that was spent on agreements, by phase. Ranks end a phase after an agreement."""
+    steps: list[int] = []
+    shares: list[float] = []
+    with ExitStack() as stack:
+        set_rate(PERIODS_MBIT[0], clock)
+        run_file = msgspec.structs.replace(
+            gpt_run_file(folder, corpus_file(folder), TOKENS * place.world_size), sync=PERIODS[name]
+        )
+        training = start_training(run_file, place, stack, store=PrefixStore(name, store))
+        agreement = training.run.generation.agreement
+        for mbit in PERIODS_MBIT:
+            set_rate(mbit, clock)
+            training.run.mesh.ledger.take()
+            begin_s, count, over = time.perf_counter(), 0, False
+            while not over:
+                training.take_step()
+                count += 1
+                over = agreement.equal and slowest_rank(time.perf_counter() - begin_s, clock) > phase_s
+            waited_s = sum(entry.exposed_s for entry in training.run.mesh.ledger.take().values())
+            steps.append(count)
+            shares.append(round(waited_s / (time.perf_counter() - begin_s), 2))
+        set_rate(PERIODS_MBIT[0], clock)
+    return {"side": name, "steps": steps, "waits": shares}
 
 
 def steps_until_change(changed_at: Sequence[int], start: int, steps: int) -> int:

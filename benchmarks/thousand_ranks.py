@@ -7,6 +7,9 @@ that run the code of a rank's start (`Rendezvous`, `Board`); more are coroutines
 Measured: seconds until all are connected and through
 the first barrier, seconds of an all-gather of what hosts say, requests of a rank, memory of the process that hosts the
 store. The failure of one rank among so many is reported from real records.
+
+`--coordinator`: as many replicas join a coordinator, each over a connection that has proved the token, form a
+generation, commit a step, lose one of them and form the next; and the hang verdict on as many ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.comm.packing import packed, unpacked
+from shoal.coordinator.client import ANSWERS, Address
+from shoal.coordinator.service import Limits, coordinator_in
 from shoal.launcher import handshake, sockets
 from shoal.launcher.environment import Place
 from shoal.launcher.failure import Exit, Failure, failure_report, read_failures, root_cause, write_failure
@@ -33,6 +38,9 @@ from shoal.launcher.store import server as store_server
 from shoal.launcher.store.connection import POLLS_A_SECOND
 from shoal.launcher.store.messages import REPLIES, SERVICE, Reply, Request
 from shoal.launcher.store.server import Keys, StoreServer
+from shoal.resilience.events import Accept, Ended, Heartbeat, Join, Report, Restored
+from shoal.resilience.hang_verdict import CodePlace, LastCall, RankReport, hang_verdict
+from shoal.resilience.membership import Rules
 
 PROCESSES = 2
 TIMEOUT_S = 40.0
@@ -44,9 +52,11 @@ def main() -> None:
     """Prints a line for each number of ranks, or one JSON object."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", default="64,1024,4096")
+    parser.add_argument("--coordinator", action="store_true")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    rows = [measured(int(count)) for count in options.ranks.split(",")]
+    measure = coordinated if options.coordinator else measured
+    rows = [measure(int(count)) for count in options.ranks.split(",")]
     if options.json:
         print(json.dumps({"bench": "thousand_ranks", "machine": {"cores": os.cpu_count()}, "rows": rows}))
         return
@@ -181,6 +191,83 @@ async def _light_connection(port: int, key: bytes) -> tuple[asyncio.StreamReader
             return reader, writer
         except (OSError, asyncio.IncompleteReadError):
             await asyncio.sleep(0.25 + random.random() / 2)
+
+
+def coordinated(replicas: int) -> dict[str, float]:
+    """Seconds to the first generation, of a committed step and to the generation after a loss; the coordinator is a
+    thread of this process, its members coroutines of another.
+    """
+    context = multiprocessing.get_context("spawn")
+    answers, before_mb, begin_s = context.Queue(), _resident_mb(), time.process_time()
+    with tempfile.TemporaryDirectory() as folder:
+        rules = Rules(1, replicas, silence_s=4 * TIMEOUT_S, start_s=4 * TIMEOUT_S)
+        limits = Limits(idle_s=8 * TIMEOUT_S)  # these members send no heartbeats
+        with coordinator_in(Path(folder), rules, told=lambda news: None, limits=limits) as address:
+            worker = context.Process(target=_members, args=(replicas, address, answers))
+            worker.start()
+            formed_s, step_s, again_s = answers.get(timeout=8 * TIMEOUT_S)
+            busy_s = time.process_time() - begin_s
+            worker.join()
+    coordinator_mb = _resident_mb() - before_mb
+    verdict_s, letters = _hang_verdict(replicas)
+    return {
+        "replicas": replicas, "formed_s": formed_s, "step_s": step_s, "formed_again_s": again_s, "busy_s": busy_s,
+        "coordinator_mb": coordinator_mb, "verdict_s": verdict_s, "verdict_letters": letters,
+    }  # fmt: skip
+
+
+def _members(replicas: int, address: Address, answers: Any) -> None:
+    answers.put(asyncio.run(_all_members(replicas, address)))
+
+
+async def _all_members(replicas: int, address: Address) -> tuple[float, float, float]:
+    names = [f"replica-{number}-abcd1234" for number in range(replicas)]
+    begin_s = time.perf_counter()
+
+    async def member(name: str) -> Any:
+        reader, writer = await _light_connection(address.port, address.token)
+
+        async def ask(event: Any) -> Any:
+            writer.write(sockets.encode(event))
+            return sockets.decode(await sockets.read(reader, most_bytes=1 << 26, begin_s=None, rest_s=None), ANSWERS)
+
+        await ask(Join(name, 1, "127.0.0.1:1"))
+        return ask
+
+    asks = await asyncio.gather(*(member(name) for name in names))
+
+    async def formed(left: list[int], generation: int, step: int | None) -> None:
+        number = (await asks[left[0]](Heartbeat(names[left[0]], 0))).number
+        await asyncio.gather(*(asks[i](Accept(names[i], number, generation, step)) for i in left))
+        pulse = await asks[left[0]](Heartbeat(names[left[0]], 0))
+        if pulse.generation != number:
+            raise RuntimeError(f"generation {number} of {len(left)} replicas was not formed: {pulse}")
+
+    await formed(list(range(replicas)), 0, None)
+    formed_s = time.perf_counter() - begin_s
+    await asyncio.gather(*(ask(Restored(name, 1, 0, 0)) for ask, name in zip(asks, names, strict=True)))
+    begin_s = time.perf_counter()
+    await asyncio.gather(*(ask(Report(name, 1, 1, 0, 8)) for ask, name in zip(asks, names, strict=True)))
+    step_s, begin_s = time.perf_counter() - begin_s, time.perf_counter()
+    await asks[0](Ended(names[-1], "its process ended"))
+    await formed(list(range(replicas - 1)), 1, 1)
+    return formed_s, step_s, time.perf_counter() - begin_s
+
+
+def _hang_verdict(ranks: int) -> tuple[float, int]:
+    """Rank 17 is in its own code, all others wait for it: seconds until that is said, and letters of it."""
+    at, inside = CodePlace("train.py", 10), LastCall(7, "all_reduce", CodePlace("train.py", 10))
+    before = LastCall(6, "all_reduce", at, ended=True)
+    stuck = 17 % ranks
+    reports = {
+        rank: RankReport(rank, "host", {"world": before if rank == stuck else inside}, (CodePlace("mine.py", 3),))
+        for rank in range(ranks)
+    }
+    begin_s = time.perf_counter()
+    found = hang_verdict({"world": range(ranks)}, reports)
+    if found.ranks != (stuck,):
+        raise RuntimeError(f"the verdict names others: {found.sentence[:300]}")
+    return time.perf_counter() - begin_s, len(found.sentence)
 
 
 def _reported(ranks: int) -> tuple[float, int]:

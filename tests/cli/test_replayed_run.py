@@ -61,3 +61,17 @@ def test_a_replay_that_comes_to_other_values_exits_6(recorded: Project) -> None:
     assert done.returncode == 6, done.stderr
     assert "came to other values in" in done.stderr
     assert "first in model/layers" in done.stderr or "first in optimizer/" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_period_that_followed_the_link_is_repeated(tmp_path: Path) -> None:
+    """By another clock: the agreements, and with them the bits, are those of the run."""
+    own = project(tmp_path)
+    follows = ["sync.kind=local", "sync.period=1", "sync.longest_period=5", "sync.wait_share=0.3"]
+    done = own.shoal("train", "run.toml", "run.processes=2", "batch.global_samples=6", *follows)
+    assert done.returncode == 0, done.stderr
+    done = own.shoal("train", "--replay", RECORDED)
+    assert done.returncode == 0, done.stderr
+    orders = [event_file(own.folder / name, 0).read_text() for name in (RECORDED, f"{RECORDED}-replay")]
+    assert orders[0] == orders[1] != ""
+    assert own.manifest(f"{RECORDED}-replay")["objects"] == own.manifest()["objects"]

@@ -15,10 +15,11 @@ import msgspec
 import pytest
 
 from shoal.coordinator.client import Address, Client, Connection
-from shoal.coordinator.service import Limits
+from shoal.coordinator.service import Limits, coordinator_in
 from shoal.errors import EnvironmentFault
 from shoal.launcher import handshake, sockets
 from shoal.resilience.events import Expel, Heartbeat, Join, Look, View
+from shoal.resilience.membership import Rules
 from tests.coordinator.services import Running, first_generation, running
 from tests.waiting import HANG_S, wait_until
 
@@ -130,17 +131,16 @@ def test_a_recorded_proof_is_worth_nothing(service: Running, honest: Client) -> 
     assert still_trains(service, honest)
 
 
-def test_many_silent_strangers_stall_nobody(service: Running, honest: Client) -> None:
+def test_many_silent_strangers_stall_nobody(tmp_path: Path) -> None:
     """Three times as many connections as strangers may hold, each with half a frame: honest replicas still come in."""
-    strangers = [knock(service) for _ in range(3 * Limits().strangers)]
-    try:
-        for connection in strangers:
+    limits = Limits(strangers=16)
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(coordinator_in(tmp_path, Rules(start_s=0.0), told=lambda _: None, limits=limits))
+        for _ in range(3 * limits.strangers):
+            connection = stack.enter_context(socket.create_connection((address.host, address.port)))
             with contextlib.suppress(OSError):  # closed already, where there are newer ones
                 connection.sendall(b"\x00\x00")
-        assert still_trains(service, honest)
-    finally:
-        for connection in strangers:
-            connection.close()
+        first_generation(stack.enter_context(Client(address, "honest")))
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import queue
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,14 +18,18 @@ import pytest
 
 from shoal.coordinator.client import Address, Client, Connection, NoGeneration
 from shoal.coordinator.journal import Journal
+from shoal.coordinator.service import coordinator_in
 from shoal.coordinator.watch import watching
-from shoal.launcher import sockets
+from shoal.launcher import handshake, sockets
 from shoal.launcher.handshake import Refusal, TokenRefused, hello
-from shoal.resilience.events import Committed, Ended, Formed, Look, View
+from shoal.resilience.events import Admitted, Committed, Decision, Ended, Formed, Join, Look, View
 from shoal.resilience.ledger import audit
+from shoal.resilience.membership import Rules
 from shoal.resilience.participant import FencedOut
 from tests.coordinator.services import first_generation, running, start, together
 from tests.waiting import HANG_S, wait_until
+
+FRAME = {"most_bytes": 1 << 20, "begin_s": None, "rest_s": None}
 
 
 def committed(service_address: object, step: int) -> View:
@@ -253,3 +259,36 @@ def test_no_coordinator_is_a_sentence(tmp_path: Path) -> None:
         address = service.address
     with Client(address, "a") as client, pytest.raises(NoGeneration, match="does not answer: start it"):
         client.generation(0.5)
+
+
+def test_what_comes_in_together_is_written_together(tmp_path: Path) -> None:
+    """Replicas that join at once cost few writes; nobody has an answer before what it tells of is in the journal."""
+    writes: list[list[Decision]] = []
+
+    class Counted(Journal):
+        def append(self, decisions: Iterable[Decision]) -> None:
+            made = list(decisions)
+            super().append(made)
+            writes.append(made)
+
+    async def all_join(address: Address, count: int) -> list[bool]:
+        async def join(number: int) -> bool:
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            greeting = sockets.decode(await sockets.read(reader, **FRAME), handshake.HELLOS)
+            writer.write(sockets.encode(handshake.prove(address.token, greeting)))
+            await sockets.read(reader, **FRAME)
+            ready.append(number)
+            while len(ready) < count:
+                await asyncio.sleep(0.01)
+            writer.write(sockets.encode(Join(f"replica-{number}", 1)))
+            await sockets.read(reader, **FRAME)
+            writer.close()
+            return Admitted(f"replica-{number}", 1) in [decision for made in writes for decision in made]
+
+        ready: list[int] = []
+        return await asyncio.gather(*(join(number) for number in range(count)))
+
+    with coordinator_in(tmp_path, Rules(1, 200), told=lambda _: None, journal=Counted) as address:
+        assert all(asyncio.run(all_join(address, 200)))
+    assert sum(map(len, writes)) == 200 + 1  # the first of them brings about a proposal
+    assert len(writes) < 100

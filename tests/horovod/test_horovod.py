@@ -169,6 +169,10 @@ def operations(rank: int, folder: str) -> list[str]:
     rows, received = hvd.alltoall(torch.arange(6), splits=[1, 2, 3])
     right["exchange"] = received.tolist() == [rank + 1] * 3 and len(rows) == 3 * (rank + 1)
     right["scatter"] = hvd.reducescatter(torch.ones(7, 2), op=hvd.Sum).shape[0] == (3 if rank == 0 else 2)
+    late = hvd.alltoall_async(torch.arange(3)), hvd.reducescatter_async(torch.ones(3), op=hvd.Sum)
+    right["later"] = [hvd.synchronize(each).tolist() for each in late] == [[rank] * 3, [3.0]]
+    pair = hvd.grouped_allgather([torch.full((1,), rank), torch.full((rank,), rank)])
+    right["gathered"] = [t.tolist() for t in pair] == [[0, 1, 2], [1, 2, 2]]
     leaf = torch.ones(2, requires_grad=True)
     hvd.allreduce(leaf, op=hvd.Sum).sum().backward()
     right["gradient"] = leaf.grad is not None and leaf.grad.tolist() == [3.0, 3.0]
@@ -189,6 +193,47 @@ def test_every_operation(tmp_path: Path) -> None:
     assert on_ranks(3, operations, str(tmp_path)) == [[], [], []]
     events = json.loads((tmp_path / "timeline-0.json").read_text())
     assert {"NEGOTIATE", "ALLREDUCE", "BROADCAST", "CYCLE_START"} <= {event.get("name") for event in events}
+
+
+def normalises(rank: int) -> list[list[float]]:
+    """Outputs, running statistics and gradients of a layer whose batches are of 2, 3 and 4 samples."""
+    import shoal.horovod as hvd
+
+    hvd.init()
+    x, weights = batches()
+    layer = hvd.SyncBatchNorm(3).double()
+    own = x.split([2, 3, 4])[rank].clone().requires_grad_()
+    outputs = layer(own)
+    (outputs * weights.split([2, 3, 4])[rank]).sum().backward()
+    gradients = [hvd.allreduce(p.grad, op=hvd.Sum) for p in layer.parameters()]
+    layer.eval()
+    hvd.shutdown()
+    tensors = [outputs, own.grad, *gradients, layer.running_mean, layer.running_var, layer(own[:1])]
+    return [tensor.flatten().tolist() for tensor in tensors]
+
+
+def batches() -> tuple[torch.Tensor, torch.Tensor]:
+    """Nine samples of 3 channels and 2 x 2 points far from zero, and what their outputs weigh."""
+    draws = torch.Generator().manual_seed(5)
+    x, weights = (torch.randn(9, 3, 2, 2, generator=draws, dtype=torch.float64) for _ in range(2))
+    return 100 + x, weights
+
+
+def test_batches_are_normalised_as_one() -> None:
+    """Of three ranks, as by torch's layer in one process: outputs, gradients and what evaluation uses."""
+    found = on_ranks(3, normalises)
+    x, weights = batches()
+    layer, whole = nn.BatchNorm2d(3).double(), x.clone().requires_grad_()
+    outputs = layer(whole)
+    (outputs * weights).sum().backward()
+    assert whole.grad is not None
+    for at, tensor in enumerate((outputs, whole.grad)):
+        assert [v for each in found for v in each[at]] == pytest.approx(tensor.flatten().tolist(), abs=1e-9)
+    shared = [*(p.grad for p in layer.parameters()), layer.running_mean, layer.running_var]
+    for at, tensor in enumerate(shared, 2):
+        assert tensor is not None
+        for each in found:
+            assert each[at] == pytest.approx(tensor.flatten().tolist(), rel=1e-9)
 
 
 def accumulates(rank: int) -> list[float]:
@@ -287,6 +332,10 @@ def in_sets(rank: int) -> list[str]:
             right[what] = True
     if rank < 2:  # rank 2 calls nothing meanwhile
         right["alone"] = float(hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=first)) == 2.0
+    if second.included():  # rank 1 has one batch more than rank 2
+        sums = [float(hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=second)) for _ in range(4 - 2 * (rank - 1))]
+        last = hvd.join(process_set=second)
+        right["joined"] = last == 1 and sums == [2.0, 2.0, 1.0, 1.0][: len(sums)]
     right["removed"] = hvd.remove_process_set(second) and not hvd.remove_process_set(second)
     hvd.shutdown()
     return [name for name, holds in right.items() if not holds]

@@ -79,7 +79,7 @@ PLANTED: dict[str, tuple[dict[int, RankReport], tuple[int, ...], CodePlace | Non
         "ranks 2, 3 did not report: killed, stopped, or cut off",
     ),
     "stopped": ({rank: waiting(rank) for rank in (0, 1, 2)}, (3,), None, "rank 3 did not report"),
-    "killed": ({rank: waiting(rank) for rank in (1, 2, 3)}, (0,), None, "for it wait ranks 1, 2, 3 in call 9"),
+    "killed": ({rank: waiting(rank) for rank in (1, 2, 3)}, (0,), None, "for it wait ranks 1 to 3 in call 9"),
 }
 
 
@@ -175,3 +175,13 @@ def test_without_reports_nothing_is_claimed() -> None:
     """No guess."""
     with pytest.raises(ValueError, match="no rank has reported"):
         hang_verdict(WORLD, {})
+
+
+def test_thousands_of_ranks_are_named_by_their_ranges() -> None:
+    """The sentence stays one that can be read."""
+    size, stuck = 4096, {*range(0, 64, 4)}
+    reports = {rank: waiting(rank) for rank in range(size) if rank not in stuck}
+    found = hang_verdict({"world": range(size)}, reports)
+    assert found.ranks == tuple(sorted(stuck))
+    assert found.sentence.startswith("ranks 0, 4, 8, 12, 16, 20, and 10 more did not report")
+    assert len(found.sentence) < 400

@@ -114,6 +114,16 @@ def test_an_adaptive_period_goes_on_bitwise(ranks, folder: Path) -> None:
     assert all(torch.equal(tensor, whole.state[key]) for key, tensor in resumed.state.items())
 
 
+def test_a_period_follows_the_link_on_all_ranks(ranks, folder: Path) -> None:
+    """Both take the same steps, however long each of them found an agreement: steps of microseconds are few for it."""
+    found = ranks(
+        2, train, ADAM | {"sync": DILOCO | {"period": 2, "longest_period": 5, "wait_share": 0.01}}, str(folder)
+    )
+    assert found[0].agreed == found[1].agreed
+    assert found[0].agreed[:2] == [False, True]
+    assert found[0].agreed[2:7] == [False] * 4 + [True]
+
+
 @pytest.mark.parametrize(
     ("tables", "words"),
     [

@@ -1,11 +1,17 @@
-"""When replicas agree: every H steps, or with an H that follows the loss."""
+"""When replicas agree: every H steps, or with an H that follows the loss, or the link."""
 
 from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
-from shoal.sync.local import Period
+import pytest
+import torch
+
+from shoal.sync.config import LocalConfig
+from shoal.sync.event_order import EventFiles, Rounds
+from shoal.sync.local import LinkPace, Period
 
 
 def agreements(period: Period, loss: list[float], lr: float = 0.1) -> list[int]:
@@ -67,3 +73,72 @@ def test_it_goes_on_from_its_state() -> None:
             begun.append(step)
             second.agreed(step, loss=loss[step - 1], lr=0.1)
     assert begun == wanted
+
+
+class Replicas:
+    """Two replicas of one process: the other is later by `late_s` at each agreement, and its steps are as long."""
+
+    size = 2
+
+    def __init__(self, late_s: float = 0.0) -> None:
+        self.late_s = late_s
+
+    def all_reduce(self, told: torch.Tensor, op: str) -> Replicas:
+        assert op == "max"
+        told[0] = torch.maximum(told[0], told[0] + self.late_s)
+        return self
+
+    def wait(self) -> None: ...
+
+
+def by_clock(phases: list[tuple[int, float]], *, rounds: Rounds | None = None, late_s: float = 0.0) -> list[list[int]]:
+    """The periods of each phase: (agreements, seconds of each). A step takes 10 ms, and the share is a fifth."""
+    now_s, step = 0.0, 0
+    config = LocalConfig(period=2, longest_period=64, wait_share=0.2)
+    pace = LinkPace(config, Replicas(late_s), torch.device("cpu"), rounds=rounds, clock=lambda: now_s)  # pyright: ignore[reportArgumentType]
+    period, found = config.period, []
+    for agreements_, agreement_s in phases:
+        found.append([])
+        for _ in range(agreements_):
+            step += period
+            now_s += period * 0.010
+            pace.begin()
+            now_s += agreement_s + late_s
+            found[-1].append(period)
+            period = pace.end(step, period)
+    return found
+
+
+PHASES = [(20, 0.003), (20, 0.059), (20, 0.003)]
+"""Agreements at 1 Gbit/s, at 50 Mbit/s, and at 1 Gbit/s again."""
+
+
+def test_the_period_follows_the_link() -> None:
+    """59 ms and a fifth of the time: 24 steps of 10 ms. Two agreements after a change are by the old period."""
+    fast, slow, again = by_clock(PHASES)
+    assert set(fast) == {2}
+    assert slow == [2, 2] + [24] * 18
+    assert again == [24, 24] + [2] * 18
+    waited = 20 * 0.059 / (20 * 0.059 + sum(slow) * 0.010)
+    assert waited < 1.1 * 0.2
+
+
+def test_a_late_replica_is_no_slow_link() -> None:
+    """The replica that came last waited for nobody: its seconds are the agreement's."""
+    assert by_clock(PHASES, late_s=0.5) == by_clock(PHASES)
+
+
+def test_a_recorded_period_is_repeated(tmp_path: Path) -> None:
+    """Whatever the clock says the second time."""
+    file = tmp_path / "order.jsonl"
+    first = by_clock(PHASES, rounds=Rounds(EventFiles(record=file)))
+    assert by_clock([(20, 0.001)] * 3, rounds=Rounds(EventFiles(replay=file))) == first
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [({"adapt_every": 50}, "leave one out"), ({"period": 600}, "longest_period = 500 with period = 600")],
+)
+def test_what_does_not_go_together_is_refused(keys: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        LocalConfig(wait_share=0.1, **keys)  # pyright: ignore[reportArgumentType]

@@ -18,7 +18,7 @@ from shoal.comm.default_group import default_group
 from shoal.comm.mesh import Mesh
 from shoal.engine.injection import Injector, injector_from
 from shoal.errors import EnvironmentFault
-from shoal.launcher.devices import memory_limit, too_few_gpus
+from shoal.launcher.devices import ONE_RANK_DEVICES, memory_limit, too_few_gpus
 from shoal.launcher.environment import Place
 from shoal.launcher.rendezvous import STARTED, Rendezvous, interface_for, open_store
 from shoal.launcher.supervision import say_arrived
@@ -105,6 +105,8 @@ def settle(run_file: RunFile, place: Place, environ: Mapping[str, str]) -> torch
 
 def device_of(asked: str, place: Place) -> torch.device:
     """The device of this rank; `asked` is `run.device`. Raises `EnvironmentFault` if there are too few GPUs."""
+    if asked in ONE_RANK_DEVICES:
+        return _other_accelerator(asked)
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     there = torch.cuda.device_count()
@@ -114,6 +116,17 @@ def device_of(asked: str, place: Place) -> torch.device:
         raise EnvironmentFault(too_few_gpus(place.local_world_size, there))
     torch.cuda.set_device(place.local_rank)
     return torch.device("cuda", place.local_rank)
+
+
+def _other_accelerator(asked: str) -> torch.device:
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or found.type != asked:
+        there = "no accelerator" if found is None else f'"{found.type}"'
+        raise EnvironmentFault(
+            f'run.device = "{asked}", and torch {torch.__version__} finds {there} here: install a build for it, or set '
+            'run.device to "auto" or "cpu"'
+        )
+    return torch.device(asked, 0)
 
 
 def _share_host(place: Place, environ: Mapping[str, str]) -> None:

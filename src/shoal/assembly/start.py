@@ -26,7 +26,7 @@ from shoal.comm.mpi_world import why_no_mpi
 from shoal.errors import EnvironmentFault, OutOfMemory, ShoalError, Stopped, UsageError
 from shoal.files import temporary_folder
 from shoal.launcher.children import die_with_parent
-from shoal.launcher.devices import gpus, too_few_gpus
+from shoal.launcher.devices import ONE_RANK_DEVICES, gpus, too_few_gpus
 from shoal.launcher.environment import Place, place_from
 from shoal.launcher.failure import FAILURE_FOLDER, TORCHRUN_FILE, ExitCode, failure_of, is_out_of_memory, report_failure
 from shoal.launcher.lab.lab_file import Lab
@@ -166,6 +166,11 @@ def _check_gpus(run_file: RunFile, processes: int, environ: Mapping[str, str]) -
     """Raises `EnvironmentFault` for ranks of this host that would share a GPU. Where the driver shows none, they look
     themselves.
     """
+    if run_file.run.device in ONE_RANK_DEVICES and processes > 1:
+        raise EnvironmentFault(
+            f'run.device = "{run_file.run.device}" with {processes} ranks: it is for one rank so far; set '
+            'run.processes=1, or run.device to "auto"'
+        )
     on_gpus = run_file.run.device == "cuda" or (
         run_file.run.device == "auto" and not (installed("torch") or "").endswith("+cpu")
     )

@@ -216,3 +216,18 @@ def become_script(
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, str(file), *arguments], {**environ, KEYS: json.dumps([*flags, *keys])})
+
+
+def coordination(
+    coordinator: str | None, token: Path | None, authorities: Path | None, replicas: int | None
+) -> dict[str, str]:
+    """The variables that the options stand for; a scheduler may set these itself."""
+    if coordinator is None and (token is not None or authorities is not None or replicas is not None):
+        raise typer.BadParameter("goes with --coordinator HOST:PORT", param_hint="--token, --authorities, --replicas")
+    given = {
+        "SHOAL_COORDINATOR": coordinator,
+        "SHOAL_COORDINATOR_TOKEN": token,
+        "SHOAL_COORDINATOR_CA": authorities and authorities.absolute(),
+        "SHOAL_REPLICAS_HERE": replicas,
+    }
+    return {name: str(value) for name, value in given.items() if value is not None}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.arguments import AsJson, ScriptOverrides
+from shoal.cli.arguments import AsJson, ScriptOverrides, coordination
 from shoal.observe.figures import help_lines
 from shoal.standard_output import answer
 
@@ -84,7 +84,7 @@ def train(
 
     flags = [flag for flag, given in (("--fresh", fresh), ("--resume", resume)) if given]
     intent, _ = intent_of(flags)
-    environ = os.environ | _coordination(coordinator, token, authorities, replicas)
+    environ = os.environ | coordination(coordinator, token, authorities, replicas)
     overrides = [*(overrides or ()), *([] if ranks is None else [f"run.processes={ranks}"])]
     if run_file is not None and run_file.endswith(".py"):
         if lab is not None or replay is not None:
@@ -112,21 +112,6 @@ def train(
             loaded, command, be_rank, directory=directory, file=str(file), lab=hosts, planner=PLANNER, environ=environ
         )
     raise typer.Exit(code)
-
-
-def _coordination(
-    coordinator: str | None, token: Path | None, authorities: Path | None, replicas: int | None
-) -> dict[str, str]:
-    """The variables that the options stand for; a scheduler may set these itself."""
-    if coordinator is None and (token is not None or authorities is not None or replicas is not None):
-        raise typer.BadParameter("goes with --coordinator HOST:PORT", param_hint="--token, --authorities, --replicas")
-    given = {
-        "SHOAL_COORDINATOR": coordinator,
-        "SHOAL_COORDINATOR_TOKEN": token,
-        "SHOAL_COORDINATOR_CA": authorities and authorities.absolute(),
-        "SHOAL_REPLICAS_HERE": replicas,
-    }
-    return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def _check_one_rank(run_file: RunFile) -> None:

@@ -44,10 +44,10 @@ class Limits:
     """Seconds and connections that a peer can take. `idle_s`: without a frame; `frame_s`: for one frame, to send or to
     read; `strangers`: connections whose peer has not proved that it has the token; `peers`: those that have."""
 
-    handshake_s: float = 5.0
+    handshake_s: float = 20.0
     idle_s: float = 60.0
     frame_s: float = 5.0
-    strangers: int = 64
+    strangers: int = 8192
     peers: int = 20_000
 
 
@@ -73,13 +73,17 @@ class Service:
         self._strangers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._peers: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] | None = None
+        self._unwritten: list[Decision] = []
+        self._written: asyncio.Future[None] | None = None
 
     async def run(self, listener: socket.socket, *, tls: ssl.SSLContext | None = None) -> None:
         """Serves on a bound socket until it is cancelled. Raises `EnvironmentFault` where the journal fails."""
         self._failed = asyncio.get_running_loop().create_future()
+        sockets.allow_descriptors()
         server = await asyncio.start_server(
             self._connected,
             sock=listener,
+            backlog=sockets.BACKLOG,
             ssl=tls,
             limit=MOST_REQUEST_BYTES,
             ssl_handshake_timeout=self._limits.handshake_s if tls is not None else None,
@@ -96,7 +100,7 @@ class Service:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self.membership.rules.silence_s / 5)
-            self._settled(self.membership.tick(self._clock()))
+            await self._settled(self.membership.tick(self._clock()))
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -131,27 +135,43 @@ class Service:
                 reader, most_bytes=MOST_REQUEST_BYTES, begin_s=limits.idle_s, rest_s=limits.frame_s
             )
             event = sockets.decode(body, EVENTS)
-            writer.write(sockets.encode(self._settled(self.membership.handle(event, self._clock()))))
+            writer.write(sockets.encode(await self._settled(self.membership.handle(event, self._clock()))))
             async with asyncio.timeout(limits.frame_s):
                 await writer.drain()
 
-    def _settled(self, outcome: Response) -> Answer:
-        """The answer, when what was decided is durable. A journal that fails ends the service: nobody is told more."""
-        if outcome.decisions:
-            try:
-                self._journal.append(outcome.decisions)
-            except EnvironmentFault as error:
-                if self._failed is not None and not self._failed.done():
-                    self._failed.set_exception(error)
-                raise asyncio.CancelledError from error
-            for decision in outcome.decisions:
-                LOG.info("%s", decision)
-                self._tell(decision)
+    async def _settled(self, outcome: Response) -> Answer:
+        """The answer, when all that was decided so far is durable: it may tell of what others have brought about."""
+        self._unwritten += outcome.decisions
+        if self._unwritten:
+            if self._written is None:
+                loop = asyncio.get_running_loop()
+                self._written = loop.create_future()
+                loop.call_soon(self._write)
+            await asyncio.shield(self._written)
         if outcome.verdict is not None:
             self._tell(outcome.verdict, outcome.verdict.sentence)
         for slow in outcome.slow:
             self._tell(slow, slow.sentence(slow.replica))
         return outcome.answer
+
+    def _write(self) -> None:
+        """Writes together what was decided on all that came in together: thousands of replicas join at once, and a disk
+        makes some hundred writes durable in a second. A journal that fails ends the service: nobody is told more.
+        """
+        decisions, written = self._unwritten, self._written
+        self._unwritten, self._written = [], None
+        assert written is not None, "who decides waits for it"
+        try:
+            self._journal.append(decisions)
+        except EnvironmentFault as error:
+            if self._failed is not None and not self._failed.done():
+                self._failed.set_exception(error)
+            written.cancel()
+            return
+        for decision in decisions:
+            LOG.info("%s", decision)
+            self._tell(decision)
+        written.set_result(None)
 
     def _tell(self, news: Decision | Divergence | Slow, sentence: str = "") -> None:
         """Says it once: to who has asked to be told, else the `sentence` to the log."""
@@ -255,6 +275,7 @@ def coordinator_in(
     *,
     told: Callable[[Decision | Divergence | Slow | Exception], None],
     journal: Callable[[Path], Journal] = Journal,
+    limits: Limits = Limits(),
 ) -> Iterator[Address]:
     """Serves until the end of the block, with its token in `folder`, and what `journal` opens there.
 
@@ -263,7 +284,7 @@ def coordinator_in(
     """
     token, records = make_token(folder / "token"), journal(folder / "journal")
     with contextlib.closing(records), contextlib.closing(listen(LOOPBACK, 0)) as listener:
-        service = Service(rules, records, token=token, told=told)
+        service = Service(rules, records, token=token, limits=limits, told=told)
         loop = asyncio.new_event_loop()
         serving = loop.create_task(service.run(listener))
 

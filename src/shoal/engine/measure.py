@@ -80,9 +80,11 @@ def wire_figures(wire: Mapping[str, Entry]) -> dict[str, float]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory this rank has held: allocated on the GPU, resident in the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """The most memory this rank has held: allocated on the accelerator, resident in the process on a CPU or under MPS,
+    whose memory is the host's.
+    """
+    if device.type in ("cuda", "xpu"):
+        return torch.accelerator.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.maths.counter import bits, key_of
-from shoal.models.draw_watch import SleepingDraws
+from shoal.models.draw_watch import SleepingDraws, generators_in_use
 from shoal.models.keyed_draws import KeyedDraws
 from shoal.models.layers import KeyedDropout, set_sample_keys
 
@@ -47,8 +47,9 @@ class Randomness:
         """Before a step."""
         self._step = step
         seed = self._step_seed = key_of(self._seed, "step", step, self._replica)
-        torch.default_generator.manual_seed(seed)  # `torch.manual_seed` takes a millisecond to note it for absent GPUs
-        if torch.cuda.is_initialized():
+        for generator in generators_in_use():  # `torch.manual_seed` takes a millisecond to note it for absent GPUs
+            generator.manual_seed(seed)
+        if torch.cuda.is_initialized():  # a model may lie on several
             torch.cuda.manual_seed_all(seed)
 
     def microbatch(self, positions: Tensor, *, tokens: int = 0) -> None:
@@ -80,8 +81,7 @@ class Randomness:
         """
         if self.draws is not None:
             return frozenset(self.draws.unkeyed)
-        cuda = device.type == "cuda"
-        used = torch.cuda.default_generators[device.index or 0] if cuda else torch.default_generator
+        used = next(generator for generator in generators_in_use() if generator.device.type == device.type)
         fresh = torch.Generator(device)
         fresh.manual_seed(self._step_seed)
         return frozenset() if torch.equal(fresh.get_state(), used.get_state()) else frozenset({"PyTorch's generator"})

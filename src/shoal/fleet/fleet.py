@@ -61,10 +61,12 @@ Event = RankProcess | signal.Signals | Decision | Divergence | Slow | Silence | 
 
 @dataclass
 class Fleet:
-    """The replicas of this host, by their names, and how those ended that nobody replaced."""
+    """The replicas of this host, by their names, and how those ended that nobody replaced. `steps` are those of the
+    run; None: of a script, which is over when the first of its ranks is done, and the others end by themselves.
+    """
 
     config: ElasticConfig
-    steps: int
+    steps: int | None
     address: Address
     folder: Path
     events: queue.SimpleQueue[Event]
@@ -118,7 +120,7 @@ class Fleet:
                 self._signalled(event)
             case Formed(_, members, _, step):
                 self.members = members
-                if step >= self.steps:
+                if self.steps is not None and step >= self.steps:
                     self._finished()
             case Committed(_, step):
                 for name in self.members:
@@ -166,7 +168,7 @@ class Fleet:
         if self.over and self.stop_signal is None and not kept:  # all here stood by
             return ExitCode(0)
         if self._debounce.requests > 1 and self.stop_signal is not None:
-            sentence = f"{self.stop_signal.name}: stopped at once; the next start resumes from the newest checkpoint"
+            sentence = f"{self.stop_signal.name}: stopped at once{self._resumes}"
             say(sentence)
             return ExitCode(128 + self.stop_signal, sentence=sentence)
         if self.stop_signal is not None and any(end.code == Stopped.exit_code for end in kept):
@@ -177,9 +179,9 @@ class Fleet:
             most = self.config.max * self.starter.ranks
             say(failure_report(ends, kept, world_size=most, stopped={}, log_tails=tails))
             return ExitCode(exit_code(kept, ends), rank=ends[0].exit.rank, sentence=ends[0].sentence)
-        sentence = "stopped; the same command resumes from the newest checkpoint"
+        sentence = f"stopped{self._resumes}"
         if self.stop_signal is None:
-            sentence = "all replicas were asked to leave; the same command resumes from the newest checkpoint"
+            sentence = f"all replicas were asked to leave{self._resumes}"
         say(sentence)
         return ExitCode(Stopped.exit_code, sentence=sentence)
 
@@ -271,10 +273,14 @@ class Fleet:
             stopped = process.pid in self._stopped_since_s
             write_failure(failure_of_late(process, start_s=self.start_s, stopped=stopped), self.folder)
         code = replica.end.code
-        if code == 0 and not self.over:  # no coordinator has said so: it is gone, and who stands by would wait for it
+        if code == 0 and self.steps is None:
+            self._finished()
+        elif code == 0 and not self.over:  # no coordinator has said so: it is gone, and who stands by would wait for it
             self.over = True
             self._send_all(signal.SIGINT)
-        if (self.over and code == 0) or (self.stop_signal is not None and code == Stopped.exit_code):
+        if (self.over and code == 0 and self.steps is not None) or (
+            self.stop_signal is not None and code == Stopped.exit_code
+        ):
             self.deadline_s = self.deadline_s or time.monotonic() + LAST_S
         if replica.is_over:
             del self.running[replica.name]
@@ -304,6 +310,11 @@ class Fleet:
         if not self.starter.several_hosts and not members and len(self.running) < self.config.min:
             self.deadline_s = time.monotonic() + LAST_S
             self._send_all(signal.SIGINT)
+
+    @property
+    def _resumes(self) -> str:
+        """What the user can count on; a script keeps what it keeps."""
+        return "" if self.steps is None else "; the same command resumes from the newest checkpoint"
 
     @property
     def _ending(self) -> bool:
@@ -337,7 +348,7 @@ class Fleet:
             here = " here" if several else f" of at least {self.config.min}"
             self.fault = EnvironmentFault(
                 f"{len(self.running)}{here} replicas are left: the last one was not replaced, because {why}; see what "
-                "they said in logs/; the same command resumes from the newest checkpoint"
+                f"they said in logs/{self._resumes}"
             )
             self.deadline_s = time.monotonic() + LAST_S
             self._send_all(signal.SIGINT)  # those that are left save the state that they hold
@@ -348,7 +359,8 @@ class Fleet:
         first, self.stop_signal = self.stop_signal is None, number
         self._send_all(signal.SIGINT if first else signal.SIGKILL)
         if first:
-            say(f"{number.name}: finishing the step and saving; press again to stop at once")
+            what = "the script is told" if self.steps is None else "finishing the step and saving"
+            say(f"{number.name}: {what}; press again to stop at once")
 
     def _say_silence(self, silent_s: float) -> None:
         where = f"the coordinator at {self.address.host}:{self.address.port}"

@@ -64,15 +64,15 @@ class RehearsedJournal(Journal):
 
 @dataclass(frozen=True)
 class ElasticJob:
-    """What is launched: `command` as each of the `ranks` of each replica, to step `steps` of the run, each of
-    `global_samples`. `warn` hears what is said of losses and the coordinator, beside the terminal. `start_s`: how
-    long a rank may take until it is ready to join; None: as long as it likes.
-    `preemption`: the file and the URL that say that this host is about to be taken away.
+    """What is launched: `command` as each of the `ranks` of each replica, to step `steps` of the run (None: until a
+    script ends), each of `global_samples`. `warn` hears what is said of losses and the coordinator, beside the
+    terminal. `start_s`: how long a rank may take until it is ready to join; None: as long as it likes. `preemption`:
+    the file and the URL that say that this host is about to be taken away.
     """
 
     command: Sequence[str]
     ranks: int
-    steps: int
+    steps: int | None
     run_directory: Path
     global_samples: int = 1
     warn: Callable[[str], object] = str

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from shoal.errors import UsageError
+from shoal.horovod import elastic
 from shoal.horovod.engine import Handle, HorovodInternalError
 from shoal.horovod.operations import (
     Adasum,
@@ -26,6 +26,7 @@ from shoal.horovod.operations import (
     Min,
     Product,
     Sum,
+    SyncBatchNorm,
     allgather,
     allgather_async,
     allgather_object,
@@ -34,20 +35,24 @@ from shoal.horovod.operations import (
     allreduce_async,
     allreduce_async_,
     alltoall,
+    alltoall_async,
     barrier,
     broadcast,
     broadcast_,
     broadcast_async,
     broadcast_async_,
     broadcast_object,
+    grouped_allgather,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
     grouped_reducescatter,
+    grouped_reducescatter_async,
     join,
     poll,
     reducescatter,
+    reducescatter_async,
     synchronize,
 )
 from shoal.horovod.optimizer import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
@@ -65,6 +70,7 @@ __all__ = [
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -74,6 +80,7 @@ __all__ = [
     "allreduce_async",
     "allreduce_async_",
     "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
@@ -82,17 +89,22 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
     "cuda_built",
+    "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
+    "grouped_allgather",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
     "grouped_allreduce_async_",
     "grouped_reducescatter",
+    "grouped_reducescatter_async",
     "init",
     "is_homogeneous",
     "is_initialized",
@@ -106,6 +118,7 @@ __all__ = [
     "poll",
     "rank",
     "reducescatter",
+    "reducescatter_async",
     "remove_process_set",
     "rocm_built",
     "shutdown",
@@ -114,15 +127,6 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]  # fmt: skip
-
-
-def __getattr__(name: str) -> object:
-    if name == "elastic":
-        raise UsageError(
-            "hvd.elastic is not here: elastic runs are those of `shoal train` with [elastic]; torchrun starts a script "
-            "again, which reads its own checkpoint"
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 global_process_set = ProcessSet()
@@ -241,4 +245,14 @@ def mpi_enabled() -> bool:
 
 def mpi_threads_supported() -> bool:
     """See `mpi_built`."""
+    return False
+
+
+def ccl_built() -> bool:
+    """See `mpi_built`: no call goes over oneCCL."""
+    return False
+
+
+def ddl_built() -> bool:
+    """See `mpi_built`: no call goes over IBM's DDL."""
     return False

@@ -1,13 +1,15 @@
 """`Engine`: a thread that carries out the calls which all ranks have begun, while others compute.
 
 Small all-reduces that are ready together go as one vector, up to HOROVOD_FUSION_THRESHOLD bytes (64 MiB). Tensors on
-the CPU go over `shoal.wire`, those on a GPU over NCCL. bfloat16 on the CPU is summed in float32 and rounded once.
+the CPU go over `shoal.wire`, those on a GPU over NCCL, those on another device by way of the CPU. bfloat16 on the CPU
+is summed in float32 and rounded once.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -152,6 +154,7 @@ class Engine:
     def __init__(self, group: Group, *, fusion_bytes: int, gpu: Callable[[], Any], timeline: Timeline) -> None:
         self.group, self._fusion_bytes, self._gpu, self.timeline = group, fusion_bytes, gpu, timeline
         self._pending: dict[str, Handle] = {}
+        self._unnamed: Counter[Kind] = Counter()
         self._changed = threading.Condition()
         self._join: Future[int] | None = None
         self._order: list[int] = []  # ranks that have joined, the first one first
@@ -159,6 +162,11 @@ class Engine:
         self.failure: ShoalError | None = None
         self._thread = threading.Thread(target=self._work, name="shoal-horovod", daemon=True)
         self._thread.start()
+
+    def next_name(self, kind: Kind) -> str:
+        """For a call without a name: ranks number them alike."""
+        self._unnamed[kind] += 1
+        return f"noname.{self._unnamed[kind]}"
 
     def submit(self, handle: Handle) -> Handle:
         """Begins a call. Raises `ValueError` for a name that is under way, and what ended the engine."""
@@ -297,8 +305,8 @@ class Engine:
         op = "sum" if call.op == "avg" else call.op
         if flat.is_cuda:
             self._gpu().all_reduce(flat, op)
-        elif flat.dtype == torch.bfloat16:
-            wide = flat.float()
+        elif flat.dtype == torch.bfloat16 or flat.device.type != "cpu":
+            wide = flat.to("cpu", torch.float32 if flat.dtype == torch.bfloat16 else flat.dtype)
             self.group.all_reduce(wide.numpy(), op=op, out=wide.numpy())  # pyright: ignore[reportArgumentType]
             flat.copy_(wide)
         else:

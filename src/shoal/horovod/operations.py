@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import msgspec
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.errors import UsageError
 from shoal.horovod.engine import Begun, Handle, Kind
@@ -135,15 +133,6 @@ Average, Sum, Min, Max, Product, Adasum = "avg", "sum", "min", "max", "product",
 """Reductions. Adasum adds what is orthogonal and averages what is parallel (`engine.adaptive_sum`)."""
 
 
-@cache
-def _numbers(kind: str, ranks: tuple[int, ...]) -> itertools.count[int]:
-    return itertools.count()
-
-
-def _named(kind: str, name: str | None, ranks: tuple[int, ...]) -> str:
-    return f"{kind}.{name}" if name else f"{kind}.noname.{next(_numbers(kind, ranks))}"
-
-
 def _reduction(average: bool | None, op: str | None) -> str:
     if average is not None and op is not None:
         raise UsageError("both average and op are given: give op (hvd.Average or hvd.Sum)")
@@ -160,14 +149,14 @@ def _begin(
     if ranks and any(tensor.is_cuda for tensor in tensors):
         raise UsageError("a process set takes tensors on the CPU: move them there, or call on all ranks")
     begun = Begun(
-        _named(kind, name, ranks), kind, tuple(str(t.dtype).removeprefix("torch.") for t in tensors),
+        f"{kind}.{name or engine.next_name(kind)}", kind, tuple(str(t.dtype).removeprefix("torch.") for t in tensors),
         tuple(tuple(t.shape) for t in tensors), device=tensors[0].device.type if tensors else "cpu", **given,
     )  # fmt: skip
     return engine.submit(Handle(begun, list(tensors)))
 
 
 def _check_numbers(op: str, tensors: Sequence[Tensor]) -> None:
-    if op == Adasum and any(not t.is_floating_point() or t.is_cuda for t in tensors):
+    if op == Adasum and any(not t.is_floating_point() or t.device.type != "cpu" for t in tensors):
         raise UsageError("op=hvd.Adasum takes floating-point tensors on the CPU: move them there, or use hvd.Average")
     if op == Average and any(not (t.is_floating_point() or t.is_complex()) for t in tensors):
         raise UsageError("a mean of whole numbers: give op=hvd.Sum")
@@ -282,6 +271,15 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet |
     return synchronize(allgather_async(tensor, name, process_set))
 
 
+def grouped_allgather(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet | None = None
+) -> list[Tensor]:
+    """`allgather` of each of them, in one call."""
+    if any(tensor.ndim == 0 for tensor in tensors):
+        raise UsageError("allgather of a tensor without dimensions: ranks are joined along the first; use tensor[None]")
+    return synchronize(_begin("allgather", name, list(tensors), process_set))
+
+
 def broadcast_async_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Handle:
@@ -315,10 +313,15 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_s
     return synchronize(broadcast_async(tensor, root_rank, name, process_set))
 
 
-def alltoall(
+def alltoall(tensor: Tensor, *given: Any, **named: Any) -> Any:
+    """See `alltoall_async`."""
+    return synchronize(alltoall_async(tensor, *given, **named))
+
+
+def alltoall_async(
     tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None,
     process_set: ProcessSet | None = None,
-) -> Any:  # fmt: skip
+) -> Handle:  # fmt: skip
     """Rows of `tensor` to each rank, as many as `splits` says, else equally many. With them: also the rows of each."""
     size = (process_set or ProcessSet()).size()
     given = splits is not None
@@ -327,24 +330,32 @@ def alltoall(
     rows = [int(n) for n in splits] if splits is not None else [tensor.shape[0] // size] * size
     if len(rows) != size or sum(rows) != tensor.shape[0] or min(rows) < 0:
         raise UsageError(f"alltoall: splits {rows} do not divide {tensor.shape[0]} rows over {size} ranks")
-    found, received = synchronize(_begin("alltoall", name, [tensor], process_set, splits=tuple(rows)))
-    return (found, received) if given else found
+    handle = _begin("alltoall", name, [tensor], process_set, splits=tuple(rows))
+    return handle if given else _first(handle)
 
 
-def reducescatter(
-    tensor: Tensor, op: str | None = None, name: str | None = None, process_set: ProcessSet | None = None
-) -> Tensor:
+def reducescatter(tensor: Tensor, *given: Any, **named: Any) -> Tensor:
     """This rank's rows of the mean of the ranks' tensors; lower ranks have one more where they cannot be divided."""
-    return grouped_reducescatter([tensor], op, name, process_set)[0]
+    return synchronize(reducescatter_async(tensor, *given, **named))
 
 
-def grouped_reducescatter(
+def reducescatter_async(tensor: Tensor, *given: Any, **named: Any) -> Handle:
+    """See `reducescatter`."""
+    return _first(grouped_reducescatter_async([tensor], *given, **named))
+
+
+def grouped_reducescatter(tensors: Sequence[Tensor], *given: Any, **named: Any) -> list[Tensor]:
+    """See `reducescatter`."""
+    return synchronize(grouped_reducescatter_async(tensors, *given, **named))
+
+
+def grouped_reducescatter_async(
     tensors: Sequence[Tensor], op: str | None = None, name: str | None = None, process_set: ProcessSet | None = None
-) -> list[Tensor]:
+) -> Handle:
     """See `reducescatter`."""
     own, op = [tensor.detach().clone() for tensor in tensors], _reduction(None, op)
     _check_numbers(op, own)
-    return synchronize(_begin("reducescatter", name, own, process_set, op=op))
+    return _begin("reducescatter", name, own, process_set, op=op)
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:
@@ -352,12 +363,17 @@ def barrier(process_set: ProcessSet | None = None) -> None:
     synchronize(_begin("barrier", None, [], process_set))
 
 
-def join() -> int:
-    """This rank has no more data: it gives zeros to the others' calls until all have joined. Returns the last."""
-    return process().engine.join()
+def join(device: int = -1, process_set: ProcessSet | None = None) -> int:
+    """This rank has no more data: it gives zeros to the others' calls until all (of `process_set`) have joined. Returns
+    the last, by its rank among all. `device` is Horovod's, and not needed.
+    """
+    last = process().engine_of(process_set).join()
+    return process_set.ranks[last] if process_set is not None and process_set.ranks else last
 
 
-def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = None) -> Any:
+def broadcast_object(
+    value: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = None
+) -> Any:
     """What `root_rank` passes, on every rank: numbers, strings, tensors, and lists and dictionaries of them.
 
     Nothing is pickled. Raises `UsageError` for other objects.
@@ -367,15 +383,50 @@ def broadcast_object(value: Any = None, root_rank: int = 0, name: str | None = N
     if place.rank == root_rank:
         content = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
         size[0] = content.numel()
-    size = broadcast(size, root_rank, name and f"{name}.size")
+    size = broadcast(size, root_rank, name and f"{name}.size", process_set)
     if place.rank != root_rank:
         content = torch.zeros(int(size), dtype=torch.uint8)
-    return decode(bytes(broadcast(content, root_rank, name and f"{name}.content").numpy()))
+    return decode(bytes(broadcast(content, root_rank, name and f"{name}.content", process_set).numpy()))
 
 
-def allgather_object(value: Any, name: str | None = None) -> list[Any]:
+def allgather_object(value: Any, name: str | None = None, process_set: ProcessSet | None = None) -> list[Any]:
     """What each rank passes, in rank order; see `broadcast_object`."""
     content = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
-    sizes = allgather(torch.tensor([content.numel()]), name and f"{name}.size")
-    whole = allgather(content, name and f"{name}.content")
+    sizes = allgather(torch.tensor([content.numel()]), name and f"{name}.size", process_set)
+    whole = allgather(content, name and f"{name}.content", process_set)
     return [decode(bytes(piece.numpy())) for piece in whole.split(sizes.tolist())]
+
+
+class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
+    """Batch normalisation by the mean and the variance of all ranks' batches, which may differ in size; input
+    `[samples, channels, ...]`. Calls are matched by their order: all ranks use its layers alike.
+
+    In evaluation it is `torch.nn.BatchNorm1d` and the others.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"SyncBatchNorm of {list(input.shape)}: it takes [samples, channels, ...]")
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        if not self.training or process().there().world_size == 1:
+            return super().forward(input)
+        dims, shape = [0, *range(2, input.dim())], [1, -1, *[1] * (input.dim() - 2)]
+        count = input.new_tensor([input.numel() / input.shape[1]])
+        total = allreduce(torch.cat([input.sum(dims), count]), op=Sum)
+        mean, samples = total[:-1] / total[-1], total[-1].detach()
+        centred = input - mean.view(shape)
+        variance = allreduce((centred * centred).sum(dims), op=Sum) / samples
+        self._note(mean.detach(), variance.detach() * samples / (samples - 1))
+        normal = centred * torch.rsqrt(variance + self.eps).view(shape)
+        return normal if self.weight is None else normal * self.weight.view(shape) + self.bias.view(shape)
+
+    def _note(self, mean: Tensor, variance: Tensor) -> None:
+        """Running statistics, the variance without bias."""
+        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
+            return
+        self.num_batches_tracked += 1
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean, share)
+        self.running_var.lerp_(variance, share)

@@ -87,6 +87,12 @@ class _Reduction:
         self._counts = dict.fromkeys(self._counts, 0)
         self.done = True
 
+    def abandon(self) -> None:
+        """Forgets what was begun with ranks that are gone."""
+        self.handles.clear()
+        self._counts = dict.fromkeys(self._counts, 0)
+        self.done = False
+
 
 class _Distributed:
     """What `DistributedOptimizer` adds to the optimizer's own class."""
@@ -205,6 +211,15 @@ def _grouped(
         return [[pair] for pair in backward]
     each = -(-len(backward) // count)
     return [backward[begin : begin + each] for begin in range(0, len(backward), each)]
+
+
+def abandon_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """Drops the gradients of a step that has failed, and those on their way to ranks that are gone."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+    if isinstance(optimizer, _Distributed):
+        optimizer.reduction.abandon()
 
 
 def broadcast_parameters(params: Mapping[str, Tensor] | Named, root_rank: int = 0) -> None:

@@ -13,19 +13,24 @@ from dataclasses import replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from shoal.comm.mesh import open_nccl
-from shoal.errors import UsageError
+from shoal.errors import CollectiveError, UsageError
+from shoal.fleet.processes import REPLICA
 from shoal.horovod.engine import Engine
 from shoal.launcher.environment import Place
 from shoal.launcher.rendezvous import STORE_TIMEOUT_S
 from shoal.launcher.store.client import AuthenticatedStore
+from shoal.resilience.participant import FencedOut
 from shoal.wire.connect import Met, group_of, meet
+
+if TYPE_CHECKING:
+    from shoal.horovod.members import Members
 
 TIMEOUT_S = 24 * 3600.0
 """A rank may evaluate for long while the others wait."""
@@ -131,6 +136,7 @@ class Process:
         self.timeline = Timeline()
         self.met: Met | None = None
         self.place: Place | None = None
+        self.members: Members | None = None
         self._engine: Engine | None = None
         self.generation = 0
         self._added: set[tuple[int, ...]] = set()
@@ -141,8 +147,14 @@ class Process:
         """Meets the other ranks of the launcher. A second call does nothing."""
         if self._engine is not None:
             return
-        self.met = meet()
-        self.begin(self.met.place, group_of(self.met, timeout_s=TIMEOUT_S, prefix="horovod/0"))
+        if os.environ.get(REPLICA):
+            from shoal.horovod.members import Members  # what coordinates ranks takes 0.4 s to import
+
+            self.members = self.members or Members()
+            self._meet_members(failed=False)
+        else:
+            self._begin(0, meet())
+        assert self.met is not None
         if os.environ.get(_TIMELINE) and self.met.place.rank == 0:
             self.timeline.start(Path(os.environ[_TIMELINE]), mark_cycles=os.environ.get(_MARK, "0") == "1")
         atexit.register(self.shutdown)
@@ -187,17 +199,47 @@ class Process:
         given.rank()
         return self._sets[given.ranks]
 
-    def begin(self, place: Place, group: Any) -> None:
-        """Works over `group` from now on, at `place`."""
-        self.place = place
-        self._engine = self._engine_over(group)
+    def reset(self, *, failed: bool) -> None:
+        """Leaves the ranks of now, of which a call has `failed` or not, for those of the next generation. Process sets
+        do not outlive it. Raises as `Members.next`, but for members that are lost meanwhile.
+        """
+        self._end_engines()
+        self._meet_members(failed=failed)
+
+    def ready(self) -> None:
+        """This rank has the state that the ranks of now have in common."""
+        if self.members is not None:
+            self.members.ready()
+
+    def _meet_members(self, *, failed: bool) -> None:
+        assert self.members is not None
+        while True:
+            try:
+                self._begin(*self.members.next(failed=failed))
+                return
+            except FencedOut:
+                raise
+            except CollectiveError:
+                failed = True
+
+    def _begin(self, generation: int, met: Met) -> None:
+        """Works with these ranks from now on."""
+        self.generation, self.met, self.place = generation, met, met.place
+        self._engine = self._engine_over(group_of(met, timeout_s=TIMEOUT_S, prefix=f"horovod/{generation}"))
 
     def _engine_over(self, group: Any) -> Engine:
         fusion_bytes = int(os.environ.get(_FUSION) or _FUSION_BYTES)
         return Engine(group, fusion_bytes=fusion_bytes, gpu=cache(self._gpu), timeline=self.timeline)
 
     def shutdown(self) -> None:
-        """Ends the engine, if there is one."""
+        """Ends the engine, if there is one, and the membership."""
+        self._end_engines()
+        if self.members is not None:
+            self.members.close()
+            self.members = None
+        self.timeline.stop()
+
+    def _end_engines(self) -> None:
         for engine in self._sets.values():
             engine.close()
         if self._engine is not None:
@@ -205,7 +247,6 @@ class Process:
             self._engine, self.place = None, None
         self._sets.clear()
         self._added.clear()
-        self.timeline.stop()
 
     @property
     def engine(self) -> Engine:

@@ -18,6 +18,10 @@ def gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     return min(there, len([name for name in visible.split(",") if name.strip() not in ("", "-1")]))
 
 
+ONE_RANK_DEVICES = ("xpu", "mps")
+"""Values of `run.device` that one rank takes so far: there is no group for tensors that lie there."""
+
+
 def too_few_gpus(ranks: int, there: int) -> str:
     """The sentence for a host on which `ranks` are to compute on `there` GPUs, of which each serves one."""
     return f"{ranks} ranks on this host, but {there} GPU{'s' * (there != 1)}; start one a GPU, or set run.device=cpu"

@@ -23,13 +23,23 @@ from shoal.models.roles import tables_in
 T = TypeVar("T")
 
 
+def generators_in_use() -> list[torch.Generator]:
+    """PyTorch's, of the CPU and of the accelerator that this process uses."""
+    found = [torch.default_generator]
+    if torch.cuda.is_initialized():
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    elif torch.xpu.is_initialized():
+        found.append(torch.xpu.default_generators[torch.xpu.current_device()])
+    elif torch.backends.mps.is_available():
+        found.append(torch.mps._get_default_mps_generator())
+    return found
+
+
 class DrawWatch:
-    """The state of PyTorch's generators, of the CPU and of the GPU that is in use, when it was made."""
+    """The state of `generators_in_use` when it was made."""
 
     def __init__(self) -> None:
-        self._generators = [torch.default_generator]
-        if torch.cuda.is_initialized():
-            self._generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+        self._generators = generators_in_use()
         self._before = [generator.get_state() for generator in self._generators]
 
     def drew(self) -> bool:

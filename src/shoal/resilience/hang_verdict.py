@@ -126,8 +126,29 @@ def _waiting(name: str, members: Sequence[int], reports: Mapping[int, RankReport
     return f"{_ranks(inside)} in call {call.number} ({call.signature}) of group '{name}' at {call.place}"
 
 
+MOST_RANGES = 6
+"""Of ranks in a sentence."""
+
+
 def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    """As "ranks 0 to 16, 18 to 1023": of thousands only the first few ranges are named."""
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    named = ranges if len(ranges) <= MOST_RANGES + 1 else ranges[:MOST_RANGES]
+    texts = [_range(first, last) for first, last in named]
+    if named is not ranges:
+        texts.append(f"and {sum(last - first + 1 for first, last in ranges[MOST_RANGES:])} more")
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(texts)
+
+
+def _range(first: int, last: int) -> str:
+    if last - first < 2:
+        return ", ".join(map(str, range(first, last + 1)))
+    return f"{first} to {last}"
 
 
 def _silent(silent: list[int], groups: Mapping[str, Sequence[int]], reports: Mapping[int, RankReport]) -> HangVerdict:

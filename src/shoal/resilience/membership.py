@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shoal.resilience import events as ev
 from shoal.resilience.detection import Divergence, Lasting, Slow, Stalls, Stragglers, compare
@@ -85,6 +86,14 @@ class Response:
     slow: tuple[Slow, ...] = ()
 
 
+class Wanted(NamedTuple):
+    """Members of the next generation, and replicas that ask to go. `are_others`: not all are members now."""
+
+    members: tuple[str, ...]
+    leaving: tuple[str, ...]
+    are_others: bool
+
+
 class Membership:
     """`history`: the decisions of the coordinators before this one, in order. `now_s` is any clock that never goes
     back, the same in all calls."""
@@ -105,6 +114,7 @@ class Membership:
         self._slow: dict[str, Slow] = {}
         self._newly_slow: tuple[Slow, ...] = ()
         self._fruitless = 0
+        self._wishes: Wanted | None = None
         self._verdict: Divergence | None = None
         self._disagreement = ""
         for decision in history:
@@ -122,7 +132,7 @@ class Membership:
         """Lets time pass: to be called a few times per `silence_s`."""
         self._now_s = now_s
         proposed = self.number > self.generation
-        wanted = set(self._wanted()) if proposed else set()
+        wanted = set(self._wanted().members) if proposed else set()
         hung = self._hung(now_s)
         for name, replica in list(self.replicas.items()):
             silent_s = now_s - min(replica.seen_s)
@@ -219,6 +229,7 @@ class Membership:
         if isinstance(event, ev.Restored):
             return self._restored(event)
         replica.leaving = True
+        self._wishes = None
         return None
 
     def _join(self, event: ev.Join) -> ev.Refusal | None:
@@ -334,25 +345,27 @@ class Membership:
         """Proposes, and forms, what the present replicas ask for."""
         unused = self.known and self.ledger.step == self.formed_step  # its state may still have to be copied
         serving = self.holders if unused else ()
-        for name in [n for n, r in self.replicas.items() if r.leaving and n not in (*self.members, *serving)]:
+        for name in [name for name in self._wanted().leaving if name not in (*self.members, *serving)]:
             self._fence(name, "it left", ended=True)
         wanted = self._wanted()
         holders_lost = unused and self.holders and not any(name in self.replicas for name in self.holders)
-        if self.number == self.generation and (set(wanted) != set(self.members) or holders_lost):
+        if self.number == self.generation and (wanted.are_others or holders_lost):
             self._propose()
-        if self.number > self.generation and self._may_form(wanted):
-            self._form(wanted)
+        if self.number > self.generation and self._may_form(wanted.members):
+            self._form(wanted.members)
 
     def _propose(self) -> None:
         self._proposed_s = self._now_s
         self._decide(ev.Proposed(self.number + 1))
 
-    def _wanted(self) -> tuple[str, ...]:
-        """Members first, in their order, then spares, those first that came first."""
-        staying = [name for name in self.members if name in self.replicas]
-        stayed = set(staying)
-        names = staying + [name for name in self.replicas if name not in stayed]
-        return tuple(name for name in names if not self.replicas[name].leaving)[: self.target]
+    def _wanted(self) -> Wanted:
+        """Members first, in their order, then spares in theirs; kept until an event changes it, as few do."""
+        if self._wishes is None:
+            names = dict.fromkeys(name for name in (*self.members, *self.replicas) if name in self.replicas)
+            leaving = tuple(name for name in names if self.replicas[name].leaving)
+            members = tuple(name for name in names if not self.replicas[name].leaving)[: self.target]
+            self._wishes = Wanted(members, leaving, set(members) != set(self.members))
+        return self._wishes
 
     def _may_form(self, wanted: tuple[str, ...]) -> bool:
         if len(wanted) < self.rules.minimum or not all(self._accepted(self.replicas[name]) for name in wanted):
@@ -390,6 +403,7 @@ class Membership:
 
     def _apply(self, decision: ev.Decision) -> None:
         """The only place where what must outlive the coordinator changes."""
+        self._wishes = None
         match decision:
             case ev.Admitted(name, ranks, address):
                 now_s = self._now_s

@@ -68,7 +68,11 @@ class RunConfig(Table, frozen=True):
         ),
     ] = None
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], says("Where the ranks compute; auto: GPUs where there are any.")
+        Literal["auto", "cpu", "cuda", "xpu", "mps"],
+        says(
+            "Where the ranks compute; auto: GPUs of NVIDIA or AMD if there are any. xpu (Intel) and mps (Apple) take "
+            "one rank, and are untested."
+        ),
     ] = "auto"
     directory: Annotated[
         Annotated[str, msgspec.Meta(pattern=r"^[^~]")] | None,

@@ -128,6 +128,16 @@ class LocalConfig(OuterKeys, frozen=True, tag_field="kind", tag="local"):
             ge=0,
         ),
     ] = 0
+    wait_share: Annotated[
+        float,
+        says(
+            "The part of the time that agreements may take: while the run goes on, the period becomes as long as the "
+            "measured link asks for, between `period` and `longest_period`, and short again; 0: it stays.",
+            ge=0,
+            lt=1,
+        ),
+    ] = 0.0
+    longest_period: Annotated[int, says("wait_share: steps between two agreements at most.", ge=1)] = 500
     warmup_steps: Annotated[
         int,
         says("First steps after each of which parameters are averaged (post-local SGD, arXiv:1808.07217).", ge=0),
@@ -139,6 +149,23 @@ class LocalConfig(OuterKeys, frozen=True, tag_field="kind", tag="local"):
                 f"adapt_every = {self.adapt_every} with period = {self.period}: losses are compared once replicas "
                 f"have agreed; set it to {self.period} or more, or to 0"
             )
+        if self.adapt_every and self.wait_share:
+            raise ValueError(
+                "adapt_every with wait_share: one lets the period follow the loss, the other the link; leave one out"
+            )
+        if self.wait_share and self.longest_period < self.period:
+            raise ValueError(
+                f"longest_period = {self.longest_period} with period = {self.period}, which is the shortest: raise it"
+            )
+
+    @property
+    def events_are(self) -> EventsAre:
+        return "recorded" if self.wait_share else "ordered"
+
+    @property
+    def moves_period(self) -> bool:
+        """Whether the period changes while the run goes on."""
+        return self.adapt_every > 0 or self.wait_share > 0
 
 
 class ServerConfig(Strategy, frozen=True, tag_field="kind", tag="server"):

@@ -8,7 +8,7 @@ number of a worker,
     t0   worker 0 looks rows of a table up                  l0   worker 0 leaves
 
 Under asynchronous gossip the events of a replica are its own: a0, a share of replica 0 is added, and g, the step is
-over.
+over. Where the period of local steps follows the link, p20 says that the next agreement is 20 steps away.
 
 Each rank has a file of its own, with a line of JSON for each round: {"first": 1, "last": 50, "events": ["c0", ...]}. A
 run that went on from a checkpoint records rounds again; the last line of a step counts.
@@ -50,6 +50,10 @@ class EventOrder(Protocol):
         """The event is over."""
         ...
 
+    def decided(self, event: str) -> str:
+        """What was decided by the clock: `event` itself, or what the recorded run decided in its place."""
+        ...
+
 
 class AsTheyCome:
     """Every event may happen at once; `events` are those that have."""
@@ -63,6 +67,10 @@ class AsTheyCome:
     def happened(self, event: str) -> None:
         self.events.append(event)
 
+    def decided(self, event: str) -> str:
+        self.happened(event)
+        return event
+
 
 class AsRecorded(AsTheyCome):
     """Events wait for their turn in `recorded`."""
@@ -73,13 +81,19 @@ class AsRecorded(AsTheyCome):
 
     def may(self, event: str) -> bool:
         """Raises `ConfigError` where the recorded round is over: the run is another one."""
+        return self._next() == event
+
+    def decided(self, event: str) -> str:
+        return super().decided(self._next())
+
+    def _next(self) -> str:
         turn = len(self.events)
         if turn == len(self._recorded):
             raise ConfigError(
                 f"the recorded round has {turn} events, and here is one more: replay with the code, the keys and the "
                 "number of processes of the run that recorded it"
             )
-        return self._recorded[turn] == event
+        return self._recorded[turn]
 
 
 class Rounds:
@@ -138,7 +152,7 @@ def read_rounds(path: Path) -> dict[int, list[str]]:
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is not there: the run recorded no order of events on this rank; replay one whose sync.kind is "
-            '"server" or asynchronous gossip, on as many processes'
+            '"server" or asynchronous gossip, or whose period follows the link, on as many processes'
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -13,7 +13,10 @@ is an agreement, however long the round was.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
 from shoal.state import Held, Owned, Section
 from shoal.sync.config import LocalConfig, OuterKeys, StreamingConfig
+from shoal.sync.event_order import AsTheyCome, Rounds
 from shoal.sync.flat_copy import MOMENTUM, SYNC, FlatCopy, Meeting, OwnSection, device_of
 from shoal.sync.strategy import Agreed, OwnOptimizer, OwnSteps, Replica, Taken
 
@@ -41,6 +45,10 @@ from shoal.sync.strategy import Agreed, OwnOptimizer, OwnSteps, Replica, Taken
 #
 # The mean is an exchange between replicas: as it is, or with a codec, which then codes outer gradients. In its place
 # there may be the adaptive sum of x - x_k (`shoal.comm.exchanges.adasum`), in which all replicas count the same.
+
+
+MEDIAN_OF = 3
+"""Agreements whose seconds say what the link does now."""
 
 
 class OuterStep:
@@ -124,19 +132,28 @@ class OuterStep:
 #     H_l = ceil(sqrt(lr_0 F_l / (lr_l F_0)) H_0),    and at most H_(l-1) / 2 if that is not below H_(l-1)
 #
 # The intervals of the paper are seconds; here they are steps, so that a run repeats itself.
+#
+# The period may follow the link instead (`by_link`). Where an agreement takes a and a step s seconds, agreements take
+# the share w of the time with a period of
+#
+#     H = a (1 - w) / (w s)
+#
+# Replicas agree on a and s, so they choose alike: a is that of the replica that came last, which waited for nobody, and
+# s that of the slowest. After a change of the link the old period counts once or twice more: the median of three.
 
 
 class Period:
-    """Counts a replica's steps. `adapt_every`: steps of an interval; 0: the period stays."""
+    """Counts a replica's steps. `adapt_every`: steps of an interval; 0: the period stays, unless it is set."""
 
-    def __init__(self, period: int, *, adapt_every: int = 0) -> None:
+    def __init__(self, period: int, *, adapt_every: int = 0, moves: bool = False) -> None:
         self.period, self._first, self._adapt_every = period, period, adapt_every
+        self._moves = moves or bool(adapt_every)
         self._agreed = self._adapted = 0
         self._start: tuple[float, float] | None = None
 
     def due(self, step: int) -> bool:
         """Whether replicas agree after `step`."""
-        return step % self.period == 0 if not self._adapt_every else step - self._agreed >= self.period
+        return step - self._agreed >= self.period if self._moves else step % self.period == 0
 
     def agreed(self, step: int, *, loss: float, lr: float) -> None:
         """Replicas agreed after `step`; `loss` is the mean of theirs since the last agreement."""
@@ -154,16 +171,58 @@ class Period:
 
     def to_state(self) -> dict[str, Any]:
         """For a checkpoint; nothing if the period stays."""
-        if not self._adapt_every:
+        if not self._moves:
             return {}
         return {"period": self.period, "agreed": self._agreed, "adapted": self._adapted, "start": self._start}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Goes on from `to_state`; a run whose period stays leaves it."""
-        if not self._adapt_every or not state:
+        if not self._moves or not state:
             return
         self.period, self._agreed, self._adapted = state["period"], state["agreed"], state["adapted"]
         self._start = None if state["start"] is None else (state["start"][0], state["start"][1])
+
+
+class LinkPace:
+    """Measures agreements and the steps between them on `replicas`, and says which period the link asks for.
+
+    `rounds` records what is chosen, or repeats what was. `clock` counts seconds.
+    """
+
+    def __init__(
+        self, config: LocalConfig, replicas: Collective, device: torch.device, *, rounds: Rounds | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:  # fmt: skip
+        self._config, self._replicas, self._device = config, replicas, device
+        self._rounds, self._clock = rounds, clock
+        self._agreements_s: deque[float] = deque(maxlen=MEDIAN_OF)
+        self._since_s = clock()
+
+    def begin(self) -> None:
+        """An agreement begins."""
+        self._begun_s = self._clock()
+
+    def end(self, step: int, steps: int) -> int:
+        """The agreement after `step`, and `steps` since the last one, is over: the period from now on."""
+        now_s = self._clock()
+        own = [self._begun_s - now_s, (self._begun_s - self._since_s) / max(1, steps)]
+        told = torch.tensor(own, dtype=torch.float64, device=self._device)
+        self._replicas.all_reduce(told, "max").wait()
+        less_agreement_s, step_s = told.tolist()
+        self._agreements_s.append(-less_agreement_s)
+        order = AsTheyCome() if self._rounds is None else self._rounds.begin()
+        chosen = order.decided(f"p{by_link(self._config, statistics.median(self._agreements_s), step_s)}")
+        if self._rounds is not None:
+            self._rounds.end(step)
+        self._since_s = self._clock()
+        return int(chosen[1:])
+
+
+def by_link(config: LocalConfig, agreement_s: float, step_s: float) -> int:
+    """Steps between agreements of `agreement_s`, so that these take `config.wait_share` of the time."""
+    share = config.wait_share
+    wanted = agreement_s * (1 - share) / (share * max(step_s, 1e-9))
+    return max(config.period, min(config.longest_period, math.ceil(wanted)))
 
 
 class LocalSync(OwnSteps):
@@ -184,7 +243,8 @@ class LocalAgreement(OwnOptimizer):
         self._config, self._replica = config, replica
         self._outer = OuterStep(config, replica, replicas, replica.owned, adaptive=config.merge == "adasum")
         self._meeting, self._device = Meeting(replica, replicas), device_of(replica)
-        self._period = Period(config.period, adapt_every=config.adapt_every)
+        self._period = Period(config.period, adapt_every=config.adapt_every, moves=config.moves_period)
+        self._pace = LinkPace(config, replicas, self._device, rounds=replica.rounds) if config.wait_share else None
         self._rates: list[float] = []
         self._weight = 0.0
         self.sections: Sequence[Section] = (_LocalSection(self._outer.momentum, self._period),)
@@ -201,6 +261,9 @@ class LocalAgreement(OwnOptimizer):
         warming_up = step <= self._config.warmup_steps
         if not (warming_up or self._period.due(step) or step == self._replica.steps):
             return None
+        steps = self._meeting.steps
+        if self._pace is not None:
+            self._pace.begin()
         self._outer.send(weight=self._weight)
         self._outer.arrive()
         self._outer.apply(unit=self._unit(), plain=warming_up)
@@ -208,9 +271,15 @@ class LocalAgreement(OwnOptimizer):
         self._replica.gather()
         agreed = self._meeting.hold(self._device)
         self._period.agreed(step, loss=self._meeting.loss, lr=1.0 if taken.lr is None else taken.lr)
+        if self._pace is not None:
+            self._period.period = self._pace.end(step, steps)
         self.equal, self._weight = True, 0.0
         self._rates.clear()
         return agreed
+
+    def take_figures(self) -> Mapping[str, float]:
+        """How many steps the replicas take until they agree again, where that may change."""
+        return {"sync/period": float(self._period.period)} if self._config.moves_period else {}
 
     def _unit(self) -> float:
         """The mean learning rate of the round, in which SlowMo counts its momentum. A rate of 0 has changed nothing."""

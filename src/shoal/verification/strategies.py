@@ -68,17 +68,22 @@ CODEC_LEFT_OUT = (
     'codec.kind = "{}" was left out: this compares the strategy with what replicas send as it is; verify the codec '
     'with sync.kind = "allreduce"'
 )
+PERIOD_STAYS = "sync.wait_share was left out: a period that follows the clock is compared as sync.period = {}"
 MET_ONCE = (
     "all replicas met once, after the last step: --steps {} compares two meetings more; a smaller sync.{} takes fewer"
 )
 
 
 def provable(run_file: RunFile) -> tuple[RunFile, list[str]]:
-    """The run file whose strategy is proved, and a sentence about what was left out."""
-    if run_file.codec == NoCodec():
-        return run_file, []
-    kind = run_file.codec.variant
-    return msgspec.structs.replace(run_file, codec=NoCodec()), [CODEC_LEFT_OUT.format(kind)]
+    """The run file whose strategy is proved, and sentences about what was left out."""
+    said, sync = [], run_file.sync
+    if isinstance(sync, LocalConfig) and sync.wait_share:
+        run_file = msgspec.structs.replace(run_file, sync=msgspec.structs.replace(sync, wait_share=0.0))
+        said.append(PERIOD_STAYS.format(sync.period))
+    if run_file.codec != NoCodec():
+        said.append(CODEC_LEFT_OUT.format(run_file.codec.variant))
+        run_file = msgspec.structs.replace(run_file, codec=NoCodec())
+    return run_file, said
 
 
 def ending_after(steps: int, run_file: RunFile) -> RunFile:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import socket
 import threading
 from collections import defaultdict
@@ -143,18 +142,11 @@ class _Peer:
         self.writer.write(sockets.encode(reply))
 
 
-def allow_descriptors() -> None:
-    """As many open connections as the system lets this process have: thousands of ranks may come."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 class StoreServer:
     """Serves on a socket that listens, from its creation until `close` or the end of the process."""
 
     def __init__(self, listener: socket.socket, *, token: bytes, limits: Limits = Limits()) -> None:
-        allow_descriptors()
+        sockets.allow_descriptors()
         self._listener, self._key, self._limits = listener, handshake.key_for(token, SERVICE), limits
         self._keys = Keys()
         self._strangers: dict[asyncio.Task[None], None] = {}

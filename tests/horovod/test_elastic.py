@@ -1,0 +1,231 @@
+"""`hvd.elastic`: ranks are lost, leave and join, and training goes on as the one process that this test plays."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+from shoal.coordinator.service import coordinator_in
+from shoal.coordinator.watch import view_of
+from shoal.horovod import elastic as elastic_module
+from shoal.horovod.elastic import ElasticSampler, HostsUpdatedInterrupt, ObjectState, TorchState, run
+from shoal.horovod.engine import HorovodInternalError
+from shoal.horovod.members import holders_first
+from shoal.launcher.environment import Place
+from shoal.resilience.events import View
+from shoal.resilience.membership import Rules
+from tests.horovod.test_horovod import CHANGED, SCRIPTS
+from tests.waiting import HANG_S, wait_until
+
+CLOSE = {"rel": 1e-9}  # float64, summed in another order
+
+
+class Alone:
+    """The process of Horovod's calls, with a place that a test sets; nobody replaces ranks."""
+
+    members = None
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.resets = 0, 1, 0
+
+    def there(self) -> Place:
+        return Place(self.rank, self.size, self.rank, self.size, 0, "shoal")
+
+    def ready(self) -> None: ...
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Alone:
+    found = Alone()
+    monkeypatch.setattr(elastic_module, "process", lambda: found)
+    return found
+
+
+def played(steps: list[list[Any]], batch: int, lr: float) -> tuple[list[float], list[list[float]]]:
+    """Losses and weights of the script `elastic.py` in one process that takes each step's batches of all ranks in turn:
+    `steps` has (epoch, number of ranks) of each.
+    """
+    draw = torch.Generator().manual_seed(0)
+    labels = torch.randint(4, (100,), generator=draw)
+    data = torch.randn(100, 6, generator=draw) + labels.view(-1, 1)
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 4)).double()
+    optimizer = optim.SGD(model.parameters(), lr=lr, momentum=0.5)
+    losses, used, before, dealt = [], set(), None, []
+    for epoch, size, _ in steps:
+        used = used if before is not None and before[0] == epoch else set()
+        if before != (epoch, size):
+            left = [index for index in range(100) if index not in used]
+            order = torch.randperm(len(left), generator=torch.Generator().manual_seed(epoch)).tolist()
+            dealt = [left[at] for at in order]
+            dealt += dealt[: -len(dealt) % size]
+        before, now, dealt = (epoch, size), dealt[: batch * size], dealt[batch * size :]
+        optimizer.param_groups[0]["lr"] = lr * size
+        optimizer.zero_grad()
+        of_ranks = [F.cross_entropy(model(data[now[r::size]].double()), labels[now[r::size]]) for r in range(size)]
+        mean = torch.stack(of_ranks).mean()
+        mean.backward()
+        optimizer.step()
+        used.update(now)
+        losses.append(mean.item())
+    return losses, [parameter.flatten().tolist() for parameter in model.parameters()]
+
+
+def launched(folder: Path, *arguments: str, options: tuple[str, ...] = ("-n", "3", "--min", "2")) -> subprocess.Popen:
+    text = (SCRIPTS / "elastic.py").read_text()
+    assert text.count(CHANGED[0]) == 1
+    (folder / "elastic.py").write_text(text.replace(*CHANGED))
+    command = [sys.executable, "-m", "shoal", "launch", *options, "elastic.py", *arguments]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=folder, env=environ, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "sizes"),
+    [
+        (("--rank", "1"), [3, 2]),
+        (("--rank", "0", "--until-sizes", "2"), [3, 2, 3]),
+        (("--rank", "1", "--signal", "SIGTERM"), [3, 2]),
+    ],
+)
+def test_an_elastic_script_of_horovods_goes_on(tmp_path: Path, arguments: tuple[str, ...], sizes: list[int]) -> None:
+    """A rank is killed, rank 0 is killed and replaced, or a rank leaves: each step's loss and the weights are those of
+    one process, every sample is used once an epoch, and a step that failed is taken again.
+    """
+    launcher = launched(tmp_path, *arguments)
+    _, said = launcher.communicate(timeout=HANG_S)
+    assert launcher.returncode == 0, said
+    found = json.loads((tmp_path / "found.json").read_text())
+    seen = [size for _, size, _ in found["steps"]]
+    changes = [size for size, before in zip(seen, [None, *seen], strict=False) if size != before]
+    assert changes[: len(sizes)] == sizes
+    losses, weights = played(found["steps"], batch=8, lr=0.01)
+    assert [loss for *_, loss in found["steps"]] == pytest.approx(losses, **CLOSE)
+    for ours, want in zip(found["weights"], weights, strict=True):
+        assert ours == pytest.approx(want, **CLOSE)
+
+
+@pytest.mark.slow
+def test_launchers_of_several_hosts_come_and_go(tmp_path: Path) -> None:
+    """Two launchers share a coordinator: the second joins the first, whose rank is then told to leave."""
+    rules = Rules(1, 2, start_s=0.0)
+    with coordinator_in(tmp_path, rules, told=lambda news: None) as address:
+        where = ("--coordinator", f"{address.host}:{address.port}", "--token", str(tmp_path / "token"))
+        launchers = []
+        for number in (1, 2):
+            options = ("-n", "1", *where, "--directory", f"host-{number}")
+            launchers.append(launched(tmp_path, "--until-sizes", "2", options=options))
+            wait_until(lambda: len(view_of(address).members) == number)  # noqa: B023
+        wait_until(lambda: view_of(address).committed > view_of(address).step)
+        launchers[0].send_signal(signal.SIGTERM)
+        for launcher, code in zip(reversed(launchers), (0, 75), strict=True):
+            _, said = launcher.communicate(timeout=HANG_S)
+            assert launcher.returncode == code, said
+    sizes = [size for _, size, _ in json.loads((tmp_path / "found.json").read_text())["steps"]]
+    assert sizes[0] == sizes[-1] == 1
+    assert 2 in sizes
+
+
+def test_samples_are_divided_anew_and_used_once(alone: Alone) -> None:
+    """Two of three ranks are left after a batch: the rest of the epoch goes to them, with what the third had used."""
+    parts = []
+    for rank in range(3):
+        alone.rank, alone.size = rank, 3
+        parts.append(ElasticSampler(range(20), seed=3))
+        parts[-1].record_batch(0, 2)
+    first = [index for part in parts for index in list(part)[:2]]
+    assert len(set(first)) == 6
+    assert all(part.processed_indices == set(first) for part in parts)
+    rest = []
+    for rank in range(2):
+        alone.rank, alone.size = rank, 2
+        parts[rank].join_states([part.state_dict() for part in parts[:2]])
+        rest += list(parts[rank])
+    assert sorted(first + rest) == list(range(20))
+    alone.size = 3
+    parts[0].reset()
+    assert len(parts[0]) == 5  # of 14, filled up to 15
+    parts[0].set_epoch(1)
+    assert len(parts[0]) == 7
+    assert not parts[0].processed_indices
+
+
+def test_a_commit_is_gone_back_to(alone: Alone) -> None:
+    """Weights, momentum, a scheduler and plain values; gradients of the step that failed are dropped."""
+    model = nn.Linear(2, 1)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = optim.lr_scheduler.StepLR(optimizer, 1)
+    state = TorchState(model=model, optimizer=optimizer, scheduler=scheduler, epoch=0, seen=[1])
+
+    def step() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        state.epoch += 1
+        state.seen.append(state.epoch)
+
+    step()
+    state.commit()
+    kept = [parameter.clone() for parameter in model.parameters()]
+    momentum = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
+    for _ in range(2):  # a copy that is gone back to stays whole
+        step()
+        state.restore()
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), kept, strict=True))
+        assert all(
+            torch.equal(optimizer.state[p]["momentum_buffer"], m)
+            for p, m in zip(model.parameters(), momentum, strict=True)
+        )
+        assert (state.epoch, state.seen, scheduler.last_epoch) == (1, [1, 1], 1)
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_function_is_called_again(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failure from the commit, after an update from where it was; callbacks hear of both."""
+    alone.members = object()  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(Alone, "reset", lambda self, failed: told.append(("reset", failed)), raising=False)
+    monkeypatch.setattr(elastic_module, "_leaving_when_asked", lambda: __import__("contextlib").nullcontext())
+    told: list[Any] = []
+
+    class Known(ObjectState):
+        def sync(self) -> None:
+            told.append("sync")
+
+    state = Known(count=0)
+    state.register_reset_callbacks([lambda: told.append("callback")])
+
+    @run
+    def train(state: Known, name: str) -> str:
+        told.append(("call", state.count))
+        state.count += 1
+        if state.count == 1:
+            state.save()
+            state.count = 5
+            raise HorovodInternalError("a rank was lost")
+        if state.count == 2:
+            raise HostsUpdatedInterrupt(skip_sync=True)
+        return name
+
+    assert train(state, "done") == "done"
+    again = ["callback", "sync", ("call", 1), ("reset", False), "callback", ("call", 2)]
+    assert told == ["sync", ("call", 0), ("reset", True), *again]
+    with pytest.raises(Exception, match="is no state"):
+        train(object(), "x")  # pyright: ignore[reportArgumentType]
+
+
+def test_who_holds_the_newest_commit_comes_first() -> None:
+    """Rank 0's state is the one that the others take."""
+    view = View(2, 2, ("a", "b", "c"), ("c", "b"), 7, 7, 7, ("1:1", "2:2", "3:3"))
+    found = holders_first(view)
+    assert (found.members, found.addresses) == (("b", "c", "a"), ("2:2", "3:3", "1:1"))
