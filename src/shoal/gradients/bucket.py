@@ -356,9 +356,13 @@ def segments_of(trained: Sequence[Trained], part: BucketParameters, layout: Flat
     return found
 
 
-def units_of(trained: Sequence[Trained], blocks: Sequence[nn.Module]) -> list[int]:
-    """The block that each parameter belongs to; -1 if none or several."""
-    homes: dict[int, set[int]] = {}
+def units_of(trained: Sequence[Trained], blocks: Sequence[nn.Module], model: nn.Module) -> list[int]:
+    """The block that each parameter belongs to; -1 if none or several, or if a module of `model` outside of the block
+    has it, too, as a head that is tied to an embedding.
+    """
+    inside = {id(module) for block in blocks for module in block.modules()}
+    outside = [module for module in model.modules() if id(module) not in inside]
+    homes: dict[int, set[int]] = {id(p): {-1} for module in outside for p in module.parameters(recurse=False)}
     for number, block in enumerate(blocks):
         for parameter in block.parameters():
             homes.setdefault(id(parameter), set()).add(number)
