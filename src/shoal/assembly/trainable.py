@@ -6,7 +6,8 @@ would add, update and save them in another way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -195,3 +196,79 @@ REPAIR = (
     "Give the optimizer all parameters that it will ever train, unfrozen, before shoal.start; freeze those whose time "
     "has not come by requires_grad_(False) after it, and unfreeze them in the loop"
 )
+
+
+# Hooks that a script has put on parameters by `register_hook`, which a plain loop calls with the gradient of the batch.
+#
+# A backward calls them with the gradient of one rank's microbatch. For one that is linear (a factor, a mask) that is the
+# same, h(a + b) = h(a) + h(b), and autograd goes on to call it. Any other (clamped, normalised, a penalty that is added)
+# would make the sum another one: it waits until ranks have agreed, and gets the gradient of the global batch.
+
+
+class GradientHooks:
+    """The hooks of the `trained` parameters, by name, those too that come while the loop runs."""
+
+    def __init__(self, trained: Mapping[str, Parameter]) -> None:
+        self._trained = trained
+        self._waiting: dict[str, bool] = {}
+        self._known: dict[str, tuple[int, ...]] = {}
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around a backward, which does not call those that are not linear."""
+        waiting = [(hooks, dict(hooks)) for name in self._trained if (hooks := self._hooks(name)) and self._waits(name)]
+        for hooks, _ in waiting:
+            hooks.clear()
+        try:
+            yield
+        finally:
+            for hooks, own in waiting:
+                hooks.update(own)
+
+    def call(self) -> bool:
+        """Calls them with what is in `.grad`, which becomes what they return; whether there were any."""
+        called = [name for name in self._trained if self._hooks(name) and self._waits(name)]
+        for name in called:
+            parameter = self._trained[name]
+            for hook in list(self._hooks(name).values()):
+                if parameter.grad is not None and (changed := hook(parameter.grad)) is not None:
+                    parameter.grad = changed
+        return bool(called)
+
+    def _hooks(self, name: str) -> dict[int, Callable[[Tensor], Tensor | None]]:
+        return self._trained[name]._backward_hooks or {}  # pyright: ignore[reportReturnType]
+
+    def _waits(self, name: str) -> bool:
+        """Whether one of its hooks is not linear; their order counts, so that all of them wait then."""
+        hooks = self._hooks(name)
+        if self._known.get(name) != tuple(hooks):
+            self._known[name] = tuple(hooks)
+            self._waiting[name] = not all(_is_linear(hook, self._trained[name]) for hook in hooks.values())
+        return self._waiting[name]
+
+
+@torch.no_grad()
+def _is_linear(hook: Callable[[Tensor], Tensor | None], parameter: Parameter) -> bool:
+    """Whether it adds up, tried on gradients of small, middling and large numbers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(size: float) -> Tensor:
+        numbers = torch.randn(parameter.shape, generator=generator) * size
+        return numbers.to(device=parameter.device, dtype=parameter.dtype)
+
+    with torch.random.fork_rng(devices=[]):
+        return all(_adds_up(hook, drawn(size), drawn(size)) for size in (1e-6, 1.0, 1e4))
+
+
+def _adds_up(hook: Callable[[Tensor], Tensor | None], one: Tensor, other: Tensor) -> bool:
+    """h(a) + h(b) = h(a + b), but for rounding."""
+    first, second, both = _hooked(hook, one), _hooked(hook, other), _hooked(hook, one + other)
+    size = float((first.abs() + second.abs()).max()) if first.numel() else 0.0
+    return bool(((first + second - both).abs() <= 64 * torch.finfo(one.dtype).eps * size).all())
+
+
+def _hooked(hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor:
+    """What it makes of a gradient, by what it returns or in place."""
+    own = gradient.clone()
+    changed = hook(own)
+    return own if changed is None else changed

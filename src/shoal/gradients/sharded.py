@@ -18,7 +18,16 @@ from torch.nn import Parameter
 
 from shoal.comm.collective import Allocate, Collective, Handle, ordinary
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange, PieceCodecs
-from shoal.gradients.bucket import ALIGNMENT, Bucket, BucketParameters, FlatLayout, Flight, flat_layout, segments_of, take_over
+from shoal.gradients.bucket import (
+    ALIGNMENT,
+    Bucket,
+    BucketParameters,
+    FlatLayout,
+    Flight,
+    flat_layout,
+    segments_of,
+    take_over,
+)
 from shoal.gradients.gradients import Groups, OverReplica, global_norm
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.reducer import OwnGradient, Reducer

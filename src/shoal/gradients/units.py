@@ -292,9 +292,11 @@ class Unit:
 _SHAPE = ("size", "dim", "numel", "nelement", "stride", "element_size", "storage_offset", "data_ptr", "untyped_storage")
 _HARMLESS = frozenset(
     {*_SHAPE, "is_floating_point", "is_complex", "is_contiguous", "get_device", "requires_grad_", "retain_grad"}
-    | {"register_hook", "register_post_accumulate_grad_hook", "__hash__"}
+    | {"register_hook", "register_post_accumulate_grad_hook", "__hash__", "backward", "grad"}
 )
-"""What may be asked of a parameter whose numbers are not there."""
+"""What may be asked of a parameter whose numbers are not there; the last two compute gradients, and have it among
+their `inputs`.
+"""
 
 _READING_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
