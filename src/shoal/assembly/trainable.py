@@ -200,9 +200,9 @@ REPAIR = (
 
 # Hooks that a script has put on parameters by `register_hook`, which a plain loop calls with the gradient of the batch.
 #
-# A backward calls them with the gradient of one rank's microbatch. For one that is linear (a factor, a mask) that is the
-# same, h(a + b) = h(a) + h(b), and autograd goes on to call it. Any other (clamped, normalised, a penalty that is added)
-# would make the sum another one: it waits until ranks have agreed, and gets the gradient of the global batch.
+# A backward calls them with the gradient of one rank's microbatch. For one that is linear (a factor, a mask) that is as
+# good, h(a + b) = h(a) + h(b), and autograd goes on to call it. Any other (clamped, normalised, a penalty that is
+# added) would change the sum: it waits until ranks have agreed, and gets the gradient of the global batch.
 
 
 class GradientHooks:

@@ -103,7 +103,8 @@ def _spread(first: PartialGradient, other: Tensor) -> Tensor:
 
 def _refuse_shape(first: PartialGradient, other: Tensor) -> Tensor:
     raise UserCodeError(
-        f"{first.what}: beside its {list(first.shape)} numbers it takes what can be spread over them, not {list(other.shape)}"
+        f"{first.what}: beside its {list(first.shape)} numbers it takes what can be spread over them, not "
+        f"{list(other.shape)}"
     )
 
 
