@@ -120,7 +120,6 @@ def test_the_forms_of_lists_reach_all_ranks(ranks, size: int) -> None:
         assert found["slope"] == sum(range(1, size + 1)) * math.factorial(size) / (rank + 1)
 
 
-
 def test_a_script_opens_groups_of_its_own(ranks) -> None:
     """`new_group`, of some ranks and of another backend."""
     assert ranks(3, summed_in_pairs) == [(4.0, 3.0, True), (None, 3.0, False), (4.0, 3.0, True)]

@@ -229,8 +229,9 @@ class Player:
             self._check_whole(step)
         if self._rates and self.outcome is None:
             raise UserCodeError(
-                f"step {step.work.step}: step() was not called for {step.place}; call it after every backward() (it "
-                "waits for the last microbatch by itself), or once behind each step of run.steps()"
+                f"step {step.work.step}: step() was not called for {step.place} on the optimizer that shoal.start was "
+                "given; call it after every backward() (it waits for the last microbatch by itself), or once behind "
+                "each step of run.steps()"
             )
         return self.outcome is not None
 
@@ -244,9 +245,11 @@ class Player:
         self._check_unscaled()
         if self._agreed is not None or self._stepped or (self._backwards and not self._expecting_more):
             raise UserCodeError(
-                f"step {step.work.step}: backward() was called again for one batch, whose gradient has left already; "
-                "pass more=True to every backward() of a batch but the last, and call step() after that; with several "
-                "optimizers, backward(loss, optimizer=...) is for one of them alone"
+                f"step {step.work.step}: backward() was called again for one batch, whose gradient has left already. "
+                "For several losses, pass more=True to every backward() of a batch but the last; for several "
+                "optimizers, backward(loss, optimizer=...) is for one of them alone. A batch has one gradient and one "
+                "update: where it is to have more updates (as in PPO), let the data give it again; a second gradient "
+                "of it at other weights (as in SAM) is not to be had"
             )
         self._check_weights_of(step, leader)
         if self._weighed_by_loop not in (None, weight is not None):
