@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -205,6 +205,10 @@ REPAIR = (
 # added) would change the sum: it waits until ranks have agreed, and gets the gradient of the global batch.
 
 
+Hook = Callable[[Tensor], Tensor | None]
+"""From a gradient to another, or to None where it stays."""
+
+
 class GradientHooks:
     """The hooks of the `trained` parameters, by name, those too that come while the loop runs."""
 
@@ -216,7 +220,7 @@ class GradientHooks:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Around a backward, which does not call those that are not linear."""
-        waiting = [(hooks, dict(hooks)) for name in self._trained if (hooks := self._hooks(name)) and self._waits(name)]
+        waiting = [(hooks, dict(hooks)) for _, hooks in self._those_that_wait()]
         for hooks, _ in waiting:
             hooks.clear()
         try:
@@ -227,28 +231,29 @@ class GradientHooks:
 
     def call(self) -> bool:
         """Calls them with what is in `.grad`, which becomes what they return; whether there were any."""
-        called = [name for name in self._trained if self._hooks(name) and self._waits(name)]
-        for name in called:
-            parameter = self._trained[name]
-            for hook in list(self._hooks(name).values()):
+        waiting = self._those_that_wait()
+        for parameter, hooks in waiting:
+            for hook in list(hooks.values()):
                 if parameter.grad is not None and (changed := hook(parameter.grad)) is not None:
                     parameter.grad = changed
-        return bool(called)
+        return bool(waiting)
 
-    def _hooks(self, name: str) -> dict[int, Callable[[Tensor], Tensor | None]]:
-        return self._trained[name]._backward_hooks or {}  # pyright: ignore[reportReturnType]
+    def _those_that_wait(self) -> list[tuple[Parameter, dict[int, Hook]]]:
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter of ZeRO-3 answers slowly
+            hooked = [name for name, parameter in self._trained.items() if parameter._backward_hooks]
+        found = [(name, self._trained[name], cast(dict, self._trained[name]._backward_hooks)) for name in hooked]
+        return [(parameter, hooks) for name, parameter, hooks in found if self._wait(name, parameter, hooks)]
 
-    def _waits(self, name: str) -> bool:
-        """Whether one of its hooks is not linear; their order counts, so that all of them wait then."""
-        hooks = self._hooks(name)
+    def _wait(self, name: str, parameter: Parameter, hooks: Mapping[int, Hook]) -> bool:
+        """Whether one of them is not linear; their order counts, so that all of them wait then."""
         if self._known.get(name) != tuple(hooks):
             self._known[name] = tuple(hooks)
-            self._waiting[name] = not all(_is_linear(hook, self._trained[name]) for hook in hooks.values())
+            self._waiting[name] = not all(_is_linear(hook, parameter) for hook in hooks.values())
         return self._waiting[name]
 
 
 @torch.no_grad()
-def _is_linear(hook: Callable[[Tensor], Tensor | None], parameter: Parameter) -> bool:
+def _is_linear(hook: Hook, parameter: Parameter) -> bool:
     """Whether it adds up, tried on gradients of small, middling and large numbers."""
     generator = torch.Generator().manual_seed(0)
 
@@ -260,14 +265,14 @@ def _is_linear(hook: Callable[[Tensor], Tensor | None], parameter: Parameter) ->
         return all(_adds_up(hook, drawn(size), drawn(size)) for size in (1e-6, 1.0, 1e4))
 
 
-def _adds_up(hook: Callable[[Tensor], Tensor | None], one: Tensor, other: Tensor) -> bool:
+def _adds_up(hook: Hook, one: Tensor, other: Tensor) -> bool:
     """h(a) + h(b) = h(a + b), but for rounding."""
     first, second, both = _hooked(hook, one), _hooked(hook, other), _hooked(hook, one + other)
     size = float((first.abs() + second.abs()).max()) if first.numel() else 0.0
     return bool(((first + second - both).abs() <= 64 * torch.finfo(one.dtype).eps * size).all())
 
 
-def _hooked(hook: Callable[[Tensor], Tensor | None], gradient: Tensor) -> Tensor:
+def _hooked(hook: Hook, gradient: Tensor) -> Tensor:
     """What it makes of a gradient, by what it returns or in place."""
     own = gradient.clone()
     changed = hook(own)
