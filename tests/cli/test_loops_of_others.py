@@ -111,15 +111,22 @@ SITUATIONS: dict[str, dict[str, str]] = {
         "    (slope,) = torch.autograd.grad(outputs.sum(), x, create_graph=True)\n"
         "    return (outputs - y).square().mean() + slope.square().mean()",
     },
+    "hooks that are not linear": {
+        "BEFORE": "model.blocks[0].weight.register_hook(lambda g: g.clamp(-0.01, 0.01))\n"
+        "model.blocks[1].weight.register_hook(lambda g: g / g.norm())",
+        "EARLY": "hook = model.side.weight.register_hook(lambda g: g.sign() * 0.01) if number == 2 else None",
+        "AFTER": "hook is not None and hook.remove()",
+    },
+    "replaced by .data": {
+        "AFTER": "if run.update:\n"
+        "    with run.full_parameters(): model.blocks[1].weight.data = model.blocks[1].weight.data * 0.5",
+    },
     "norm of all, logged": {
         "LATE": "there = [p.grad for p in model.parameters() if p.grad is not None]\n"
         "norm = float(torch.nn.utils.get_total_norm(there))\n"
         "for gradient in there: gradient.div_(max(norm, 0.1))"
     },
 }
-SHARDED = {"clip of the group"}
-"""Situations that mean the group of the rank: under ZeRO its optimizer has pieces, and their norm is another."""
-
 LAYOUTS = {
     "one rank": (1,),
     "one rank, accumulated": (1, "batch.micro_samples=2"),
@@ -134,8 +141,15 @@ LAYOUTS = {
 OFTEN = {
     "one rank, accumulated": ("zero_grad in place", "clip by value", "replaced", "unfrozen one by one"),
     "3 ranks": ("clip by norm", "frozen"),
-    "ZeRO-1, accumulated": ("zero_grad in place", "clip by norm", "replaced", "frozen for a while"),
-    "ZeRO-3, accumulated": ("taken away", "looked into", "moving average", "gradient penalty", "unfrozen one by one"),
+    "ZeRO-1, accumulated": ("zero_grad in place", "clip of the group", "replaced", "replaced by .data"),
+    "ZeRO-3, accumulated": (
+        "hooks that are not linear",
+        "taken away",
+        "looked into",
+        "moving average",
+        "gradient penalty",
+        "unfrozen one by one",
+    ),
 }
 """What runs at every test; the rest is stress."""
 
@@ -191,7 +205,6 @@ def _cases() -> list:
         )
         for name in SITUATIONS
         for layout in LAYOUTS
-        if not (name in SHARDED and "ZeRO" in layout)
     ]
 
 
@@ -258,11 +271,22 @@ REFUSED: dict[str, tuple[dict[str, str], tuple, str]] = {
         (2, "layout.shard=2", "memory.zero=1"),
         "the gradient of blocks.0.weight is divided over 2 ranks by ZeRO, and",
     ),
+    "the optimizer's state between two steps": (
+        {"AFTER": "optimizer.state[model.blocks[0].weight]"},
+        (2, "layout.shard=2", "memory.zero=1"),
+        "the optimizer's state of a parameter was asked for outside of step()",
+    ),
+    "other numbers of another shape": (
+        {"AFTER": "model.side.weight.data = torch.zeros(2, 2)"},
+        (2, "layout.shard=2", "memory.zero=1"),
+        "side.weight was given data of shape [2, 2] in the place of [3, 5]",
+    ),
     "layers of two types": ({"FIRST": "model.side.double()"}, (1,), "the parameter side.bias is float64, and"),
 }
 RARE = {
     "a rate of each rank under ZeRO",
     "an operator on the whole of a piece",
+    "other numbers of another shape",
     "unfrozen that was frozen at the start",
 }
 

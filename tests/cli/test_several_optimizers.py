@@ -65,6 +65,16 @@ for number, microbatches in run.steps():
             run.backward(fooled(noise), optimizer=first)
     second.step(); first.step()
 """
+CHAIN = """
+class Chain(nn.Module):
+    def __init__(self, *blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+    def forward(self, x):
+        for block in self.blocks: x = block(x)
+        return x
+torch.manual_seed(0)
+"""
 LOOPS = {"alternating": ALTERNATING, "at once": AT_ONCE, "one loss": ONE_LOSS}
 LAYOUTS = {
     "replicated": (),
@@ -92,6 +102,16 @@ def test_microbatches_of_several_optimizers_are_one_step(loop: str, layout: str,
     backward, for two optimizers. With dropout, and a clip over what one or both of them train.
     """
     check(LOOPS[loop], tmp_path, *LAYOUTS[layout])
+
+
+@pytest.mark.slow
+def test_models_of_blocks_are_gathered_block_by_block(tmp_path: Path) -> None:
+    """Under ZeRO-3 the parameters that a backward is of are in pieces when it begins."""
+    script = (HEAD + ALTERNATING).replace("nn.Sequential", "Chain").replace("torch.manual_seed(0)", CHAIN)
+    (tmp_path / "mine.py").write_text(script)
+    verdict = compare_script(tmp_path / "mine.py", tmp_path, IN_TWO, *LAYOUTS["ZeRO-3"], world=2)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.holds, "\n".join(verdict.lines())
 
 
 @pytest.mark.stress

@@ -66,7 +66,15 @@ LAYOUTS = {
     "ZeRO-2": (3, "layout.shard=3", "memory.zero=2", "batch.micro_samples=1"),
     "ZeRO-3": (2, "layout.shard=2", "memory.zero=3", "batch.micro_samples=2"),
 }
-OTHER_LAYOUT = {"synchronised batch norm": {"2 ranks": (2,), "ZeRO-1": (3, "layout.shard=3", "memory.zero=1")}}
+OTHER_LAYOUT = {
+    "synchronised batch norm": {"2 ranks": (2,), "ZeRO-1": (3, "layout.shard=3", "memory.zero=1")},
+    "a contrastive loss, gathered with its gradient": {
+        "ZeRO-1": (2, "layout.shard=2", "memory.zero=1"),
+        "3 ranks": (3,),
+    },
+    "boxes on some images alone": {name: LAYOUTS[name] for name in ("ZeRO-2", "2 ranks")},
+}
+"""Without microbatches where the loss couples samples; ZeRO-3 needs every rank to call the same blocks."""
 
 
 def script_of(situation: dict[str, str]) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional
 
 from shoal.comm.default_group import default_group
 from shoal.comm.mesh import Mesh, build_mesh
@@ -86,6 +89,35 @@ def summed_in_pairs(place: TestPlace) -> tuple[float | None, float, bool]:
         whole = torch.tensor(1.0)
         dist.all_reduce(whole, group=all_of_gloo)
     return (None if place.rank == 1 else one.item()), whole.item(), counted
+
+
+def in_lists(place: TestPlace) -> dict[str, Any]:
+    """PyTorch's forms with a tensor for each rank, and a gather that hands gradients back."""
+    mesh = opened(place)
+    with default_group(mesh, store=place.store, timeout_s=HANG_S):
+        rank, size = dist.get_rank(), dist.get_world_size()
+        rows = [torch.zeros(other + 1, 2) for other in range(size)]
+        dist.all_to_all(rows, [torch.full((rank + 1, 2), 10.0 * rank + to) for to in range(size)])
+        own = torch.zeros(2, 2)
+        dist.reduce_scatter(own, [torch.full((2, 2), rank + to + 0.0) for to in range(size)])
+        x = torch.tensor([rank + 1.0], requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            everyone = torch.cat(torch.distributed.nn.functional.all_gather(x))
+        ((rank + 1) * everyone.prod()).backward()
+        assert x.grad is not None
+        return {"rows": [row.tolist() for row in rows], "own": own.tolist(), "slope": x.grad.item()}
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_forms_of_lists_reach_all_ranks(ranks, size: int) -> None:
+    """Rank r sends 10 r + t to rank t, r + 1 rows of it. The gradient of what was gathered is the sum over ranks, as a
+    contrastive loss over the global batch needs it.
+    """
+    for rank, found in enumerate(ranks(size, in_lists)):
+        assert found["rows"] == [[[10.0 * one + rank] * 2] * (one + 1) for one in range(size)]
+        assert found["own"] == [[sum(one + rank for one in range(size))] * 2] * 2
+        assert found["slope"] == sum(range(1, size + 1)) * math.factorial(size) / (rank + 1)
 
 
 def test_a_script_opens_groups_of_its_own(ranks) -> None:

@@ -16,7 +16,7 @@ from shoal.comm.exchanges.credited import NewPartitionSum
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange, PieceHome
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
-from shoal.gradients.bucket import ALIGNMENT, GradientRanks
+from shoal.gradients.bucket import ALIGNMENT, GradientRanks, units_of
 from shoal.gradients.build import Summing, build_gradients
 from shoal.gradients.gradients import Gradients, Groups, JointGradients, VisibleGradients
 from shoal.gradients.priority import PriorityGradients
@@ -108,10 +108,13 @@ def gathering_of(memory: MemoryConfig, parts: Divided, mesh: Mesh) -> tuple[bool
     if zero_of(memory, mesh) != 3:
         return None
     model = parts.split.model
-    trained = {id(each.parameter): each.parameter.numel() for each in trained_in(parts)}
+    trained = trained_in(parts)
     blocks = blocks_in(model, parts.stages, mesh.layout.index("pipeline", mesh.rank))
     names = {id(module): name for name, module in model.named_modules()}
-    own = [sum(trained.get(id(p), 0) for p in block.parameters()) for block in blocks]
+    own = [0] * len(blocks)
+    for each, unit in zip(trained, units_of(trained, blocks, model), strict=True):
+        if unit >= 0:
+            own[unit] += each.parameter.numel()
     found = [names[id(block)] for block, numbers in zip(blocks, own, strict=True) if numbers]
     if not found:
         return False, (
@@ -119,7 +122,7 @@ def gathering_of(memory: MemoryConfig, parts: Divided, mesh: Mesh) -> tuple[bool
             "until the backward is over: hold its layers in an nn.ModuleList and call them as modules"
         )
     named = found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
-    rest = 1 - sum(own) / max(1, sum(trained.values()))
+    rest = 1 - sum(own) / max(1, sum(each.parameter.numel() for each in trained))
     return True, (
         f"ZeRO-3 gathers {units.plural(len(found), 'block')} ({named}) one after the other; the other "
         f"{max(0.0, rest):.0%} of the parameters stay from their first use until the backward is over"

@@ -6,8 +6,9 @@ would add, update and save them in another way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -195,3 +196,84 @@ REPAIR = (
     "Give the optimizer all parameters that it will ever train, unfrozen, before shoal.start; freeze those whose time "
     "has not come by requires_grad_(False) after it, and unfreeze them in the loop"
 )
+
+
+# Hooks that a script has put on parameters by `register_hook`, which a plain loop calls with the gradient of the batch.
+#
+# A backward calls them with the gradient of one rank's microbatch. For one that is linear (a factor, a mask) that is as
+# good, h(a + b) = h(a) + h(b), and autograd goes on to call it. Any other (clamped, normalised, a penalty that is
+# added) would change the sum: it waits until ranks have agreed, and gets the gradient of the global batch.
+
+
+Hook = Callable[[Tensor], Tensor | None]
+"""From a gradient to another, or to None where it stays."""
+
+
+class GradientHooks:
+    """The hooks of the `trained` parameters, by name, those too that come while the loop runs."""
+
+    def __init__(self, trained: Mapping[str, Parameter]) -> None:
+        self._trained = trained
+        self._waiting: dict[str, bool] = {}
+        self._known: dict[str, tuple[int, ...]] = {}
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around a backward, which does not call those that are not linear."""
+        waiting = [(hooks, dict(hooks)) for _, hooks in self._those_that_wait()]
+        for hooks, _ in waiting:
+            hooks.clear()
+        try:
+            yield
+        finally:
+            for hooks, own in waiting:
+                hooks.update(own)
+
+    def call(self) -> bool:
+        """Calls them with what is in `.grad`, which becomes what they return; whether there were any."""
+        waiting = self._those_that_wait()
+        for parameter, hooks in waiting:
+            for hook in list(hooks.values()):
+                if parameter.grad is not None and (changed := hook(parameter.grad)) is not None:
+                    parameter.grad = changed
+        return bool(waiting)
+
+    def _those_that_wait(self) -> list[tuple[Parameter, dict[int, Hook]]]:
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter of ZeRO-3 answers slowly
+            hooked = [name for name, parameter in self._trained.items() if parameter._backward_hooks]
+        found = [(name, self._trained[name], cast(dict, self._trained[name]._backward_hooks)) for name in hooked]
+        return [(parameter, hooks) for name, parameter, hooks in found if self._wait(name, parameter, hooks)]
+
+    def _wait(self, name: str, parameter: Parameter, hooks: Mapping[int, Hook]) -> bool:
+        """Whether one of them is not linear; their order counts, so that all of them wait then."""
+        if self._known.get(name) != tuple(hooks):
+            self._known[name] = tuple(hooks)
+            self._waiting[name] = not all(_is_linear(hook, parameter) for hook in hooks.values())
+        return self._waiting[name]
+
+
+@torch.no_grad()
+def _is_linear(hook: Hook, parameter: Parameter) -> bool:
+    """Whether it adds up, tried on gradients of small, middling and large numbers."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(size: float) -> Tensor:
+        numbers = torch.randn(parameter.shape, generator=generator) * size
+        return numbers.to(device=parameter.device, dtype=parameter.dtype)
+
+    with torch.random.fork_rng(devices=[]):
+        return all(_adds_up(hook, drawn(size), drawn(size)) for size in (1e-6, 1.0, 1e4))
+
+
+def _adds_up(hook: Hook, one: Tensor, other: Tensor) -> bool:
+    """h(a) + h(b) = h(a + b), but for rounding."""
+    first, second, both = _hooked(hook, one), _hooked(hook, other), _hooked(hook, one + other)
+    size = float((first.abs() + second.abs()).max()) if first.numel() else 0.0
+    return bool(((first + second - both).abs() <= 64 * torch.finfo(one.dtype).eps * size).all())
+
+
+def _hooked(hook: Hook, gradient: Tensor) -> Tensor:
+    """What it makes of a gradient, by what it returns or in place."""
+    own = gradient.clone()
+    changed = hook(own)
+    return own if changed is None else changed

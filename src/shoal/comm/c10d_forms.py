@@ -109,6 +109,34 @@ def joined(works: Sequence[Any]) -> Any:
     return left[0] if len(works) == 1 else JoinedWork(left)
 
 
+class SpreadWork(JoinedWork):
+    """`work` writes `whole` `[numbers]`; when it is over its parts are copied, one after the other, into `outputs`."""
+
+    def __init__(self, work: Any, whole: Tensor, outputs: Sequence[Tensor]) -> None:
+        super().__init__([work])
+        self._whole, self._outputs, self._copied = whole, outputs, False
+
+    def wait(self, timeout: Any = None) -> bool:
+        done = super().wait(timeout)
+        self._spread()
+        return done
+
+    def result(self) -> list[Tensor]:
+        self.wait()
+        return list(self._outputs)
+
+    def get_future(self) -> torch.futures.Future:
+        return super().get_future().then(lambda _: self._spread())
+
+    def _spread(self) -> list[Tensor]:
+        if not self._copied:
+            parts = self._whole.split([each.numel() for each in self._outputs])
+            for output, part in zip(self._outputs, parts, strict=True):
+                output.copy_(part.view(output.shape))
+            self._copied = True
+        return list(self._outputs)
+
+
 class LimitedWork(dist.Work):
     """`work`, whose wait takes `limit` at most where it is given no other."""
 

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from shoal.comm.c10d_forms import JoinedWork, listed
+from shoal.comm.c10d_forms import JoinedWork, SpreadWork, check_blocks, listed
 from shoal.comm.checking import CollectiveChecker, Rows
 from shoal.comm.conditions import Conditions, Fault, after, before
 from shoal.comm.config import BackendChoice
@@ -166,6 +166,20 @@ class Seam(dist.ProcessGroup):
         opts = opts or c10d.AllToAllOptions()
         launch = lambda: self.inner.alltoall_base(output, input, out_sizes, in_sizes, opts)  # noqa: E731
         return self._through("all_to_all", [input], [output], launch, rows=(in_sizes, out_sizes))
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """The form of lists, as the backward of `torch.distributed.nn.all_gather` calls it."""
+        own = torch.cat([each.reshape(-1) for each in inputs])
+        whole = own.new_empty(sum(each.numel() for each in outputs))
+        sizes = [each.numel() for each in outputs], [each.numel() for each in inputs]
+        return SpreadWork(self.all_to_all_single(whole, own, *sizes, opts), whole, outputs)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        (output,), (blocks,) = outputs, inputs
+        check_blocks(output, blocks, rank=self.rank(), size=self.size())
+        own = torch.cat([each.reshape(-1) for each in blocks])
+        whole = output.new_empty(output.numel())
+        return SpreadWork(self.reduce_scatter_single(whole, own, opts), whole, [output])
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single  # pyright: ignore[reportAssignmentType]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from shoal.comm.exchanges.exchange import Exchange, Segment
+from shoal.errors import UserCodeError
 from shoal.maths.norm import two_norm
 from shoal.state import Trained
 from shoal.topology.holding import Holding, Ranks
@@ -356,9 +357,29 @@ def segments_of(trained: Sequence[Trained], part: BucketParameters, layout: Flat
     return found
 
 
-def units_of(trained: Sequence[Trained], blocks: Sequence[nn.Module]) -> list[int]:
-    """The block that each parameter belongs to; -1 if none or several."""
-    homes: dict[int, set[int]] = {}
+@torch.no_grad()
+def take_over(name: str, parameter: Tensor, place: Tensor) -> None:
+    """Where a script has replaced what `parameter` holds (`p.data = ...`): the new numbers in its `place`, a view of a
+    flat buffer, which it shows again. Raises `UserCodeError` for another shape.
+    """
+    if parameter.data_ptr() == place.data_ptr():
+        return
+    if parameter.shape != place.shape:
+        raise UserCodeError(
+            f"{name} was given data of shape {list(parameter.shape)} in the place of {list(place.shape)}: a parameter "
+            "keeps its shape from shoal.start to close()"
+        )
+    place.copy_(parameter)
+    parameter.data = place
+
+
+def units_of(trained: Sequence[Trained], blocks: Sequence[nn.Module], model: nn.Module) -> list[int]:
+    """The block that each parameter belongs to; -1 if none or several, or if a module of `model` outside of the block
+    has it, too, as a head that is tied to an embedding.
+    """
+    inside = {id(module) for block in blocks for module in block.modules()}
+    outside = [module for module in model.modules() if id(module) not in inside]
+    homes: dict[int, set[int]] = {id(p): {-1} for module in outside for p in module.parameters(recurse=False)}
     for number, block in enumerate(blocks):
         for parameter in block.parameters():
             homes.setdefault(id(parameter), set()).add(number)

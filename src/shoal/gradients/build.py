@@ -180,7 +180,7 @@ def build_gradients(
             trained, summing.ranks, bytes_limit=config.bucket_size, first_bytes=config.first_bucket_bytes, divided=True
         )
     else:
-        parts = parts_by_unit(trained, units_of(trained, blocks), summing.ranks)
+        parts = parts_by_unit(trained, units_of(trained, blocks, model), summing.ranks)
     _open(groups, (ranks for part in parts for ranks in (part.shard, beyond_shard(trained, part))))
     if zero < 3:
         return ShardedGradients(

@@ -46,6 +46,7 @@ class FullyShardedGradients(ShardedBase):
             ShardedParameters(
                 *flat(trained, part, groups, undivided=undivided),
                 groups(part.shard),
+                names=[trained[index].holding.name for index in part.indices],
                 read=[
                     read_outside(trained[index].holding.name, None if part.unit < 0 else said[part.unit])
                     for index in part.indices
@@ -73,6 +74,8 @@ class FullyShardedGradients(ShardedBase):
     def backward(self, *, last: bool) -> Iterator[None]:
         with super().backward(last=last):
             yield
+        for unit in self._units:
+            unit.keep_written()
         self._release()
 
     @contextmanager

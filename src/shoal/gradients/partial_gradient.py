@@ -84,7 +84,7 @@ def _on_elements(func: Any, first: PartialGradient, args: Any, kwargs: Any) -> A
         if isinstance(each, PartialGradient):
             return each.local if each.shape == first.shape else _refuse_shape(first, each)
         if isinstance(each, Tensor) and each.dim():
-            return first.run_of(each) if each.shape == first.shape else _refuse_shape(first, each)
+            return first.run_of(_spread(first, each))
         return each
 
     found = func(*tree_map(run_of, args), **tree_map(run_of, kwargs))
@@ -93,9 +93,18 @@ def _on_elements(func: Any, first: PartialGradient, args: Any, kwargs: Any) -> A
     return first.like(found)
 
 
+def _spread(first: PartialGradient, other: Tensor) -> Tensor:
+    """`other` `[...]` in the shape of the gradient, as PyTorch spreads a factor for each row or column."""
+    try:
+        return other.expand(first.shape)
+    except RuntimeError:
+        return _refuse_shape(first, other)
+
+
 def _refuse_shape(first: PartialGradient, other: Tensor) -> Tensor:
     raise UserCodeError(
-        f"{first.what}: beside its {list(first.shape)} numbers it takes one number, or as many, not {list(other.shape)}"
+        f"{first.what}: beside its {list(first.shape)} numbers it takes what can be spread over them, not "
+        f"{list(other.shape)}"
     )
 
 
@@ -157,7 +166,9 @@ _REDUCTIONS: dict[Any, Callable[[PartialGradient], Tensor]] = {
     aten.any: lambda own: _reduced(own, own.local.any(), "max"),
     aten.all: lambda own: _reduced(own, own.local.all(), "min"),
 }
-_OF_ELEMENTS = {aten.detach, aten.alias, aten.clone, aten.zero_, aten.fill_, aten.copy_, aten._to_copy}
+_OF_ELEMENTS = {aten.detach, aten.alias, aten.clone, aten.zero_, aten.fill_, aten.copy_, aten._to_copy} | {
+    aten.ones_like, aten.zeros_like, aten.full_like, aten.empty_like
+}  # fmt: skip
 """Operators that treat every element alone, and have no tag that says so."""
 
 

@@ -20,7 +20,8 @@ would be part of the gradient in a plain loop, and is refused here. A backward t
 Note: order
 -----------
 Buckets leave in one fixed order on every rank: a full bucket waits for those before it. Otherwise ranks that use
-different parameters would pair different buckets. What the backward did not fill is zero, and leaves at the end.
+different parameters would pair different buckets. What the backward did not fill is zero, and leaves when it ends,
+before anything else that ranks may tell each other then.
 
 Note: gradients without hooks
 -----------------------------
@@ -139,6 +140,7 @@ class Reducer:
         finally:
             self._sending = self._taking = False
         if last:
+            self.flush()
             return
         if self.eager:
             self._send_rest()

@@ -18,7 +18,16 @@ from torch.nn import Parameter
 
 from shoal.comm.collective import Allocate, Collective, Handle, ordinary
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange, PieceCodecs
-from shoal.gradients.bucket import ALIGNMENT, Bucket, BucketParameters, FlatLayout, Flight, flat_layout, segments_of
+from shoal.gradients.bucket import (
+    ALIGNMENT,
+    Bucket,
+    BucketParameters,
+    FlatLayout,
+    Flight,
+    flat_layout,
+    segments_of,
+    take_over,
+)
 from shoal.gradients.gradients import Groups, OverReplica, global_norm
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.reducer import OwnGradient, Reducer
@@ -210,7 +219,12 @@ class ShardedGradients(ShardedBase):
         pieces: PieceCodecs = PieceCodecs(),
     ) -> None:
         self._stores = [
-            FlatParameters(*flat(trained, part, groups, undivided=undivided), groups(part.shard)) for part in parts
+            FlatParameters(
+                *flat(trained, part, groups, undivided=undivided),
+                groups(part.shard),
+                names=[trained[index].holding.name for index in part.indices],
+            )
+            for part in parts
         ]
         super().__init__(
             trained, parts, self._stores, stage=stage, groups=groups, replica=replica, exchange=exchange,
@@ -223,6 +237,22 @@ class ShardedGradients(ShardedBase):
         for handle in handles:
             handle.wait()
 
+    def start(self) -> None:
+        super().start()
+        self._take_over()
+
+    def accept(self) -> None:
+        """See `VisibleGradients`; and what it has put into the parameters is what the optimizer updates."""
+        super().accept()
+        self._take_over()
+
+    def settle(self) -> None:
+        self._take_over()
+
+    def _take_over(self) -> None:
+        for store in self._stores:
+            store.take_over()
+
     def full_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -230,12 +260,20 @@ class ShardedGradients(ShardedBase):
 class FlatParameters:
     """Parameters as views of one flat buffer that every rank holds; `piece` is a view of what this rank updates."""
 
-    def __init__(self, parameters: Sequence[Parameter], layout: FlatLayout, shard: Collective) -> None:
-        self._shard = shard
+    def __init__(
+        self, parameters: Sequence[Parameter], layout: FlatLayout, shard: Collective, *, names: Sequence[str]
+    ) -> None:
+        self._shard, self._parameters, self._names = shard, parameters, names
         self._whole = flattened(parameters, layout, shard.allocate)
         self.piece = self._whole[layout.mine(shard.rank)]
-        for number, parameter in enumerate(parameters):
-            parameter.data = self._whole[layout.slice(number)].view(parameter.shape)
+        self._views = [self._whole[layout.slice(n)].view(p.shape) for n, p in enumerate(parameters)]
+        for parameter, view in zip(parameters, self._views, strict=True):
+            parameter.data = view
+
+    def take_over(self) -> None:
+        """Takes over what a script has put in the place of the numbers of a parameter."""
+        for name, parameter, view in zip(self._names, self._parameters, self._views, strict=True):
+            take_over(name, parameter, view)
 
     def start_gather(self) -> Handle:
         """Begins to bring the pieces of the other ranks, in place."""

@@ -34,6 +34,12 @@ The backward of a product reads the weight that the forward saved, often as a vi
 that is emptied and filled again, not a new tensor: a saved view sees the numbers of the next `gather`, which are the
 same ones, as nothing updates a piece between forward and backward.
 
+Note: weights that a forward writes
+-----------------------------------
+`self.weight.data.mul_(self.mask)` in a forward, or a weight that is clipped there, is an update like any other, and is
+to be there in the next step. So what stands in the whole goes back into the piece behind each forward of a unit: a copy
+of one piece, beside the gather of all. Where pieces are coded on their way, or live on the host, it is lost.
+
 Note: a parameter that is read while it is released
 ---------------------------------------------------
 Its numbers are in pieces, so that what reads them (a moving average between two steps, a weight that a loss penalises,
@@ -68,12 +74,12 @@ from torch.utils.hooks import RemovableHandle
 from shoal.comm.collective import Collective, Handle
 from shoal.comm.exchanges.exchange import PieceCodecs
 from shoal.errors import UserCodeError
-from shoal.gradients.bucket import FlatLayout
+from shoal.gradients.bucket import FlatLayout, take_over
 
 
 class ShardedParameters:
-    """The `parameters` of one unit and kind. They begin released. `codecs` code what ranks gather of them; `read` has
-    for each the sentence that is raised where it is read while it is released.
+    """The `parameters` of one unit and kind, and their `names`. They begin released. `codecs` code what ranks gather of
+    them; `read` has for each the sentence that is raised where it is read while it is released.
     """
 
     def __init__(
@@ -82,9 +88,11 @@ class ShardedParameters:
         layout: FlatLayout,
         shard: Collective,
         *,
+        names: Sequence[str],
         read: Sequence[str],
         codecs: PieceCodecs = PieceCodecs(),
     ) -> None:
+        self._names = names
         self._parameters, self._layout, self._shard, self._codecs = parameters, layout, shard, codecs
         self._whole = parameters[0].new_empty(layout.numel)  # released below, and never touched before a gather
         self.piece = codecs.zeros(layout.piece, dtype=self._whole.dtype, device=self._whole.device)
@@ -143,7 +151,14 @@ class ShardedParameters:
 
     def keep(self) -> None:
         """Takes over into the piece what was written into the whole parameters."""
+        for name, parameter, view in zip(self._names, self._parameters, self._views, strict=True):
+            take_over(name, parameter, view)
         self.piece.copy_(self._whole[self._layout.mine(self._shard.rank)])
+
+    def keep_written(self) -> None:
+        """The same behind a forward, where the whole is what the pieces are."""
+        if self.here and self._codecs == PieceCodecs():
+            self.keep()
 
 
 @torch.no_grad()
@@ -200,6 +215,11 @@ class Unit:
         for part in self.parts:
             part.keep()
 
+    def keep_written(self) -> None:
+        """Takes over what a forward has written into them. See the note on weights that a forward writes."""
+        for part in self.parts:
+            part.keep_written()
+
     def watch(self, module: nn.Module) -> list[RemovableHandle]:
         """Gathers it before `module` computes; where it passes, also releases it behind that, and in the backward."""
         handles = [module.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
@@ -245,6 +265,7 @@ class Unit:
                 tensor.register_hook(lambda gradient: self._before_backward(call))
                 if (base := _base_of(tensor)) is not tensor and id(base) not in call.inputs:
                     base.register_hook(lambda gradient: self._before_backward(call))
+        self.keep_written()
         self._pass_on()
 
     def _pass_on(self) -> None:
@@ -271,9 +292,11 @@ class Unit:
 _SHAPE = ("size", "dim", "numel", "nelement", "stride", "element_size", "storage_offset", "data_ptr", "untyped_storage")
 _HARMLESS = frozenset(
     {*_SHAPE, "is_floating_point", "is_complex", "is_contiguous", "get_device", "requires_grad_", "retain_grad"}
-    | {"register_hook", "register_post_accumulate_grad_hook", "__hash__"}
+    | {"register_hook", "register_post_accumulate_grad_hook", "__hash__", "backward", "grad"}
 )
-"""What may be asked of a parameter whose numbers are not there."""
+"""What may be asked of a parameter whose numbers are not there; the last two compute gradients, and have it among
+their `inputs`.
+"""
 
 _READING_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 

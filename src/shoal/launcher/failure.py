@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import NoReturn
 
 import msgspec
 
-from shoal.errors import CollectiveError, OutOfMemory, ShoalError, Stopped
+from shoal.errors import CollectiveError, OutOfMemory, ShoalError, Stopped, UserCodeError
 from shoal.launcher.devices import memory_limit
 from shoal.launcher.environment import Place
 from shoal.standard_output import escape_controls
@@ -30,6 +31,7 @@ FAILURE_FOLDER = "SHOAL_FAILURE_FOLDER"
 TORCHRUN_FILE = "TORCHELASTIC_ERROR_FILE"
 GIB = 1 << 30
 _MOST_TEXT = 200_000
+_LIBRARIES = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdlib"))
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # By name: this module runs in ranks that may not have imported torch yet.
 _OUT_OF_MEMORY = {"MemoryError", "OutOfMemoryError"}
@@ -166,7 +168,17 @@ def _message(error: BaseException) -> str:
         return error.code if isinstance(error.code, str) else f"exit({error.code})"
     if _is_lost_peer(error):
         return f"lost the connection to another rank ({str(error).partition(chr(10))[0]})"
+    if isinstance(error, UserCodeError):
+        return f"{error}{_place(error)}"
     return _memory_message(error) if is_out_of_memory(error) else str(error)
+
+
+def _place(error: UserCodeError) -> str:
+    """Where the user's own code was, in brackets: the innermost line that is neither Shoal's nor a library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(("<", _PACKAGE, *_LIBRARIES))]
+    own = [frame for frame in own if not {"site-packages", "dist-packages"}.intersection(Path(frame.filename).parts)]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
 
 
 def _memory_message(error: BaseException) -> str:

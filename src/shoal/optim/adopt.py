@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -381,3 +381,45 @@ def _stepped(
             f"{type(optimizer).__name__} cannot step without a closure ({error}); Shoal steps it once for each update"
         ) from error
     return [(probe, twin.state.get(probe, {})) for probe in probes]
+
+
+# The groups of an optimizer that steps pieces, as a script sees them between two steps.
+
+
+class ShownGroups:
+    """Between two steps the groups of `optimizer`, which steps pieces of parameters, list the `whole` ones of the
+    model: what a script does with a group's parameters, such as a clip by the norm of their gradients, is then what it
+    is in a plain loop, and the same on every rank. State stays with the pieces, and is refused between two steps.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, whole: Sequence[Sequence[Parameter]]) -> None:
+        self._optimizer, self._whole = optimizer, [list(group) for group in whole]
+        self._pieces = [group["params"] for group in optimizer.param_groups]
+        if all(list(map(id, a)) == list(map(id, b)) for a, b in zip(self._pieces, self._whole, strict=True)):
+            return
+        optimizer.register_step_pre_hook(lambda *_: self._hide())
+        optimizer.register_step_post_hook(lambda *_: self._show())
+        optimizer.register_state_dict_pre_hook(lambda _: self._hide())
+        optimizer.register_state_dict_post_hook(lambda *_: self._show())
+        optimizer.register_load_state_dict_pre_hook(lambda *_: self._hide())
+        optimizer.register_load_state_dict_post_hook(lambda _: self._show())
+        self._show()
+
+    def _show(self) -> None:
+        self._list(self._whole, _refuse_state)
+
+    def _hide(self) -> None:
+        self._list(self._pieces, dict)
+
+    def _list(self, parameters: Sequence[list[Parameter]], missing: Callable[[], Any]) -> None:
+        for group, own in zip(self._optimizer.param_groups, parameters, strict=False):  # groups that are added follow
+            group["params"] = own
+        if isinstance(self._optimizer.state, defaultdict):
+            self._optimizer.state.default_factory = missing
+
+
+def _refuse_state() -> Any:
+    raise UserCodeError(
+        "the optimizer's state of a parameter was asked for outside of step(), and under ZeRO every rank has that of "
+        "its own pieces alone: use layout.replicate, where each has all of it"
+    )

@@ -46,8 +46,8 @@ from shoal.errors import UserCodeError
 from shoal.observe.sink import Ending
 from shoal.own_loop.comparison import Comparison
 from shoal.own_loop.objects import as_number
-from shoal.own_loop.steps import DrawsBySample, Microbatches, OwnSteps
-from shoal.own_loop.update import Player, Update, joint_outcome, players_of
+from shoal.own_loop.steps import DrawsBySample, Microbatches, OwnSteps, joint_outcome
+from shoal.own_loop.update import Player, Update, players_of
 
 
 class Training:

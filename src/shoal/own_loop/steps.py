@@ -7,6 +7,7 @@ microbatch, and ended when the script asks for more: then the update has been ma
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -24,7 +25,24 @@ from shoal.engine.tally import meet
 from shoal.engine.updates import Outcome, Work
 from shoal.errors import UserCodeError
 from shoal.models.draw_watch import DrawWatch
-from shoal.own_loop.update import OpenStep, Player, joint_outcome
+from shoal.own_loop.update import OpenStep, Player
+
+
+def joint_outcome(players: Sequence[Player]) -> Outcome:
+    """What the updates of a step did together: the sum of the losses, one of several optimizers counted once, and the
+    norm over all gradients.
+    """
+    done = [player.outcome for player in players if player.outcome is not None]
+    if len(done) == 1:
+        return done[0]
+    return Outcome(
+        sum(player.outcome.loss for player in players if player.outcome is not None and not player.loss_is_counted),
+        math.hypot(*(outcome.norm for outcome in done)),
+        all(outcome.committed for outcome in done),
+        sum(outcome.update_s for outcome in done),
+        scale=done[0].scale,
+        keeps_buffers=all(outcome.keeps_buffers for outcome in done),
+    )
 
 
 class Microbatches:

@@ -26,6 +26,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -33,7 +34,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.assembly.run import Run
-from shoal.assembly.trainable import FrozenParameters, TrainedSet
+from shoal.assembly.trainable import FrozenParameters, GradientHooks, TrainedSet
 from shoal.comm.collective import Alone
 from shoal.data.sample import Batch
 from shoal.engine.compute import Microbatch
@@ -42,6 +43,7 @@ from shoal.engine.updates import AgreedUpdate, AtOnce, Outcome, Work
 from shoal.errors import UserCodeError
 from shoal.gradients.gradients import JointGradients, VisibleGradients
 from shoal.gradients.partial_gradient import PartialGradient
+from shoal.optim.adopt import ShownGroups
 from shoal.own_loop.declaration import Declaration, named, numbers_of, used_anywhere
 from shoal.own_loop.objects import scaler_in
 from shoal.state import Owned
@@ -106,6 +108,8 @@ def players_of(
     """
     gradients, optimizers = run.generation.gradients, run.workload.optimizers
     trained = {each.holding.name: each.parameter for each in run.trained}
+    for own in optimizers:
+        ShownGroups(own.optimizer, [[trained[name] for name in group] for group in own.groups])
     trained_set = TrainedSet(run.model, trained, [own.optimizer for own in optimizers])
     parts = gradients.parts if isinstance(gradients, JointGradients) else [gradients]
     players = []
@@ -135,23 +139,6 @@ def _placeholder(name: str, parameter: Parameter) -> PartialGradient:
 def _now(parameter: Parameter) -> tuple[Tensor | None, int]:
     gradient = parameter.grad
     return gradient, 0 if gradient is None else gradient._version
-
-
-def joint_outcome(players: Sequence[Player]) -> Outcome:
-    """What the updates of a step did together: the sum of the losses, one of several optimizers counted once, and the
-    norm over all gradients.
-    """
-    done = [player.outcome for player in players if player.outcome is not None]
-    if len(done) == 1:
-        return done[0]
-    return Outcome(
-        sum(player.outcome.loss for player in players if player.outcome is not None and not player.loss_is_counted),
-        math.hypot(*(outcome.norm for outcome in done)),
-        all(outcome.committed for outcome in done),
-        sum(outcome.update_s for outcome in done),
-        scale=done[0].scale,
-        keeps_buffers=all(outcome.keeps_buffers for outcome in done),
-    )
 
 
 class Player:
@@ -190,6 +177,7 @@ class Player:
         self._placeholders = {name: _placeholder(name, parameter) for name, parameter in trained.items()}
         self._seen: dict[str, tuple[Tensor | None, int]] = {}
         self._norm, self._did, self._frozen = 0.0, list[str](), FrozenParameters(trained)
+        self._script_hooks = GradientHooks(trained)
         self._hooks = (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -241,8 +229,9 @@ class Player:
             self._check_whole(step)
         if self._rates and self.outcome is None:
             raise UserCodeError(
-                f"step {step.work.step}: step() was not called for {step.place}; call it after every backward() (it "
-                "waits for the last microbatch by itself), or once behind each step of run.steps()"
+                f"step {step.work.step}: step() was not called for {step.place} on the optimizer that shoal.start was "
+                "given; call it after every backward() (it waits for the last microbatch by itself), or once behind "
+                "each step of run.steps()"
             )
         return self.outcome is not None
 
@@ -256,9 +245,11 @@ class Player:
         self._check_unscaled()
         if self._agreed is not None or self._stepped or (self._backwards and not self._expecting_more):
             raise UserCodeError(
-                f"step {step.work.step}: backward() was called again for one batch, whose gradient has left already; "
-                "pass more=True to every backward() of a batch but the last, and call step() after that; with several "
-                "optimizers, backward(loss, optimizer=...) is for one of them alone"
+                f"step {step.work.step}: backward() was called again for one batch, whose gradient has left already. "
+                "For several losses, pass more=True to every backward() of a batch but the last; for several "
+                "optimizers, backward(loss, optimizer=...) is for one of them alone. A batch has one gradient and one "
+                "update: where it is to have more updates (as in PPO), let the data give it again; a second gradient "
+                "of it at other weights (as in SAM) is not to be had"
             )
         self._check_weights_of(step, leader)
         if self._weighed_by_loop not in (None, weight is not None):
@@ -284,7 +275,7 @@ class Player:
         for name, parameter in self._trained.items():
             if parameter.grad is self._placeholders[name]:
                 parameter.grad = None
-        with self.gradients.backward(last=last):
+        with self._script_hooks.aside(), self.gradients.backward(last=last):
             yield
         if last:
             self.agree()
@@ -329,6 +320,9 @@ class Player:
             group, device = self._context.lockstep, self._context.device
             used = used_anywhere(sorted(self._names), used, group, device)
         self.gradients.expose(used)
+        if self._script_hooks.call():
+            self.gradients.accept()
+            self._agreed = replace(self._agreed, norm=float(self.gradients.norm()))
         self._remember(self._agreed.norm)
 
     def agreed(self) -> AgreedUpdate | None:
