@@ -45,6 +45,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 EXPAND, ALL, REDUCE = {}, {"decompositions": "all"}, {"weight_sharing": "reduce"}
+CHOLESKY = {"inverse": "cholesky"}
 FEW = [
     ("uneven", EXPAND),
     ("microbatches", REDUCE),
@@ -54,6 +55,7 @@ FEW = [
     ("context", EXPAND),
     ("pipeline x replicate", EXPAND),
     ("replicate x ZeRO-3", ALL),
+    ("uneven", CHOLESKY | ALL),
 ]
 """What every test run proves; the rest is a stress test."""
 
@@ -63,7 +65,7 @@ FEW = [
     [
         pytest.param(layout, keys, marks=[] if (layout, keys) in FEW else pytest.mark.stress)
         for layout in LAYOUTS
-        for keys in (EXPAND, ALL, REDUCE)
+        for keys in (EXPAND, ALL, REDUCE, CHOLESKY, CHOLESKY | ALL)
         if (layout, keys) != ("context", REDUCE)
     ],
     ids=str,

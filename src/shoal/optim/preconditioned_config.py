@@ -270,6 +270,13 @@ class KFAC(HiddenMatrices, frozen=True, tag_field="kind", tag="kfac"):
             "step; or every rank that has the matrix, which takes more memory and sends no updates."
         ),
     ] = "owner"
+    inverse: Annotated[
+        Literal["eigenvalues", "cholesky"],
+        says(
+            "How Fisher blocks are inverted: exactly, by the eigenvalues of both factors; or with the damping split "
+            "over the factors (arXiv:1503.05671, 6.3), which costs half in every step, and a third every `every` steps."
+        ),
+    ] = "eigenvalues"
     largest_side: Annotated[Positive, says("Sides of more rows or columns are not preconditioned.")] = 4096
     weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
         0.01
@@ -284,8 +291,8 @@ class KFAC(HiddenMatrices, frozen=True, tag_field="kind", tag="kfac"):
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """The momentum, the mean, the eigenvalues and the eigenbasis of each factor, on the owner; both moments of
-        AdamW's.
+        """The momentum, and the mean of each factor with its eigenvalues and eigenbasis or its inverse, on the owner;
+        both moments of AdamW's.
         """
 
         def side(number: int, dims: int) -> Any:
@@ -295,12 +302,15 @@ class KFAC(HiddenMatrices, frozen=True, tag_field="kind", tag="kfac"):
 
             return shape
 
+        by_values = self.inverse == "eigenvalues"
         return (
             Slot("exp_avg", of="rest"),
             Slot("exp_avg_sq", of="rest"),
             counter("step"),
             Slot("kfac_momentum", of="hidden", planned=1.0, whole=True),
-            Slot("mean_tokens", lambda whole: whole[:1], of="hidden", planned=0.0, whole=True),
+            *(Slot(f"{of}_tokens", lambda whole: whole[:1], of="hidden", planned=0.0, whole=True)
+              for of in ("mean", *(() if by_values else ("inverse",)))),
             *(Slot(f"{of}_{name}", side(n, dims), of="hidden", planned=float(dims - 1), whole=True)
-              for n, name in enumerate(("rows", "columns")) for of, dims in (("mean", 2), ("basis", 2), ("values", 1))),
+              for n, name in enumerate(("rows", "columns"))
+              for of, dims in (("mean", 2), *((("basis", 2), ("values", 1)) if by_values else (("inverse", 2),)))),
         )  # fmt: skip
