@@ -52,7 +52,7 @@ def build_optimizer(
         if name not in tables:
             shape = (shapes or {}).get(name, tuple(parameter.shape))
             described = Described(name, shape, (kinds or {}).get(name, "replicated"), decays)
-            options = _options(config, described, factor_of(config, (widened or {}).get(name)))
+            options = _options(config, described, factor_of(config, described, (widened or {}).get(name)))
             key = tuple(sorted(options.items()))
             found.setdefault(key, {"params": [], **options})["params"].append(parameter)
     groups = sorted(found.values(), key=lambda group: (group.get("small", False), -group["weight_decay"]))
@@ -72,10 +72,11 @@ def _options(config: OptimizerConfig, parameter: Described, factor: float) -> di
     own.
     """
     group, decay = config.group_of(parameter.name), config.weight_decay if parameter.decays else 0.0
-    rate = group.rate * factor
+    own = config.options(parameter)
+    rate = own.pop("rate", 1.0) * group.rate * factor
     small = math.prod(parameter.shape) < config.least_numbers
     return {
-        **config.options(parameter),
+        **own,
         "weight_decay": (decay if group.weight_decay is None else group.weight_decay) / factor,
         **({} if rate == 1 else {"rate": rate}),
         **({"small": True} if small else {}),

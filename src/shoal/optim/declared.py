@@ -176,6 +176,12 @@ class Common(Table, frozen=True):
     width_rule: ClassVar[Literal["adam", "sgd"] | None] = None
     """Whose rule says how its rates follow the width of a model (`shoal.optim.mup`); None: it is not known."""
 
+    def own_width_factor(self, parameter: Described, grows: str, times: float) -> float | None:
+        """What the rate of `parameter` is multiplied by where it `grows` by `times` and its updates follow another rule
+        than `width_rule`; None: they do not.
+        """
+        return None
+
     keeps_average: ClassVar[bool] = False
     """Whether one of its slots is an average, under which the run is evaluated (`shoal.optim.average`)."""
 

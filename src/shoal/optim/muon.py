@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from shoal.maths.counter import indices, key_of, normal
 from shoal.optim.declared import Dims
 from shoal.optim.owners import WholeOptimizer, as_matrix
-from shoal.optim.preconditioned_config import Dion, Muon, dion_rank
+from shoal.optim.preconditioned_config import Dion, Muon, dion_rank, muon_scale
 
 # Newton-Schulz iterations: from a matrix to the nearest one whose singular values are all near 1.
 #
@@ -143,9 +143,7 @@ class OwnedMuon(WholeOptimizer):
         how: NewtonSchulz = group["newton_schulz"]
         dtype = torch.bfloat16 if how.precision == "bfloat16" else None
         found = orthogonalised(matrices, iterations=how.iterations, polish=how.polish, dtype=dtype)
-        rows, columns = matrices.shape[-2:]
-        by_rms = group["adjust"] == "match_rms_adamw"
-        scale = 0.2 * math.sqrt(max(rows, columns)) if by_rms else math.sqrt(max(1.0, rows / columns))
+        scale = muon_scale(group["adjust"], *matrices.shape[-2:])
         return found.mul_(scale).view(direction.shape)
 
     def cost(self, shape: Dims) -> float:

@@ -53,6 +53,8 @@ class Muon(HiddenMatrices, frozen=True, tag_field="kind", tag="muon"):
     embeddings, heads, biases and norms.
     """
 
+    width_rule: ClassVar[Literal["adam", "sgd"] | None] = "adam"
+
     implemented_by: ClassVar[str] = "shoal.optim.muon:muon"
     lr: Annotated[float, says("Peak learning rate of matrices.", ge=0, le=1e3)] = 3e-4
     momentum: Annotated[float, says("Momentum of matrices.", ge=0, lt=1)] = 0.95
@@ -105,6 +107,25 @@ class Muon(HiddenMatrices, frozen=True, tag_field="kind", tag="muon"):
                 "orthogonalises; give a divisor of its rows, or a pattern of other names"
             )
         return {**options, "stacked": options["whole"] and parameter.kind == "expert", "heads": heads}
+
+    def own_width_factor(self, parameter: Described, grows: str, times: float) -> float | None:
+        """Of matrices sqrt(outputs / inputs) over the scale of updates, each beside its value at the base width."""
+        options = self.options(parameter)
+        if not options["whole"]:
+            return None
+        shape, heads = parameter.shape[1:] if options["stacked"] else parameter.shape, options["heads"]
+        rows, columns = shape[0] / heads, float(prod(shape[1:]))
+        before = (
+            rows / times if grows in ("input", "hidden") and heads == 1 else rows,
+            columns / times if grows in ("hidden", "output") else columns,
+        )
+        wanted = (rows / columns * before[1] / before[0]) ** 0.5
+        return wanted * muon_scale(self.adjust, *before) / muon_scale(self.adjust, rows, columns)
+
+
+def muon_scale(adjust: str, rows: float, columns: float) -> float:
+    """What Muon multiplies an orthogonal matrix `[rows, columns]` by."""
+    return 0.2 * max(rows, columns) ** 0.5 if adjust == "match_rms_adamw" else max(1.0, rows / columns) ** 0.5
 
 
 def dion_rank(shape: Dims, fraction: float) -> int:
