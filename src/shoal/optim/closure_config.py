@@ -27,6 +27,11 @@ class Searching(Common, frozen=True):
     ] = 0.9
     evaluations: Annotated[Positive, says("Most evaluations of the loss in one line search.")] = 25
 
+    @property
+    def backwards(self) -> float:
+        """At the start of a step, and of one length, which a search mostly takes."""
+        return 2.0
+
     def __post_init__(self) -> None:
         if self.decrease >= self.curvature:
             raise ValueError(
@@ -58,6 +63,11 @@ class NewtonCG(Searching, frozen=True, tag_field="kind", tag="newton_cg"):
         PositiveFloat, says("What may be left of the linear system, relative: the smaller of this and sqrt(|g|).")
     ] = 0.01
     damping: Annotated[float, says("Added to every eigenvalue of the Hessian.", ge=0)] = 0.0
+
+    @property
+    def backwards(self) -> float:
+        """Two for each product, and those of the line search."""
+        return 2.0 * self.cg_iterations + super().backwards
 
 
 class LBFGS(Searching, frozen=True, tag_field="kind", tag="lbfgs"):

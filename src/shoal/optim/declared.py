@@ -186,6 +186,15 @@ class Common(Table, frozen=True):
     """Whether one of its slots is an average, under which the run is evaluated (`shoal.optim.average`)."""
 
     @property
+    def backwards(self) -> float:
+        """Forwards and backwards of a step, at most, for each that other optimizers take."""
+        return 1.0
+
+    def matrix_flops(self, rows: int, columns: int) -> float:
+        """Floating-point operations of an update of a hidden matrix, beyond a few for each of its numbers."""
+        return 0.0
+
+    @property
     def slots(self) -> tuple[Slot, ...]:
         """Its state for each parameter, without what `average` and `lookahead` add."""
         return ()

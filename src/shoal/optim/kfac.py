@@ -163,12 +163,9 @@ class OwnedKFAC(WholeOptimizer):
         return gradient.view(self._shapes.get(id(parameter), gradient.shape))
 
     def cost(self, shape: Dims) -> float:
-        """Floating-point operations of an update, with its share of the inverses (about 9 n^3 by eigenvalues each)."""
-        rows, columns = sides(shape)
-        largest = self.defaults["largest_side"]
-        lengths = [length for length in (rows, columns) if length <= largest]
-        products, cubes = (4.0, 9.0) if self.defaults["inverse"] == "eigenvalues" else (2.0, 2.0)
-        return products * rows * columns * sum(lengths) + cubes * sum(n**3 for n in lengths) / self.defaults["every"]
+        """Floating-point operations of an update, with its share of the inverses."""
+        keys = ("largest_side", "inverse", "every")
+        return KFAC(**{key: self.defaults[key] for key in keys}).matrix_flops(*sides(shape))
 
     @property
     def _watching(self) -> LayerStatistics:

@@ -101,10 +101,8 @@ class OwnedShampoo(WholeOptimizer):
         return found.mul_(torch.where(length > 0, torch.linalg.vector_norm(adam) / length, 0.0)).view(direction.shape)
 
     def cost(self, shape: Dims) -> float:
-        """Floating-point operations of an update, without those of the roots."""
-        rows, columns = sides(shape)
-        block = self.defaults["block"]
-        return 4.0 * rows * columns * (min(rows, block) + min(columns, block))
+        """Floating-point operations of an update, with its share of the roots."""
+        return Shampoo(block=self.defaults["block"], every=self.defaults["every"]).matrix_flops(*sides(shape))
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:
@@ -216,9 +214,9 @@ class OwnedSOAP(WholeOptimizer):
         return found.view(direction.shape)
 
     def cost(self, shape: Dims) -> float:
-        """Floating-point operations of an update, without those of a change of the basis."""
-        rows, columns = sides(shape)
-        return 8.0 * rows * columns * (rows + columns)
+        """Floating-point operations of an update, with its share of a change of the basis."""
+        keys = ("largest_side", "every")
+        return SOAP(**{key: self.defaults[key] for key in keys}).matrix_flops(*sides(shape))
 
 
 def _start(gradient: Tensor, state: dict[str, Any], largest: int) -> None:

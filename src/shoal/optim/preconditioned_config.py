@@ -108,6 +108,9 @@ class Muon(HiddenMatrices, frozen=True, tag_field="kind", tag="muon"):
             )
         return {**options, "stacked": options["whole"] and parameter.kind == "expert", "heads": heads}
 
+    def matrix_flops(self, rows: int, columns: int) -> float:
+        return orthogonalising_flops(rows, columns, iterations=self.iterations + self.polish)
+
     def own_width_factor(self, parameter: Described, grows: str, times: float) -> float | None:
         """Of matrices sqrt(outputs / inputs) over the scale of updates, each beside its value at the base width."""
         options = self.options(parameter)
@@ -121,6 +124,12 @@ class Muon(HiddenMatrices, frozen=True, tag_field="kind", tag="muon"):
         )
         wanted = (rows / columns * before[1] / before[0]) ** 0.5
         return wanted * muon_scale(self.adjust, *before) / muon_scale(self.adjust, rows, columns)
+
+
+def orthogonalising_flops(rows: int, columns: int, *, iterations: int) -> float:
+    """Of Newton-Schulz: two products with the matrix and one of its Gram matrix in each iteration."""
+    short, long = min(rows, columns), max(rows, columns)
+    return iterations * (4.0 * short * short * long + 2.0 * short**3)
 
 
 def muon_scale(adjust: str, rows: float, columns: float) -> float:
@@ -146,6 +155,9 @@ class Dion(HiddenMatrices, frozen=True, tag_field="kind", tag="dion"):
     weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
         0.01
     )
+
+    def matrix_flops(self, rows: int, columns: int) -> float:
+        return 8.0 * rows * columns * dion_rank((rows, columns), self.rank_fraction)
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -205,6 +217,11 @@ class SOAP(_Preconditioned, frozen=True, tag_field="kind", tag="soap"):
     shampoo_beta: Annotated[float, says("Decay of both sides.", ge=0, lt=1)] = 0.95
     largest_side: Annotated[Positive, says("Sides of more rows or columns stay as they are.")] = 4096
 
+    def matrix_flops(self, rows: int, columns: int) -> float:
+        """Four products with each side, and its share of two more and of a QR decomposition."""
+        lengths = [length for length in (rows, columns) if length <= self.largest_side]
+        return 8.0 * rows * columns * sum(lengths) + 7.0 * sum(n**3 for n in lengths) / self.every
+
     @property
     def slots(self) -> tuple[Slot, ...]:
         """Both moments, the number of steps, and the mean and the eigenbasis of each side, on the owner."""
@@ -239,6 +256,12 @@ class Shampoo(_Preconditioned, frozen=True, tag_field="kind", tag="shampoo"):
         float, says("Added to each side's eigenvalues, as a share of the largest, before the root is taken.", gt=0)
     ] = 1e-6
     start: Annotated[int, says("First updates, of AdamW.", ge=0)] = 10
+
+    def matrix_flops(self, rows: int, columns: int) -> float:
+        """Two products with each side of a block, and its share of the roots by eigenvalues."""
+        own = [min(self.block, length) for length in (rows, columns)]
+        blocks = rows * columns / prod(own)
+        return 4.0 * rows * columns * sum(own) + 11.0 * blocks * sum(n**3 for n in own) / self.every
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -309,6 +332,12 @@ class KFAC(HiddenMatrices, frozen=True, tag_field="kind", tag="kfac"):
     def takes(self, parameter: Described) -> bool:
         """Also embeddings, where no pattern of `adamw` fits them."""
         return parameter.decays and parameter.kind in (*HIDDEN, "embedding") and len(parameter.shape) > 1
+
+    def matrix_flops(self, rows: int, columns: int) -> float:
+        """Products of a step, and its share of inverses; not that of the factors, which follows from the batch."""
+        lengths = [length for length in (rows, columns) if length <= self.largest_side]
+        products, cubes = (4.0, 9.0) if self.inverse == "eigenvalues" else (2.0, 2.0)
+        return products * rows * columns * sum(lengths) + cubes * sum(n**3 for n in lengths) / self.every
 
     @property
     def slots(self) -> tuple[Slot, ...]:
