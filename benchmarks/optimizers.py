@@ -55,12 +55,23 @@ KINDS: dict[str, OptimizerConfig] = {
     "muon": Muon(),
     "dion": Dion(),
     "soap": SOAP(),
+    "soap, bfloat16": SOAP(precision="bfloat16"),
     "shampoo": Shampoo(),
+    "shampoo, bfloat16": Shampoo(precision="bfloat16"),
     "kfac": KFAC(),
     "kfac, cholesky": KFAC(inverse="cholesky"),
 }
 OWNED, REDUNDANT, BASE = "muon, replicas", "redundant", "adamw"
-MOST = {"lamb": 1.2, "muon": 1.15, "soap": 1.3, "shampoo": 1.3, "kfac": 1.5, "kfac, cholesky": 1.5}
+MOST = {
+    "lamb": 1.2,
+    "muon": 1.15,
+    "soap": 1.3,
+    "soap, bfloat16": 1.3,
+    "shampoo": 1.3,
+    "shampoo, bfloat16": 1.3,
+    "kfac": 1.5,
+    "kfac, cholesky": 1.5,
+}
 """Times AdamW's step, at most."""
 LEAST_GAIN = 1.5
 """Of owners over redundant work, of what is beyond AdamW's step on the same replicas."""

@@ -32,6 +32,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ZeRO-3": (2, {"layout": {"shard": 2}, "memory": {"zero": 3}}),
     "context": (2, {"layout": {"context": 2}}),
     "pipeline": (2, {"layout": {"pipeline": 2}}),
+    "replicate 4": (4, {"layout": {"replicate": 4}}),
+    "ZeRO-1 on 4": (4, {"layout": {"shard": 4}, "memory": {"zero": 1}}),
+    "ZeRO-2 on 4": (4, {"layout": {"shard": 4}, "memory": {"zero": 2}}),
+    "ZeRO-3 on 4": (4, {"layout": {"shard": 4}, "memory": {"zero": 3}}),
     "pipeline x replicate": (4, {"layout": {"pipeline": 2, "replicate": 2}}),
     "replicate x ZeRO-3": (4, {"layout": {"replicate": 2, "shard": 2}, "memory": {"zero": 3}}),
 }

@@ -36,6 +36,9 @@ DIFFERENCED = 1e-9
 LESS_SAME = {"soap": OTHER_BASIS, "newton_cg": DIFFERENCED}
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "sgd": {"momentum": 0.9, "nesterov": True},
+    "adagrad": {},
     "rmsprop": {"momentum": 0.9, "centered": True},
     "nadam": {},
     "radam": {},
@@ -53,9 +56,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lbfgs": {"clip_norm": None, "history": 2},
 }
 ELSEWHERE = {
-    "adamw": "tests/verification/covering.py",
-    "sgd": "tests/verification/covering.py",
-    "adagrad": "tests/assembly/test_embedding_tables.py",
     "adamw_8bit": "tests/assembly/test_adamw_8bit.py",
     "kfac": "tests/verification/test_kfac.py",
     "one_bit_adam": "tests/assembly/test_codec.py",
@@ -72,6 +72,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ZeRO-3": (2, {"layout": {"shard": 2}, "memory": {"zero": 3}}),
     "tensor": (2, {"layout": {"tensor": 2}}),
     "pipeline": (2, {"layout": {"pipeline": 2}}),
+    "replicate 4": (4, {"layout": {"replicate": 4}}),
+    "ZeRO-1 on 4": (4, {"layout": {"shard": 4}, "memory": {"zero": 1}}),
+    "ZeRO-2 on 4": (4, {"layout": {"shard": 4}, "memory": {"zero": 2}}),
+    "ZeRO-3 on 4": (4, {"layout": {"shard": 4}, "memory": {"zero": 3}}),
     "replicate x ZeRO-3": (4, {"layout": {"replicate": 2, "shard": 2}, "memory": {"zero": 3}}),
     "ZeRO-1 x tensor": (4, {"layout": {"shard": 2, "tensor": 2}, "memory": {"zero": 1}}),
     "pipeline x tensor": (4, {"layout": {"pipeline": 2, "tensor": 2}}),

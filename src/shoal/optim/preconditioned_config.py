@@ -191,6 +191,13 @@ class _Preconditioned(Common, frozen=True):
     beta2: Annotated[float, says("Decay of the second moment.", ge=0, lt=1)] = 0.95
     eps: Annotated[float, says("Added to the root of the second moment.", gt=0)] = 1e-8
     every: Annotated[Positive, says("Updates between two decompositions of the sides.")] = 10
+    precision: Annotated[
+        Literal["parameter", "bfloat16"],
+        says(
+            "What the products of a step are computed in; decompositions keep the parameter's precision. With bfloat16 "
+            "two layouts agree to 2 digits of an update alone."
+        ),
+    ] = "parameter"
     adamw: Annotated[
         tuple[str, ...], says("Patterns of parameter names that AdamW steps, beside embeddings and heads it knows.")
     ] = ("*embed*", "*head*")
