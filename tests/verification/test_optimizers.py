@@ -196,10 +196,11 @@ def test_a_checkpoint_goes_on_in_other_layouts(ranks, folder: Path, kind: str) -
     assert straight.left.keys() == legs[-1].left.keys()
 
 
-def test_parameters_have_rates_and_decays_by_pattern(ranks, folder: Path) -> None:
-    """Groups are those of the unsplit model, wherever ZeRO cuts."""
+@pytest.mark.parametrize("layout", ["ZeRO-1", "pipeline"])
+def test_parameters_have_rates_and_decays_by_pattern(ranks, folder: Path, layout: str) -> None:
+    """Groups and layers are those of the unsplit model, wherever ZeRO and pipelines cut."""
     groups = {"*embedding*": {"rate": 0.5, "weight_decay": 0.0}, "blocks.0.*": {"rate": 2.0}}
-    tables = {"optimizer": {"kind": "adamw", "groups": groups}, **LAYOUTS["ZeRO-1"][1]}
+    tables = {"optimizer": {"kind": "adamw", "groups": groups, "layer_decay": 0.5}, **LAYOUTS[layout][1]}
     verdict, *_ = ranks(2, verified, tables, str(folder), True, 2)
     assert verdict["holds"], verdict["sentence"]
 

@@ -47,7 +47,8 @@ class Searching(Common, frozen=True):
         """Keys that make another gradient, or another direction, of the loss's."""
         rates = [f"{pattern!r}: rate = {group.rate:g}" for pattern, group in self.groups.items() if group.rate != 1]
         kinds = [transform.variant for transform in self.transforms]
-        found = [("clip_norm", self.clip_norm), ("transforms", kinds), ("groups", rates)]
+        layers = self.layer_decay if self.layer_decay != 1 else None
+        found = [("clip_norm", self.clip_norm), ("transforms", kinds), ("groups", rates), ("layer_decay", layers)]
         return [(key, value) for key, value in found if value]
 
 

@@ -238,6 +238,15 @@ class Common(Table, frozen=True):
         says("Tables by patterns of parameter names (`blocks.*.bias`); the first that fits decides."),
     ] = msgspec.field(default_factory=dict)
 
+    layer_decay: Annotated[
+        float,
+        says(
+            "What the rate of each layer is of the next one's (arXiv:2106.08254): with it, layers near the input keep "
+            "what they have learned while a model is trained further. 1: all have the same."
+        ),
+        msgspec.Meta(gt=0, le=1),
+    ] = 1.0
+
     transforms: Annotated[
         tuple[TransformConfig, ...],
         says("What happens to the numbers of the gradient, in this order, after `clip_norm`; `kind` says which."),
