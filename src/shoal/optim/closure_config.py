@@ -5,7 +5,7 @@ They evaluate loss and gradient of the same samples several times in one step, a
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from shoal.config.check import Positive, PositiveFloat, says
 from shoal.optim.declared import Common, Slot, counter
@@ -53,13 +53,20 @@ class Searching(Common, frozen=True):
 
 
 class NewtonCG(Searching, frozen=True, tag_field="kind", tag="newton_cg"):
-    """Newton's method with truncated conjugate gradients and a line search, for full or large batches: Hessian-vector
-    products are differences of two gradients.
-    """
+    """Newton's method with truncated conjugate gradients and a line search, for full or large batches."""
 
     implemented_by: ClassVar[str] = "shoal.optim.newton:newton_cg"
 
-    cg_iterations: Annotated[Positive, says("Most Hessian-vector products in one step, of two gradients each.")] = 50
+    hessian: Annotated[
+        Literal["differences", "exact"],
+        says(
+            "How the Hessian is multiplied by a vector: as the difference of two gradients, in every layout; or "
+            "exactly, by a backward through the backward, which replicas and ZeRO-1 and -2 can."
+        ),
+    ] = "differences"
+    cg_iterations: Annotated[
+        Positive, says("Most Hessian-vector products in one step, each as dear as two gradients.")
+    ] = 50
     cg_tolerance: Annotated[
         PositiveFloat, says("What may be left of the linear system, relative: the smaller of this and sqrt(|g|).")
     ] = 0.01
@@ -67,7 +74,7 @@ class NewtonCG(Searching, frozen=True, tag_field="kind", tag="newton_cg"):
 
     @property
     def backwards(self) -> float:
-        """Two for each product, and those of the line search."""
+        """Two for each product, or what costs as much, and those of the line search."""
         return 2.0 * self.cg_iterations + super().backwards
 
 
