@@ -11,8 +11,12 @@ decides by them alone decides alike everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.engine.forward_backward import SequentialForwardBackward
 from shoal.engine.rank_context import GlobalSum, RankContext
@@ -95,6 +99,34 @@ class ByClosure:
         )
         norm = float(self.gradients.reduce())
         return total.wait() / work.tally.wait().denominator, norm
+
+
+class PlainClosure:
+    """What a search of one process evaluates, beside which layouts are proved: `backward` leaves the gradient of
+    `weights` in `.grad` and returns the loss, of which `parts` computes one after the other. `first` is there already.
+    """
+
+    def __init__(
+        self, backward: Callable[[], float], parts: Callable[[], Iterable[Tensor]], weights: Sequence[Tensor], *,
+        first: float,
+    ) -> None:  # fmt: skip
+        self._backward, self._parts, self._weights, self._known = backward, parts, weights, [first]
+
+    def __call__(self) -> float:
+        return self._known.pop() if self._known else self._backward()
+
+    def product(self, direction: Callable[[], None], weights: Callable[[], None]) -> None:
+        """As `shoal.optim.newton.Products`: v is what the backward of the gradient begins with."""
+        direction()
+        vectors = [parameter.detach().clone() for parameter in self._weights]
+        weights()
+        for parameter, vector in zip(self._weights, vectors, strict=True):
+            parameter.grad = torch.zeros_like(vector)
+        with sdpa_kernel(SDPBackend.MATH):
+            for loss in self._parts():
+                gradient = torch.autograd.grad(loss, self._weights, create_graph=True, materialize_grads=True)
+                curved = [(g, v) for g, v in zip(gradient, vectors, strict=True) if g.requires_grad]
+                torch.autograd.backward([g for g, _ in curved], [v for _, v in curved], inputs=self._weights)
 
 
 def _check_repeatable(context: RankContext) -> None:

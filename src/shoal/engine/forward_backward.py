@@ -117,7 +117,7 @@ class SequentialForwardBackward:
         """
         microbatches, parameters = self.arrange(batches), [parameter for parameter, _ in directions]
         for index, batch in enumerate(microbatches):
-            with sdpa_kernel(SDPBackend.MATH), self.compute.randomness.drawing():
+            with sdpa_kernel(SDPBackend.MATH):
                 loss = self._forward(self.compute.prepared(batch), factor) * factor()
                 found = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
             slope = torch.stack([(g * v).sum() for g, (_, v) in zip(found, directions, strict=True)]).sum()

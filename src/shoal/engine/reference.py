@@ -18,11 +18,11 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.comm.collective import Alone
 from shoal.data.sample import Batch, map_tree
 from shoal.engine.batch_statistics import StatisticsSync
+from shoal.engine.closures import PlainClosure
 from shoal.engine.compute import Compute
 from shoal.engine.loss import weighted_losses, weighted_sum
 from shoal.engine.microbatches import leaves
@@ -98,15 +98,17 @@ class Reference:
         for parameter in self.compute.model.parameters():
             parameter.grad = None
         denominator, total = sum(batch.weight for batch in batches), 0.0
-        for raw in self._arranged(batches):
-            microbatch = self.compute.prepared(raw)
-            self.compute.announce(microbatch, lambda: 1.0 / denominator)
-            _, losses = self.compute.losses(microbatch.batch)
-            loss_sum = weighted_sum(losses, microbatch.batch.weights)
+        for loss_sum in self._loss_sums(batches, denominator):
             with self.compute.randomness.drawing():
                 (loss_sum / denominator * self.scale).backward()
             total += float(loss_sum.detach().double())
         return total / denominator
+
+    def _loss_sums(self, batches: Sequence[Batch], denominator: float) -> Iterator[Tensor]:
+        for raw in self._arranged(batches):
+            microbatch = self.compute.prepared(raw)
+            self.compute.announce(microbatch, lambda: 1.0 / denominator)
+            yield weighted_sum(self.compute.losses(microbatch.batch)[1], microbatch.batch.weights)
 
     def rounding(self, batches: Sequence[Batch], gradient: ReferenceGradient) -> dict[str, float]:
         """What the order of summation changes: the 2-norm of each gradient's difference when samples come in reverse.
@@ -160,20 +162,11 @@ class Reference:
         _, losses = self.compute.losses(microbatch.batch)
         return weighted_losses(losses, microbatch.batch.weights).double().reshape(len(batch), -1).sum(1).cpu()
 
-    def _product(self, vectors: Sequence[Tensor]) -> None:
-        """The Hessian's product with `vectors`, one for each of `weights`, is in every `.grad`."""
-        weights, denominator = list(self.weights.values()), sum(batch.weight for batch in self._batches)
-        for parameter, vector in zip(weights, vectors, strict=True):
-            parameter.grad = torch.zeros_like(vector)
-        for raw in self._arranged(self._batches):
-            microbatch = self.compute.prepared(raw)
-            self.compute.announce(microbatch, lambda: 1.0 / denominator)
-            with sdpa_kernel(SDPBackend.MATH), self.compute.randomness.drawing():
-                _, losses = self.compute.losses(microbatch.batch)
-                loss = weighted_sum(losses, microbatch.batch.weights) / denominator
-                gradient = torch.autograd.grad(loss, weights, create_graph=True, materialize_grads=True)
-            curved = [(g, v) for g, v in zip(gradient, vectors, strict=True) if g.requires_grad]
-            torch.autograd.backward([g for g, _ in curved], [v for _, v in curved], inputs=weights)
+    def _closure(self, *, first: float) -> PlainClosure:
+        """The step's loss at the weights as they are. `first` and its gradient are there."""
+        batches, denominator = self._batches, sum(batch.weight for batch in self._batches)
+        parts = lambda: (part / denominator for part in self._loss_sums(batches, denominator))  # noqa: E731
+        return PlainClosure(lambda: self._backward(batches), parts, list(self.weights.values()), first=first)
 
     def update(
         self, gradients: dict[str, Tensor], *, lr: float, norm: float | None = None, loss: float = math.nan
@@ -190,30 +183,13 @@ class Reference:
             self.transform(self._step)
         set_rate(self.optimizer, lr)
         if isinstance(self.optimizer, SearchingOptimizer):
-            self.optimizer.step(_Evaluations(self, first=loss))
+            self.optimizer.step(self._closure(first=loss))
         else:
             self.optimizer.step()
         if self.sparse is not None:
             self.sparse.updated(self._step)
         self._statistics.finish(committed=True)
         self.compute.buffers.finish(committed=True)
-
-
-class _Evaluations:
-    """What a search evaluates: the step's loss at the weights as they are. `first` and its gradient are there."""
-
-    def __init__(self, reference: Reference, *, first: float) -> None:
-        self._reference, self._known = reference, [first]
-
-    def __call__(self) -> float:
-        return self._known.pop() if self._known else self._reference._backward(self._reference._batches)
-
-    def product(self, direction: Callable[[], None], weights: Callable[[], None]) -> None:
-        """As `shoal.optim.newton.Products`."""
-        direction()
-        vectors = [parameter.detach().clone() for parameter in self._reference.weights.values()]
-        weights()
-        self._reference._product(vectors)
 
 
 @dataclass(frozen=True)

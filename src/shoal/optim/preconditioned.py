@@ -50,11 +50,7 @@ class OwnedShampoo(WholeOptimizer):
         betas: The decay rates of the momentum, and of all squares.
         eps: Added to the denominator of A.
         weight_decay: The decay of weights, apart from the gradient.
-        precision: What products are computed in, "parameter" or "bfloat16".
-        block: Largest rows and columns of a block.
-        root_eps: e above.
-        start: First updates that are Adam's.
-        every: Updates between two computations of the roots.
+        options: `precision`, `block`, `root_eps`, `start` and `every` are the keys of `[optimizer]`, with its defaults.
     """
 
     def __init__(
@@ -64,18 +60,13 @@ class OwnedShampoo(WholeOptimizer):
         betas: tuple[float, float] = (0.95, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        *,
-        precision: str = "parameter",
-        block: int = 1024,
-        root_eps: float = 1e-6,
-        start: int = 10,
-        every: int = 10,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, precision=precision,
-            block=block, root_eps=root_eps, start=start, every=every,
-        )  # fmt: skip
-        self.slots = Shampoo(block=block).slots
+        keys = {key: getattr(Shampoo(), key) for key in ("precision", "block", "root_eps", "start", "every")}
+        if unknown := options.keys() - keys.keys():
+            raise TypeError(f"OwnedShampoo has no option {sorted(unknown)[0]!r}; it has {', '.join(sorted(keys))}")
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **{**keys, **options})
+        self.slots = Shampoo(block=self.defaults["block"]).slots
 
     def updated(self, group: dict[str, Any], direction: Tensor, state: dict[str, Any]) -> Tensor:
         """What is subtracted, and the state of the next update."""
