@@ -26,7 +26,7 @@ from shoal.optim.config import SGD, AdamW, OptimizerConfig
 from shoal.optim.declared import Described, Group
 from shoal.optim.kinds import LAMB, LARS
 from shoal.optim.mup import factor_of
-from shoal.optim.preconditioned_config import Muon
+from shoal.optim.preconditioned_config import Dion, Muon
 from shoal.runfile.rules import refusal
 from tests.verification.layouts import GPT as SMALL_GPT
 from tests.verification.layouts import corpus, run_file_of, verified
@@ -139,6 +139,7 @@ CHECKED: dict[str, tuple[Make, OptimizerConfig]] = {
     "mlp, sgd": (mlp, PLAIN),
     "gpt, muon": (gpt, Muon(lr=5e-3, weight_decay=0.0)),
     "mlp, muon": (mlp, Muon(lr=5e-3, weight_decay=0.0, adjust="original")),
+    "mlp, dion": (mlp, Dion(lr=5e-2, weight_decay=0.0)),
     "gpt, lamb": (gpt, LAMB(lr=5e-2, weight_decay=0.0)),
     "mlp, lars": (mlp, LARS(lr=1.0, coefficient=0.05, weight_decay=0.0)),
 }

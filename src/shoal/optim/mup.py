@@ -17,6 +17,7 @@ Updates with a size of their own have a rule of their own (`Common.own_width_fac
 comes to (Yang et al., arXiv:2310.17813): the spectral norm of an update follows sqrt(outputs / inputs).
 
     Muon        that, over the scale that it gives to an orthogonal matrix of this shape
+    Dion        1, as its updates have that norm
     LARS, LAMB  1 / sqrt(m) where both grow, else 1: updates are as large as weights, which begin by the width's law
 """
 

@@ -145,6 +145,8 @@ def dion_rank(shape: Dims, fraction: float) -> int:
 class Dion(HiddenMatrices, frozen=True, tag_field="kind", tag="dion"):
     """Dion (arXiv:2504.05295): orthonormal updates of low rank, for hidden matrices; AdamW for everything else."""
 
+    width_rule: ClassVar[Literal["adam", "sgd"] | None] = "adam"
+
     implemented_by: ClassVar[str] = "shoal.optim.muon:dion"
 
     lr: Annotated[float, says("Peak learning rate of matrices.", ge=0, le=1e3)] = 0.01
@@ -155,6 +157,10 @@ class Dion(HiddenMatrices, frozen=True, tag_field="kind", tag="dion"):
     weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
         0.01
     )
+
+    def own_width_factor(self, parameter: Described, grows: str, times: float) -> float | None:
+        """1 for matrices: their updates have the spectral norm sqrt(rows / columns) as they are."""
+        return 1.0 if self.options(parameter)["whole"] else None
 
     def matrix_flops(self, rows: int, columns: int) -> float:
         return 8.0 * rows * columns * dion_rank((rows, columns), self.rank_fraction)

@@ -164,8 +164,8 @@ def _width_rule(run_file: RunFile) -> str | None:
         return None
     return (
         f'model.scaling = "mup" with optimizer.kind = "{own.variant}": its rules are known of adamw, adamw_8bit, '
-        "nadam, radam, lion, lamb, muon, schedule_free_adamw, sgd, lars and schedule_free_sgd; use one of these, or "
-        "leave model.scaling out"
+        "nadam, radam, lion, lamb, muon, dion, schedule_free_adamw, sgd, lars and schedule_free_sgd; use one of these, "
+        "or leave model.scaling out"
     )
 
 
