@@ -163,9 +163,11 @@ class Reference:
         return weighted_losses(losses, microbatch.batch.weights).double().reshape(len(batch), -1).sum(1).cpu()
 
     def _closure(self, *, first: float) -> PlainClosure:
-        """The step's loss at the weights as they are. `first` and its gradient are there."""
         batches, denominator = self._batches, sum(batch.weight for batch in self._batches)
-        parts = lambda: (part / denominator for part in self._loss_sums(batches, denominator))  # noqa: E731
+
+        def parts() -> Iterator[Tensor]:
+            return (part / denominator for part in self._loss_sums(batches, denominator))
+
         return PlainClosure(lambda: self._backward(batches), parts, list(self.weights.values()), first=first)
 
     def update(

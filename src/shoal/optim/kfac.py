@@ -243,7 +243,7 @@ class OwnedKFAC(WholeOptimizer):
 def preconditioned(gradient: Tensor, state: Mapping[str, Tensor], *, damping: float) -> Tensor:
     """U of `gradient` `[rows, columns]`, by what `state` has of the factors."""
     by_values = not any(f"inverse_{name}" in state for name in _INVERTED)
-    x = gradient.to(next(iter(state.values())).dtype)
+    x = gradient.to((_found(state) or [state["mean_tokens"]])[0].dtype)
     return (_by_eigenvalues(x, state, damping) if by_values else _by_inverses(x, state)).to(gradient.dtype)
 
 
