@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.optim.build import build_optimizer, set_rate
+from shoal.errors import ConfigError
+from shoal.optim.build import build_optimizer, layer_rates, set_rate
 from shoal.optim.config import SGD, AdamW
 from shoal.optim.declared import Group
 from shoal.optim.slots import make_slots, named_slots
@@ -99,3 +100,30 @@ def test_groups_by_pattern_have_rates_and_decays_of_their_own() -> None:
         "2.weight": (0.9, 0.3),
         "2.bias": (0.1, 0.2),
     }
+
+
+def test_layers_have_rates_that_decay_towards_the_input() -> None:
+    """What stands before the layers is one more, what stands after them is the last; decay is not scaled with it."""
+    names = ["embedding.weight", "blocks.0.norm", "blocks.0.mlp.1.weight", "blocks.1.norm", "norm", "head.weight"]
+    assert layer_rates(names, 0.5) == dict(zip(names, [0.125, 0.25, 0.25, 0.5, 1.0, 1.0], strict=True))
+    assert layer_rates(names, 1.0) == {}
+    parameters = [(name, nn.Parameter(torch.ones(2, 2)), True) for name in names]
+    optimizer = build_optimizer(
+        AdamW(layer_decay=0.5, weight_decay=0.1, groups={"head*": Group(rate=3.0)}), parameters, lr=1.0
+    )
+    set_rate(optimizer, 1.0)
+    found = {id(p): (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]}
+    assert [found[id(p)] for _, p, _ in parameters] == [(r, 0.1) for r in (0.125, 0.25, 0.25, 0.5, 1.0, 3.0)]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["first.weight", "head.weight"], "no parameter's name has a number"),
+        (["encoder.layers.0.w", "decoder.layers.0.w"], "layers are counted in decoder.layers, encoder.layers"),
+    ],
+)
+def test_layers_that_no_list_counts_are_refused(names: list[str], said: str) -> None:
+    """With what to do."""
+    with pytest.raises(ConfigError, match=said + ": it takes the layers of one list; give rates by patterns"):
+        layer_rates(names, 0.9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -51,6 +52,28 @@ CASES: dict[str, tuple[OptimizerConfig, Plain]] = {
         references.lamb_apart,
     ),
 }
+
+
+ROUNDED = 0.03
+"""What products of bfloat16, of 8 bits, may change of an update, relative; 0.4 % of each factor is rounded off."""
+
+
+@pytest.mark.parametrize("kind", ["soap", "shampoo"])
+def test_products_may_be_rounded(kind: str) -> None:
+    """The same updates to two digits, and not the same bits; the state keeps its type."""
+    config, updates = CASES[kind][0], list[Tensor]()
+    for precision in ("parameter", "bfloat16"):
+        matrix = nn.Parameter(drawn(0)["wide"].float())
+        before = matrix.detach().clone()
+        own = msgspec.structs.replace(config, precision=precision, weight_decay=0.0)
+        optimizer = build_optimizer(own, [("wide", matrix, True)], lr=LR)
+        for step in range(1, 4):
+            matrix.grad = drawn(step)["wide"].float()
+            optimizer.step()
+        updates.append(matrix.detach() - before)
+        assert {t.dtype for t in optimizer.state[matrix].values()} == {torch.float32}
+    gap = float((updates[1] - updates[0]).norm() / updates[0].norm())
+    assert 0 < gap < ROUNDED
 
 
 def drawn(seed: int) -> dict[str, Tensor]:

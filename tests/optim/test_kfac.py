@@ -169,22 +169,35 @@ def by_samples(model: Net, number: int) -> dict[str, tuple[Tensor, Tensor, Tenso
     }  # pyright: ignore[reportReturnType]
 
 
+def by_damped_factors(gradient: Tensor, a: Tensor, g: Tensor) -> Tensor:
+    """Each factor inverted with its part of the damping: Martens and Grosse, 6.3."""
+    pi = ((a.trace() / len(a)) / (g.trace() / len(g))).sqrt()
+    left = torch.linalg.inv(g + DAMPING**0.5 / pi * torch.eye(len(g), dtype=torch.float64))
+    return left @ gradient @ torch.linalg.inv(a + DAMPING**0.5 * pi * torch.eye(len(a), dtype=torch.float64))
+
+
+def by_the_block(gradient: Tensor, a: Tensor, g: Tensor) -> Tensor:
+    """The whole matrix, inverted."""
+    block = torch.kron(g, a) + DAMPING * torch.eye(gradient.numel(), dtype=torch.float64)
+    return torch.linalg.solve(block, gradient.flatten()).view_as(gradient)
+
+
 def test_the_preconditioner_is_the_inverse_of_the_block() -> None:
     """On two layers: of the matrix G x A + damping I itself, which is written out."""
     model, before = Net(), Net()
     optimizer = connected(model, lr=LR, momentum=0.0, kl_clip=None, damping=DAMPING, weight_decay=0.0)
     step(model, optimizer, 1)
     for name, (gradient, a, g) in by_samples(before, 1).items():
-        block = torch.kron(g, a) + DAMPING * torch.eye(gradient.numel(), dtype=torch.float64)
-        wanted = torch.linalg.solve(block, gradient.flatten()).view_as(gradient)
+        wanted = by_the_block(gradient, a, g)
         found = (before.get_parameter(name) - model.get_parameter(name)).detach() / LR
         assert float((found - wanted).norm() / wanted.norm()) < BLOCK_INVERSE
 
 
-def test_updates_are_those_of_the_equations() -> None:
+@pytest.mark.parametrize(("inverse", "inverted"), [("eigenvalues", by_the_block), ("cholesky", by_damped_factors)])
+def test_updates_are_those_of_the_equations(inverse: str, inverted: Callable[..., Tensor]) -> None:
     """Over twenty steps: means of factors, every third decomposed, clipping, momentum, decay, and AdamW's bias."""
     model, plain = Net(), Net()
-    keys = {"every": 3, "factor_beta": 0.8, "momentum": 0.9, "kl_clip": 1e-2, "weight_decay": 0.1}
+    keys = {"every": 3, "factor_beta": 0.8, "momentum": 0.9, "kl_clip": 1e-2, "weight_decay": 0.1, "inverse": inverse}
     optimizer = connected(model, lr=LR, damping=DAMPING, **keys)
     adamw = torch.optim.AdamW([plain.first.bias], lr=LR, betas=(0.9, 0.95), weight_decay=0.1)
     means: dict[str, list[Tensor]] = {}
@@ -198,9 +211,7 @@ def test_updates_are_those_of_the_equations() -> None:
             if number % 3 == 1:
                 old = means.get(name, [a, g])
                 means[name] = [0.8 * o + 0.2 * new for o, new in zip(old, (a, g), strict=True)]
-            a, g = means[name]
-            block = torch.kron(g, a) + DAMPING * torch.eye(gradient.numel(), dtype=torch.float64)
-            turned[name] = torch.linalg.solve(block, gradient.flatten()).view_as(gradient)
+            turned[name] = inverted(gradient, *means[name])
         change = LR**2 * sum(float((turned[name] * own[name][0]).sum()) for name in own)
         factor = min(1.0, (1e-2 / change) ** 0.5)
         adamw.step()
@@ -211,6 +222,30 @@ def test_updates_are_those_of_the_equations() -> None:
     for name, parameter in model.named_parameters():
         wanted = plain.get_parameter(name)
         assert float((parameter - wanted).detach().norm() / wanted.detach().norm()) < SAME, name
+
+
+def test_a_diagonal_and_a_single_side_are_inverted() -> None:
+    """By Cholesky: of an embedding the frequencies of tokens, and the whole damping where one side is too long."""
+    model, ids = nn.Embedding(5, 3).double(), torch.tensor([0, 1, 1, 4])
+    tokens = torch.tensor([1.0, 2, 0, 0, 1], dtype=torch.float64) / 4
+    before = model.weight.detach().clone()
+    for largest in (100, 2):
+        model.weight.data.copy_(before)
+        optimizer = connected(
+            model, lr=LR, momentum=0.0, kl_clip=None, damping=DAMPING, weight_decay=0.0, inverse="cholesky",
+            largest_side=largest,
+        )  # fmt: skip
+        optimizer.begin(1)
+        optimizer.microbatch(torch.ones(4))
+        squared(model(ids)).mean().backward()
+        optimizer.agree(scale=1 / 4, terms=4)
+        optimizer.step()
+        gradient, rows = model.weight.grad, 2 * before[ids]
+        assert gradient is not None
+        wanted = gradient / (tokens + DAMPING)[:, None]
+        if largest == 100:
+            wanted = by_damped_factors(gradient, rows.mT @ rows / 4, torch.diag(tokens))
+        assert close((before - model.weight.detach()) / LR, wanted)
 
 
 class Odd(nn.Module):

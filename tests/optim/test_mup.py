@@ -23,7 +23,10 @@ from shoal.models.small import mlp_from
 from shoal.optim import build
 from shoal.optim.build import build_optimizer, set_rate
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
+from shoal.optim.declared import Described, Group
+from shoal.optim.kinds import LAMB, LARS
 from shoal.optim.mup import factor_of
+from shoal.optim.preconditioned_config import Dion, Muon
 from shoal.runfile.rules import refusal
 from tests.verification.layouts import GPT as SMALL_GPT
 from tests.verification.layouts import corpus, run_file_of, verified
@@ -48,7 +51,7 @@ FACTORS = {  # Yang et al., arXiv:2203.03466, table 3, at four times the base
 def test_factors_are_those_of_the_table(rule: str, grows: Any) -> None:
     """And rate times decay stays as it is."""
     config = AdamW(weight_decay=0.1) if rule == "adam" else SGD(weight_decay=0.1)
-    assert factor_of(config, Widened(grows, 4.0)) == FACTORS[rule, grows]
+    assert factor_of(config, Described("w", (2, 2), "column", True), Widened(grows, 4.0)) == FACTORS[rule, grows]
     optimizer = build_optimizer(
         config, [("w", nn.Parameter(torch.ones(2, 2)), True)], lr=0.5, widened={"w": Widened(grows, 4.0)}
     )
@@ -88,6 +91,7 @@ def changes(make: Make, scaling: str, config: OptimizerConfig) -> dict[str, list
         roles = roles_of(model)
         optimizer = build_optimizer(
             config, [(n, p, roles[n].decay) for n, p in model.named_parameters()], lr=config.lr,
+            kinds={name: role.kind for name, role in roles.items()},
             widened={name: role.widened for name, role in roles.items()},
         )  # fmt: skip
         x, y = inputs_of(model)
@@ -129,10 +133,22 @@ def slopes(make: Make, scaling: str, config: OptimizerConfig) -> dict[str, float
     }
 
 
-CHECKED = {"gpt, adamw": (gpt, ADAMW), "mlp, adamw": (mlp, ADAMW), "mlp, sgd": (mlp, PLAIN)}
+CHECKED: dict[str, tuple[Make, OptimizerConfig]] = {
+    "gpt, adamw": (gpt, ADAMW),
+    "mlp, adamw": (mlp, ADAMW),
+    "mlp, sgd": (mlp, PLAIN),
+    "gpt, muon": (gpt, Muon(lr=5e-3, weight_decay=0.0)),
+    "mlp, muon": (mlp, Muon(lr=5e-3, weight_decay=0.0, adjust="original")),
+    "mlp, dion": (mlp, Dion(lr=5e-2, weight_decay=0.0)),
+    "gpt, lamb": (gpt, LAMB(lr=5e-2, weight_decay=0.0)),
+    "mlp, lars": (mlp, LARS(lr=1.0, coefficient=0.05, weight_decay=0.0)),
+}
 
 
-@pytest.mark.parametrize("case", CHECKED)
+CASES = [pytest.param(case, marks=pytest.mark.slow) if case == "gpt, muon" else case for case in CHECKED]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_activations_move_as_far_at_every_width(case: str) -> None:
     """The coordinate check: widths 64 to 512, after some steps, every layer."""
     make, config = CHECKED[case]
@@ -141,12 +157,13 @@ def test_activations_move_as_far_at_every_width(case: str) -> None:
     assert all(abs(slope) <= SAME_SCALE for slope in found.values()), found
 
 
-@pytest.mark.parametrize("case", CHECKED)
+@pytest.mark.parametrize("case", CASES)
 def test_the_check_tells_standard_scaling_apart(case: str) -> None:
-    """Without muP, logits move farther and farther, or layers less and less."""
+    """Without muP, logits move farther and farther, or layers less and less; LARS has much of muP by itself."""
     make, config = CHECKED[case]
     found = slopes(make, "standard", config)
-    assert max(abs(slope) for slope in found.values()) > 2 * SAME_SCALE, found
+    least = 1.25 if isinstance(config, LARS) else 2.0
+    assert max(abs(slope) for slope in found.values()) > least * SAME_SCALE, found
 
 
 @contextmanager
@@ -154,14 +171,25 @@ def planted(grows: str) -> Iterator[None]:
     """Rates of one row of the table as if the model were not wider."""
     plain = factor_of
 
-    def wrong(config: Any, widened: Widened | None) -> float:
-        return 1.0 if widened is not None and widened.grows == grows else plain(config, widened)
+    def wrong(config: Any, parameter: Described, widened: Widened | None) -> float:
+        return 1.0 if widened is not None and widened.grows == grows else plain(config, parameter, widened)
 
     with patch.object(build, "factor_of", wrong):
         yield
 
 
-@pytest.mark.parametrize(("case", "grows"), [("gpt, adamw", "hidden"), ("mlp, adamw", "output"), ("mlp, sgd", "input")])
+@pytest.mark.parametrize(
+    ("case", "grows"),
+    [
+        ("gpt, adamw", "hidden"),
+        ("mlp, adamw", "output"),
+        ("mlp, sgd", "input"),
+        ("mlp, muon", "output"),
+        ("gpt, lamb", "hidden"),
+        ("mlp, lars", "hidden"),
+        pytest.param("gpt, muon", "hidden", marks=pytest.mark.slow),
+    ],
+)
 def test_a_wrong_rate_is_found(case: str, grows: str) -> None:
     """One row of the table at a time."""
     make, config = CHECKED[case]
@@ -181,6 +209,22 @@ def test_at_the_base_width_nothing_changes() -> None:
         assert all(role.widened is None or role.widened.times == 1 for role in roles_of(one).values())
 
 
+def test_a_head_of_muon_keeps_its_size() -> None:
+    """Rows that are orthogonalised head by head do not grow: there are more of them."""
+    muon, widened = Muon(heads={"*query*": 4}), Widened("hidden", 4.0)
+    assert factor_of(muon, Described("key", (64, 64), "column", True), widened) == pytest.approx(0.5)
+    assert factor_of(muon, Described("query", (64, 64), "column", True), widened) == pytest.approx(0.25)
+
+
+def test_rates_of_muons_rest_keep_what_they_are_of_its_own() -> None:
+    """A factor of the width, or of a group, comes on top of `adamw_lr`."""
+    config = Muon(lr=0.02, adamw_lr=0.01, groups={"head*": Group(rate=3.0)})
+    head = nn.Parameter(torch.ones(2, 2))
+    optimizer = build_optimizer(config, [("head.weight", head, True)], lr=0.02, widened={"head.weight": None})
+    assert optimizer.param_groups[0]["rate"] == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("muon", marks=pytest.mark.stress), "lamb"])
 @pytest.mark.parametrize(
     "layout",
     [
@@ -191,10 +235,10 @@ def test_at_the_base_width_nothing_changes() -> None:
     ],
     ids=str,
 )
-def test_it_is_proved_in_every_layout(ranks, tmp_path: Path, layout: dict[str, Any]) -> None:
+def test_it_is_proved_in_every_layout(ranks, tmp_path: Path, layout: dict[str, Any], kind: str) -> None:
     """Rates and decays are those of the whole model's parameters."""
     corpus(tmp_path)
-    model = {"model": SMALL_GPT | {"scaling": "mup", "base_width": 8}}
+    model = {"model": SMALL_GPT | {"scaling": "mup", "base_width": 8}, "optimizer": {"kind": kind}}
     verdict, *_ = ranks(2, verified, model | layout, str(tmp_path), True, 2)
     assert verdict["holds"], verdict["sentence"]
 
@@ -202,7 +246,7 @@ def test_it_is_proved_in_every_layout(ranks, tmp_path: Path, layout: dict[str, A
 def test_other_optimizers_are_refused(tmp_path: Path) -> None:
     """With those that are not."""
     model = SMALL_GPT | {"scaling": "mup", "base_width": 8}
-    for kind in ("lamb", "muon", "rmsprop"):
+    for kind in ("soap", "kfac", "rmsprop"):
         sentence = refusal(run_file_of(tmp_path, model=model, optimizer={"kind": kind}))
         assert sentence is not None
         assert "use one of these, or leave model.scaling out" in sentence

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from shoal.comm.collective import Alone
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import total_parameters
 from shoal.errors import ConfigError, LayoutError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.gpt import GPT
+from shoal.optim.build import build_optimizer
+from shoal.optim.closure_config import LBFGS, NewtonCG
 from shoal.optim.config import SGD, AdamW, AdamW8bit, OptimizerConfig
 from shoal.optim.declared import EMA
+from shoal.optim.kfac import OwnedKFAC
 from shoal.optim.kinds import LAMB, Adafactor, Lion
-from shoal.optim.preconditioned_config import SOAP, Muon
+from shoal.optim.parts import Parts
+from shoal.optim.preconditioned_config import KFAC, SOAP, Dion, Muon, Shampoo
 from shoal.planner.explain.text import help_sentence
 from shoal.planner.predict.predictor import Prediction, save_of
 from shoal.planning.answer import cluster_of, planned, predictor_on, transformer_of
@@ -25,7 +32,9 @@ from shoal.planning.plan_file import written_plan
 from shoal.planning.stack import CODED_BYTES, CODED_ON_CORES, stack_of
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
+from shoal.state import Trained, owned_whole
 from shoal.topology.cluster_file import cluster_from
+from shoal.topology.holding import held
 from shoal.topology.layout import Layout
 
 RECIPE = Path(__file__).parents[2] / "recipes/stdlib-gpt.toml"
@@ -65,6 +74,67 @@ def test_what_hidden_matrices_keep_is_priced_apart(optimizer: OptimizerConfig, h
     cluster = cluster_of(run, None)
     one = predictor_on(run, cluster).predict(written_plan(run, cluster)).peak
     assert one.optimizer == pytest.approx((share * hidden + (1 - share) * rest) * one.weights, rel=1e-6)
+
+
+RARELY = 10**9
+"""Steps between two decompositions, which no counter of products sees."""
+MATRICES = (
+    Muon(polish=1),
+    Dion(),
+    SOAP(every=RARELY),
+    Shampoo(every=RARELY, start=0, block=24),
+    KFAC(every=RARELY),
+    KFAC(every=RARELY, inverse="cholesky"),
+)
+
+
+def in_place(total: Any, a: Any, b: Any, *_: Any, **keys: Any) -> int:
+    """Of `addmm_`, which torch does not count by itself."""
+    return 2 * a[0] * a[1] * b[1]
+
+
+@pytest.mark.parametrize("config", MATRICES, ids=lambda config: config.variant)
+def test_products_of_an_update_are_those_that_torch_counts(config: OptimizerConfig) -> None:
+    """Of one matrix, in a step that decomposes nothing."""
+    layer = torch.nn.Linear(48, 72, bias=False)
+    optimizer = build_optimizer(config, [("w", layer.weight, True)], lr=0.1, kinds={"w": "column"})
+    if isinstance(optimizer, OwnedKFAC):
+        optimizer.watch({"w": layer}, Alone())
+        own = [owned_whole(Trained(held(Layout(), 0, "w", (72, 48)), layer.weight))]
+        optimizer.connect(Parts(own, Alone(), Alone()))
+    for step in (1, 2, 3):
+        if isinstance(optimizer, OwnedKFAC):
+            optimizer.begin(step)
+        layer(torch.randn(5, 48)).square().sum().backward()
+        if isinstance(optimizer, OwnedKFAC):
+            optimizer.agree(scale=1.0, terms=5.0)
+        with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place}) as counted:
+            optimizer.step()
+    assert counted.get_total_flops() == pytest.approx(config.matrix_flops(72, 48), rel=1e-6)
+
+
+def test_whole_matrices_are_priced_where_ranks_divide_them() -> None:
+    """By two ranks in half the time; AdamW computes nothing beyond its passes."""
+    muon, adamw = _run('optimizer.kind="muon"'), _run()
+    cluster = cluster_of(muon, None)
+    assert stack_of(adamw, cluster).update_flops == 0
+    seconds = []
+    for run, ranks in ((muon, 2), (muon, 1), (adamw, 1)):
+        plan = replace(written_plan(run, cluster), layout=Layout(replicate=ranks))
+        seconds.append(predictor_on(run, cluster).predict(plan).bill.seconds["optimizer"])
+    assert seconds[0] < seconds[1]
+    assert seconds[1] > 2 * seconds[2]
+
+
+def test_a_search_is_priced_by_its_evaluations() -> None:
+    """Forward, backward and their sums as often as it takes them; the update once."""
+    search = NewtonCG(cg_iterations=3)
+    run = msgspec.structs.replace(_run(), optimizer=search)
+    cluster = cluster_of(run, None)
+    one, other = (predictor_on(r, cluster).predict(written_plan(r, cluster)).bill.seconds for r in (run, _run()))
+    assert search.backwards == 8
+    assert {name for name in one if name != "optimizer" and one[name] != pytest.approx(8 * other[name])} == set()
+    assert LBFGS().backwards == 2
 
 
 def test_moments_in_8_bits_are_priced_as_they_are_kept() -> None:

@@ -32,6 +32,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ZeRO-3": (2, {"layout": {"shard": 2}, "memory": {"zero": 3}}),
     "context": (2, {"layout": {"context": 2}}),
     "pipeline": (2, {"layout": {"pipeline": 2}}),
+    "replicate 4": (4, {"layout": {"replicate": 4}}),
+    "ZeRO-1 on 4": (4, {"layout": {"shard": 4}, "memory": {"zero": 1}}),
+    "ZeRO-2 on 4": (4, {"layout": {"shard": 4}, "memory": {"zero": 2}}),
+    "ZeRO-3 on 4": (4, {"layout": {"shard": 4}, "memory": {"zero": 3}}),
     "pipeline x replicate": (4, {"layout": {"pipeline": 2, "replicate": 2}}),
     "replicate x ZeRO-3": (4, {"layout": {"replicate": 2, "shard": 2}, "memory": {"zero": 3}}),
 }
@@ -45,6 +49,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 EXPAND, ALL, REDUCE = {}, {"decompositions": "all"}, {"weight_sharing": "reduce"}
+CHOLESKY = {"inverse": "cholesky"}
 FEW = [
     ("uneven", EXPAND),
     ("microbatches", REDUCE),
@@ -54,6 +59,7 @@ FEW = [
     ("context", EXPAND),
     ("pipeline x replicate", EXPAND),
     ("replicate x ZeRO-3", ALL),
+    ("uneven", CHOLESKY | ALL),
 ]
 """What every test run proves; the rest is a stress test."""
 
@@ -63,7 +69,7 @@ FEW = [
     [
         pytest.param(layout, keys, marks=[] if (layout, keys) in FEW else pytest.mark.stress)
         for layout in LAYOUTS
-        for keys in (EXPAND, ALL, REDUCE)
+        for keys in (EXPAND, ALL, REDUCE, CHOLESKY, CHOLESKY | ALL)
         if (layout, keys) != ("context", REDUCE)
     ],
     ids=str,

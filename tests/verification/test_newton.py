@@ -32,6 +32,9 @@ ON_THE_WAY, AT_THE_END = 1e-5, 1e-9
 conjugate gradients enlarge; 1e-6 was seen. The end is the minimum, however it was reached.
 """
 KINDS: dict[str, dict[str, Any]] = {"newton_cg": {}, "lbfgs": {"history": 20}}
+EXACT = {"optimizer": {"kind": "newton_cg", "hessian": "exact", "groups": {"*": {"weight_decay": DECAY}}}}
+EXACT_SAME = 1e-7
+"""Losses of two world sizes on the way, relative, where products are exact; 2e-9 was seen."""
 
 
 def convex(kind: str, tables: dict[str, Any], directory: Path, *, world: int) -> RunFile:
@@ -130,6 +133,30 @@ def test_newton_cg_ends_in_fifteen_steps_at_any_world_size(ranks, tmp_path: Path
 
 
 @pytest.mark.slow
+def test_exact_products_agree_on_the_way_as_well(ranks, tmp_path: Path, alone: Any) -> None:
+    """To seven digits and more in every step, where differences of gradients agree to five; and to the same end."""
+    runs = []
+    for layout in ("one", "uneven", "ZeRO-2"):
+        world, tables = LAYOUTS[layout]
+        runs.append(ranks(world, solved, "newton_cg", tables | EXACT, str(tmp_path), MOST + 1)[0])
+    for losses, took, evaluations in runs:
+        print(f"{took} steps, {evaluations} evaluations beside products")
+        assert took <= MOST
+        assert losses == pytest.approx(runs[0][0], rel=EXACT_SAME)
+    assert runs[0][0][-1] == pytest.approx(alone[0][-1], rel=AT_THE_END)
+
+
+@pytest.mark.parametrize("layout", ["replicate", pytest.param("ZeRO-1", marks=pytest.mark.stress)])
+def test_exact_products_are_proved_on_a_transformer(ranks, tmp_path: Path, layout: str) -> None:
+    """Through attention, beside one process that multiplies by the whole Hessian."""
+    corpus(tmp_path)
+    optimizer = {"kind": "newton_cg", "hessian": "exact", "cg_iterations": 3, "damping": 0.5}
+    tables = {"optimizer": optimizer, "schedule": {"kind": "constant"}, **LAYOUTS[layout][1]}
+    verdict, *_ = ranks(2, verified, tables, str(tmp_path), True, 3)
+    assert verdict["holds"], verdict["sentence"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["replicate", pytest.param("ZeRO-1", marks=pytest.mark.stress)])
 def test_lbfgs_ends_there_too(ranks, tmp_path: Path, layout: str) -> None:
     """In at most a hundred steps, by the same decisions on every rank."""
@@ -205,6 +232,10 @@ REFUSED = [
     ({"gradients": {"schedule": "priority"}, "wire": {"check_collectives": False}}, 'use "order"'),
     ({"precision": {"kind": "float16"}}, 'use "bfloat16" or "float32"'),
     ({"observe": {"noise_every_steps": 2}}, "leave one of the two out"),
+    ({"layout": {"tensor": 2}} | EXACT, 'set optimizer.hessian = "differences"'),
+    ({"layout": {"shard": 2}} | EXACT, "set memory.zero = 2"),
+    ({"memory": {"recompute": "full"}} | EXACT, 'set optimizer.hessian = "differences"'),
+    ({"memory": {"loss_chunks": 2}} | EXACT, "its gradient is there before the backward"),
 ]
 
 

@@ -36,6 +36,9 @@ DIFFERENCED = 1e-9
 LESS_SAME = {"soap": OTHER_BASIS, "newton_cg": DIFFERENCED}
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "sgd": {"momentum": 0.9, "nesterov": True},
+    "adagrad": {},
     "rmsprop": {"momentum": 0.9, "centered": True},
     "nadam": {},
     "radam": {},
@@ -53,9 +56,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "lbfgs": {"clip_norm": None, "history": 2},
 }
 ELSEWHERE = {
-    "adamw": "tests/verification/covering.py",
-    "sgd": "tests/verification/covering.py",
-    "adagrad": "tests/assembly/test_embedding_tables.py",
     "adamw_8bit": "tests/assembly/test_adamw_8bit.py",
     "kfac": "tests/verification/test_kfac.py",
     "one_bit_adam": "tests/assembly/test_codec.py",
@@ -72,6 +72,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ZeRO-3": (2, {"layout": {"shard": 2}, "memory": {"zero": 3}}),
     "tensor": (2, {"layout": {"tensor": 2}}),
     "pipeline": (2, {"layout": {"pipeline": 2}}),
+    "replicate 4": (4, {"layout": {"replicate": 4}}),
+    "ZeRO-1 on 4": (4, {"layout": {"shard": 4}, "memory": {"zero": 1}}),
+    "ZeRO-2 on 4": (4, {"layout": {"shard": 4}, "memory": {"zero": 2}}),
+    "ZeRO-3 on 4": (4, {"layout": {"shard": 4}, "memory": {"zero": 3}}),
     "replicate x ZeRO-3": (4, {"layout": {"replicate": 2, "shard": 2}, "memory": {"zero": 3}}),
     "ZeRO-1 x tensor": (4, {"layout": {"shard": 2, "tensor": 2}, "memory": {"zero": 1}}),
     "pipeline x tensor": (4, {"layout": {"pipeline": 2, "tensor": 2}}),
@@ -192,10 +196,11 @@ def test_a_checkpoint_goes_on_in_other_layouts(ranks, folder: Path, kind: str) -
     assert straight.left.keys() == legs[-1].left.keys()
 
 
-def test_parameters_have_rates_and_decays_by_pattern(ranks, folder: Path) -> None:
-    """Groups are those of the unsplit model, wherever ZeRO cuts."""
+@pytest.mark.parametrize("layout", ["ZeRO-1", "pipeline"])
+def test_parameters_have_rates_and_decays_by_pattern(ranks, folder: Path, layout: str) -> None:
+    """Groups and layers are those of the unsplit model, wherever ZeRO and pipelines cut."""
     groups = {"*embedding*": {"rate": 0.5, "weight_decay": 0.0}, "blocks.0.*": {"rate": 2.0}}
-    tables = {"optimizer": {"kind": "adamw", "groups": groups}, **LAYOUTS["ZeRO-1"][1]}
+    tables = {"optimizer": {"kind": "adamw", "groups": groups, "layer_decay": 0.5}, **LAYOUTS[layout][1]}
     verdict, *_ = ranks(2, verified, tables, str(folder), True, 2)
     assert verdict["holds"], verdict["sentence"]
 

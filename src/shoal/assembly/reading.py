@@ -79,7 +79,9 @@ def epoch_samples(batch: BatchConfig, samples: int) -> int:
 
 
 def epoch_steps(batch: BatchConfig, samples: int, epochs: int) -> int:
-    """Steps in so many `epochs` over `samples` samples."""
+    """Steps in so many `epochs` over `samples` samples. Raises `ConfigError` where the noise decides how many."""
+    if batch.adaptive is not None:
+        raise ConfigError("epochs with batch.adaptive: the noise decides how many steps an epoch has; pass steps")
     positions, size = epoch_samples(batch, samples), batch.global_samples
     return epochs * -(-positions // size) if batch.epoch_end == "short" else batch.steps_to(epochs * positions)
 

@@ -233,7 +233,7 @@ class BatchConfig(Table, frozen=True):
         return next((phase.samples for phase in self.phases() if position < phase.until), self.global_samples)
 
     def steps_to(self, position: int) -> int:
-        """Steps until at least so many samples are trained on."""
+        """Steps until at least so many samples are trained on, without `adaptive`: then the noise decides."""
         steps = begins = 0
         for phase in (*self.schedule, BatchPhase(self.global_samples, max(1, position))):
             own = max(0, -(-(min(phase.until, position) - begins) // phase.samples))
@@ -241,7 +241,7 @@ class BatchConfig(Table, frozen=True):
         return steps
 
     def samples_of(self, step: int) -> int:
-        """Samples of step `step` (1 is the first)."""
+        """Samples of step `step` (1 is the first), without `adaptive`."""
         before = begins = 0
         for phase in self.schedule:
             own = max(0, -(-(phase.until - begins) // phase.samples))

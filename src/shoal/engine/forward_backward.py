@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.codec.config import BlockwiseConfig, CastConfig
 from shoal.comm.collective import Collective
@@ -102,6 +103,26 @@ class SequentialForwardBackward:
                 on_loss(total if self.counts else torch.zeros_like(total))
             with gradients.backward(last=last), self.compute.randomness.drawing():
                 (loss_sum * scale).backward()
+
+    def hessian_product(
+        self,
+        batches: Sequence[Batch],
+        directions: Sequence[tuple[nn.Parameter, Tensor]],
+        *,
+        gradients: Gradients,
+        factor: Callable[[], float],
+    ) -> None:
+        """Accumulates the gradient of g v in the place of g: the Hessian's product with v, whose part for each
+        parameter is in `directions`. Attention is PyTorch's plain one, which has a second derivative.
+        """
+        microbatches, parameters = self.arrange(batches), [parameter for parameter, _ in directions]
+        for index, batch in enumerate(microbatches):
+            with sdpa_kernel(SDPBackend.MATH):
+                loss = self._forward(self.compute.prepared(batch), factor) * factor()
+                found = torch.autograd.grad(loss, parameters, create_graph=True, materialize_grads=True)
+            slope = torch.stack([(g * v).sum() for g, (_, v) in zip(found, directions, strict=True)]).sum()
+            with gradients.backward(last=index == len(microbatches) - 1):
+                (slope + 0.0 * loss).backward()
 
     def evaluate(self, batch: Batch) -> Evaluated | None:
         own = self.compute.prepared(batch).batch

@@ -22,6 +22,7 @@ from torch import Tensor
 from shoal.comm.collective import Alone
 from shoal.data.sample import Batch, map_tree
 from shoal.engine.batch_statistics import StatisticsSync
+from shoal.engine.closures import PlainClosure
 from shoal.engine.compute import Compute
 from shoal.engine.loss import weighted_losses, weighted_sum
 from shoal.engine.microbatches import leaves
@@ -97,15 +98,17 @@ class Reference:
         for parameter in self.compute.model.parameters():
             parameter.grad = None
         denominator, total = sum(batch.weight for batch in batches), 0.0
-        for raw in self._arranged(batches):
-            microbatch = self.compute.prepared(raw)
-            self.compute.announce(microbatch, lambda: 1.0 / denominator)
-            _, losses = self.compute.losses(microbatch.batch)
-            loss_sum = weighted_sum(losses, microbatch.batch.weights)
+        for loss_sum in self._loss_sums(batches, denominator):
             with self.compute.randomness.drawing():
                 (loss_sum / denominator * self.scale).backward()
             total += float(loss_sum.detach().double())
         return total / denominator
+
+    def _loss_sums(self, batches: Sequence[Batch], denominator: float) -> Iterator[Tensor]:
+        for raw in self._arranged(batches):
+            microbatch = self.compute.prepared(raw)
+            self.compute.announce(microbatch, lambda: 1.0 / denominator)
+            yield weighted_sum(self.compute.losses(microbatch.batch)[1], microbatch.batch.weights)
 
     def rounding(self, batches: Sequence[Batch], gradient: ReferenceGradient) -> dict[str, float]:
         """What the order of summation changes: the 2-norm of each gradient's difference when samples come in reverse.
@@ -159,10 +162,13 @@ class Reference:
         _, losses = self.compute.losses(microbatch.batch)
         return weighted_losses(losses, microbatch.batch.weights).double().reshape(len(batch), -1).sum(1).cpu()
 
-    def _closure(self, *, first: float) -> Callable[[], float]:
-        """What a search evaluates: the step's loss at the weights as they are. `first` and its gradient are there."""
-        known = [first]
-        return lambda: known.pop() if known else self._backward(self._batches)
+    def _closure(self, *, first: float) -> PlainClosure:
+        batches, denominator = self._batches, sum(batch.weight for batch in self._batches)
+
+        def parts() -> Iterator[Tensor]:
+            return (part / denominator for part in self._loss_sums(batches, denominator))
+
+        return PlainClosure(lambda: self._backward(batches), parts, list(self.weights.values()), first=first)
 
     def update(
         self, gradients: dict[str, Tensor], *, lr: float, norm: float | None = None, loss: float = math.nan

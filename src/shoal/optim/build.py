@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -38,9 +39,11 @@ def build_optimizer(
     The gradients of those named `sparse` have the rows that a step touched alone, and form a last group. Without any
     parameter, as on a rank whose piece of a sharded model is empty, its step does nothing.
 
-    Raises `ConfigError` for an optimizer that moves rows which a step has not touched.
+    Raises `ConfigError` for an optimizer that moves rows which a step has not touched, and for `layer_decay` where the
+    names do not count layers.
     """
     parameters, tables = list(parameters), set(sparse)
+    of_layers = layer_rates(kinds or [name for name, *_ in parameters], config.layer_decay)
     if tables and not config.takes_sparse:
         kind = config.variant
         raise ConfigError(
@@ -52,7 +55,8 @@ def build_optimizer(
         if name not in tables:
             shape = (shapes or {}).get(name, tuple(parameter.shape))
             described = Described(name, shape, (kinds or {}).get(name, "replicated"), decays)
-            options = _options(config, described, factor_of(config, (widened or {}).get(name)))
+            by_width = factor_of(config, described, (widened or {}).get(name))
+            options = _options(config, described, by_width, of_layers.get(name, 1.0))
             key = tuple(sorted(options.items()))
             found.setdefault(key, {"params": [], **options})["params"].append(parameter)
     groups = sorted(found.values(), key=lambda group: (group.get("small", False), -group["weight_decay"]))
@@ -67,15 +71,42 @@ def build_optimizer(
     return optimizer
 
 
-def _options(config: OptimizerConfig, parameter: Described, factor: float) -> dict[str, Any]:
-    """What the group of a parameter says, whose rate is multiplied by `factor`; what it does not say is the optimizer's
-    own.
+def layer_rates(names: Iterable[str], decay: float) -> dict[str, float]:
+    """What the rates of parameters are multiplied by, by name: `names` are all of the model, in its order.
+
+    Layers are counted by the first number in a name, such as 3 in `blocks.3.norm.weight`. What stands before them in
+    the model is a layer below the first, what stands after them is the last. Of L layers, layer i has decay^(L - i).
+
+    Raises `ConfigError` where no names have numbers, or they count under several names.
+    """
+    if decay == 1:
+        return {}
+    found = {name: re.match(r"((?:[^.]*\.)*?)(\d+)\.", name) for name in names}
+    numbers = {name: int(match[2]) for name, match in found.items() if match}
+    lists = sorted({match[1].rstrip(".") for match in found.values() if match})
+    if len(lists) != 1:
+        counted = "no parameter's name has a number" if not lists else f"layers are counted in {', '.join(lists)}"
+        raise ConfigError(
+            f"optimizer.layer_decay = {decay:g}, and {counted}: it takes the layers of one list; give rates by "
+            "patterns of names in [optimizer.groups]"
+        )
+    layers, rates, seen = max(numbers.values()) + 1, dict[str, float](), False
+    for name in found:
+        seen = seen or name in numbers
+        rates[name] = decay ** (layers - numbers[name] if name in numbers else 0 if seen else layers + 1)
+    return rates
+
+
+def _options(config: OptimizerConfig, parameter: Described, factor: float, of_layer: float) -> dict[str, Any]:
+    """What the group of a parameter says, whose rate is multiplied by `factor`, and by `of_layer` with what decay takes
+    off; what it does not say is the optimizer's own.
     """
     group, decay = config.group_of(parameter.name), config.weight_decay if parameter.decays else 0.0
-    rate = group.rate * factor
+    own = config.options(parameter)
+    rate = own.pop("rate", 1.0) * group.rate * factor * of_layer
     small = math.prod(parameter.shape) < config.least_numbers
     return {
-        **config.options(parameter),
+        **own,
         "weight_decay": (decay if group.weight_decay is None else group.weight_decay) / factor,
         **({} if rate == 1 else {"rate": rate}),
         **({"small": True} if small else {}),

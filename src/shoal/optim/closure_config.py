@@ -5,7 +5,7 @@ They evaluate loss and gradient of the same samples several times in one step, a
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from shoal.config.check import Positive, PositiveFloat, says
 from shoal.optim.declared import Common, Slot, counter
@@ -27,6 +27,11 @@ class Searching(Common, frozen=True):
     ] = 0.9
     evaluations: Annotated[Positive, says("Most evaluations of the loss in one line search.")] = 25
 
+    @property
+    def backwards(self) -> float:
+        """At the start of a step, and of one length, which a search mostly takes."""
+        return 2.0
+
     def __post_init__(self) -> None:
         if self.decrease >= self.curvature:
             raise ValueError(
@@ -42,22 +47,35 @@ class Searching(Common, frozen=True):
         """Keys that make another gradient, or another direction, of the loss's."""
         rates = [f"{pattern!r}: rate = {group.rate:g}" for pattern, group in self.groups.items() if group.rate != 1]
         kinds = [transform.variant for transform in self.transforms]
-        found = [("clip_norm", self.clip_norm), ("transforms", kinds), ("groups", rates)]
+        layers = self.layer_decay if self.layer_decay != 1 else None
+        found = [("clip_norm", self.clip_norm), ("transforms", kinds), ("groups", rates), ("layer_decay", layers)]
         return [(key, value) for key, value in found if value]
 
 
 class NewtonCG(Searching, frozen=True, tag_field="kind", tag="newton_cg"):
-    """Newton's method with truncated conjugate gradients and a line search, for full or large batches: Hessian-vector
-    products are differences of two gradients.
-    """
+    """Newton's method with truncated conjugate gradients and a line search, for full or large batches."""
 
     implemented_by: ClassVar[str] = "shoal.optim.newton:newton_cg"
 
-    cg_iterations: Annotated[Positive, says("Most Hessian-vector products in one step, of two gradients each.")] = 50
+    hessian: Annotated[
+        Literal["differences", "exact"],
+        says(
+            "How the Hessian is multiplied by a vector: as the difference of two gradients, in every layout; or "
+            "exactly, by a backward through the backward, which replicas and ZeRO-1 and -2 can."
+        ),
+    ] = "differences"
+    cg_iterations: Annotated[
+        Positive, says("Most Hessian-vector products in one step, each as dear as two gradients.")
+    ] = 50
     cg_tolerance: Annotated[
         PositiveFloat, says("What may be left of the linear system, relative: the smaller of this and sqrt(|g|).")
     ] = 0.01
     damping: Annotated[float, says("Added to every eigenvalue of the Hessian.", ge=0)] = 0.0
+
+    @property
+    def backwards(self) -> float:
+        """Two for each product, or what costs as much, and those of the line search."""
+        return 2.0 * self.cg_iterations + super().backwards
 
 
 class LBFGS(Searching, frozen=True, tag_field="kind", tag="lbfgs"):

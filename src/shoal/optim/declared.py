@@ -177,8 +177,23 @@ class Common(Table, frozen=True):
     width_rule: ClassVar[Literal["adam", "sgd"] | None] = None
     """Whose rule says how its rates follow the width of a model (`shoal.optim.mup`); None: it is not known."""
 
+    def own_width_factor(self, parameter: Described, grows: str, times: float) -> float | None:
+        """What the rate of `parameter` is multiplied by where it `grows` by `times` and its updates follow another rule
+        than `width_rule`; None: they do not.
+        """
+        return None
+
     keeps_average: ClassVar[bool] = False
     """Whether one of its slots is an average, under which the run is evaluated (`shoal.optim.average`)."""
+
+    @property
+    def backwards(self) -> float:
+        """Forwards and backwards of a step, at most, for each that other optimizers take."""
+        return 1.0
+
+    def matrix_flops(self, rows: int, columns: int) -> float:
+        """Floating-point operations of an update of a hidden matrix, beyond a few for each of its numbers."""
+        return 0.0
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -223,6 +238,15 @@ class Common(Table, frozen=True):
         dict[str, Group],
         says("Tables by patterns of parameter names (`blocks.*.bias`); the first that fits decides."),
     ] = msgspec.field(default_factory=dict)
+
+    layer_decay: Annotated[
+        float,
+        says(
+            "What the rate of each layer is of the next one's (arXiv:2106.08254): with it, layers near the input keep "
+            "what they have learned while a model is trained further. 1: all have the same."
+        ),
+        msgspec.Meta(gt=0, le=1),
+    ] = 1.0
 
     transforms: Annotated[
         tuple[TransformConfig, ...],

@@ -13,6 +13,11 @@ The inverse by eigenvalues is that of George et al., arXiv:1806.03884, without t
 convolution, inputs are the numbers of a patch; an embedding's gradient is `[tokens, width]`, with the frequencies of
 tokens for G' and no basis on that side.
 
+With `inverse = "cholesky"` the damping is split over both factors (arXiv:1503.05671, 6.3), which costs a third of an
+eigendecomposition, and half of the products of a step:
+
+    U = (G' + sqrt(damping) / pi I)^(-1) V (A' + pi sqrt(damping) I)^(-1),      pi^2 = mean diagonal of A' / that of G'
+
 Factors are summed over all ranks that see samples. A matrix has an owner, which decomposes its factors; who keeps
 them, and so who sends what, is the trade-off of KAISA (Pauloski et al., arXiv:2107.01739): the owner alone, which sends
 updates (`decompositions = "owner"`), or every rank that has the matrix ("all"). What has no factors is AdamW's.
@@ -20,7 +25,7 @@ updates (`decompositions = "owner"`), or every rank that has the matrix ("all").
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +41,7 @@ from shoal.optim.parts import Parts
 from shoal.optim.preconditioned_config import KFAC, sides
 
 _SIDES = ("rows", "columns")
+_INVERTED = ("tokens", *_SIDES)
 
 
 def build(config: KFAC, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
@@ -50,6 +56,7 @@ def build(config: KFAC, groups: list[dict[str, Any]], lr: float) -> torch.optim.
         factor_beta=config.factor_beta,
         weight_sharing=config.weight_sharing,
         decompositions=config.decompositions,
+        inverse=config.inverse,
         largest_side=config.largest_side,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
@@ -64,9 +71,9 @@ class OwnedKFAC(WholeOptimizer):
         params: Dictionaries with `params` and their options; of plain parameters those of two dimensions are `whole`.
         lr: The learning rate.
         options: `momentum`, `damping`, `kl_clip` (None: no limit), `every`, `factor_beta`, `weight_sharing`,
-            `decompositions` and `largest_side` are the keys of `[optimizer]`, with its defaults; `betas`, `eps` and
-            `weight_decay` are AdamW's, and `adamw_rate` what the rate is multiplied by of weights that turn out to have
-            no layer.
+            `decompositions`, `inverse` and `largest_side` are the keys of `[optimizer]`, with its defaults; `betas`,
+            `eps` and `weight_decay` are AdamW's, and `adamw_rate` what the rate is multiplied by of weights that turn
+            out to have no layer.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.02, **options: Any) -> None:
@@ -79,6 +86,7 @@ class OwnedKFAC(WholeOptimizer):
             "factor_beta",
             "weight_sharing",
             "decompositions",
+            "inverse",
             "largest_side",
         )
         defaults = {
@@ -91,7 +99,7 @@ class OwnedKFAC(WholeOptimizer):
         if unknown := options.keys() - defaults.keys():
             raise TypeError(f"OwnedKFAC has no option {sorted(unknown)[0]!r}; it has {', '.join(sorted(defaults))}")
         super().__init__(params, lr=lr, **{**defaults, **options})
-        self.slots = KFAC(largest_side=self.defaults["largest_side"]).slots
+        self.slots = KFAC(largest_side=self.defaults["largest_side"], inverse=self.defaults["inverse"]).slots
         self.weight_sharing: WeightSharing = self.defaults["weight_sharing"]
         self._statistics: LayerStatistics | None = None
         self._factors: dict[str, Factors] = {}
@@ -155,11 +163,9 @@ class OwnedKFAC(WholeOptimizer):
         return gradient.view(self._shapes.get(id(parameter), gradient.shape))
 
     def cost(self, shape: Dims) -> float:
-        """Floating-point operations of an update, with its share of the decompositions (about 9 n^3 each)."""
-        rows, columns = sides(shape)
-        largest = self.defaults["largest_side"]
-        lengths = [length for length in (rows, columns) if length <= largest]
-        return 4.0 * rows * columns * sum(lengths) + 9.0 * sum(n**3 for n in lengths) / self.defaults["every"]
+        """Floating-point operations of an update, with its share of the inverses."""
+        keys = ("largest_side", "inverse", "every")
+        return KFAC(**{key: self.defaults[key] for key in keys}).matrix_flops(*sides(shape))
 
     @property
     def _watching(self) -> LayerStatistics:
@@ -201,14 +207,14 @@ class OwnedKFAC(WholeOptimizer):
         for name, one in own.items():
             if name in factors:
                 _average(one, factors[name], beta=one.group["factor_beta"])
-                _decompose(one.state, really=mine is None or name in mine)
+                _invert(name, one, really=mine is None or name in mine)
         if self._sharing is not None:
-            self._sharing.share({name: _decomposition(one.state) for name, one in own.items()})
+            self._sharing.share({name: _found(one.state) for name, one in own.items()})
 
     def _preconditioned(self, name: str, one: Whole) -> Tensor:
         """U."""
         gradient, state = as_matrix(one.direction), one.state
-        if not {"mean_tokens", "values_rows", "values_columns"} & state.keys():
+        if not _found(state) and "mean_tokens" not in state:
             if bool(gradient.any()):
                 raise UserCodeError(
                     f'optimizer.kind = "kfac": {name} has a gradient, and its layer was not called in the forward, or '
@@ -235,17 +241,27 @@ class OwnedKFAC(WholeOptimizer):
 
 
 def preconditioned(gradient: Tensor, state: Mapping[str, Tensor], *, damping: float) -> Tensor:
-    """(G' x A' + damping I)^(-1) of `gradient` `[rows, columns]`, by the decompositions in `state`."""
+    """U of `gradient` `[rows, columns]`, by what `state` has of the factors."""
+    by_values = not any(f"inverse_{name}" in state for name in _INVERTED)
+    x = gradient.to((_found(state) or [state["mean_tokens"]])[0].dtype)
+    return (_by_eigenvalues(x, state, damping) if by_values else _by_inverses(x, state)).to(gradient.dtype)
+
+
+def _by_eigenvalues(x: Tensor, state: Mapping[str, Tensor], damping: float) -> Tensor:
     rows, columns = (state.get(f"values_{name}") for name in _SIDES)
-    rows = state.get("mean_tokens", gradient.new_ones(gradient.shape[0])) if rows is None else rows
-    columns = gradient.new_ones(gradient.shape[1]) if columns is None else columns
-    x = gradient.to(rows.dtype)
+    rows = state.get("mean_tokens", x.new_ones(x.shape[0])) if rows is None else rows
+    columns = x.new_ones(x.shape[1]) if columns is None else columns
     x = state["basis_rows"].mT @ x if "basis_rows" in state else x
     x = x @ state["basis_columns"] if "basis_columns" in state else x
     x = x / (rows[:, None] * columns + damping)
     x = state["basis_rows"] @ x if "basis_rows" in state else x
-    x = x @ state["basis_columns"].mT if "basis_columns" in state else x
-    return x.to(gradient.dtype)
+    return x @ state["basis_columns"].mT if "basis_columns" in state else x
+
+
+def _by_inverses(x: Tensor, state: Mapping[str, Tensor]) -> Tensor:
+    x = state["inverse_tokens"][:, None] * x if "inverse_tokens" in state else x
+    x = state["inverse_rows"] @ x if "inverse_rows" in state else x
+    return x @ state["inverse_columns"] if "inverse_columns" in state else x
 
 
 def _average(one: Whole, factors: Factors, *, beta: float) -> None:
@@ -263,6 +279,17 @@ def _average(one: Whole, factors: Factors, *, beta: float) -> None:
             one.state[name] = factor.clone()
 
 
+def _invert(name: str, one: Whole, *, really: bool) -> None:
+    """What inverts the means; or room for it."""
+    if one.group["inverse"] == "eigenvalues":
+        _decompose(one.state, really=really)
+        return
+    means = {side: one.state[f"mean_{side}"] for side in _INVERTED if f"mean_{side}" in one.state}
+    shifts = _split(one.group["damping"], list(means.values()))
+    for (side, mean), shift in zip(means.items(), shifts, strict=True):
+        one.state[f"inverse_{side}"] = _damped_inverse(name, mean, shift) if really else torch.empty_like(mean)
+
+
 def _decompose(state: dict[str, Any], *, really: bool) -> None:
     """The eigenvalues and the eigenbasis of each mean; or room for them."""
     for name in _SIDES:
@@ -274,9 +301,34 @@ def _decompose(state: dict[str, Any], *, really: bool) -> None:
             state[f"values_{name}"], state[f"basis_{name}"] = torch.empty_like(mean[0]), torch.empty_like(mean)
 
 
-def _decomposition(state: Mapping[str, Tensor]) -> list[Tensor]:
-    """What one rank finds for all that have the matrix, in one order."""
-    return [state[f"{of}_{name}"] for name in _SIDES for of in ("values", "basis") if f"{of}_{name}" in state]
+def _split(damping: float, means: Sequence[Tensor]) -> list[float]:
+    """What is added to the diagonal of each of the means: G', A'."""
+    if len(means) == 1:
+        return [damping]
+    outputs, inputs = (float((mean if mean.ndim == 1 else mean.diagonal()).mean()) for mean in means)
+    pi = (inputs / outputs) ** 0.5 if inputs > 0 and outputs > 0 else 1.0
+    return [damping**0.5 / pi, damping**0.5 * pi]
+
+
+def _damped_inverse(name: str, mean: Tensor, shift: float) -> Tensor:
+    """(M + shift I)^(-1) of a matrix, or of a diagonal."""
+    if mean.ndim == 1:
+        return (mean + shift).reciprocal_()
+    damped = mean.clone()
+    damped.diagonal().add_(shift)
+    factor, failed = torch.linalg.cholesky_ex(damped)
+    if failed:
+        raise UserCodeError(
+            f'optimizer.inverse = "cholesky": a factor of {name} is not positive with {shift:.1e} added to its '
+            'diagonal: raise optimizer.damping, or use inverse = "eigenvalues"'
+        )
+    return torch.cholesky_inverse(factor)
+
+
+def _found(state: Mapping[str, Tensor]) -> list[Tensor]:
+    """What inverts the means, in one order: what one rank finds for all that have the matrix."""
+    by_values = [state[f"{of}_{name}"] for name in _SIDES for of in ("values", "basis") if f"{of}_{name}" in state]
+    return by_values + [state[f"inverse_{name}"] for name in _INVERTED if f"inverse_{name}" in state]
 
 
 def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:

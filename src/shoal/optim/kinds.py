@@ -133,9 +133,17 @@ class _Layerwise(Common, frozen=True):
         """`trust`: whether the rate follows the norms."""
         return {"trust": parameter.decays or self.trust == "all"}
 
+    def own_width_factor(self, parameter: Described, grows: str, times: float) -> float | None:
+        """Under muP first values of inner weights fall as 1 / sqrt(m), and updates with them; they should as 1 / m."""
+        if not self.options(parameter)["trust"]:
+            return None
+        return times**-0.5 if grows == "hidden" else 1.0
+
 
 class LARS(_Layerwise, frozen=True, tag_field="kind", tag="lars"):
     """LARS (arXiv:1708.03888): SGD with momentum whose rate, for each parameter, follows the ratio of two norms."""
+
+    width_rule: ClassVar[Literal["adam", "sgd"] | None] = "sgd"
 
     implemented_by: ClassVar[str] = "shoal.optim.layerwise:lars"
 
@@ -156,6 +164,8 @@ class LARS(_Layerwise, frozen=True, tag_field="kind", tag="lars"):
 
 class LAMB(_Layerwise, frozen=True, tag_field="kind", tag="lamb"):
     """LAMB (arXiv:1904.00962): AdamW whose steps are as long as each parameter's norm asks for."""
+
+    width_rule: ClassVar[Literal["adam", "sgd"] | None] = "adam"
 
     implemented_by: ClassVar[str] = "shoal.optim.layerwise:lamb"
 

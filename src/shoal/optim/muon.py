@@ -24,7 +24,7 @@ from torch.nn import Parameter
 from shoal.maths.counter import indices, key_of, normal
 from shoal.optim.declared import Dims
 from shoal.optim.owners import WholeOptimizer, as_matrix
-from shoal.optim.preconditioned_config import Dion, Muon, dion_rank
+from shoal.optim.preconditioned_config import Dion, Muon, dion_rank, muon_scale, orthogonalising_flops, sides
 
 # Newton-Schulz iterations: from a matrix to the nearest one whose singular values are all near 1.
 #
@@ -59,12 +59,6 @@ def _plus(added: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float)
     """beta added + alpha left @ right."""
     product = torch.addmm if added.ndim == 2 else torch.baddbmm
     return product(added, left, right, beta=beta, alpha=alpha)
-
-
-def orthogonalising_flops(rows: int, columns: int, *, iterations: int) -> float:
-    """Of `orthogonalised`: two products with the matrix and one of its Gram matrix in each iteration."""
-    short, long = min(rows, columns), max(rows, columns)
-    return iterations * (4.0 * short * short * long + 2.0 * short**3)
 
 
 def muon(config: Muon, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
@@ -143,15 +137,13 @@ class OwnedMuon(WholeOptimizer):
         how: NewtonSchulz = group["newton_schulz"]
         dtype = torch.bfloat16 if how.precision == "bfloat16" else None
         found = orthogonalised(matrices, iterations=how.iterations, polish=how.polish, dtype=dtype)
-        rows, columns = matrices.shape[-2:]
-        by_rms = group["adjust"] == "match_rms_adamw"
-        scale = 0.2 * math.sqrt(max(rows, columns)) if by_rms else math.sqrt(max(1.0, rows / columns))
+        scale = muon_scale(group["adjust"], *matrices.shape[-2:])
         return found.mul_(scale).view(direction.shape)
 
     def cost(self, shape: Dims) -> float:
         """Floating-point operations."""
         how: NewtonSchulz = self.defaults["newton_schulz"]
-        return orthogonalising_flops(shape[0], math.prod(shape[1:]), iterations=how.iterations + how.polish)
+        return orthogonalising_flops(*sides(shape), iterations=how.iterations + how.polish)
 
 
 # Dion (Ahn et al., arXiv:2504.05295, algorithm 1): orthonormal updates of low rank, by a power iteration that goes
@@ -226,8 +218,7 @@ class OwnedDion(WholeOptimizer):
 
     def cost(self, shape: Dims) -> float:
         """Floating-point operations."""
-        rows, columns = shape[0], math.prod(shape[1:])
-        return 8.0 * rows * columns * dion_rank(shape, self.defaults["rank_fraction"])
+        return Dion(rank_fraction=self.defaults["rank_fraction"]).matrix_flops(*sides(shape))
 
 
 def _first_factor(columns: int, rank: int, like: Tensor) -> Tensor:

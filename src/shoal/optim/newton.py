@@ -13,6 +13,8 @@ H v is a difference of two gradients (equation 8.20; here the central one), whic
 
     H v = (g(x + h v) - g(x - h v)) / 2h,    h = u^(1/3) (1 + |x|) / |v|,    u the precision of a number
 
+or exactly the gradient of g v (Pearlmutter, Neural Computation 6, 1994), where a closure can compute it (`Products`).
+
 L-BFGS (algorithms 7.4 and 7.5) multiplies -g by an inverse Hessian made of the last steps s and changes y of the
 gradient, both over the same samples, which is what a batch that changes from step to step needs (arXiv:1605.06049).
 
@@ -24,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -40,6 +42,20 @@ Vector = list[Tensor]
 """A number for each number of the parameters of this rank: a tensor for each of them."""
 Closure = Callable[[], Any]
 
+
+@runtime_checkable
+class Products(Protocol):
+    """A closure that also multiplies by the Hessian."""
+
+    def __call__(self) -> Any: ...
+
+    def product(self, direction: Callable[[], None], weights: Callable[[], None]) -> None:
+        """Leaves H v in `.grad`, summed as a gradient is. `direction` writes v where the weights are, and `weights`
+        writes these again; both are called once, in this order.
+        """
+        ...
+
+
 _ROUNDING = 16
 """Losses that differ by so many units in their last place, of the parameters' precision, are taken for equal."""
 _LEAST_CURVATURE = 1e-10
@@ -49,8 +65,8 @@ _LEAST_CURVATURE = 1e-10
 def newton_cg(config: NewtonCG, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
     """The optimizer of the run file."""
     return SearchedNewtonCG(
-        groups, lr=lr, cg_iterations=config.cg_iterations, cg_tolerance=config.cg_tolerance, damping=config.damping,
-        decrease=config.decrease, curvature=config.curvature, evaluations=config.evaluations,
+        groups, lr=lr, hessian=config.hessian, cg_iterations=config.cg_iterations, cg_tolerance=config.cg_tolerance,
+        damping=config.damping, decrease=config.decrease, curvature=config.curvature, evaluations=config.evaluations,
     )  # fmt: skip
 
 
@@ -198,6 +214,7 @@ class SearchedNewtonCG(SearchingOptimizer):
     Args:
         params: Parameters, or dictionaries with `params` and their `weight_decay`.
         lr: The length of a step that is tried first.
+        hessian: "differences" or "exact", which asks for a closure with `Products`.
         cg_iterations: Most Hessian-vector products in a step.
         cg_tolerance: What may be left of the linear system, relative.
         damping: Added to every eigenvalue of the Hessian.
@@ -212,6 +229,7 @@ class SearchedNewtonCG(SearchingOptimizer):
         params: Iterable[Any],
         lr: float = 1.0,
         *,
+        hessian: str = "differences",
         cg_iterations: int = 50,
         cg_tolerance: float = 0.01,
         damping: float = 0.0,
@@ -219,14 +237,18 @@ class SearchedNewtonCG(SearchingOptimizer):
         **search: float,
     ) -> None:
         super().__init__(
-            params, lr=lr, cg_iterations=cg_iterations, cg_tolerance=cg_tolerance, damping=damping,
+            params, lr=lr, hessian=hessian, cg_iterations=cg_iterations, cg_tolerance=cg_tolerance, damping=damping,
             weight_decay=weight_decay, **_search_options(**search),
         )  # fmt: skip
 
     def direction(self, closure: Closure, here: Point) -> Vector:
         """By conjugate gradients; minus the gradient where it has no positive curvature."""
-        with self._hessian(closure) as hessian:
-            return self._solved(hessian, here)
+        if self.defaults["hessian"] == "differences":
+            with self._hessian(closure) as hessian:
+                return self._solved(hessian, here)
+        if not isinstance(closure, Products):
+            raise TypeError('hessian = "exact" needs a closure that multiplies by the Hessian (`Products`)')
+        return self._solved(self._exact_hessian(closure), here)
 
     def _solved(self, hessian: Callable[[Vector, float], Vector], here: Point) -> Vector:
         """Algorithm 7.1, in its names: z the solution so far, r what is left, d the direction."""
@@ -269,6 +291,28 @@ class SearchedNewtonCG(SearchingOptimizer):
 
         yield product
         self._move(start, start, 0.0)
+
+    def _exact_hessian(self, closure: Products) -> Callable[[Vector, float], Vector]:
+        """The same, by the gradient of g v."""
+        start = [p.clone() for p in self.held]
+        zero = [torch.zeros_like(p) for p in start]
+
+        def product(vector: Vector, length: float) -> Vector:
+            with torch.enable_grad():
+                closure.product(
+                    torch.no_grad()(lambda: self._move(zero, vector, 1.0)),
+                    torch.no_grad()(lambda: self._move(start, vector, 0.0)),
+                )
+            added = [
+                group["weight_decay"] + self.defaults["damping"] for group in self.param_groups for _ in group["params"]
+            ]
+            grads = [p.grad for group in self.param_groups for p in group["params"]]
+            return [
+                v * share if grad is None else grad.add(v, alpha=share)
+                for grad, v, share in zip(grads, vector, added, strict=True)
+            ]
+
+        return product
 
 
 class SearchedLBFGS(SearchingOptimizer):

@@ -33,6 +33,7 @@ def shampoo(config: Shampoo, groups: list[dict[str, Any]], lr: float) -> torch.o
         lr=lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
+        precision=config.precision,
         block=config.block,
         root_eps=config.root_eps,
         start=config.start,
@@ -49,10 +50,7 @@ class OwnedShampoo(WholeOptimizer):
         betas: The decay rates of the momentum, and of all squares.
         eps: Added to the denominator of A.
         weight_decay: The decay of weights, apart from the gradient.
-        block: Largest rows and columns of a block.
-        root_eps: e above.
-        start: First updates that are Adam's.
-        every: Updates between two computations of the roots.
+        options: `precision`, `block`, `root_eps`, `start` and `every` are the keys of `[optimizer]`, with its defaults.
     """
 
     def __init__(
@@ -62,17 +60,13 @@ class OwnedShampoo(WholeOptimizer):
         betas: tuple[float, float] = (0.95, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
-        *,
-        block: int = 1024,
-        root_eps: float = 1e-6,
-        start: int = 10,
-        every: int = 10,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, block=block, root_eps=root_eps, start=start,
-            every=every,
-        )  # fmt: skip
-        self.slots = Shampoo(block=block).slots
+        keys = {key: getattr(Shampoo(), key) for key in ("precision", "block", "root_eps", "start", "every")}
+        if unknown := options.keys() - keys.keys():
+            raise TypeError(f"OwnedShampoo has no option {sorted(unknown)[0]!r}; it has {', '.join(sorted(keys))}")
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **{**keys, **options})
+        self.slots = Shampoo(block=self.defaults["block"]).slots
 
     def updated(self, group: dict[str, Any], direction: Tensor, state: dict[str, Any]) -> Tensor:
         """What is subtracted, and the state of the next update."""
@@ -88,23 +82,22 @@ class OwnedShampoo(WholeOptimizer):
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         for name, side in (("rows", blocks), ("columns", blocks.mT)):
-            state[f"mean_{name}"].mul_(beta2).add_(side @ side.mT, alpha=1 - beta2)
+            state[f"mean_{name}"].mul_(beta2).add_(_product(side, side.mT, group), alpha=1 - beta2)
         adam = (mean / (1 - beta1**step)) / (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
         if step <= group["start"]:
             return adam.view(direction.shape)
         if step == group["start"] + 1 or step % group["every"] == 0:
             for name in ("rows", "columns"):
                 state[f"root_{name}"] = _inverse_fourth_root(state[f"mean_{name}"], group["root_eps"])
-        turned = state["root_rows"] @ _blocks(mean, group["block"]) @ state["root_columns"]
+        turned = _product(state["root_rows"], _blocks(mean, group["block"]), group)
+        turned = _product(turned, state["root_columns"], group)
         found = _joined(turned, gradient.shape)
         length = torch.linalg.vector_norm(found)
         return found.mul_(torch.where(length > 0, torch.linalg.vector_norm(adam) / length, 0.0)).view(direction.shape)
 
     def cost(self, shape: Dims) -> float:
-        """Floating-point operations of an update, without those of the roots."""
-        rows, columns = sides(shape)
-        block = self.defaults["block"]
-        return 4.0 * rows * columns * (min(rows, block) + min(columns, block))
+        """Floating-point operations of an update, with its share of the roots."""
+        return Shampoo(block=self.defaults["block"], every=self.defaults["every"]).matrix_flops(*sides(shape))
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:
@@ -114,6 +107,11 @@ def _blocks(x: Tensor, block: int) -> Tensor:
     filled = x.new_zeros([count * size for count, size in zip(counts, own, strict=True)])
     filled[: x.shape[0], : x.shape[1]] = x
     return filled.view(counts[0], own[0], counts[1], own[1]).transpose(1, 2)
+
+
+def _product(a: Tensor, b: Tensor, group: dict[str, Any]) -> Tensor:
+    """Of two matrices, or of stacks of them, in the precision of the group."""
+    return a @ b if group["precision"] == "parameter" else (a.bfloat16() @ b.bfloat16()).to(a.dtype)
 
 
 def _joined(blocks: Tensor, shape: torch.Size) -> Tensor:
@@ -156,6 +154,7 @@ def soap(config: SOAP, groups: list[dict[str, Any]], lr: float) -> torch.optim.O
         lr=lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
+        precision=config.precision,
         shampoo_beta=config.shampoo_beta,
         every=config.every,
         largest_side=config.largest_side,
@@ -171,6 +170,7 @@ class OwnedSOAP(WholeOptimizer):
         betas: The decay rates of both moments.
         eps: Added to the denominator.
         weight_decay: The decay of weights, apart from the gradient.
+        precision: What products are computed in, "parameter" or "bfloat16".
         shampoo_beta: The decay rate of L and R.
         every: Updates between two changes of the basis.
         largest_side: Sides of more rows or columns stay as they are.
@@ -184,13 +184,14 @@ class OwnedSOAP(WholeOptimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         *,
+        precision: str = "parameter",
         shampoo_beta: float = 0.95,
         every: int = 10,
         largest_side: int = 4096,
     ) -> None:
         super().__init__(
-            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, shampoo_beta=shampoo_beta, every=every,
-            largest_side=largest_side,
+            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, precision=precision,
+            shampoo_beta=shampoo_beta, every=every, largest_side=largest_side,
         )  # fmt: skip
         self.slots = SOAP(largest_side=largest_side).slots
 
@@ -206,19 +207,19 @@ class OwnedSOAP(WholeOptimizer):
         step, (beta1, beta2) = int(state["step"]), group["betas"]
         mean, square = as_matrix(state["soap_avg"]), as_matrix(state["soap_avg_sq"])
         mean.lerp_(gradient, 1 - beta1)
-        turned = _into_basis(gradient, state)
+        turned = _into_basis(gradient, state, group)
         square.mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
         scale = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        found = _out_of_basis(_into_basis(mean, state).div_(scale), state).div_(1 - beta1**step)
-        _follow(gradient, state, group["shampoo_beta"])
+        found = _out_of_basis(_into_basis(mean, state, group).div_(scale), state, group).div_(1 - beta1**step)
+        _follow(gradient, state, group)
         if step % group["every"] == 0:
             _turn(square, state)
         return found.view(direction.shape)
 
     def cost(self, shape: Dims) -> float:
-        """Floating-point operations of an update, without those of a change of the basis."""
-        rows, columns = sides(shape)
-        return 8.0 * rows * columns * (rows + columns)
+        """Floating-point operations of an update, with its share of a change of the basis."""
+        keys = ("largest_side", "every")
+        return SOAP(**{key: self.defaults[key] for key in keys}).matrix_flops(*sides(shape))
 
 
 def _start(gradient: Tensor, state: dict[str, Any], largest: int) -> None:
@@ -228,20 +229,21 @@ def _start(gradient: Tensor, state: dict[str, Any], largest: int) -> None:
             state[f"basis_{name}"] = torch.linalg.eigh(state[f"mean_{name}"])[1].flip(-1).contiguous()
 
 
-def _into_basis(x: Tensor, state: dict[str, Any]) -> Tensor:
-    x = state["basis_rows"].mT @ x if "basis_rows" in state else x.clone()
-    return x @ state["basis_columns"] if "basis_columns" in state else x
+def _into_basis(x: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    x = _product(state["basis_rows"].mT, x, group) if "basis_rows" in state else x.clone()
+    return _product(x, state["basis_columns"], group) if "basis_columns" in state else x
 
 
-def _out_of_basis(x: Tensor, state: dict[str, Any]) -> Tensor:
-    x = state["basis_rows"] @ x if "basis_rows" in state else x
-    return x @ state["basis_columns"].mT if "basis_columns" in state else x
+def _out_of_basis(x: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
+    x = _product(state["basis_rows"], x, group) if "basis_rows" in state else x
+    return _product(x, state["basis_columns"].mT, group) if "basis_columns" in state else x
 
 
-def _follow(gradient: Tensor, state: dict[str, Any], beta: float) -> None:
+def _follow(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    beta = group["shampoo_beta"]
     for name, side in zip(_SIDES, (gradient, gradient.mT), strict=True):
         if f"mean_{name}" in state:
-            state[f"mean_{name}"].addmm_(side, side.mT, beta=beta, alpha=1 - beta)
+            state[f"mean_{name}"].mul_(beta).add_(_product(side, side.mT, group), alpha=1 - beta)
 
 
 def _turn(square: Tensor, state: dict[str, Any]) -> None:

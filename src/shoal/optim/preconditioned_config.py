@@ -53,6 +53,8 @@ class Muon(HiddenMatrices, frozen=True, tag_field="kind", tag="muon"):
     embeddings, heads, biases and norms.
     """
 
+    width_rule: ClassVar[Literal["adam", "sgd"] | None] = "adam"
+
     implemented_by: ClassVar[str] = "shoal.optim.muon:muon"
     lr: Annotated[float, says("Peak learning rate of matrices.", ge=0, le=1e3)] = 3e-4
     momentum: Annotated[float, says("Momentum of matrices.", ge=0, lt=1)] = 0.95
@@ -106,6 +108,34 @@ class Muon(HiddenMatrices, frozen=True, tag_field="kind", tag="muon"):
             )
         return {**options, "stacked": options["whole"] and parameter.kind == "expert", "heads": heads}
 
+    def matrix_flops(self, rows: int, columns: int) -> float:
+        return orthogonalising_flops(rows, columns, iterations=self.iterations + self.polish)
+
+    def own_width_factor(self, parameter: Described, grows: str, times: float) -> float | None:
+        """Of matrices sqrt(outputs / inputs) over the scale of updates, each beside its value at the base width."""
+        options = self.options(parameter)
+        if not options["whole"]:
+            return None
+        shape, heads = parameter.shape[1:] if options["stacked"] else parameter.shape, options["heads"]
+        rows, columns = shape[0] / heads, float(prod(shape[1:]))
+        before = (
+            rows / times if grows in ("input", "hidden") and heads == 1 else rows,
+            columns / times if grows in ("hidden", "output") else columns,
+        )
+        wanted = (rows / columns * before[1] / before[0]) ** 0.5
+        return wanted * muon_scale(self.adjust, *before) / muon_scale(self.adjust, rows, columns)
+
+
+def orthogonalising_flops(rows: int, columns: int, *, iterations: int) -> float:
+    """Of Newton-Schulz: two products with the matrix and one of its Gram matrix in each iteration."""
+    short, long = min(rows, columns), max(rows, columns)
+    return iterations * (4.0 * short * short * long + 2.0 * short**3)
+
+
+def muon_scale(adjust: str, rows: float, columns: float) -> float:
+    """What Muon multiplies an orthogonal matrix `[rows, columns]` by."""
+    return 0.2 * max(rows, columns) ** 0.5 if adjust == "match_rms_adamw" else max(1.0, rows / columns) ** 0.5
+
 
 def dion_rank(shape: Dims, fraction: float) -> int:
     """The columns of Dion's factors for a matrix of this shape."""
@@ -114,6 +144,8 @@ def dion_rank(shape: Dims, fraction: float) -> int:
 
 class Dion(HiddenMatrices, frozen=True, tag_field="kind", tag="dion"):
     """Dion (arXiv:2504.05295): orthonormal updates of low rank, for hidden matrices; AdamW for everything else."""
+
+    width_rule: ClassVar[Literal["adam", "sgd"] | None] = "adam"
 
     implemented_by: ClassVar[str] = "shoal.optim.muon:dion"
 
@@ -125,6 +157,13 @@ class Dion(HiddenMatrices, frozen=True, tag_field="kind", tag="dion"):
     weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
         0.01
     )
+
+    def own_width_factor(self, parameter: Described, grows: str, times: float) -> float | None:
+        """1 for matrices: their updates have the spectral norm sqrt(rows / columns) as they are."""
+        return 1.0 if self.options(parameter)["whole"] else None
+
+    def matrix_flops(self, rows: int, columns: int) -> float:
+        return 8.0 * rows * columns * dion_rank((rows, columns), self.rank_fraction)
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -158,6 +197,13 @@ class _Preconditioned(Common, frozen=True):
     beta2: Annotated[float, says("Decay of the second moment.", ge=0, lt=1)] = 0.95
     eps: Annotated[float, says("Added to the root of the second moment.", gt=0)] = 1e-8
     every: Annotated[Positive, says("Updates between two decompositions of the sides.")] = 10
+    precision: Annotated[
+        Literal["parameter", "bfloat16"],
+        says(
+            "What the products of a step are computed in; decompositions keep the parameter's precision. With bfloat16 "
+            "two layouts agree to 2 digits of an update alone."
+        ),
+    ] = "parameter"
     adamw: Annotated[
         tuple[str, ...], says("Patterns of parameter names that AdamW steps, beside embeddings and heads it knows.")
     ] = ("*embed*", "*head*")
@@ -183,6 +229,11 @@ class SOAP(_Preconditioned, frozen=True, tag_field="kind", tag="soap"):
 
     shampoo_beta: Annotated[float, says("Decay of both sides.", ge=0, lt=1)] = 0.95
     largest_side: Annotated[Positive, says("Sides of more rows or columns stay as they are.")] = 4096
+
+    def matrix_flops(self, rows: int, columns: int) -> float:
+        """Four products with each side, and its share of two more and of a QR decomposition."""
+        lengths = [length for length in (rows, columns) if length <= self.largest_side]
+        return 8.0 * rows * columns * sum(lengths) + 7.0 * sum(n**3 for n in lengths) / self.every
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -218,6 +269,12 @@ class Shampoo(_Preconditioned, frozen=True, tag_field="kind", tag="shampoo"):
         float, says("Added to each side's eigenvalues, as a share of the largest, before the root is taken.", gt=0)
     ] = 1e-6
     start: Annotated[int, says("First updates, of AdamW.", ge=0)] = 10
+
+    def matrix_flops(self, rows: int, columns: int) -> float:
+        """Two products with each side of a block, and its share of the roots by eigenvalues."""
+        own = [min(self.block, length) for length in (rows, columns)]
+        blocks = rows * columns / prod(own)
+        return 4.0 * rows * columns * sum(own) + 11.0 * blocks * sum(n**3 for n in own) / self.every
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -270,6 +327,13 @@ class KFAC(HiddenMatrices, frozen=True, tag_field="kind", tag="kfac"):
             "step; or every rank that has the matrix, which takes more memory and sends no updates."
         ),
     ] = "owner"
+    inverse: Annotated[
+        Literal["eigenvalues", "cholesky"],
+        says(
+            "How Fisher blocks are inverted: exactly, by the eigenvalues of both factors; or with the damping split "
+            "over the factors (arXiv:1503.05671, 6.3), which costs half in every step, and a third every `every` steps."
+        ),
+    ] = "eigenvalues"
     largest_side: Annotated[Positive, says("Sides of more rows or columns are not preconditioned.")] = 4096
     weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
         0.01
@@ -282,10 +346,16 @@ class KFAC(HiddenMatrices, frozen=True, tag_field="kind", tag="kfac"):
         """Also embeddings, where no pattern of `adamw` fits them."""
         return parameter.decays and parameter.kind in (*HIDDEN, "embedding") and len(parameter.shape) > 1
 
+    def matrix_flops(self, rows: int, columns: int) -> float:
+        """Products of a step, and its share of inverses; not that of the factors, which follows from the batch."""
+        lengths = [length for length in (rows, columns) if length <= self.largest_side]
+        products, cubes = (4.0, 9.0) if self.inverse == "eigenvalues" else (2.0, 2.0)
+        return products * rows * columns * sum(lengths) + cubes * sum(n**3 for n in lengths) / self.every
+
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """The momentum, the mean, the eigenvalues and the eigenbasis of each factor, on the owner; both moments of
-        AdamW's.
+        """The momentum, and the mean of each factor with its eigenvalues and eigenbasis or its inverse, on the owner;
+        both moments of AdamW's.
         """
 
         def side(number: int, dims: int) -> Any:
@@ -295,12 +365,15 @@ class KFAC(HiddenMatrices, frozen=True, tag_field="kind", tag="kfac"):
 
             return shape
 
+        by_values = self.inverse == "eigenvalues"
         return (
             Slot("exp_avg", of="rest"),
             Slot("exp_avg_sq", of="rest"),
             counter("step"),
             Slot("kfac_momentum", of="hidden", planned=1.0, whole=True),
-            Slot("mean_tokens", lambda whole: whole[:1], of="hidden", planned=0.0, whole=True),
+            *(Slot(f"{of}_tokens", lambda whole: whole[:1], of="hidden", planned=0.0, whole=True)
+              for of in ("mean", *(() if by_values else ("inverse",)))),
             *(Slot(f"{of}_{name}", side(n, dims), of="hidden", planned=float(dims - 1), whole=True)
-              for n, name in enumerate(("rows", "columns")) for of, dims in (("mean", 2), ("basis", 2), ("values", 1))),
+              for n, name in enumerate(("rows", "columns"))
+              for of, dims in (("mean", 2), *((("basis", 2), ("values", 1)) if by_values else (("inverse", 2),)))),
         )  # fmt: skip

@@ -72,6 +72,18 @@ def hidden_share(model: ModelConfig) -> float:
     return 1 - (embedding_parameters(sizes) + head_parameters(sizes)) / total_parameters(sizes)
 
 
+def flops_of_a_number(run_file: RunFile) -> float:
+    """What the optimizer computes for a number of a block's matrices, beyond passes; 0 where sizes are not known."""
+    if not isinstance(run_file.model, GPTConfig):
+        return 0.0
+    sizes = transformer_of(run_file.model)
+    keys, width = sizes.kv_heads * sizes.head_size, sizes.hidden
+    matrices = [(width, width), (keys, width), (keys, width), (width, width), (width, sizes.feed_forward)]
+    matrices += [(sizes.feed_forward, width)] * (2 if sizes.gated else 1)
+    flops = sum(run_file.optimizer.matrix_flops(*shape) for shape in matrices)
+    return flops / sum(rows * columns for rows, columns in matrices)
+
+
 _STATES: Mapping[type, tuple[StateBytes, str]] = {
     Float32: (FLOAT32, "float32"),
     Float64: (FLOAT64, "float64"),
@@ -123,6 +135,8 @@ def stack_of(run_file: RunFile, cluster: Cluster, *, times: tuple[CodecTime, ...
         ),
         dtype=dtype,
         update_bytes=moved * state.weight + coded + copied,
+        update_flops=hidden * flops_of_a_number(run_file),
+        backwards=run_file.optimizer.backwards,
         state_home=offload.optimizer,
         eager=not run_file.run.compile,
         own_blocks=not run_file.run.compile,
@@ -168,7 +182,10 @@ def with_optimizer(predictor: Predictor, run_file: RunFile) -> Predictor:
     state = replace(stack.state, optimizer=kept.optimizer, saved=kept.saved, streamed_bytes=kept.streamed_bytes)
     if state == stack.state and other.update_bytes == stack.update_bytes:
         return predictor
-    changed = replace(stack, state=state, update_bytes=other.update_bytes, state_home=other.state_home)
+    changed = replace(
+        stack, state=state, update_bytes=other.update_bytes, update_flops=other.update_flops,
+        backwards=other.backwards, state_home=other.state_home,
+    )  # fmt: skip
     return predictor.on(predictor.cluster, measured=predictor.measured, stack=changed)
 
 

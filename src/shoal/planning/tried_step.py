@@ -18,6 +18,7 @@ import numpy as np
 
 from shoal.cost.transformer import total_parameters
 from shoal.models.config import GPTConfig
+from shoal.optim.config import AdamW
 from shoal.planning.answer import cluster_of, transformer_of, workload_of
 from shoal.planning.measured_step import MeasuredStep
 from shoal.planning.operators import calibration_here, cores, measured_for_traces, measured_here
@@ -54,11 +55,12 @@ def tried_step(
 
 
 def _alone(run_file: RunFile, samples: int) -> RunFile:
-    """One rank that takes one microbatch of `samples` a step."""
+    """One rank that takes one microbatch of `samples` a step, by AdamW."""
     return msgspec.structs.replace(
         run_file,
         run=msgspec.structs.replace(run_file.run, processes=1),
         batch=msgspec.structs.replace(run_file.batch, global_samples=samples, micro_samples=samples),
+        optimizer=AdamW(),
         layout=LayoutConfig(),
         memory=msgspec.structs.replace(run_file.memory, zero=None),
     )

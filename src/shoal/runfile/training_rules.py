@@ -131,9 +131,30 @@ def _against_search(run_file: RunFile) -> Iterator[tuple[str, str]]:
         yield 'precision.kind = "float16"', 'the loss is scaled; use "bfloat16" or "float32"'
     if run_file.observe.noise_every_steps:
         yield "observe.noise_every_steps", "a search has several gradients; leave one of the two out"
+    if getattr(run_file.optimizer, "hessian", "differences") == "exact":
+        yield from _against_second_derivatives(run_file)
     for name in ("sparsity", "freeze"):
         if getattr(run_file, name) is not None:
             yield f"[{name}]", "a search moves every weight; leave one of the two out"
+
+
+def _against_second_derivatives(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do)"""
+    layout, memory, differences = run_file.layout, run_file.memory, 'set optimizer.hessian = "differences"'
+    for axis in ("tensor", "context", "pipeline", "expert"):
+        if getattr(layout, axis) > 1:
+            yield f"layout.{axis} = {getattr(layout, axis)}", f"its exchanges have no second derivative; {differences}"
+    if layout.shard > 1 and memory.zero not in (1, 2):
+        yield (
+            f"layout.shard = {layout.shard} and ZeRO-3",
+            "its weights are gathered for one backward; set memory.zero = 2",
+        )
+    if memory.recompute != "none":
+        yield f'memory.recompute = "{memory.recompute}"', f"it computes one backward; {differences}"
+    if memory.loss_chunks > 1:
+        yield f"memory.loss_chunks = {memory.loss_chunks}", f"its gradient is there before the backward; {differences}"
+    if run_file.run.compile:
+        yield run_file.run.compile_said, "compiled code has no second derivative; leave run.compile out"
 
 
 def _width_rule(run_file: RunFile) -> str | None:
@@ -143,8 +164,8 @@ def _width_rule(run_file: RunFile) -> str | None:
         return None
     return (
         f'model.scaling = "mup" with optimizer.kind = "{own.variant}": its rules are known of adamw, adamw_8bit, '
-        "nadam, radam, lion, schedule_free_adamw, sgd and schedule_free_sgd; use one of these, or leave model.scaling "
-        "out"
+        "nadam, radam, lion, lamb, muon, dion, schedule_free_adamw, sgd, lars and schedule_free_sgd; use one of these, "
+        "or leave model.scaling out"
     )
 
 

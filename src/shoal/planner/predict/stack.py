@@ -56,7 +56,9 @@ class Stack:
     tensor ranks gather the logits and compute the whole loss each. `context`: how context ranks exchange keys and
     values, all of it seen; None: gathers of keys, hidden behind attention. `update_bytes`: what a step of the
     optimizer moves for a parameter, Megatron's by default: copy of the gradient 6, unscale and norm 12, Adam in
-    float32 28, cast to half 6. `float8`: which linear layers of a block compute in float8, `float8_casts` whose they
+    float32 28, cast to half 6; `update_flops`: what
+    it computes beyond that, all ranks that hold a parameter together. `backwards`: forwards and backwards of a step
+    for each of its microbatches. `float8`: which linear layers of a block compute in float8, `float8_casts` whose they
     are; `gathers_float8`: ZeRO gathers their weights in it. `codecs`: what is coded on the wire. `state_home`:
     where the optimizer's state lives between updates.
     """
@@ -65,6 +67,8 @@ class Stack:
     state: StateBytes
     dtype: str = "bfloat16"
     update_bytes: float = 52.0
+    update_flops: float = 0.0
+    backwards: float = 1.0
     state_home: Literal["device", "host", "disk"] = "device"
     eager: bool = False
     own_blocks: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal.cost.activations import bubble_s
+from shoal.cost.matmul import Matmul
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Transformer
 from shoal.planner.predict.coding import (
@@ -92,12 +93,20 @@ def coding_s(plan: Plan, stage: Stage, machine: Machine, *, beside_s: float) -> 
     return seconds
 
 
+PRODUCT = Matmul(1024, 1024, 1024)
+"""Whose rate those of optimizers of matrices have."""
+
+
 def optimizer_s(plan: Plan, stage: Stage, machine: Machine) -> float:
-    """Passes over the state of the parameters that this rank updates, and beside them its way there and back."""
+    """Passes over the state of the parameters that this rank updates, beside them its way there and back; and products
+    of whole matrices, which the ranks that hold them divide among themselves.
+    """
     share = plan.state_ranks if plan.zero else 1
-    numbers = stage.numbers / share
-    passes = machine.prices(plan.world_size).update(numbers, update_bytes=machine.stack.update_bytes)
-    return max(passes, _moves_s(numbers, machine)) + machine.constants.optimizer_start_s
+    numbers, prices = stage.numbers / share, machine.prices(plan.world_size)
+    passes = prices.update(numbers, update_bytes=machine.stack.update_bytes)
+    flops = machine.stack.update_flops * stage.numbers / (plan.layout.replicate * plan.state_ranks)
+    products = flops / PRODUCT.flops * prices.product(PRODUCT, element_bytes=machine.stack.state.weight)
+    return max(passes, _moves_s(numbers, machine)) + products + machine.constants.optimizer_start_s
 
 
 def _moves_s(numbers: float, machine: Machine) -> float:
@@ -141,6 +150,7 @@ def step_bill(plan: Plan, stage: Stage, layer: LayerBill, *, model: Transformer,
     backward = layers * (layer.input_s + layer.weight_s)
     _add(bill, "gradients", gradients(plan, stage, machine, beside_s=backward))
     bill["coding"] = coding_s(plan, stage, machine, beside_s=backward)
+    bill = {name: machine.stack.backwards * seconds for name, seconds in bill.items()}
     bill["optimizer"] = optimizer_s(plan, stage, machine)
     return Bill(bill)
 

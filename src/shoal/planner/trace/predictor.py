@@ -351,6 +351,7 @@ class TracedPredictor(Predictor):
         bill["gradients"] = once.seen_s
         bill["overlap"] += once.slowed_s
         bill["coding"] = coding_s(plan, stage, self.machine, beside_s=backward)
+        bill = {name: self.stack.backwards * seconds for name, seconds in bill.items()}
         bill["optimizer"] = optimizer_s(plan, stage, self.machine)
         return Bill(bill)
 
