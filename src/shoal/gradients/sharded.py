@@ -7,9 +7,9 @@ gradients and reduces them once a step; ZeRO-2 lends buffers, and adds up pieces
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -20,6 +20,7 @@ from shoal.comm.collective import Allocate, Collective, Handle, ordinary
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange, PieceCodecs
 from shoal.gradients.bucket import ALIGNMENT, Bucket, BucketParameters, FlatLayout, Flight, flat_layout, segments_of
 from shoal.gradients.gradients import Groups, OverReplica, global_norm
+from shoal.gradients.masters import take_over, write_piece
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.reducer import OwnGradient, Reducer
 from shoal.state import Owned, Trained, owned_run, owned_whole, same_piece
@@ -70,7 +71,7 @@ class _Place:
         parameter, own = self.trained.parameter, None if self.piece is None else self.piece.grad
         shown = self._shown
         if shown is None or own is not self._own:  # a step's gradient mostly lies where the last one did
-            nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            nothing = torch.empty(0, dtype=parameter.grad_dtype, device=parameter.device)
             what = f"the gradient of {self.trained.holding.name} is divided over {self.group.size} ranks by ZeRO"
             local = nothing if own is None else own.view(-1)
             shown = PartialGradient(local, self.start, parameter.shape, group=self.group, what=what)
@@ -120,6 +121,7 @@ class ShardedBase(OverReplica):
             for part in parts
         ]
         self._reducer = Reducer([(t.holding.name, t.parameter) for t in trained], self._buckets, eager=stage > 1)
+        trained = [replace(t, master=None) for t in trained]  # it is in the pieces now
         self._trained, self._replica = trained, replica
         self._device = trained[0].parameter.device if trained else torch.device("cpu")
         found = [
@@ -210,7 +212,10 @@ class ShardedGradients(ShardedBase):
         pieces: PieceCodecs = PieceCodecs(),
     ) -> None:
         self._stores = [
-            FlatParameters(*flat(trained, part, groups, undivided=undivided), groups(part.shard)) for part in parts
+            FlatParameters(
+                *flat(trained, part, groups, undivided=undivided), groups(part.shard), masters=masters_of(trained, part)
+            )
+            for part in parts
         ]
         super().__init__(
             trained, parts, self._stores, stage=stage, groups=groups, replica=replica, exchange=exchange,
@@ -223,23 +228,50 @@ class ShardedGradients(ShardedBase):
         for handle in handles:
             handle.wait()
 
-    def full_parameters(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def start(self) -> None:
+        for store in self._stores:
+            store.take_over()
+        super().start()
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        yield
+        for store in self._stores:
+            store.take_over()
 
 
 class FlatParameters:
-    """Parameters as views of one flat buffer that every rank holds; `piece` is a view of what this rank updates."""
+    """Parameters as views of one flat buffer that every rank holds; `piece` is what this rank updates: a view of it, or
+    its part of the `masters`.
+    """
 
-    def __init__(self, parameters: Sequence[Parameter], layout: FlatLayout, shard: Collective) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[Parameter],
+        layout: FlatLayout,
+        shard: Collective,
+        *,
+        masters: Sequence[Tensor] | None = None,
+    ) -> None:
         self._shard = shard
         self._whole = flattened(parameters, layout, shard.allocate)
-        self.piece = self._whole[layout.mine(shard.rank)]
+        self._own = self.piece = self._whole[layout.mine(shard.rank)]
+        if masters is not None:
+            self.piece = torch.zeros_like(self._own, dtype=masters[0].dtype)
+            write_piece(self.piece, masters, layout, shard.rank)
         for number, parameter in enumerate(parameters):
             parameter.data = self._whole[layout.slice(number)].view(parameter.shape)
 
     def start_gather(self) -> Handle:
         """Begins to bring the pieces of the other ranks, in place."""
-        return self._shard.all_gather(self._whole, self.piece)
+        if self._own is not self.piece:
+            self._own.copy_(self.piece)
+        return self._shard.all_gather(self._whole, self._own)
+
+    def take_over(self) -> None:
+        """Makes the masters what a script has written into the parameters."""
+        if self._own is not self.piece:
+            take_over(self.piece, self._own)
 
 
 @torch.no_grad()
@@ -259,6 +291,12 @@ def flat(
     return parameters, flat_layout([p.numel() for p in parameters], groups(part.shard).size, undivided=undivided)
 
 
+def masters_of(trained: Sequence[Trained], part: BucketParameters) -> list[Tensor] | None:
+    """Those of the parameters of a bucket, all of which have one or none."""
+    masters = [master for index in part.indices if (master := trained[index].master) is not None]
+    return masters or None
+
+
 def _bucket(
     trained: Sequence[Trained],
     part: BucketParameters,
@@ -272,7 +310,8 @@ def _bucket(
     """A bucket whose pieces are agreed on by `exchange`. With a `flight` it is lent."""
     parameters, layout = flat(trained, part, groups, undivided=undivided)
     shard, beyond = groups(part.shard), groups(beyond_shard(trained, part))
-    dtype = torch.float32 if parameters[0].dtype.itemsize == 2 else parameters[0].dtype
+    wide = torch.float32 if parameters[0].dtype.itemsize == 2 else parameters[0].dtype
+    dtype = trained[part.indices[0]].reduce_dtype or wide
     device, buffer = parameters[0].device, None
     if flight is None:
         buffer = shard.allocate(layout.numel, dtype=dtype, device=device)

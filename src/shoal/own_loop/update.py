@@ -127,9 +127,8 @@ def players_of(
 
 def _placeholder(name: str, parameter: Parameter) -> PartialGradient:
     what = f"the gradient of {name} is not there before the step's last microbatch"
-    return PartialGradient(
-        torch.empty(0, dtype=parameter.dtype, device=parameter.device), 0, parameter.shape, group=Alone(), what=what
-    )
+    nothing = torch.empty(0, dtype=parameter.grad_dtype, device=parameter.device)
+    return PartialGradient(nothing, 0, parameter.shape, group=Alone(), what=what)
 
 
 def _now(parameter: Parameter) -> tuple[Tensor | None, int]:

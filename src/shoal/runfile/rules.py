@@ -25,7 +25,13 @@ from shoal.runfile.sync_rules import (
     shard_codec_refusal,
     sync_refusal,
 )
-from shoal.runfile.training_rules import memory_refusal, norm_refusal, optimizer_refusal, partly_trained_refusal
+from shoal.runfile.training_rules import (
+    masters_refusal,
+    memory_refusal,
+    norm_refusal,
+    optimizer_refusal,
+    partly_trained_refusal,
+)
 
 
 def check_across(run_file: RunFile, *, file: str) -> None:
@@ -47,6 +53,7 @@ def refusal(run_file: RunFile) -> str | None:
         layout_refusal,
         norm_refusal,
         _float8_rule,
+        masters_refusal,
         loss_chunks_refusal,
         memory_refusal,
         pipedream_refusal,
