@@ -148,14 +148,14 @@ def export(
     Example: shoal checkpoint export runs/stdlib-gpt weights.safetensors
     """
     from shoal.checkpoint.objects import require_checkpoint
-
-    require_checkpoint(source)
-    from shoal.checkpoint.inspect import export as write
-    from shoal.checkpoint.inspect import in_dtype
     from shoal.errors import UsageError
 
     if integers and dtype != "saved":
         raise UsageError(f"--integers with --dtype {dtype}: integers have scales in float32; leave one of the two out")
+    require_checkpoint(source)
+    from shoal.checkpoint.inspect import export as write
+    from shoal.checkpoint.inspect import in_dtype
+
     with busy(f"writing {file}"):
         made = _integers(source) if integers else _merge(source)
         if to == "safetensors":
