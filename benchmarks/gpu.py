@@ -326,8 +326,8 @@ def _with_paths() -> dict[str, str]:
 def page(card: str, said: Mapping[str, str]) -> str:
     """The table in Markdown."""
     head = (
-        f"# Layouts on a GPU\n\nWritten by `make gpu` on {card}, torch {torch.__version__}: what `shoal verify` says of "
-        "a small GPT on tensors of the GPU. Two ranks share it over Gloo (`run.share_gpus`), a test mode that shows "
+        f"# Layouts on a GPU\n\nWritten by `make gpu` on {card}, torch {torch.__version__}: what `shoal verify` says "
+        "of a small GPT on tensors of the GPU. Two ranks share it over Gloo (`run.share_gpus`), a test mode that shows "
         "whether a layout's code runs there and computes what one process computes, not how fast.\n\n"
         "| layout | keys | |\n|---|---|---|\n"
     )
