@@ -5,17 +5,23 @@ A user's own GPT, bfloat16 autocast, fused AdamW, clipping. All sides take block
     plain, plain compiled      a loop as a careful person writes it, batches in pinned memory
     shoal, shoal compiled      `shoal train`'s step; compiled with the loss
     shoal blocks               each block compiled by itself, as under ZeRO-3
+    masters                    bfloat16 weights with float32 masters, compiled
     float8                     the blocks' linear layers in float8, compiled
 
 ZeRO-3 itself divides a model over ranks of a GPU each: one GPU cannot show it, and the table says so. Model FLOPs count
 attention once below the diagonal (half of 12 L D T a token). Figures are kept by card, and compared with those of the
 same card alone.
+
+With `--layouts` it writes another table: what `shoal verify` says of each layout, two ranks on the one GPU over Gloo.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -52,6 +58,7 @@ SIDES: Mapping[str, tuple[bool | str, str]] = {
     SHOAL: (False, "bfloat16"),
     COMPILED[SHOAL]: (True, "bfloat16"),
     "shoal blocks": ("blocks", "bfloat16"),
+    "masters": (True, "bfloat16_params"),
     "float8": (True, "float8"),
 }
 """Shoal's sides: `run.compile` and `precision.kind`."""
@@ -115,6 +122,9 @@ def gpu(
     out: Annotated[Path | None, typer.Option(help="The file of figures, by card; default: standard output.")] = None,
     turns: Annotated[int, typer.Option(help="Turns of all sides.", min=2)] = 8,
     block: Annotated[int, typer.Option(help="Steps in a row of one side.", min=1)] = 5,
+    layouts: Annotated[
+        Path | None, typer.Option(help="Write the table of layouts to this page, and nothing else.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tiny, on the CPU, nothing compiled.")] = False,
 ) -> None:
     """A step of Shoal on one GPU beside a plain PyTorch loop, eager, compiled and in float8.
@@ -125,6 +135,10 @@ def gpu(
         require_gpu()
     device = torch.device("cpu" if dry_run else "cuda")
     card = "dry run" if dry_run else torch.cuda.get_device_name()
+    if layouts is not None:
+        chosen = {name: LAYOUTS[name] for name in list(LAYOUTS)[:2]} if dry_run else LAYOUTS
+        layouts.write_text(page(card, {name: verified(keys, device.type) for name, keys in chosen.items()}))
+        return
     with ExitStack() as stack:
         if dry_run:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -245,6 +259,79 @@ def _seconds(setting: Setting, work: Callable[[], Any]) -> float:
     work()
     setting.synchronize()
     return time.perf_counter() - begin_s
+
+
+# Every layout's code on tensors of a GPU: what `shoal verify` says of it.
+
+
+LAYOUTS: Mapping[str, tuple[str, ...]] = {
+    "one rank": ("run.processes=1",),
+    "replicated": ("layout.replicate=2",),
+    "ZeRO-1": ("layout.shard=2", "memory.zero=1"),
+    "ZeRO-2": ("layout.shard=2", "memory.zero=2"),
+    "ZeRO-3": ("layout.shard=2", "memory.zero=3"),
+    "ZeRO-3, masters": ("layout.shard=2", "memory.zero=3", "precision.kind=bfloat16_params"),
+    "ZeRO-3, compiled blocks": ("layout.shard=2", "memory.zero=3", "run.compile=blocks"),
+    "tensor": ("layout.tensor=2",),
+    "tensor, sequence parallel": ("layout.tensor=2", "layout.sequence_parallel=true"),
+    "pipeline": ("layout.pipeline=2",),
+    "context": ("layout.context=2",),
+    "experts": ("layout.shard=2", "layout.expert=2", "memory.zero=1", "model.kind=moe", "model.experts=4"),
+    "int8 gradients": ("layout.replicate=2", "codec.kind=blockwise"),
+    "moments in 8 bits": ("layout.shard=2", "memory.zero=1", "optimizer.kind=adamw_8bit"),
+    "local steps": ("layout.replicate=2", "sync.kind=local", "sync.period=2"),
+    "bfloat16": ("layout.replicate=2", "precision.kind=bfloat16"),
+}
+RUN = """
+[run]
+name = "layouts"
+steps = 10
+[model]
+kind = "gpt"
+layers = 2
+width = 64
+heads = 4
+vocabulary = 256
+[data]
+kind = "stdlib"
+[batch]
+global_samples = 8
+sequence = 64
+"""
+LIMIT_S = 90.0
+
+
+def verified(keys: tuple[str, ...], device: str) -> str:
+    """The last sentence of `shoal verify` of a small GPT under `keys`: that it is the same model, or why not."""
+    shares = ("run.share_gpus=true", "wire.transport=gloo") if device == "cuda" else ()
+    own = () if any(key.startswith("run.processes") for key in keys) else ("run.processes=2",)
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as folder:
+        Path(folder, "run.toml").write_text(RUN)
+        command = [sys.executable, "-m", "shoal", "verify", "run.toml", f"run.device={device}", *shares, *own, *keys]
+        try:
+            done = subprocess.run(
+                command, cwd=folder, capture_output=True, text=True, timeout=LIMIT_S, env=_with_paths()
+            )
+        except subprocess.TimeoutExpired:
+            return f"no answer within {LIMIT_S:.0f} s"
+    said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    return said[-1] if said else f"exit code {done.returncode}, and nothing said"
+
+
+def _with_paths() -> dict[str, str]:
+    """The environment, in which another folder finds the modules that this one does."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(entry).absolute()) for entry in sys.path if entry)}
+
+
+def page(card: str, said: Mapping[str, str]) -> str:
+    """The table in Markdown."""
+    head = (
+        f"# Layouts on a GPU\n\nWritten by `make gpu` on {card}, torch {torch.__version__}: what `shoal verify` says "
+        "of a small GPT on tensors of the GPU. Two ranks share it over Gloo (`run.share_gpus`), a test mode that shows "
+        "whether a layout's code runs there and computes what one process computes, not how fast.\n\n"
+        "| layout | keys | |\n|---|---|---|\n"
+    )
+    return head + "".join(f"| {name} | `{' '.join(LAYOUTS[name])}` | {what} |\n" for name, what in said.items())
 
 
 if __name__ == "__main__":

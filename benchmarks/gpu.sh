@@ -1,7 +1,8 @@
 #!/bin/sh
 # `make gpu`: on a machine with one GPU, in about four minutes, and without a network. Installs nothing: the Python that
 # is named needs PyTorch with CUDA, numpy and Shoal's few pure dependencies, or wheels of those in the folder wheels/.
-# Builds the C core, runs the tests that need a GPU, and writes the table docs/benchmarks/gpu.json.
+# Builds the C core, runs the tests that need a GPU, and writes the tables docs/benchmarks/gpu.json (speed) and gpu.md
+# (each layout on tensors of the GPU).
 set -eu
 python=${1:-python3}
 site=out/gpu/site
@@ -24,3 +25,4 @@ except ShoalError as error: sys.exit(f"make gpu: {error}")'
 "$python" setup.py -q build_ext --inplace
 "$python" -m pytest -m gpu -q --durations=0
 "$python" -m benchmarks.gpu --out docs/benchmarks/gpu.json
+"$python" -m benchmarks.gpu --layouts docs/benchmarks/gpu.md

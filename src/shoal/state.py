@@ -22,10 +22,16 @@ from shoal.topology.holding import Box, Dims, Holding, Ranks, boxes_of_run
 
 @dataclass(frozen=True)
 class Trained:
-    """A parameter of this rank, and where it stands in the unsplit model: its numbers are those of `holding.boxes`."""
+    """A parameter of this rank, and where it stands in the unsplit model: its numbers are those of `holding.boxes`.
+
+    `master` has these numbers in float32, where the model computes with fewer bits of them; ranks then sum its gradient
+    in `reduce_dtype`.
+    """
 
     holding: Holding
     parameter: Parameter
+    master: Tensor | None = None
+    reduce_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

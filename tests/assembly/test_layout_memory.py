@@ -40,6 +40,7 @@ dtype = "uint8"
 global_samples = 8
 sequence = 128
 """
+MASTERS = 'precision.kind="bfloat16_params"'
 LAYOUTS = {
     "replicate": ("layout.replicate=2",),
     "accumulate": ("layout.replicate=2", "batch.micro_samples=1"),
@@ -56,6 +57,9 @@ LAYOUTS = {
     "8 bits": ("layout.replicate=2", 'optimizer.kind="adamw_8bit"'),
     "zero 1, 8 bits": ("layout.shard=2", "memory.zero=1", 'optimizer.kind="adamw_8bit"'),
     "zero 3": ("layout.shard=2", "memory.zero=3"),
+    "masters": ("layout.replicate=2", MASTERS),
+    "masters, zero 1": ("layout.shard=2", "memory.zero=1", MASTERS),
+    "masters, zero 3": ("layout.shard=2", "memory.zero=3", MASTERS),
     "tensor": ("layout.tensor=2",),
     "sequence parallel": ("layout.tensor=2", "layout.sequence_parallel=true"),
     "1F1B": ("layout.pipeline=2", "pipeline.microbatches=4"),

@@ -93,3 +93,45 @@ def test_a_layout_goes_on_where_another_stopped(
     assert differing == []
     assert not any(tensor.isnan().any() for tensor in loaded.values() if tensor.is_floating_point())
     assert legs[0].losses + legs[1].losses == pytest.approx(straight[kind].losses, rel=SAME_MATH)
+
+
+MIXED = {"precision": {"kind": "bfloat16_params"}, "model": GPT | {"tied": True}}
+OF_MASTERS = ["one process", "ZeRO-1", "tensor", "ZeRO-3", "pipeline", "ZeRO-2", "replicate", "one process again"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("here", "there"), list(pairwise(OF_MASTERS)), ids=lambda value: value.replace(" ", "-"))
+def test_masters_go_where_another_layout_stopped(ranks, folder: Path, here: str, there: str) -> None:
+    """Masters and moments are the same bits under any layout, in float32, and none of a checkpoint is bfloat16."""
+    run, legs = f"masters-{here}-{there}".replace(" ", "-"), []
+    for name in (here, there):
+        layout = DENSE[name]
+        legs.append(ranks(world(layout), travel, MIXED | layout, str(folder), run, 3)[0])
+    saved, loaded = legs[0].left, legs[1].came
+    assert saved.keys() == loaded.keys()
+    assert [name for name in saved if not torch.equal(saved[name], loaded[name])] == []
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("name", ["one process", "ZeRO-1", "ZeRO-3"])
+def test_a_run_with_masters_resumes_to_the_bit(ranks, folder: Path, name: str) -> None:
+    """Six steps, and three with three more behind a checkpoint: losses, masters, moments."""
+    layout, run = (
+        DENSE[name] | {"layout": {axis: min(size, 2) for axis, size in DENSE[name].get("layout", {}).items()}},
+        name,
+    )
+    straight = ranks(world(layout), travel, MIXED | layout, str(folder), f"straight-masters-{run}", 6)[0]
+    legs = [ranks(world(layout), travel, MIXED | layout, str(folder), f"resumed-masters-{run}", 3)[0] for _ in range(2)]
+    assert legs[0].losses + legs[1].losses == straight.losses
+    assert [name for name in straight.left if not torch.equal(straight.left[name], legs[1].left[name])] == []
+
+
+def test_a_float32_run_goes_on_with_masters_and_back(ranks, folder: Path) -> None:
+    """A checkpoint does not show in which precision a run computed: the same names, types and bits."""
+    kinds, legs = ("float32", "bfloat16_params", "bfloat16"), []
+    for kind in kinds:
+        tables = MIXED | {"precision": {"kind": kind}}
+        legs.append(ranks(1, travel, tables, str(folder), "changes-precision", 2)[0])
+    for before, after in pairwise(legs):
+        assert before.left.keys() == after.came.keys()
+        assert all(torch.equal(before.left[name], after.came[name]) for name in before.left)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.gpu import COMPILED, PLAIN, SHOAL, SIDES, compared, gpu, require_gpu
+from benchmarks.gpu import COMPILED, LAYOUTS, PLAIN, RUN, SHOAL, SIDES, compared, gpu, page, require_gpu
 from shoal.errors import EnvironmentFault
+from shoal.runfile.load import load_run
 from tests.benchmarks.test_commands import app_of
 
 
@@ -44,3 +45,14 @@ def test_figures_are_compared_with_those_of_the_same_card_alone() -> None:
         "the figures of H200 are not compared with those of H100: cards differ"
     ]
     assert compared({}, "H100", now) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_of_the_table_is_a_run_file(tmp_path: Path, layout: str) -> None:
+    """What has not been measured is not refused for its keys; the page has a row for each."""
+    (tmp_path / "run.toml").write_text(RUN)
+    run_file = load_run(tmp_path / "run.toml", ("run.processes=2", *LAYOUTS[layout]))
+    assert run_file.run.processes in (1, 2)
+    assert f"| {layout} | `{' '.join(LAYOUTS[layout])}` | the same model |" in page(
+        "a card", {layout: "the same model"}
+    )

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from shoal.comm.board import Board
 from shoal.comm.config import Capabilities, RankCapabilities, TransportName, choose_backend
-from shoal.comm.mesh import gather_capabilities
+from shoal.comm.mesh import gather_capabilities, open_nccl
 from shoal.errors import EnvironmentFault
 from tests.comm.hosts import on_host
 
@@ -24,7 +25,8 @@ NO_MPI = "no MPI launcher started them: mpiexec -n 2 shoal train RUN.toml"
     ("asked", "group", "backend"),
     [
         ("auto", Capabilities("cuda", hosts=("", "")), "nccl"),
-        ("gloo", Capabilities("cuda", hosts=("", "")), "nccl"),
+        ("shm", Capabilities("cuda", hosts=("", "")), "nccl"),
+        ("gloo", Capabilities("cuda", hosts=("", "")), "gloo"),
         ("auto", Capabilities("cpu", hosts=("a",)), "gloo"),
         ("auto", ONE, "shm"),
         ("auto", replace(ONE, no_core=NO_CORE), "gloo"),
@@ -84,6 +86,33 @@ def hosts_of_gpus(place) -> tuple[str, ...]:
         group = gather_capabilities(board, place.rank, place.size, device=torch.device("cuda"), transport="auto")
     assert choose_backend("auto", group).backend == "nccl"
     return group.hosts
+
+
+class RecordedNCCL:
+    """Stands for `ProcessGroupNCCL`, which a PyTorch without CUDA lacks: keeps what it was told."""
+
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+
+    def __init__(self, store: object, rank: int, size: int, options: RecordedNCCL.Options) -> None:
+        self.place, self.options, self.connected = (rank, size), options, []
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        self.connected.append(device)
+
+
+@pytest.mark.parametrize("device", [torch.device("cuda", 1), None])
+def test_nccl_connects_at_once_with_high_priority_and_the_runs_patience(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device | None
+) -> None:
+    """The rank's own device is bound; one that is not known yet connects in the first call."""
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", RecordedNCCL, raising=False)
+    group = open_nccl(HashStore(), 1, 2, 7.5, device=device)
+    assert group.place == (1, 2)
+    assert group.options.is_high_priority_stream
+    assert group.options._timeout.total_seconds() == 7.5
+    assert group.connected == ([] if device is None else [device])
 
 
 def test_ranks_with_gpus_know_which_of_them_share_a_host(ranks) -> None:

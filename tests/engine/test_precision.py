@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from torch import nn
 
-from shoal.engine.config import BFloat16, Float16, Float64
-from shoal.engine.precision import LossScaler, precision_of, scaler_of
+from shoal.engine.config import BFloat16, BFloat16Params, Float16, Float64
+from shoal.engine.precision import LossScaler, cast_at_borders, precision_of, scaler_of
+from shoal.gradients.masters import MixedPrecision
 from tests.engine.same_math import Case, alone, trajectory
 
 COARSE = 0.02  # relative; bfloat16 keeps 8 bits, float16 11
@@ -33,6 +37,30 @@ def test_a_fixed_scale_stays() -> None:
     scaler = scaler_of(Float16(loss_scale=128.0))
     scaler.update(finite=False)
     assert scaler.scale == 128
+
+
+def test_a_model_under_bfloat16_params_computes_in_bfloat16_alone() -> None:
+    """Called with its float32 weights rounded, on rounded inputs, without autocast; gradients come back in float32."""
+    precision, model = precision_of(BFloat16Params()), nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    inputs = precision.cast({"x": torch.randn(2, 3), "n": torch.arange(2)})
+    assert inputs["n"].dtype == torch.int64
+    with precision.autocast(torch.device("cpu")):
+        found = precision.computing(model)(inputs["x"])
+    low = copy.deepcopy(model).bfloat16()
+    assert torch.equal(found, low(inputs["x"]))
+    found.sum().backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+    assert precision.computing(low) is low
+
+
+def test_borders_cast_what_a_script_hands_over_and_gets() -> None:
+    """As FSDP2's `cast_forward_inputs` and `output_dtype`; a model without its hooks computes as before."""
+    model = nn.Linear(3, 1).bfloat16()
+    hooks = cast_at_borders(model, MixedPrecision(torch.bfloat16))
+    assert model(torch.randn(2, 3)).dtype == torch.float32
+    for hook in hooks:
+        hook.remove()
+    assert model(torch.randn(2, 3).bfloat16()).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("config", [BFloat16(), Float16(), Float16(loss_scale=1024.0)])

@@ -14,6 +14,7 @@ from shoal.comm.mesh import Mesh, build_mesh
 from shoal.gradients.build import Summing, build_gradients
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.gradients import Gradients
+from shoal.gradients.masters import MixedPrecision, narrowed
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
 from shoal.state import Trained
@@ -43,16 +44,17 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Words to words; the head is the embedding."""
+    """Words to words; the head is the embedding if it is `tied` to it."""
 
-    def __init__(self, blocks: int = 3) -> None:
+    def __init__(self, blocks: int = 3, *, tied: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(WORDS, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.embedding.weight
+        if tied:
+            self.head.weight = self.embedding.weight
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.embedding(words)
@@ -63,7 +65,9 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained how. `zero` None is the all-reduce."""
+    """What is trained how. `zero` None is the all-reduce. `mixed`: with masters, and a head of its own, as PyTorch adds
+    the two gradients of a tied weight in bfloat16.
+    """
 
     layout: Layout = field(default_factory=Layout)
     zero: int | None = None
@@ -72,14 +76,17 @@ class Case:
     steps: int = 6
     clip_norm: float = 0.05
     dtype: torch.dtype = torch.float64
+    mixed: MixedPrecision | None = None
 
 
 def synced(case: Case, mesh: Mesh, summing: Summing | None = None) -> tuple[Net, Gradients]:
     """The model of this rank, and what agrees on it."""
-    net = Net().to(case.dtype)
+    net = Net(tied=case.mixed is None).to(case.dtype)
     trained = [
         Trained(held(case.layout, mesh.rank, name, tuple(p.shape)), p) for name, p in net.named_parameters()
     ]  # fmt: skip
+    if case.mixed is not None:
+        trained = narrowed(net, trained, case.mixed)
     sync = build_gradients(
         BUCKETS,
         trained,
@@ -114,6 +121,7 @@ def microbatches(case: Case, step: int, rank: int) -> Sequence[tuple[Tensor, Ten
 def loss_of(net: nn.Module, words: Tensor, weights: Tensor) -> Tensor:
     """The weighted sum of the samples' losses."""
     logits = net(words[:, :-1])
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
     losses = nn.functional.cross_entropy(logits.transpose(1, 2), words[:, 1:], reduction="none").sum(1)
     return (losses * weights.to(losses)).sum()
 

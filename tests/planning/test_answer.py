@@ -12,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.comm.collective import Alone
+from shoal.cost.footprint import Footprint
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import total_parameters
 from shoal.errors import ConfigError, LayoutError
@@ -280,6 +281,30 @@ def test_float8_is_priced_where_the_device_has_it() -> None:
     a100 = cluster_from({"cluster": {"machine": "dgx-a100-80gb", "nodes": 1}}, file="here")
     with pytest.raises(ConfigError, match="no rate for float8"):
         predictor_on(_run(*large, 'precision.kind="float8"'), a100)
+
+
+def test_masters_are_priced_as_they_lie() -> None:
+    """Beside autocast of float32 weights: replicated two bytes a parameter more, under ZeRO-3 none, gathers halved."""
+    large = ("model.layers=4", "model.width=1024", "model.heads=8")
+    h100 = cluster_from({"cluster": {"machine": "dgx-h100", "nodes": 1}}, file="here")
+    kinds = ("bfloat16", "bfloat16_params")
+    for plan, more in ((Plan(layout=Layout(replicate=8), microbatch=2, microbatches=1), 2.0), (ZERO_3, 0.0)):
+        auto, mixed = (
+            max(predictor_on(_run(*large, f'precision.kind="{kind}"'), h100).predict(plan).footprints, key=state_of)
+            for kind in kinds
+        )
+        numbers = auto.optimizer / 8 * (plan.layout.shard if plan.zero else 1)
+        state = (state_of(mixed) - state_of(auto)) / numbers * (plan.layout.shard if plan.zero else 1)
+        assert state == pytest.approx(more)
+        assert mixed.gathered == pytest.approx(auto.gathered / 2)
+
+
+ZERO_3 = Plan(layout=Layout(shard=8), microbatch=2, microbatches=1, zero=3)
+
+
+def state_of(one: Footprint) -> float:
+    """Bytes of what lives between two steps."""
+    return one.weights + one.gradients + one.optimizer
 
 
 def test_float8_layers_are_not_split() -> None:

@@ -285,6 +285,21 @@ def decay_left_out(rank: int) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def masters_rounded(rank: int) -> Iterator[None]:
+    """After each update masters keep no more bits than the weights that the model computes with."""
+    from shoal.gradients.masters import MasterWeights
+
+    original = MasterWeights.gather
+
+    def rounded(self: MasterWeights) -> None:
+        original(self)
+        self._masters.flat.copy_(self._computed.flat)
+
+    with patch.object(MasterWeights, "gather", rounded):
+        yield
+
+
 def plant_of(fault: str) -> Callable[[int], AbstractContextManager[None]]:
     """What plants the mistake of this name, given the rank."""
     from tests.verification import planted_on_one_rank

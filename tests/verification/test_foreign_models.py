@@ -61,6 +61,8 @@ def gathering(place, tables: dict[str, Any], folder: str) -> tuple[bool, str] | 
     return gathering_of(run.run_file.memory, run.generation.parts, run.mesh)
 
 
+BF16 = {"kind": "bfloat16_params"}
+MASTERS = {"precision": BF16}
 SAME: dict[str, tuple[int, dict[str, Any]]] = {
     "nested zero 3": (2, {"model": foreign("nested"), **SHARD}),
     "nested recomputed": (2, {"model": foreign("nested"), **SHARD, **FULL}),
@@ -86,6 +88,12 @@ SAME: dict[str, tuple[int, dict[str, Any]]] = {
     "dropout, pipeline, recomputed": (2, {"model": foreign("dropping"), "layout": {"pipeline": 2}, **FULL}),
     "bfloat16": (2, {"model": foreign("nested", dropout=0.1), "precision": {"kind": "bfloat16"}, **REPLICATE}),
     "float16": (2, {"model": foreign("nested"), "precision": {"kind": "float16"}, **SHARD}),
+    "masters": (2, {**MASTERS, **REPLICATE, "model": foreign("nested", dropout=0.1)}),
+    "masters, zero 1": (2, {**MASTERS, "layout": {"shard": 2}, "memory": {"zero": 1}}),
+    "masters, zero 3, sums in bfloat16": (2, {"precision": BF16 | {"reduce_dtype": "bfloat16"}, **SHARD, **MICRO}),
+    "masters, tensor": (2, {**MASTERS, "layout": {"tensor": 2}, "model": GPT | {"tied": True}}),
+    "masters, pipeline": (2, {**MASTERS, "layout": {"pipeline": 2}, "model": GPT | {"tied": True}}),
+    "masters, grouped norms": (2, {**MASTERS, **GROUPED, **REPLICATE}),
     "one block, two stages": (4, {"model": GPT | {"layers": 1}, "layout": {"pipeline": 2, "context": 2}}),
 }
 

@@ -45,6 +45,7 @@ PLANTED: dict[str, tuple[dict[str, Any], str, str]] = {
         "weight",
         "",
     ),
+    "masters_rounded": ({**REPLICATE, "precision": {"kind": "bfloat16_params"}}, "weight", ""),
     "decay_left_out": ({**REPLICATE, "optimizer": {"kind": "adamw", "lr": 0.1, "weight_decay": 0.5}}, "weight", ""),
     "buffers_not_rewound": ({**REPLICATE, **MICRO, "model": foreign("spectral")}, "buffer", "layer.parametrizations"),
     "router_gradient_dropped": ({"layout": {"shard": 2}, "model": NO_LOSSES}, "gradient", "router.weight"),

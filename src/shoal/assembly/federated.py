@@ -68,7 +68,7 @@ def federated_task(run_file: RunFile, script: FromScript = FromScript(), *, real
         private = PrivateGradient(run_file.privacy, batch=run_file.batch.global_samples, noise=source)
     trainer = LocalTrainer(
         module=model,
-        loss=loss_of(run_file.loss, objects),
+        loss=loss_of(run_file.loss, objects, precision_of(run_file.precision)),
         layout=layout,
         sgd=run_file.optimizer,
         private=private,

@@ -26,6 +26,7 @@ from shoal.engine.compute import enter_training, frozen_modules
 from shoal.engine.config import LossConfig, PythonLoss, SquaredError
 from shoal.engine.extra_state import HasStateDict
 from shoal.engine.loss import Loss, cross_entropy, squared_error
+from shoal.engine.precision import Precision, cast_floating
 from shoal.errors import UserCodeError
 from shoal.files import cache_folder
 from shoal.maths.counter import key_of
@@ -186,8 +187,10 @@ def _named_data(config: PythonData) -> Any:
     return made_by(function, call, takes_start=counts)
 
 
-def loss_of(config: LossConfig, given: UserObjects) -> Loss:
-    """The loss: one value per sample or per position of the targets."""
+def loss_of(config: LossConfig, given: UserObjects, precision: Precision) -> Loss:
+    """The loss: one value per sample or per position of the targets. A user's own gets outputs in float32 where the
+    model's are of fewer bits without autocast; those built in see to it themselves.
+    """
     loss = given.loss
     if loss is None and isinstance(config, PythonLoss):
         loss = call_named(config.build, config.arguments, key="loss.build")
@@ -195,7 +198,10 @@ def loss_of(config: LossConfig, given: UserObjects) -> Loss:
         loss = squared_error if isinstance(config, SquaredError) else cross_entropy
     if not callable(loss):
         raise UserCodeError(f"the loss is of type {type(loss).__name__}; it must be a callable of (outputs, targets)")
-    return cast(Loss, loss)
+    if precision.mixed is None or loss in (squared_error, cross_entropy):
+        return cast(Loss, loss)
+    own = cast(Loss, loss)
+    return lambda outputs, targets: own(cast_floating(outputs, torch.float32), targets)
 
 
 def _is_pair(data: tuple[Any, ...]) -> bool:

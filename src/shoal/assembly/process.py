@@ -92,7 +92,7 @@ def settle(run_file: RunFile, place: Place, environ: Mapping[str, str]) -> torch
     """Takes this rank's device, network interface and number of threads, and keeps the memory that a step on the CPU
     frees for the next one. Raises as `device_of`.
     """
-    device = device_of(run_file.run.device, place)
+    device = device_of(run_file.run.device, place, shared=run_file.run.share_gpus)
     _share_host(place, environ)
     if device.type == "cpu":
         memory = memory_limit()
@@ -103,8 +103,10 @@ def settle(run_file: RunFile, place: Place, environ: Mapping[str, str]) -> torch
     return device
 
 
-def device_of(asked: str, place: Place) -> torch.device:
-    """The device of this rank; `asked` is `run.device`. Raises `EnvironmentFault` if there are too few GPUs."""
+def device_of(asked: str, place: Place, *, shared: bool = False) -> torch.device:
+    """The device of this rank; `asked` is `run.device`. Raises `EnvironmentFault` if there are too few GPUs, unless
+    ranks may have one `shared`.
+    """
     if asked in ONE_RANK_DEVICES:
         return _other_accelerator(asked)
     if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
@@ -112,10 +114,10 @@ def device_of(asked: str, place: Place) -> torch.device:
     there = torch.cuda.device_count()
     if there == 1 and place.launcher == "slurm":  # it shows each task its own GPU alone
         return torch.device("cuda", 0)
-    if place.local_rank >= there:
+    if place.local_rank >= there and not (shared and there):
         raise EnvironmentFault(too_few_gpus(place.local_world_size, there))
-    torch.cuda.set_device(place.local_rank)
-    return torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(place.local_rank % there)
+    return torch.device("cuda", place.local_rank % there)
 
 
 def _other_accelerator(asked: str) -> torch.device:

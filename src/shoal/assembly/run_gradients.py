@@ -15,10 +15,12 @@ from shoal.comm.collective import Collective
 from shoal.comm.exchanges.credited import NewPartitionSum
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange, PieceHome
 from shoal.comm.mesh import Mesh
+from shoal.engine.precision import precision_of
 from shoal.errors import ConfigError
 from shoal.gradients.bucket import ALIGNMENT, GradientRanks, units_of
 from shoal.gradients.build import Summing, build_gradients
 from shoal.gradients.gradients import Gradients, Groups, JointGradients, VisibleGradients
+from shoal.gradients.masters import narrowed
 from shoal.gradients.priority import PriorityGradients
 from shoal.gradients.sparse_rows import WithSparseRows
 from shoal.memory.config import MemoryConfig
@@ -142,12 +144,20 @@ def build_run_gradients(
     home: PieceHome | None = None,
 ) -> Gradients:
     """How this rank's gradients are reduced, and what its optimizer runs on. The parameters' memory may be moved, under
-    ZeRO-3 to `home`.
+    ZeRO-3 to `home`, and becomes narrower where the optimizer runs on masters.
 
     Ranks that sum a gradient do so by `exchange`; under a schedule by priority, by `partition`. `one_host`: all ranks
     are on one host. `optimizers` are a script's own; several have gradients apart.
     """
     config, (trained, tables) = run_file.gradients, dense_and_tables(run_file, parts)
+    mixed = precision_of(run_file.precision).mixed
+    if mixed is not None and tables:
+        raise ConfigError(
+            f"{tables[0].holding.name} is the weight of an EmbeddingTable, and there are no masters of single rows: "
+            'use nn.Embedding, or set precision.kind = "bfloat16"'
+        )
+    if mixed is not None:
+        trained = narrowed(parts.split.model, trained, mixed)
     if mesh.device.type == "cpu" and not one_host:
         config = config.between_hosts()
     if config.schedule == "priority":

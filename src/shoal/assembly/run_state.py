@@ -31,7 +31,6 @@ from shoal.engine.state import (
 )
 from shoal.errors import ConfigError
 from shoal.gradients.residuals import ResidualSection
-from shoal.memory.config import MemoryConfig
 from shoal.optim.build import build_optimizer
 from shoal.optim.declared import Slot
 from shoal.optim.parts import SeesParts
@@ -60,9 +59,11 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     }
     model, owned, names = ModelSection(split.model), None, ()
     layout = generation.mesh.layout
-    if layout.replica_size > 1 or zero_of(run_file.memory, generation.mesh) is not None:
+    mixed, zero = workload.precision.mixed is not None, zero_of(run_file.memory, generation.mesh)
+    if layout.replica_size > 1 or zero is not None or mixed:
         owned, names = gradients.owned, {*split.shapes, *split.buffers}
-        model = ModelSection(split.model, _held(run_file.memory, generation), owned, names)
+        held = _held(generation, in_pieces=zero == 3 or mixed)
+        model = ModelSection(split.model, held, owned, names, gradients.gather if mixed else None)
     elif served is not None:
         owned, names = served, {*split.shapes}
         if any(role.kind == "table" for role in split.roles.values()):
@@ -185,10 +186,12 @@ def _held_beside_tables(generation: Generation, served: Sequence[Owned]) -> list
     return [*(weight for weight in held if weight.name not in away), *held_pieces(tables)]
 
 
-def _held(memory: MemoryConfig, generation: Generation) -> list[HeldWeight]:
-    """The weights that are saved from this rank: what it computes with, or under ZeRO-3 what it updates."""
+def _held(generation: Generation, *, in_pieces: bool) -> list[HeldWeight]:
+    """The weights that are saved from this rank: what it computes with, or (under ZeRO-3, and of masters) what it
+    updates.
+    """
     split = generation.parts.split
-    if zero_of(memory, generation.mesh) != 3:
+    if not in_pieces:
         return _weights(split.held)
     whole = [(holding, each) for holding, each in split.held if holding.name in split.frozen]
     # A parameter without elements is in nobody's piece.

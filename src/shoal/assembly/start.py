@@ -175,7 +175,7 @@ def _check_gpus(run_file: RunFile, processes: int, environ: Mapping[str, str]) -
         run_file.run.device == "auto" and not (installed("torch") or "").endswith("+cpu")
     )
     there = gpus(environ)
-    if on_gpus and 0 < there < processes:
+    if on_gpus and 0 < there < processes and not run_file.run.share_gpus:
         raise EnvironmentFault(too_few_gpus(processes, there))
 
 

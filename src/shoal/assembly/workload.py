@@ -128,7 +128,7 @@ def load_workload(
     check_layout_independent(
         model, shares=shares, global_samples=run_file.batch.global_samples, micro_samples=micro_samples
     )
-    loss, data = loss_of(run_file.loss, objects), data_of(run_file, objects, environ)
+    loss, data = loss_of(run_file.loss, objects, precision), data_of(run_file, objects, environ)
     data = with_labels(data, next_token=predicts_next_token(model))
     check_reading(run_file, data)
     check_short_step(run_file, len(data.train), layout)

@@ -23,11 +23,11 @@ from shoal.models.huggingface.build import build, plain, without_bars
 from shoal.models.huggingface.config import TransformersConfig
 
 
-def export_folder(source: Path, folder: Path, table: TransformersConfig) -> int:
+def export_folder(source: Path, folder: Path, table: TransformersConfig, *, dtype: str = "saved") -> int:
     """Writes the weights of the checkpoint `source`, or of a run directory's newest, as a folder for `from_pretrained`.
 
-    `table` is the run's table `[model]`. Returns the step that the weights are from. Raises `UsageError` where
-    `folder` exists or the weights are not those of the model.
+    `table` is the run's table `[model]`; `dtype` "float32" or "bfloat16", or "saved" as the weights are. Returns the
+    step that they are from. Raises `UsageError` where `folder` exists or the weights are not those of the model.
     """
     if folder.exists():
         raise UsageError(f"{folder} exists: give another name, or move it away")
@@ -36,6 +36,8 @@ def export_folder(source: Path, folder: Path, table: TransformersConfig) -> int:
     weights = shown_weights(manifest, run_directory_of(checkpoint))
     model = plain(table)
     _fill(model, weights, checkpoint)
+    if dtype != "saved":
+        model.to(getattr(torch, dtype))
     unfinished = temporary(folder, "export")
     try:
         with without_bars():

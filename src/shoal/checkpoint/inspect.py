@@ -260,6 +260,14 @@ def export(source: Path, file: Path, *, change: Callable[[dict[str, Tensor]], di
     return manifest.step
 
 
+def in_dtype(weights: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """What is floating in `weights` as "float32" or "bfloat16"; "saved": as it is."""
+    if dtype == "saved":
+        return dict(weights)
+    kind = getattr(torch, dtype)
+    return {name: each.to(kind) if each.is_floating_point() else each for name, each in weights.items()}
+
+
 def write_weights(weights: Mapping[str, Tensor], file: Path) -> None:
     """Write `weights` to `file` in safetensors' format, whole or not at all. Raises `EnvironmentFault`."""
     unfinished = temporary(file, "export")

@@ -135,6 +135,9 @@ def export(
     integers: Annotated[
         bool, typer.Option("--integers", help="Of a run with [quantisation]: int8 weights and their scales.")
     ] = False,
+    dtype: Annotated[
+        Literal["saved", "float32", "bfloat16"], typer.Option(help="In which to write them; saved: as they are.")
+    ] = "saved",
     as_json: AsJson = False,
 ) -> None:
     """Writes the weights of the unsplit model, whatever layout trained it, to one safetensors file.
@@ -146,13 +149,20 @@ def export(
     Example: shoal checkpoint export runs/stdlib-gpt weights.safetensors
     """
     from shoal.checkpoint.objects import require_checkpoint
+    from shoal.errors import UsageError
 
+    if integers and dtype != "saved":
+        raise UsageError(f"--integers with --dtype {dtype}: integers have scales in float32; leave one of the two out")
     require_checkpoint(source)
     from shoal.checkpoint.inspect import export as write
+    from shoal.checkpoint.inspect import in_dtype
 
     with busy(f"writing {file}"):
-        change = _integers(source) if integers else _merge(source)
-        step = write(source, file, change=change) if to == "safetensors" else _export_folder(source, file)
+        made = _integers(source) if integers else _merge(source)
+        if to == "safetensors":
+            step = write(source, file, change=lambda weights: in_dtype(made(weights), dtype))
+        else:
+            step = _export_folder(source, file, dtype)
     answer(json.dumps({"step": step, "file": str(file)}) if as_json else f"{file}: the weights of step {step}")
 
 
@@ -177,7 +187,7 @@ def _merge(source: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     return dict if adapter is None else partial(merged, config=adapter)
 
 
-def _export_folder(source: Path, folder: Path) -> int:
+def _export_folder(source: Path, folder: Path, dtype: str) -> int:
     from shoal.checkpoint.commit import checkpoint_in, run_directory_of
     from shoal.checkpoint.huggingface import export_folder
     from shoal.errors import UsageError
@@ -191,7 +201,7 @@ def _export_folder(source: Path, folder: Path) -> int:
         raise UsageError(
             f'{written} trains model.kind = "{kind}", which transformers does not know: leave out --to huggingface'
         )
-    return export_folder(source, folder, model)
+    return export_folder(source, folder, model, dtype=dtype)
 
 
 @app.command("shrink")

@@ -18,7 +18,7 @@ from shoal.errors import EnvironmentFault
 
 
 TransportName = Literal["auto", "gloo", "shm", "hierarchical", "mpi"]
-"""What a user may ask for between CPU ranks (`wire.transport`)."""
+"""What a user may ask for (`wire.transport`); between GPUs `gloo` alone is no other than `auto`."""
 
 Backend = Literal["nccl", "shm", "hierarchical", "mpi", "gloo"]
 
@@ -77,6 +77,7 @@ def choose_backend(transport: TransportName, group: Capabilities) -> BackendChoi
 
     | asked for    | device | hosts of the group     | and                              | backend                 |
     |--------------|--------|------------------------|----------------------------------|-------------------------|
+    | gloo         | GPU    | any                    |                                  | `gloo`                  |
     | any          | GPU    | any                    |                                  | `nccl`                  |
     | gloo         | CPU    | any                    |                                  | `gloo`                  |
     | shm          | CPU    | one, else an error     | the core in C, else an error     | `shm`                   |
@@ -100,6 +101,8 @@ def choose_backend(transport: TransportName, group: Capabilities) -> BackendChoi
 
     Raises `EnvironmentFault` where the requested transport is not available.
     """
+    if group.device == "cuda" and transport == "gloo":
+        return BackendChoice("gloo", "gloo: asked for, and tensors of GPUs go through the host")
     if group.device == "cuda":
         return BackendChoice("nccl", "nccl: GPUs")
     if refusal := _refusal(transport, group):
@@ -153,7 +156,8 @@ class WireConfig(Table, frozen=True):
         TransportName,
         says(
             "What CPU ranks talk over: Gloo, shared memory, shared memory inside hosts and Gloo between them "
-            "(hierarchical), or MPI. auto: shared memory where all ranks of a group are on one host; else MPI if "
+            "(hierarchical), or MPI. GPUs talk over NCCL, or over Gloo where that is asked for. auto: shared memory "
+            "where all ranks of a group are on one host; else MPI if "
             "mpiexec started them; else hierarchical, or Gloo if no two ranks share a host."
         ),
     ] = "auto"

@@ -78,7 +78,7 @@ def connect(
     members = board.all_gather("member", myself, rank=rank, ranks=ranks)
     group = gather_capabilities(board, rank, size, device=device, transport=transport)
     choice = choose_backend(transport, group)
-    inner, choice = _opened(choice, group, store, rank, size, wire=wire)
+    inner, choice = _opened(choice, group, store, rank, size, wire=wire, device=device)
     memory = inner if isinstance(inner, CoreGroup) and conditions is None else None  # conditions are those of calls
     if wire.algorithm != "backend" and size > 1:
         inner, choice = _by_algorithm(inner, choice, wire.algorithm, group.hosts)
@@ -117,12 +117,13 @@ def gather_capabilities(
 
 
 def _opened(
-    choice: BackendChoice, group: Capabilities, store: Store, rank: int, size: int, *, wire: WireConfig
-) -> tuple[Any, BackendChoice]:
+    choice: BackendChoice, group: Capabilities, store: Store, rank: int, size: int, *, wire: WireConfig,
+    device: torch.device,
+) -> tuple[Any, BackendChoice]:  # fmt: skip
     """The group, and what it became: ranks that only seemed to share a host get Gloo, unless asked otherwise."""
     timeout_s, transport = wire.timeout_s, wire.transport
     if choice.backend == "nccl":
-        return open_nccl(store, rank, size, timeout_s), choice
+        return open_nccl(store, rank, size, timeout_s, device=device), choice
     if choice.backend == "mpi":
         return share_mpi(store, rank, size, timeout_s=timeout_s), choice
     gloo = open_gloo(store, rank, size, timeout_s=timeout_s)
@@ -152,11 +153,19 @@ def _by_algorithm(
     return inner, BackendChoice(choice.backend, f'{choice.why}; wire.algorithm = "{algorithm}" is for groups over Gloo')
 
 
-def open_nccl(store: Store, rank: int, size: int, timeout_s: float) -> Any:
-    """A group over NCCL, for tensors on GPUs."""
-    options = dist.ProcessGroupNCCL.Options()
+def open_nccl(store: Store, rank: int, size: int, timeout_s: float, *, device: torch.device | None = None) -> Any:
+    """A group over NCCL, for tensors on GPUs.
+
+    Its kernels go before those of a backward that has filled the device (a stream of high priority); what takes longer
+    than `timeout_s` is aborted. With the rank's `device` the ranks connect here, and not in their first call, so that a
+    link that does not come up is an error of the start; None: in the first call, on the device of its tensor.
+    """
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupNCCL(store, rank, size, options)
+    group = dist.ProcessGroupNCCL(store, rank, size, options)
+    if device is not None:
+        group.eager_connect_single_device(device)
+    return group
 
 
 CODED_LANE = "coded"

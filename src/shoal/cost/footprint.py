@@ -42,7 +42,8 @@ class StateBytes:
 
     `stream` are those of the residual stream, which autocast leaves in the parameters' dtype; `saved` those of what the
     optimizer keeps, in a checkpoint, where they are others. `streamed_bytes`: so much of the optimizer's at most is on
-    the device, in all, because the rest lives elsewhere; None: all of it.
+    the device, in all, because the rest lives elsewhere; None: all of it. `masters`: a float32 copy of the weights is
+    among the optimizer's, which under ZeRO-3 is all that is kept of them.
     """
 
     weight: float
@@ -53,11 +54,13 @@ class StateBytes:
     stream: float = 2
     saved: float | None = None
     streamed_bytes: float | None = None
+    masters: bool = False
 
     def sharded(self, zero: Zero, ranks: int) -> tuple[float, float, float]:
         """(weight, gradient, optimizer) bytes of one parameter on one of `ranks` ranks."""
+        in_pieces = zero >= 3 and ranks > 1
         return (
-            self.weight / (ranks if zero >= 3 else 1),
+            0.0 if in_pieces and self.masters else self.weight / (ranks if zero >= 3 else 1),
             self.gradient / (ranks if zero >= 2 else 1),
             self.optimizer / (ranks if zero >= 1 else 1),
         )
@@ -76,6 +79,10 @@ MEGATRON_BF16 = StateBytes(weight=2, gradient=4, optimizer=12, activation=2, wir
 AUTOCAST = StateBytes(weight=4, gradient=4, optimizer=8, activation=2, wire=4, stream=4)
 """Float32 weights, gradients and Adam's moments, matrix products in bfloat16 or float16: `precision.kind =
 "bfloat16"`."""
+
+MASTERS = StateBytes(weight=2, gradient=4, optimizer=12, activation=2, wire=4, masters=True)
+"""Weights and activations in bfloat16, float32 gradients, and in the optimizer masters and Adam's moments:
+`precision.kind = "bfloat16_params"`."""
 
 FLOAT32 = StateBytes(weight=4, gradient=4, optimizer=8, activation=4, wire=4, stream=4)
 FLOAT64 = StateBytes(weight=8, gradient=8, optimizer=16, activation=8, wire=8, stream=8)
@@ -229,7 +236,8 @@ def _gathered(model: Transformer, plan: Plan, state: StateBytes) -> float:
 # Per token of a dense block with width w, query and key widths q and k, inner width f, on t tensor ranks, the numbers
 # that the backward needs (the tensors that PyTorch's operators save):
 #
-#     two norms       input and normalised input, 4 w, split by sequence parallelism; their outputs 2 w, never split
+#     two norms       input and normalised input, 4 w, in float32 at least, split by sequence parallelism; their outputs
+#                     2 w, never split
 #     attention       query, key, value, result: (2 q + 2 k) / t, and a float32 log-sum-exp of each head
 #     feed-forward    gate, its activation, up, product: 4 f / t; plain GELU 2 f / t
 #
@@ -278,6 +286,11 @@ class _Step:
         """One tensor of the residual stream."""
         return self.tokens * self.model.hidden * self.kept.stream_bytes / self.slices
 
+    @property
+    def normed(self) -> float:
+        """What a norm keeps of the residual stream, its input or that normalised: in float32 at least."""
+        return self.stream * max(self.kept.stream_bytes, FLOAT_BYTES) / self.kept.stream_bytes
+
     def block(self) -> float:
         """What a block keeps without recomputation."""
         model, size = self.model, self.kept.element_bytes
@@ -288,7 +301,7 @@ class _Step:
         scales = 2 * FLOAT_BYTES / self.slices
         masks = 2 * self.stream if self.kept.dropout else 0.0
         return (
-            4 * self.stream
+            4 * self.normed
             + outputs
             + masks
             + self.tokens * (size * (attention + inner) / self.tensor + heads + scales)
@@ -313,7 +326,7 @@ class _Step:
 
     def head_norm(self) -> float:
         """The last norm's input and normalised input, and its output, which the head's product needs."""
-        return 2 * self.stream + self.tokens * (self.model.hidden * self.kept.element_bytes + FLOAT_BYTES / self.slices)
+        return 2 * self.normed + self.tokens * (self.model.hidden * self.kept.element_bytes + FLOAT_BYTES / self.slices)
 
     def logits(self) -> float:
         """One float32 tensor of logits, of a chunk of the tokens."""

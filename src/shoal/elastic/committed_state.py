@@ -106,6 +106,7 @@ def gather_served(state: TrainState, held: HeldState | None, group: Collective, 
             for target in targets[name]:
                 filled(target, parts)
     state.pack()
+    state.gather()
     state.restore_extra()
     return int(told[:, 1].max())
 

@@ -124,6 +124,7 @@ def load_state(state: TrainState, held: HeldState) -> None:
             "of the model everywhere"
         )
     state.pack()
+    state.gather()
     state.restore_extra()
 
 

@@ -185,8 +185,8 @@ class Compute:
 
         def forward() -> tuple[Any, Tensor]:
             if self.programs is not None:
-                return self.programs.evaluated(batch.inputs, batch.targets)
-            outputs = call_model(self.model, batch.inputs)
+                return self.programs.evaluated(self.precision.cast(batch.inputs), batch.targets)
+            outputs = call_model(self.called, self.precision.cast(batch.inputs))
             losses = self.loss(outputs, batch.targets)
             if self.distillation is not None:
                 losses = self.distillation(batch.inputs, outputs, losses)
@@ -201,7 +201,8 @@ class Compute:
         if programs is None:
             return weighted_sum(self.losses(batch)[1], batch.weights, ones=microbatch.ones)
         with self.coupled(), self.precision.autocast(self.device):
-            return programs.loss_sum(batch.inputs, batch.targets, batch.weights, ones=microbatch.ones)
+            inputs = self.precision.cast(batch.inputs)
+            return programs.loss_sum(inputs, batch.targets, batch.weights, ones=microbatch.ones)
 
     def coupled(self) -> AbstractContextManager[None]:
         """Around a forward and its loss: `gather_samples` gathers the samples that were announced."""
@@ -219,6 +220,11 @@ class Compute:
         real = counted_tokens(weights, weights.shape[1])
         whole = Batch(real, real, weights=weights, positions=batch.positions)
         return first_leaf(self.cut(whole).inputs)
+
+    @cached_property
+    def called(self) -> Callable[..., Any]:
+        """The model, as it computes under the precision."""
+        return self.precision.computing(self.model)
 
     @cached_property
     def synchronised_norms(self) -> Sequence[SynchronisedBatchNorm]:

@@ -19,7 +19,20 @@ class Float64(Table, frozen=True, tag_field="kind", tag="float64"):
 
 
 class BFloat16(Table, frozen=True, tag_field="kind", tag="bfloat16"):
-    """Matrix products in bfloat16 (autocast); parameters, gradients, reductions and norms in float32."""
+    """Matrix products in bfloat16 (autocast), of float32 parameters; gradients, reductions and norms in float32."""
+
+
+class BFloat16Params(Table, frozen=True, tag_field="kind", tag="bfloat16_params"):
+    """The model's parameters and arithmetic in bfloat16, float32 master copies of them in the optimizer.
+
+    Replicated, and under ZeRO-1 and -2, this is Megatron's way; under ZeRO-3 shards are float32, and gathered in
+    bfloat16, as by `fully_shard` with a `MixedPrecisionPolicy`. Checkpoints hold the masters.
+    """
+
+    reduce_dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        says("In which ranks sum gradients: in bfloat16 half of the bytes, and every sum is rounded."),
+    ] = "float32"
 
 
 class Float16(Table, frozen=True, tag_field="kind", tag="float16"):
@@ -47,7 +60,7 @@ class Float8(Table, frozen=True, tag_field="kind", tag="float8"):
     ] = False
 
 
-PrecisionConfig = Float32 | Float64 | BFloat16 | Float16 | Float8
+PrecisionConfig = Float32 | Float64 | BFloat16 | BFloat16Params | Float16 | Float8
 
 
 class CrossEntropy(Table, frozen=True, tag_field="kind", tag="cross_entropy"):

@@ -221,7 +221,7 @@ class PipelinedForwardBackward:
         announced: Callable[[int], float] | None = None,
         update: Update | None = None,
     ) -> None:
-        model = cast(DeclaresParts, self.compute.model)
+        model, cast_inputs = cast(DeclaresParts, self.compute.model), self.compute.precision.cast
 
         @contextmanager
         def around(action: Action) -> Iterator[None]:
@@ -246,7 +246,7 @@ class PipelinedForwardBackward:
             table,
             self.group,
             Computation(self.stages.forward, loss, self.stages.weights, splits=self.splits),
-            [call_model(model.context, microbatch.batch.inputs) for microbatch in microbatches],
+            [call_model(model.context, cast_inputs(microbatch.batch.inputs)) for microbatch in microbatches],
             hooks=Hooks(around=around),
         )
 

@@ -1,25 +1,29 @@
 """Precision: the dtype of parameters, the autocast of the forward, and the scale of the loss.
 
 Parameters, gradients, reductions and norms are float32 or float64. bfloat16 and float16 are autocast: matrix products
-run in them, what needs range does not. Under float8 blocks have linear layers of their own beside the autocast of
-bfloat16. float16's gradients underflow, so the loss is multiplied by a scale before the
-backward and the gradients divided by it before the optimizer (arXiv:1710.03740, 3.2).
+run in them, what needs range does not. Under bfloat16_params there is no autocast: the modules compute with parameters
+in bfloat16, on inputs in it, and the optimizer steps float32 masters (`shoal.gradients.masters`). Under float8 blocks
+have linear layers of their own beside the autocast of bfloat16. float16's gradients underflow, so the loss is
+multiplied by a scale before the backward and the gradients divided by it before the optimizer (arXiv:1710.03740, 3.2).
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.hooks import RemovableHandle
 
-from shoal.engine.config import BFloat16, Float8, Float16, Float64, PrecisionConfig
+from shoal.engine.config import BFloat16, BFloat16Params, Float8, Float16, Float64, PrecisionConfig
 from shoal.errors import EnvironmentFault, MissingExtra, UserCodeError
+from shoal.gradients.masters import MixedPrecision, in_float32, narrows
 from shoal.memory.recompute import blocks_of
 
 SMALLEST_SCALE = 1.0
@@ -55,16 +59,53 @@ class LossScaler:
 
 @dataclass(frozen=True)
 class Precision:
-    """`parameters`: the dtype that the model is stored in. `compute`: the dtype of autocast, None without it."""
+    """`parameters`: the dtype that the model is drawn and stepped in. `compute`: that of autocast, None without it.
+    `mixed`: the narrower dtype that modules compute with, None: `parameters`.
+    """
 
     parameters: torch.dtype
     compute: torch.dtype | None
+    mixed: MixedPrecision | None = None
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """Around the forward and the loss."""
         if self.compute is None:
             return contextlib.nullcontext()
         return torch.autocast(device.type, dtype=self.compute)
+
+    def cast(self, inputs: Any) -> Any:
+        """A model's inputs in the type that its modules compute with, what is floating in them."""
+        return inputs if self.mixed is None else cast_floating(inputs, self.mixed.param_dtype)
+
+    def computing(self, model: nn.Module) -> Callable[..., Any]:
+        """`model`, called with its parameters in the type that modules compute with, where they are kept in another."""
+        if self.mixed is None:
+            return model
+        dtype, kept = self.mixed.param_dtype, in_float32(model)
+        wide = {name: parameter for name, parameter in model.named_parameters() if narrows(parameter, kept)}
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            own = {name: parameter.to(dtype) for name, parameter in wide.items()}
+            return torch.func.functional_call(model, own, args, kwargs)
+
+        return called if wide else model
+
+
+def cast_at_borders(model: nn.Module, mixed: MixedPrecision) -> list[RemovableHandle]:
+    """`model` casts what it is called with, and returns float32 (`cast_forward_inputs` and `output_dtype` of FSDP2)."""
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return cast_floating((args, kwargs), mixed.param_dtype)
+
+    def after(module: nn.Module, args: Any, outputs: Any) -> Any:
+        return cast_floating(outputs, torch.float32)
+
+    return [model.register_forward_pre_hook(before, with_kwargs=True), model.register_forward_hook(after)]
+
+
+def cast_floating(tree: Any, dtype: torch.dtype) -> Any:
+    """The floating tensors of a tree of tuples, lists, dictionaries and transformers' outputs in `dtype`."""
+    return tree_map_only(torch.Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, tree)
 
 
 def precision_of(config: PrecisionConfig) -> Precision:
@@ -73,6 +114,8 @@ def precision_of(config: PrecisionConfig) -> Precision:
         return Precision(torch.float64, None)
     if isinstance(config, BFloat16 | Float8):
         return Precision(torch.float32, torch.bfloat16)
+    if isinstance(config, BFloat16Params):
+        return Precision(torch.float32, None, MixedPrecision(torch.bfloat16, getattr(torch, config.reduce_dtype)))
     return Precision(torch.float32, torch.float16 if isinstance(config, Float16) else None)
 
 

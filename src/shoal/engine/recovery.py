@@ -232,6 +232,7 @@ def resume(
         loaded, problem = _load(state, directory, int(step))
         problems = [problem] if collect is None else collect(problem)
         if not any(problems):
+            state.gather()
             return loaded
         rank, said = next((rank, text) for rank, text in enumerate(problems) if text)
         refused[int(step)] = f"rank {rank} cannot load the checkpoint of step {step}: {said}"
@@ -287,6 +288,7 @@ def load_weights(state: TrainState, source: Path, *, announce: Announce, repair:
     saved = {entry.name for entry in manifest.tensors}
     targets = {n: t for n, t in state.model.targets().items() if n in saved or not is_adapter(n)}
     read_into(manifest, folder.parent.parent, targets, cast=True, repair=repair)
+    state.gather()
     return manifest.step
 
 

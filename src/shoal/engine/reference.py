@@ -322,6 +322,8 @@ HALF = Tolerances(loss=2**-8, norm=2**-5, gradient=2**-3, weight=2**-7, noise_sh
 """Under autocast each product is rounded to 8 bits (bfloat16), otherwise in each layout: errors of a rounding in the
 loss, and of many in a gradient. What is wrong by a factor, or left out, is larger.
 """
+MASTERS = replace(HALF, weight=SINGLE.weight)
+"""Gradients are as under autocast; masters are float32, and the one process takes the same gradients."""
 
 RATE_TOLERANCE = 1e-12
 

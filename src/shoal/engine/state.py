@@ -56,13 +56,15 @@ class ModelSection:
 
     For split models: `held` are the parts of parameters that are saved from this rank (None: all of them, whole),
     `owned` the tensors that the optimizer steps, and `names` all parameters and persistent buffers of the unsplit model
-    (tied ones once).
+    (tied ones once). `gather`: brings the model what was read into `owned`, where it computes with other numbers; all
+    ranks call it together.
     """
 
     model: nn.Module
     held: Sequence[HeldWeight] | None = None
     owned: Sequence[Owned] = ()
     names: Collection[str] = ()
+    gather: Callable[[], None] | None = None
     name: str = field(default="model", init=False)
 
     def tensors(self) -> dict[str, Held]:
@@ -314,6 +316,11 @@ class TrainState:
         """After everything was read: brings optimizers' slots into the form that they are kept in."""
         for section in self._optimizers:
             pack_slots(section.optimizer)
+
+    def gather(self) -> None:
+        """After all ranks have read everything: the model computes with it."""
+        if self.model.gather is not None:
+            self.model.gather()
 
     def restore_extra(self) -> None:
         """After everything was read: hands a script's objects what was read for them."""

@@ -176,7 +176,7 @@ class Bucket:
         first = next(iter(parameters.values()))
         self.parameters, self.layout, self.exchange, self.counted = parameters, layout, exchange, counted
         self.dtype, self.device = exchange.result.dtype, first.device
-        self.keeps, self.missing = buffer is not None and self.dtype == first.dtype, 0
+        self.keeps, self.missing = buffer is not None and self.dtype == first.grad_dtype, 0
         self._kept, self._buffer, self._norm_share = buffer is not None, buffer, norm_share
         self._flight, self._flying = flight or Flight(), False
         self._told = kept
@@ -358,7 +358,7 @@ def segments_of(trained: Sequence[Trained], part: BucketParameters, layout: Flat
 
 
 @torch.no_grad()
-def take_over(name: str, parameter: Tensor, place: Tensor) -> None:
+def put_in_place(name: str, parameter: Tensor, place: Tensor) -> None:
     """Where a script has replaced what `parameter` holds (`p.data = ...`): the new numbers in its `place`, a view of a
     flat buffer, which it shows again. Raises `UserCodeError` for another shape.
     """
@@ -399,7 +399,7 @@ def _parts(
     members = []
     for index, t in enumerate(trained):
         shard = t.holding.shard if divided else ()
-        kind = (t.parameter.dtype, t.parameter.device, ranks(t.holding), shard, units[index])
+        kind = (t.parameter.dtype, t.master is None, t.parameter.device, ranks(t.holding), shard, units[index])
         members.append(Member(index, t.parameter.numel(), t.parameter.nbytes, kind))
     found = []
     for bucket in fill_buckets(members, first_bytes=first_bytes, bytes_limit=bytes_limit):

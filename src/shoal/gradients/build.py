@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from shoal.gradients.bucket import ALIGNMENT, GradientRanks, parts_by_size, part
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.fully_sharded import FullyShardedGradients
 from shoal.gradients.gradients import Gradients, Groups, OfWholeParameters, global_norm
+from shoal.gradients.masters import MasterWeights
 from shoal.gradients.reducer import OwnGradient, check_empty
 from shoal.gradients.replicated import ReplicatedGradients
 from shoal.gradients.sharded import ShardedGradients, beyond_shard
@@ -107,7 +108,7 @@ class UnsummedGradients(OfWholeParameters):
         for trained, parameter in zip(self._trained, self._parameters, strict=True):
             gradient = parameter.grad
             if gradient is None:
-                gradient = parameter.grad = torch.zeros_like(parameter)
+                gradient = parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             elif gradient.is_sparse:
                 raise UserCodeError(
                     f"the gradient of {trained.holding.name} is sparse; gradients must be dense: build the module with "
@@ -167,14 +168,11 @@ def build_gradients(
     build the optimizer afterwards, on `Gradients.owned`.
     """
     summing = summing or Summing()
-    if zero is None and _sums_nothing(trained, summing):
-        return UnsummedGradients(trained, replica=replica)
     if zero is None:
-        _open(groups, (summing.ranks(t.holding) for t in trained))
-        return ReplicatedGradients(
-            config, trained, ranks=summing.ranks, groups=groups, replica=replica, lockstep=summing.lockstep,
-            exchange=summing.exchange,
-        )  # fmt: skip
+        bare = [replace(t, master=None) for t in trained]
+        whole = _of_whole_parameters(config, bare, groups=groups, replica=replica, summing=summing)
+        mixed = any(t.master is not None for t in trained)
+        return MasterWeights(whole, trained, replica=replica) if mixed else whole
     if zero < 3:
         parts = parts_by_size(
             trained, summing.ranks, bytes_limit=config.bucket_size, first_bytes=config.first_bucket_bytes, divided=True
@@ -193,12 +191,24 @@ def build_gradients(
     )  # fmt: skip
 
 
+def _of_whole_parameters(
+    config: GradientsConfig, trained: Sequence[Trained], *, groups: Groups, replica: Collective, summing: Summing
+) -> UnsummedGradients | ReplicatedGradients:
+    if _sums_nothing(trained, summing):
+        return UnsummedGradients(trained, replica=replica)
+    _open(groups, (summing.ranks(t.holding) for t in trained))
+    return ReplicatedGradients(
+        config, trained, ranks=summing.ranks, groups=groups, replica=replica, lockstep=summing.lockstep,
+        exchange=summing.exchange,
+    )  # fmt: skip
+
+
 def _sums_nothing(trained: Sequence[Trained], summing: Summing) -> bool:
     """Does every gradient of this rank stay as its backward leaves it? Nobody has a term of it, nothing codes it, and
     it is in the type in which sums are kept.
     """
     alone = all(len(summing.ranks(t.holding)) == 1 for t in trained)
-    return alone and summing.exchange is AllReduce and all(t.parameter.dtype in SUMMED_IN for t in trained)
+    return alone and summing.exchange is AllReduce and all(t.parameter.grad_dtype in SUMMED_IN for t in trained)
 
 
 def _open(groups: Groups, wanted: Iterable[Ranks]) -> None:

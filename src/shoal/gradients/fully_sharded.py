@@ -16,7 +16,7 @@ from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, NewExchange, PieceCodecs
 from shoal.gradients.bucket import ALIGNMENT, BucketParameters
 from shoal.gradients.gradients import Groups
-from shoal.gradients.sharded import ShardedBase, flat
+from shoal.gradients.sharded import ShardedBase, flat, masters_of
 from shoal.gradients.units import ShardedParameters, Unit, chained, read_outside
 from shoal.state import Trained
 
@@ -52,6 +52,7 @@ class FullyShardedGradients(ShardedBase):
                     for index in part.indices
                 ],
                 codecs=pieces,
+                masters=masters_of(trained, part),
             )
             for part in parts
         ]

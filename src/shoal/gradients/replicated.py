@@ -137,6 +137,7 @@ class ReplicatedGradients(OfWholeParameters):
 
     def reduce(self) -> Tensor:
         norm = global_norm(self._reducer.finish(), self._sharing or self._replica, device=self._device)
+        self._show()
         if self.tuned is not None and self.tuned.chosen is None:
             self.tuned.note(self._slowest(time.perf_counter() - self._begin_s))
         return norm
@@ -144,6 +145,7 @@ class ReplicatedGradients(OfWholeParameters):
     def scale(self, factor: float | Tensor) -> None:
         for bucket in self._buckets:
             bucket.scale(factor)
+        self._show()
 
     @property
     def used(self) -> frozenset[str]:
@@ -156,6 +158,13 @@ class ReplicatedGradients(OfWholeParameters):
 
     def close(self) -> None:
         self._reducer.close()
+
+    def _show(self) -> None:
+        """Makes sums in another type than that of `.grad` what the optimizer sees."""
+        for bucket in (each for each in self._buckets if not each.keeps):
+            for index, piece in bucket.pieces.items():
+                parameter = self._trained[index].parameter
+                parameter.grad = piece.to(parameter.grad_dtype)
 
     def _fill_buckets(self, bucket_bytes: int) -> None:
         """Makes buckets of this size, which is then that of the first one too if it is smaller."""
@@ -207,7 +216,8 @@ def replicated_bucket(
     parameters = {index: trained[index].parameter for index in part.indices}
     first = trained[part.indices[0]].parameter
     layout = flat_layout([p.numel() for p in parameters.values()], 1)
-    buffer = group.allocate(layout.numel, dtype=first.dtype, device=first.device)
+    dtype = trained[part.indices[0]].reduce_dtype or first.dtype
+    buffer = group.allocate(layout.numel, dtype=dtype, device=first.device)
     return Bucket(
         parameters,
         layout,

@@ -7,9 +7,9 @@ gradients and reduces them once a step; ZeRO-2 lends buffers, and adds up pieces
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -25,10 +25,11 @@ from shoal.gradients.bucket import (
     FlatLayout,
     Flight,
     flat_layout,
+    put_in_place,
     segments_of,
-    take_over,
 )
 from shoal.gradients.gradients import Groups, OverReplica, global_norm
+from shoal.gradients.masters import take_over, write_piece
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.reducer import OwnGradient, Reducer
 from shoal.state import Owned, Trained, owned_run, owned_whole, same_piece
@@ -79,7 +80,7 @@ class _Place:
         parameter, own = self.trained.parameter, None if self.piece is None else self.piece.grad
         shown = self._shown
         if shown is None or own is not self._own:  # a step's gradient mostly lies where the last one did
-            nothing = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            nothing = torch.empty(0, dtype=parameter.grad_dtype, device=parameter.device)
             what = f"the gradient of {self.trained.holding.name} is divided over {self.group.size} ranks by ZeRO"
             local = nothing if own is None else own.view(-1)
             shown = PartialGradient(local, self.start, parameter.shape, group=self.group, what=what)
@@ -129,6 +130,7 @@ class ShardedBase(OverReplica):
             for part in parts
         ]
         self._reducer = Reducer([(t.holding.name, t.parameter) for t in trained], self._buckets, eager=stage > 1)
+        trained = [replace(t, master=None) for t in trained]  # it is in the pieces now
         self._trained, self._replica = trained, replica
         self._device = trained[0].parameter.device if trained else torch.device("cpu")
         found = [
@@ -223,6 +225,7 @@ class ShardedGradients(ShardedBase):
                 *flat(trained, part, groups, undivided=undivided),
                 groups(part.shard),
                 names=[trained[index].holding.name for index in part.indices],
+                masters=masters_of(trained, part),
             )
             for part in parts
         ]
@@ -238,8 +241,8 @@ class ShardedGradients(ShardedBase):
             handle.wait()
 
     def start(self) -> None:
-        super().start()
         self._take_over()
+        super().start()
 
     def accept(self) -> None:
         """See `VisibleGradients`; and what it has put into the parameters is what the optimizer updates."""
@@ -253,31 +256,48 @@ class ShardedGradients(ShardedBase):
         for store in self._stores:
             store.take_over()
 
-    def full_parameters(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        yield
+        self._take_over()
 
 
 class FlatParameters:
-    """Parameters as views of one flat buffer that every rank holds; `piece` is a view of what this rank updates."""
+    """Parameters as views of one flat buffer that every rank holds; `piece` is what this rank updates: a view of it, or
+    its part of the `masters`.
+    """
 
     def __init__(
-        self, parameters: Sequence[Parameter], layout: FlatLayout, shard: Collective, *, names: Sequence[str]
+        self,
+        parameters: Sequence[Parameter],
+        layout: FlatLayout,
+        shard: Collective,
+        *,
+        names: Sequence[str],
+        masters: Sequence[Tensor] | None = None,
     ) -> None:
         self._shard, self._parameters, self._names = shard, parameters, names
         self._whole = flattened(parameters, layout, shard.allocate)
-        self.piece = self._whole[layout.mine(shard.rank)]
+        self._own = self.piece = self._whole[layout.mine(shard.rank)]
+        if masters is not None:
+            self.piece = torch.zeros_like(self._own, dtype=masters[0].dtype)
+            write_piece(self.piece, masters, layout, shard.rank)
         self._views = [self._whole[layout.slice(n)].view(p.shape) for n, p in enumerate(parameters)]
         for parameter, view in zip(parameters, self._views, strict=True):
             parameter.data = view
 
-    def take_over(self) -> None:
-        """Takes over what a script has put in the place of the numbers of a parameter."""
-        for name, parameter, view in zip(self._names, self._parameters, self._views, strict=True):
-            take_over(name, parameter, view)
-
     def start_gather(self) -> Handle:
         """Begins to bring the pieces of the other ranks, in place."""
-        return self._shard.all_gather(self._whole, self.piece)
+        if self._own is not self.piece:
+            self._own.copy_(self.piece)
+        return self._shard.all_gather(self._whole, self._own)
+
+    def take_over(self) -> None:
+        """Takes over what a script has written into the parameters, or put in the place of their numbers."""
+        for name, parameter, view in zip(self._names, self._parameters, self._views, strict=True):
+            put_in_place(name, parameter, view)
+        if self._own is not self.piece:
+            take_over(self.piece, self._own)
 
 
 @torch.no_grad()
@@ -297,6 +317,12 @@ def flat(
     return parameters, flat_layout([p.numel() for p in parameters], groups(part.shard).size, undivided=undivided)
 
 
+def masters_of(trained: Sequence[Trained], part: BucketParameters) -> list[Tensor] | None:
+    """Those of the parameters of a bucket, all of which have one or none."""
+    masters = [master for index in part.indices if (master := trained[index].master) is not None]
+    return masters or None
+
+
 def _bucket(
     trained: Sequence[Trained],
     part: BucketParameters,
@@ -310,7 +336,8 @@ def _bucket(
     """A bucket whose pieces are agreed on by `exchange`. With a `flight` it is lent."""
     parameters, layout = flat(trained, part, groups, undivided=undivided)
     shard, beyond = groups(part.shard), groups(beyond_shard(trained, part))
-    dtype = torch.float32 if parameters[0].dtype.itemsize == 2 else parameters[0].dtype
+    wide = torch.float32 if parameters[0].dtype.itemsize == 2 else parameters[0].dtype
+    dtype = trained[part.indices[0]].reduce_dtype or wide
     device, buffer = parameters[0].device, None
     if flight is None:
         buffer = shard.allocate(layout.numel, dtype=dtype, device=device)

@@ -74,12 +74,14 @@ from torch.utils.hooks import RemovableHandle
 from shoal.comm.collective import Collective, Handle
 from shoal.comm.exchanges.exchange import PieceCodecs
 from shoal.errors import UserCodeError
-from shoal.gradients.bucket import FlatLayout, take_over
+from shoal.gradients.bucket import FlatLayout, put_in_place
+from shoal.gradients.masters import take_over, write_piece
 
 
 class ShardedParameters:
     """The `parameters` of one unit and kind, and their `names`. They begin released. `codecs` code what ranks gather of
-    them; `read` has for each the sentence that is raised where it is read while it is released.
+    them; `read` has for each the sentence that is raised where it is read while it is released. `masters`: their
+    numbers in the type of the piece, where that is not their own.
     """
 
     def __init__(
@@ -91,12 +93,14 @@ class ShardedParameters:
         names: Sequence[str],
         read: Sequence[str],
         codecs: PieceCodecs = PieceCodecs(),
+        masters: Sequence[Tensor] | None = None,
     ) -> None:
         self._names = names
         self._parameters, self._layout, self._shard, self._codecs = parameters, layout, shard, codecs
         self._whole = parameters[0].new_empty(layout.numel)  # released below, and never touched before a gather
-        self.piece = codecs.zeros(layout.piece, dtype=self._whole.dtype, device=self._whole.device)
-        _write_piece(self.piece, parameters, layout, shard.rank)
+        numbers = parameters if masters is None else masters
+        self.piece = codecs.zeros(layout.piece, dtype=numbers[0].dtype, device=self._whole.device)
+        write_piece(self.piece, numbers, layout, shard.rank)
         self._views = [self._whole[layout.slice(n)].view(p.shape) for n, p in enumerate(parameters)]
         nothing = torch.full((), math.nan, dtype=self._whole.dtype, device=self._whole.device)
         self._released = [nothing.expand(p.shape) for p in parameters]
@@ -152,22 +156,13 @@ class ShardedParameters:
     def keep(self) -> None:
         """Takes over into the piece what was written into the whole parameters."""
         for name, parameter, view in zip(self._names, self._parameters, self._views, strict=True):
-            take_over(name, parameter, view)
-        self.piece.copy_(self._whole[self._layout.mine(self._shard.rank)])
+            put_in_place(name, parameter, view)
+        take_over(self.piece, self._whole[self._layout.mine(self._shard.rank)])
 
     def keep_written(self) -> None:
         """The same behind a forward, where the whole is what the pieces are."""
         if self.here and self._codecs == PieceCodecs():
             self.keep()
-
-
-@torch.no_grad()
-def _write_piece(piece: Tensor, parameters: Sequence[Parameter], layout: FlatLayout, rank: int) -> None:
-    """What `rank` holds of parameters that have their numbers; the others are written to `piece` later."""
-    for number, parameter in enumerate(parameters):
-        run = layout.run(number, rank)
-        if run is not None and parameter.untyped_storage().nbytes() >= parameter.nbytes:
-            piece[run.at : run.at + run.numel].copy_(parameter.detach().reshape(-1)[run.start : run.stop])
 
 
 @dataclass

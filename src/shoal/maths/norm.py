@@ -19,10 +19,10 @@ SHORT = 1 << 14
 
 def two_norm(x: Tensor) -> Tensor:
     """|x| of all numbers of `x`, a float64 scalar on its device."""
-    flat = x.reshape(-1)
+    flat, wide = x.reshape(-1), torch.float32 if x.dtype.itemsize == 2 else None
     whole = flat.numel() // ROW * ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1).double()
-    rest = torch.linalg.vector_norm(flat[whole:]).double()
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1, dtype=wide).double()
+    rest = torch.linalg.vector_norm(flat[whole:], dtype=wide).double()
     return torch.sqrt(rows.square().sum() + rest.square())
 
 

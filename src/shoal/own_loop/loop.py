@@ -40,6 +40,7 @@ from shoal.checkpoint.inspect import write_weights
 from shoal.data.feed import evaluation_batches
 from shoal.engine.forward_backward import evaluating
 from shoal.engine.loop import Job
+from shoal.engine.precision import cast_at_borders
 from shoal.engine.tally import Call, meet
 from shoal.engine.updates import Outcome
 from shoal.errors import UserCodeError
@@ -68,6 +69,8 @@ class Training:
         self._steps = OwnSteps(run, job, self._players, after_step=None if comparison is None else self._compare)
         models = list(self.model) if isinstance(self.model, nn.ModuleList) else [self.model]
         self._closed = False
+        mixed = run.workload.precision.mixed
+        self._casts = [] if mixed is None else [cast for each in models for cast in cast_at_borders(each, mixed)]
         self._draws = DrawsBySample(models, self._compute, inside=lambda: self._steps.open is not None)
 
     @property
@@ -341,6 +344,8 @@ class Training:
     def _leave_script(self) -> None:
         """The script's model and optimizers are its own again."""
         self._draws.close()
+        for cast in self._casts:
+            cast.remove()
         for player in self._players:
             player.close()
 

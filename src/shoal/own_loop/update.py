@@ -131,14 +131,20 @@ def players_of(
 
 def _placeholder(name: str, parameter: Parameter) -> PartialGradient:
     what = f"the gradient of {name} is not there before the step's last microbatch"
-    return PartialGradient(
-        torch.empty(0, dtype=parameter.dtype, device=parameter.device), 0, parameter.shape, group=Alone(), what=what
-    )
+    nothing = torch.empty(0, dtype=parameter.grad_dtype, device=parameter.device)
+    return PartialGradient(nothing, 0, parameter.shape, group=Alone(), what=what)
 
 
-def _now(parameter: Parameter) -> tuple[Tensor | None, int]:
-    gradient = parameter.grad
-    return gradient, 0 if gradient is None else gradient._version
+def _now(parameters: Sequence[Parameter]) -> list[tuple[Tensor | None, int]]:
+    """Their gradients, and how often each was written to."""
+    return [(gradient, 0 if gradient is None else gradient._version) for gradient in [p.grad for p in parameters]]
+
+
+def _scale(parameters: Sequence[Parameter], factor: float) -> None:
+    """Multiplies their gradients, in one call."""
+    found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if found:
+        torch._foreach_mul_(found, factor)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Player:
@@ -175,7 +181,7 @@ class Player:
         self._trained, self._names, self._trained_set = trained, frozenset(trained), trained_set
         self._owned = [owned.parameter for owned in gradients.owned]
         self._placeholders = {name: _placeholder(name, parameter) for name, parameter in trained.items()}
-        self._seen: dict[str, tuple[Tensor | None, int]] = {}
+        self._seen: list[tuple[Tensor | None, int]] = []
         self._norm, self._did, self._frozen = 0.0, list[str](), FrozenParameters(trained)
         self._script_hooks = GradientHooks(trained)
         self._hooks = (
@@ -295,9 +301,7 @@ class Player:
             found = float(self.gradients.norm())  # all ranks: a change in a piece shows on one of them alone
             norm = norm if math.isclose(found, norm, rel_tol=ROUNDING) else found
         if norm > max_norm:
-            for parameter in self._owned:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(max_norm / norm)
+            _scale(self._owned, max_norm / norm)
         self._remember(min(norm, max_norm))
         return norm
 
@@ -373,15 +377,12 @@ class Player:
     def _remember(self, norm: float) -> None:
         """The gradient as it is now, and its 2-norm."""
         self._norm = norm
-        self._seen = {name: _now(parameter) for name, parameter in self._trained.items()}
+        self._seen = _now(self.inputs)
 
     def _changed(self) -> list[str]:
         """The parameters whose gradients the script has changed since."""
-        return [
-            name
-            for name, parameter in self._trained.items()
-            if (now := _now(parameter))[0] is not self._seen[name][0] or now[1] != self._seen[name][1]
-        ]
+        both = zip(self._trained, _now(self.inputs), self._seen, strict=False)
+        return [name for name, now, seen in both if now[0] is not seen[0] or now[1] != seen[1]]
 
     def _opened(self) -> OpenStep:
         if self._step is None:

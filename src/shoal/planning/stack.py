@@ -11,9 +11,9 @@ import msgspec
 
 from shoal import units
 from shoal.codec.config import SignConfig
-from shoal.cost.footprint import AUTOCAST, FLOAT32, FLOAT64, StateBytes
+from shoal.cost.footprint import AUTOCAST, FLOAT32, FLOAT64, MASTERS, StateBytes
 from shoal.cost.transformer import Transformer, embedding_parameters, head_parameters, total_parameters
-from shoal.engine.config import BFloat16, Float8, Float16, Float32, Float64
+from shoal.engine.config import BFloat16, BFloat16Params, Float8, Float16, Float32, Float64
 from shoal.errors import ConfigError, LayoutError
 from shoal.models.config import GPTConfig, ModelConfig, MoEConfig
 from shoal.optim.config import OneBit, in_8_bits
@@ -88,11 +88,13 @@ _STATES: Mapping[type, tuple[StateBytes, str]] = {
     Float32: (FLOAT32, "float32"),
     Float64: (FLOAT64, "float64"),
     BFloat16: (AUTOCAST, "bfloat16"),
+    BFloat16Params: (MASTERS, "bfloat16"),
     Float16: (AUTOCAST, "float16"),
     Float8: (AUTOCAST, "bfloat16"),
 }
 
 FLOAT_BYTES = 4
+HALF_BYTES = 2
 CODED_BYTES = 112.0
 """Read and written for a number of a moment in 8 bits by torch's operators, counted: 21 as it is decoded, 29 as it is
 encoded, and half of the 124 of the update's own that one kernel would not move."""
@@ -117,24 +119,28 @@ def stack_of(run_file: RunFile, cluster: Cluster, *, times: tuple[CodecTime, ...
     """
     on_cpu = cluster.machine.scale_up.kind == "memory"
     state, dtype = _STATES[type(run_file.precision)]
+    if isinstance(run_file.precision, BFloat16Params) and run_file.precision.reduce_dtype == "bfloat16":
+        state = replace(state, wire=HALF_BYTES)
+    number = max(state.weight, FLOAT_BYTES)  # of what the optimizer steps
+    rounded = number + state.weight if state.masters else 0.0  # masters are read, weights written
     slots, hidden = run_file.optimizer.all_slots, hidden_share(run_file.model)
     kept = [slot.number_bytes for slot in slots if slot.number_bytes is not None]
     plain = sum(slot.planned_numbers(hidden) for slot in slots if slot.number_bytes is None)
     moved = 4 + 2 * plain + (2 if run_file.optimizer.clip_norm else 0)
     coded = len(kept) * (CODED_ON_CORES if on_cpu else CODED_BYTES)
-    optimizer, offload = plain * state.weight + sum(kept), run_file.memory.offload
+    optimizer, offload = plain * number + sum(kept), run_file.memory.offload
     away = offload.optimizer != "device"
     copied = MOVED_PASSES * optimizer if away and on_cpu else 0.0
     return Stack(
         name="Shoal",
         state=replace(
             state,
-            optimizer=optimizer,
-            streamed_bytes=PARTS * offload.part_bytes * optimizer / state.weight if away else None,
-            saved=plain * state.weight + len(kept) * FLOAT_BYTES if kept else None,
+            optimizer=optimizer + (number if state.masters else 0.0),
+            streamed_bytes=PARTS * offload.part_bytes * optimizer / number if away else None,
+            saved=plain * number + len(kept) * FLOAT_BYTES + number - state.weight if kept or state.masters else None,
         ),
         dtype=dtype,
-        update_bytes=moved * state.weight + coded + copied,
+        update_bytes=moved * number + rounded + coded + copied,
         update_flops=hidden * flops_of_a_number(run_file),
         backwards=run_file.optimizer.backwards,
         state_home=offload.optimizer,

@@ -43,8 +43,10 @@ def subject_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> tu
     data = data_of(run_file, UserObjects(), environ).train
     few = [data[index] for index in range(min(LOOKED_AT, len(data)))]
     sample = collate(few, np.arange(len(few)), denominator=run_file.batch.denominator)
-    steps = _Steps(run_file, sample, loss_of(run_file.loss, UserObjects()))
-    subject = Subject.built(partial(model_of, run_file), steps, dtype=precision_of(run_file.precision).parameters)
+    precision = precision_of(run_file.precision)
+    steps = _Steps(run_file, sample, loss_of(run_file.loss, UserObjects(), precision))
+    dtype = precision.parameters if precision.mixed is None else precision.mixed.param_dtype
+    subject = Subject.built(partial(model_of, run_file), steps, dtype=dtype)
     if tables_in(subject.model):
         raise UserCodeError(
             "the model has an EmbeddingTable, and plans have no price for its sparse gradients: choose the layout "

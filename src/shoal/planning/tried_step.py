@@ -114,7 +114,7 @@ def _step(run_file: RunFile) -> Callable[[int], None]:
 
     precision = precision_of(run_file.precision)
     model = model_of(run_file).to(precision.parameters)
-    loss = loss_of(run_file.loss, UserObjects())
+    loss = loss_of(run_file.loss, UserObjects(), precision)
     compute = Compute(model, loss, precision, torch.device("cpu"), Randomness(model, seed=0, replica=0))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0, fused=True)
     batch_of = _batches(run_file)

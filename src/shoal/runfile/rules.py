@@ -25,7 +25,13 @@ from shoal.runfile.sync_rules import (
     shard_codec_refusal,
     sync_refusal,
 )
-from shoal.runfile.training_rules import memory_refusal, norm_refusal, optimizer_refusal, partly_trained_refusal
+from shoal.runfile.training_rules import (
+    masters_refusal,
+    memory_refusal,
+    norm_refusal,
+    optimizer_refusal,
+    partly_trained_refusal,
+)
 
 
 def check_across(run_file: RunFile, *, file: str) -> None:
@@ -47,6 +53,7 @@ def refusal(run_file: RunFile) -> str | None:
         layout_refusal,
         norm_refusal,
         _float8_rule,
+        masters_refusal,
         loss_chunks_refusal,
         memory_refusal,
         pipedream_refusal,
@@ -409,8 +416,19 @@ def _against_priority(run_file: RunFile) -> Iterator[tuple[str, str]]:
 
 
 def wire_refusal(run_file: RunFile) -> str | None:
-    """One sentence if the algorithm cannot run on the transport."""
-    algorithm, transport = run_file.wire.algorithm, run_file.wire.transport
+    """One sentence if the algorithm cannot run on the transport, or ranks of one GPU cannot talk over it."""
+    algorithm, transport, layout = run_file.wire.algorithm, run_file.wire.transport, run_file.layout
+    if run_file.run.share_gpus and transport != "gloo":
+        return (
+            f'run.share_gpus = true with wire.transport = "{transport}": NCCL refuses two ranks on one GPU; set '
+            'wire.transport = "gloo"'
+        )
+    if run_file.run.share_gpus and layout.pipeline * layout.context > 1:
+        key = "pipeline" if layout.pipeline > 1 else "context"
+        return (
+            f"run.share_gpus = true with layout.{key} = {getattr(layout, key)}: its ranks send tensors to each other, "
+            "and Gloo sends those of the CPU alone; set it to 1, or give each rank a GPU"
+        )
     if algorithm != "backend" and transport not in ("auto", "gloo"):
         return (
             f'wire.algorithm = "{algorithm}" with wire.transport = "{transport}": algorithms are for groups over Gloo; '

@@ -74,6 +74,13 @@ class RunConfig(Table, frozen=True):
             "one rank, and are untested."
         ),
     ] = "auto"
+    share_gpus: Annotated[
+        bool,
+        says(
+            'Several ranks may compute on one GPU, and talk over Gloo (wire.transport = "gloo"): a test of a layout '
+            "where GPUs are too few, and slow."
+        ),
+    ] = False
     directory: Annotated[
         Annotated[str, msgspec.Meta(pattern=r"^[^~]")] | None,
         says("The run's folder, which does not begin with `~`; default `runs/<name>`."),

@@ -4,12 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shoal.engine.config import CrossEntropy, Float8
+from shoal.engine.config import BFloat16Params, CrossEntropy, Float8
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.optim.closure_config import Searching
 from shoal.optim.config import AdamW8bit
 from shoal.optim.preconditioned_config import KFAC
 from shoal.runfile.run_file import RunFile, synchronises_norms
+
+# Weights in bfloat16 with float32 masters, and what writes to weights, or reads them, as if there were one of each.
+
+
+def masters_refusal(run_file: RunFile) -> str | None:
+    """One sentence if another table does not know of master copies."""
+    if not isinstance(run_file.precision, BFloat16Params):
+        return None
+    found = next(_against_masters(run_file, run_file.precision), None)
+    return None if found is None else f'precision.kind = "bfloat16_params" with {found[0]}: {found[1]}'
+
+
+def _against_masters(run_file: RunFile, precision: BFloat16Params) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do)"""
+    optimizer, sync, autocast = run_file.optimizer, run_file.sync, 'set precision.kind = "bfloat16"'
+    if isinstance(optimizer, KFAC | Searching):
+        why = "it measures curvature by differences that bfloat16 rounds away"
+        yield f'optimizer.kind = "{optimizer.variant}"', f'{why}; set precision.kind = "float32"'
+    if run_file.gradients.schedule == "priority":
+        yield 'gradients.schedule = "priority"', f"it updates the parameters that a forward is about to use; {autocast}"
+    if run_file.pipeline.asynchronous:
+        yield (
+            'pipeline.schedule = "PipeDream"',
+            f"its stages keep older weights, without masters; {autocast}",
+        )
+    if sync.replicas_are != "lockstep":
+        yield f'sync.kind = "{sync.variant}"', f"replicas agree on the weights that they compute with; {autocast}"
+    if run_file.elastic is not None:
+        yield "[elastic]", f"replicas give each other the weights that they compute with; {autocast}"
+    for name in ("sparsity", "quantisation"):
+        if getattr(run_file, name) is not None:
+            yield f"[{name}]", f"it writes to weights, and knows of no masters; {autocast}"
+    if run_file.freeze is not None and run_file.freeze.changes:
+        yield "freeze.later or freeze.progress", f"it freezes weights that have masters; {autocast}"
+    if precision.reduce_dtype != "float32" and run_file.codec.variant != "none":
+        yield (
+            f'precision.reduce_dtype = "bfloat16" and codec.kind = "{run_file.codec.variant}"',
+            "both say what gradients become on the wire; leave one of the two out",
+        )
+
 
 # The rules between `[optimizer]` and the other tables. Imports no torch.
 

@@ -206,7 +206,7 @@ def take_step(run: Run, number: int, batches: list[Batch], tap: ReplayRoutes) ->
 
     result = run.step(number, batches, lr=run.rate(number), on_gradients=record)
     with gradients.full_parameters():
-        weights = collected(run, list(held_weights(run.trained)))
+        weights = collected(run, list(held_weights(run)))
     differences, replayed = gather_routes(run, tap)
     buffers, moments = collected(run, buffers_of(run)), held_moments(run)
     return LayoutStep(result, *seen[0], weights, buffers, moments, differences, replayed)
@@ -291,7 +291,7 @@ def _take_step(run: Run, number: int, batches: list[Batch], lr: float) -> _Layou
 
     result = run.step(number, batches, lr=lr, on_microbatch=record)
     gradients = {microbatch: collected(run, seen[microbatch]) for microbatch in sorted(seen)}
-    weights = collected(run, list(held_weights(run.trained)))
+    weights = collected(run, list(held_weights(run)))
     return _LayoutStep(result, gradients, weights)
 
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -50,7 +51,7 @@ def reference_of(run: Run) -> Reference:
     trained = [(name, p, roles[name].decay) for name, p in model.named_parameters() if p.requires_grad]
     draws = draws_of(run_file, model)
     randomness = Randomness(model, seed=run_file.run.seed, replica=0, draws=draws)
-    loss, distillation = loss_of(run_file.loss, objects), run.workload.distillation
+    loss, distillation = loss_of(run_file.loss, objects, precision), run.workload.distillation
     compute = Compute(model, loss, precision, device, randomness, distillation=distillation)
     sparse = [name for name, role in roles.items() if role.kind == "table"]
     kinds = {name: role.kind for name, role in roles.items()}
@@ -106,22 +107,31 @@ def _rows(batch: Batch, rows: list[int]) -> Batch:
 
 @torch.no_grad()
 def give_weights(run: Run, reference: Reference | None) -> None:
-    """Every rank's parameters become its boxes of the reference's."""
+    """Every rank's parameters become its boxes of the reference's, or its masters of them do."""
     world, weights = run.mesh.world, reference.weights if reference is not None else {}
-    with run.generation.gradients.full_parameters():
-        own = {trained.holding.name: trained for trained in run.trained}
+    gradients, mixed = run.generation.gradients, run.workload.precision.mixed is not None
+    with nullcontext() if mixed else gradients.full_parameters():
+        own: dict[str, list[tuple[Box, Tensor]]] = {}
+        for name, box, part in held_weights(run):
+            own.setdefault(name, []).append((box, part))
         for name, shape in run.trained_shapes.items():
             dtype, device = run.workload.precision.parameters, run.device
             whole = weights[name].detach().clone() if weights else torch.empty(shape, dtype=dtype, device=device)
             world.broadcast(whole, root=0).wait()
-            if name in own:
-                for box, part in boxes_in(own[name].holding, own[name].parameter):
-                    part.copy_(whole[box.slices])
+            for box, part in own.get(name, ()):
+                part.copy_(whole[box.slices])
+    if mixed:
+        gradients.gather()
 
 
-def held_weights(trained: Iterable[Trained]) -> Iterator[tuple[str, Box, Tensor]]:
-    """The parameters of this rank: name, box of the unsplit parameter, values."""
-    for own in trained:
+def held_weights(run: Run) -> Iterator[tuple[str, Box, Tensor]]:
+    """The parameters of this rank, or its masters of them: name, box of the unsplit parameter, values."""
+    if run.workload.precision.mixed is not None:
+        for owned in run.generation.gradients.owned:
+            for box, part in owned.boxes(owned.parameter.detach()):
+                yield owned.name, box, part
+        return
+    for own in run.trained:
         for box, part in boxes_in(own.holding, own.parameter.detach()):
             yield own.holding.name, box, part
 

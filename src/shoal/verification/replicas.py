@@ -186,4 +186,4 @@ class ReplicasStep:
     def _weights(self) -> list[Located]:
         """This rank's trained parameters as they are now."""
         with self._run.generation.gradients.full_parameters():
-            return [(name, box, part.clone()) for name, box, part in held_weights(self._run.trained)]
+            return [(name, box, part.clone()) for name, box, part in held_weights(self._run)]

@@ -18,15 +18,17 @@ from torch._C._distributed_c10d import Store
 from shoal import units
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.proofs import remember, said_of
-from shoal.assembly.run import Run, open_run
+from shoal.assembly.run import Run, open_run, run_in_generation
+from shoal.assembly.workload import with_new_model
 from shoal.codec.config import NoCodec, ShardCodecConfig
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed
-from shoal.engine.config import BFloat16, Float8, Float16, Float32, Float64, PrecisionConfig
+from shoal.engine.config import BFloat16, BFloat16Params, Float8, Float16, Float32, Float64, PrecisionConfig
 from shoal.engine.precision import LossScaler, precision_of
 from shoal.engine.reference import (
     EXACT,
     HALF,
+    MASTERS,
     SINGLE,
     Finding,
     HeldBox,
@@ -67,7 +69,7 @@ STEPS = 5
 """Optimizer steps that are compared where nobody says how many."""
 
 HALF_STEPS = 2
-"""Steps under the run's own precision, after those in float32, where that is bfloat16 or float16."""
+"""Steps under the run's own precision, after those in float32, where that has 16 bits."""
 
 LOSSY_STAGES = (
     'pipeline.codec = "{}" was left out: this compares the layout with activations that are sent as they are; with the '
@@ -121,7 +123,7 @@ def verify_rank(
         notes.append(LOSSY_STAGES.format(lossy))
     run_file = msgspec.structs.replace(run_file, pipeline=msgspec.structs.replace(run_file.pipeline, codec="none"))
     if differ:
-        if isinstance(own_precision, BFloat16 | Float8):
+        if isinstance(own_precision, BFloat16 | BFloat16Params | Float8):
             notes.append(PRECISION.format(own_precision.variant))
         steps = steps or steps_of(run_file, place.world_size, least=STEPS)
         run = replace(open_run(ending_after(steps, run_file), place, objects, store=store), run_file=run_file)
@@ -137,11 +139,12 @@ def verify_rank(
     with closing(run.feed(Cursor())) as feed, closing(_whole_feed(run)) as whole:
         proof = _Proof(run, reference_of(run) if place.rank == 0 else None, feed, whole, rate_findings(run), bar)
         holds = proof.take(range(1, steps + 1), tolerances)
-        if holds and not exact and isinstance(own_precision, BFloat16 | Float16):
+        if holds and not exact and isinstance(own_precision, BFloat16 | BFloat16Params | Float16):
             proof.switch(own_precision)
-            proof.take(range(steps + 1, steps + HALF_STEPS + 1), HALF)
+            masters = isinstance(own_precision, BFloat16Params)
+            proof.take(range(steps + 1, steps + HALF_STEPS + 1), MASTERS if masters else HALF)
             notes.append(f"the last {HALF_STEPS} steps are in {own_precision.variant}")
-    axes = axes_of(run)
+    run, axes = proof.run, axes_of(proof.run)
     if proof.reference is None:
         return None
     if proof.replayed:
@@ -197,14 +200,27 @@ class _Proof:
         return True
 
     def switch(self, config: PrecisionConfig) -> None:
-        """From now on both compute under the autocast of `config`; the weights stay float32."""
+        """From now on both compute under `config`: its autocast of float32 weights, or bfloat16 copies of masters."""
         precision = precision_of(config)
+        if precision.mixed is not None:
+            self._with_masters(config)
+            return
         scale = HALF_SCALE if isinstance(config, Float16) else 1.0
         scaler = LossScaler(scale, dynamic=False, growth_steps=1)
         self.run = replace(self.run, step=self.run.step.under(precision, scaler))
         if self.reference is not None:
             compute = replace(self.reference.compute, precision=precision)
             self.reference = replace(self.reference, compute=compute, scale=scale)
+
+    def _with_masters(self, config: PrecisionConfig) -> None:
+        """The parameters of a layout are of one type for as long as it stands: it is built again."""
+        run, generation = self.run, self.run.mesh.generation + 1
+        run.end()
+        run_file = msgspec.structs.replace(run.run_file, precision=config)
+        workload = with_new_model(replace(run.workload, precision=precision_of(config)), run_file, run.device)
+        self.run, self.moments = run_in_generation(run_file, run.process, workload, number=generation), ()
+        if self.reference is not None:
+            self.reference = reference_of(self.run)
 
     def _take_one(self, number: int, tolerances: Tolerances, *, last: int) -> None:
         run, reference = self.run, self.reference

@@ -245,12 +245,12 @@ class PieceCodecs:
 
     def gather(self, shard: Collective, whole: Tensor, piece: Tensor) -> Handle:
         """Begins to write every rank's `piece` `[numel]`, as all ranks of `shard` decode it, into `whole`
-        `[size * numel]`.
+        `[size * numel]`. Pieces that are not coded travel in the type of `whole`.
         """
         if self.home is not None:
             self.home.fetched(piece.nbytes)
         if self.weights is None or shard.size == 1:
-            return shard.all_gather(whole, piece)
+            return shard.all_gather(whole, piece.to(whole.dtype))
         packed = pack(self.weights, self.weights.encode(piece))
         rows = packed.new_empty(shard.size, packed.numel())
         return _Decoding(self.weights, shard.all_gather(rows.view(-1), packed), rows, whole, piece.numel())
