@@ -57,13 +57,13 @@ class CheckpointConfig(Table, frozen=True):
         Literal["none", "planes", "deltas"],
         says(
             "planes: numbers are written without loss in fewer bytes, exponents apart from mantissas: of float32 about "
-            "a sixth is saved, of bfloat16 a third. deltas: beside that, where it is less, what differs from the "
-            "checkpoint before; each rank keeps a second copy of its share in the host's memory."
+            "a sixth is saved, of bfloat16 a third. deltas: beside that, where it is less, what differs from an "
+            "earlier checkpoint, of which each rank keeps its share in the host's memory, and which stays on the disk."
         ),
     ] = "none"
     full_every: Annotated[
-        int, says("deltas: every so many checkpoints one needs none of those before it.", ge=2, le=64)
-    ] = 8
+        int, says("deltas: every so many checkpoints one holds all numbers, and the next ones differ from it.", ge=2)
+    ] = 4
     moments: Annotated[
         Literal["exact", "8bit"],
         says(

@@ -4,9 +4,10 @@ An encoded object is a safetensors file, too: under each key it holds bytes, the
 and the object that its differences begin with, follow from its own bytes, so that the hash of an object still names its
 content. The manifest lists encoded objects and what they begin with; all of it must be there, and is verified alike.
 
-Differences: a rank keeps the numbers of the last checkpoint that counts in memory. Each object is coded against the
-object of the same boxes there, every `full_every`-th checkpoint without. After a save that failed, and after a start,
-nothing is kept, and the next checkpoint begins with none. An object that did not change is that of the last checkpoint.
+Differences: of each object a rank keeps in memory the numbers of the last one that begins with none, and codes what
+comes after against those, until the next checkpoint that begins with none, every `full_every`-th. So a reader needs two
+objects at most, and a checkpoint keeps one older one alive. After a save that failed, and after a start, nothing is
+kept. An object whose numbers are those that are kept is the one on the disk.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ Result = TypeVar("Result")
 
 
 class Made(NamedTuple):
-    """The bytes of an object; `known`: it is on the disk already, as one of the last checkpoint."""
+    """The bytes of an object; `known`: it is on the disk already."""
 
     data: memoryview | bytes
     encoded: bool = False
@@ -54,66 +55,65 @@ class Made(NamedTuple):
     known: Stored | None = None
 
 
-@dataclass(frozen=True)
-class _Last:
-    """This rank's share of the last checkpoint that counts: by parcel, its plain bytes and the object on the disk.
-
-    `age`: how many checkpoints one needs, beside itself, that begins with it.
+@dataclass
+class _Bases:
+    """By parcel, the plain bytes of an object that begins with none, and where it is on the disk; `saves` since all
+    objects did.
     """
 
     parcels: Sequence[Parcel]
     contents: list[memoryview]
-    stored: Sequence[Stored]
-    age: int
+    stored: list[Stored]
+    saves: int = 0
 
 
 class Encoder:
-    """Makes objects of a rank's share, as `[checkpoint]` asks; what one save needs of the save before is kept here."""
+    """Makes objects of a rank's share, as `[checkpoint]` asks; what later saves begin with is kept here."""
 
     def __init__(self, config: CheckpointConfig) -> None:
         self._config = config
-        self._last: _Last | None = None
-        self._memory = np.empty(0, np.uint8)
+        self._bases: _Bases | None = None
 
     def objects(self, staging: Staging, parcels: Sequence[Parcel]) -> Iterator[Made]:
         """The objects of `parcels`, whose bytes are in `staging`, in their order; a few are coded ahead of the disk."""
         if self._config.compress == "none":
             yield from map(Made, staging.objects())
             return
-        last = self._base(parcels)
-        known: Iterable[tuple[memoryview, Stored] | None] = (
-            [None] * len(parcels) if last is None else zip(last.contents, last.stored, strict=True)
-        )
-        work = zip(parcels, staging.objects(), known, strict=True)
+        if self._bases is not None and (
+            self._bases.parcels != parcels or self._bases.saves + 1 >= self._config.full_every
+        ):
+            self._bases = None
+        bases: Iterable[tuple[memoryview, Stored] | None] = [None] * len(parcels)
+        if self._bases is not None:
+            bases = zip(self._bases.contents, self._bases.stored, strict=True)
+        work = zip(parcels, staging.objects(), bases, strict=True)
         with ThreadPoolExecutor(THREADS, initializer=partial(os.nice, 5)) as pool:
             yield from in_order(pool, lambda each: self._made(*each), work)
 
     def settle(self, staging: Staging, parcels: Sequence[Parcel], stored: Sequence[Stored] | None) -> None:
         """What became of the objects: `stored`, in a checkpoint that counts, or None."""
-        last = self._base(parcels)
-        self._last = None
         if stored is None or self._config.compress != "deltas":
+            self._bases = None
             return
-        sizes = [len(content) for content in staging.objects()]
-        if len(self._memory) != sum(sizes):
-            self._memory = np.empty(sum(sizes), np.uint8)
-        contents = [part.data for part in np.split(self._memory, np.cumsum(sizes)[:-1])]
-        for kept, content in zip(contents, staging.objects(), strict=True):
-            kept[:] = content
-        self._last = _Last(parcels, contents, stored, 0 if last is None else last.age + 1)
+        contents = list(staging.objects())
+        if self._bases is None:
+            memory = [np.empty(len(content), np.uint8).data for content in contents]
+            self._bases = _Bases(parcels, memory, list(stored))
+        else:
+            self._bases.saves += 1
+        for number, (item, content) in enumerate(zip(stored, contents, strict=True)):
+            if not item.base:
+                self._bases.contents[number][:] = content
+                self._bases.stored[number] = item
 
-    def _base(self, parcels: Sequence[Parcel]) -> _Last | None:
-        last = self._last
-        fits = last is not None and last.age + 1 < self._config.full_every and last.parcels == parcels
-        return last if fits else None
-
-    def _made(self, parcel: Parcel, content: memoryview, last: tuple[memoryview, Stored] | None) -> Made:
+    def _made(self, parcel: Parcel, content: memoryview, base: tuple[memoryview, Stored] | None) -> Made:
         before: Sequence[memoryview | None] = [None] * len(parcel)
         digest = ""
-        if last is not None:
-            if np.array_equal(np.frombuffer(content, np.uint8), np.frombuffer(last[0], np.uint8)):
-                return Made(b"", known=last[1]._replace(written=False))
-            digest, before = last[1].digest, list(tensorfile.data_of(parcel, last[0]))
+        if base is not None:
+            kept, stored = base
+            if np.array_equal(np.frombuffer(content, np.uint8), np.frombuffer(kept, np.uint8)):
+                return Made(b"", known=stored._replace(written=False))
+            digest, before = stored.digest, list(tensorfile.data_of(parcel, kept))
         boxes = zip(parcel, tensorfile.data_of(parcel, content), before, strict=True)
         found = [self._stream(piece, numbers, base, digest) for piece, numbers, base in boxes]
         differs = any(each.differs for each in found)
@@ -148,12 +148,10 @@ def listed(stored: Sequence[Stored], before: Manifest | None) -> tuple[dict[str,
     """`Manifest.objects` and `Manifest.encoded` of a checkpoint of `stored`, where `before` is the last one."""
     objects = {item.digest: item.nbytes for item in stored}
     encoded = {item.digest: item.base for item in stored if item.encoded}
-    for base in list(encoded.values()):
-        while base and base not in encoded:
-            if before is None:
-                raise CorruptCheckpoint(f"object {base}, which another one begins with, is in no checkpoint")
-            objects[base], encoded[base] = before.objects[base], before.encoded[base]
-            base = encoded[base]
+    for base in set(encoded.values()) - {"", *encoded}:
+        if before is None:
+            raise CorruptCheckpoint(f"object {base}, which another one begins with, is in no checkpoint")
+        objects[base], encoded[base] = before.objects[base], ""
     return objects, encoded
 
 

@@ -123,8 +123,6 @@ MAX_STATE_BYTES = 4 << 20
 """JSON of `state`, of `layout` and of `writer`; as Python's objects it takes up to thirty times as much memory."""
 
 MAX_OBJECT_BYTES = (1 << 30) + MAX_HEADER_BYTES + 8
-MAX_CHAIN = 64
-"""Objects that one begins with, one after the other."""
 MAX_RATIO = 1 << 12
 """Bytes of a box for each byte of the object that encodes it: more than `planes.py` reaches with equal numbers."""
 MAX_CORNERS_IN_ALL = 1 << 23
@@ -315,22 +313,19 @@ def _inconsistency(manifest: Manifest) -> str | None:
         corners += corner_count(tensor.shape, [entry.box for entry in tensor.boxes])
         if corners > MAX_CORNERS_IN_ALL:
             return "its tensors are cut into too many boxes"
-    if problem := _chain_problem(manifest):
+    if problem := _base_problem(manifest):
         return problem
     problems = (_tensor_problem(tensor, manifest) for tensor in manifest.tensors)
     found = next((problem for problem in problems if problem), None)
     return found or contradiction(manifest.state, step=manifest.step)
 
 
-def _chain_problem(manifest: Manifest) -> str | None:
-    for digest in manifest.encoded:
-        length = 0
-        while digest:
-            if digest not in manifest.objects or digest not in manifest.encoded:
-                return f"the object {digest} that another one begins with is not in it"
-            if (length := length + 1) > MAX_CHAIN:
-                return f"more than {MAX_CHAIN} objects begin with each other"
-            digest = manifest.encoded[digest]
+def _base_problem(manifest: Manifest) -> str | None:
+    for digest, base in manifest.encoded.items():
+        if digest not in manifest.objects:
+            return f"the encoded object {digest} is not in it"
+        if base and manifest.encoded.get(base) != "":
+            return f"the object {base} that another one begins with is not in it, or begins with one itself"
     return None
 
 
