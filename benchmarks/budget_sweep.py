@@ -10,9 +10,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -89,7 +90,11 @@ def budget_sweep(
 def measure(folder: Path, model: str, shares: Sequence[int]) -> Result:
     """A row for each share."""
     recipe, overrides = CASES[model]
-    file = load_run(Path(f"recipes/{recipe}.toml"), [*COMMON, *overrides, f"run.directory={folder / 'run'}"])
+
+    def opened(*keys: str) -> RunFile:
+        return load_run(Path(f"recipes/{recipe}.toml"), [*COMMON, *overrides, f"run.directory={folder / 'run'}", *keys])
+
+    file = opened()
     plain_bytes, plain_losses = _ran(_with(file, simulate_device=BOUNDLESS), folder / "plain")
     rows: list[Row] = []
     checks: list[Check] = []
@@ -100,7 +105,7 @@ def measure(folder: Path, model: str, shares: Sequence[int]) -> Result:
         try:
             chosen, said = with_budget(_with(file, budget=f"{budget} B"), None)
         except LayoutError as refused:
-            row |= {"found": f"refused: {refused}"} | _refusal(file, str(refused))
+            row |= {"found": f"refused: {refused}"} | _refusal(opened, str(refused))
             checks.append(
                 check(f"{model}, {share} %: the least of the refusal is right", float(bool(row["right"])), 1.0)
             )
@@ -110,17 +115,18 @@ def measure(folder: Path, model: str, shares: Sequence[int]) -> Result:
             checks.append(check(f"{model}, {share} %: peak of the budget", peak / budget, 1.0, at_most=True))
             checks.append(check(f"{model}, {share} %: losses differ", float(losses != plain_losses), 0.0, at_most=True))
         rows.append(row | {"seconds": round(time.perf_counter() - begin_s, 1)})
+        print(f"{model}, {share} %: {row['found']}", file=sys.stderr, flush=True)
     return {"rows": rows, "checks": checks}
 
 
-def _refusal(file: RunFile, said: str) -> Row:
-    """Whether a budget 5 % above the least is met, and one 5 % below is refused."""
+def _refusal(opened: Callable[..., RunFile], said: str) -> Row:
+    """Whether the mixture that the refusal names meets a budget 5 % above the least, and not one 5 % below."""
     match = _LEAST.search(said)
     if match is None:
         return {"right": False}
-    least = units.memory_bytes(match[1])
-    met = _is_met(_with(file, budget=f"{least * 105 // 100} B"))
-    return {"least_bytes": least, "right": met and not _is_met(_with(file, budget=f"{least * 95 // 100} B"))}
+    least, keys = units.memory_bytes(match[1]), [key.replace(" ", "") for key in match[2].split(" and ")]
+    above, below = (opened(*keys, f"memory.budget={least * part // 100} B") for part in (105, 95))
+    return {"least_bytes": least, "right": _is_met(above) and not _is_met(below)}
 
 
 def _is_met(file: RunFile) -> bool:
