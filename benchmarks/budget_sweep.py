@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
 }
 COMMON = ["run.processes=1", "run.device=cpu"]
 STEPS = 3
-_LEAST = re.compile(r"the least that is met is ([0-9.]+ [KMGi]*B), with")
+_LEAST = re.compile(r"the least that is met is ([0-9.]+ [KMGi]*B), with (.*?); raise it")
 
 
 class _Net(nn.Module):
