@@ -144,6 +144,25 @@ def test_after_a_failed_save_nothing_begins_with_it(tmp_path, monkeypatch):
     assert same(read_all(manifest_of(tmp_path, 3), tmp_path), trained(3))
 
 
+@pytest.mark.parametrize("moved", [1, 2], ids=["the same numbers", "others"])
+def test_nothing_begins_with_a_damaged_object(tmp_path, moved):
+    """A bit that fell over since it was written costs one checkpoint; the next one begins with none."""
+    saver = saver_for(tmp_path, compress="deltas", object_bytes=1 << 20)
+    save(saver, 1, {"model/w": trained(1)["model/w"]})
+    (path,) = Places(tmp_path).objects.iterdir()
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    report = save(saver, 2, {"model/w": trained(moved)["model/w"]})
+    assert not report.committed
+    assert "this checkpoint would begin with it" in str(report.error)
+    assert save(saver, 3, trained(3)).error is None
+    manifest, _ = newest_verified(tmp_path)
+    assert manifest is not None
+    assert (manifest.step, needed(manifest)) == (3, 1)
+    assert same(read_all(manifest, tmp_path), trained(3))
+
+
 def test_a_damaged_base_damages_what_begins_with_it(tmp_path):
     """Flipped bits of every object that the newest checkpoint needs are noticed; a missing one, too."""
     saver = saver_for(tmp_path, compress="deltas", full_every=4, object_bytes=1 << 20)

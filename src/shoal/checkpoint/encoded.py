@@ -47,12 +47,11 @@ Result = TypeVar("Result")
 
 
 class Made(NamedTuple):
-    """The bytes of an object; `known`: it is on the disk already."""
+    """The bytes of an object, and the one on the disk that its differences begin with; no bytes: it is that one."""
 
-    data: memoryview | bytes
+    data: memoryview | bytes | None
     encoded: bool = False
-    base: str = ""
-    known: Stored | None = None
+    base: Stored | None = None
 
 
 @dataclass
@@ -112,12 +111,12 @@ class Encoder:
         if base is not None:
             kept, stored = base
             if np.array_equal(np.frombuffer(content, np.uint8), np.frombuffer(kept, np.uint8)):
-                return Made(b"", known=stored._replace(written=False))
+                return Made(None, encoded=True, base=stored)
             digest, before = stored.digest, list(tensorfile.data_of(parcel, kept))
         boxes = zip(parcel, tensorfile.data_of(parcel, content), before, strict=True)
-        found = [self._stream(piece, numbers, base, digest) for piece, numbers, base in boxes]
-        differs = any(each.differs for each in found)
-        return Made(tensorfile.file_of([each.stream for each in found]), True, digest if differs else "")
+        found = [self._stream(piece, numbers, earlier, digest) for piece, numbers, earlier in boxes]
+        begins = base[1] if base is not None and any(each.differs for each in found) else None
+        return Made(tensorfile.file_of([each.stream for each in found]), encoded=True, base=begins)
 
     def _stream(self, piece: Piece, content: memoryview, base: memoryview | None, digest: str) -> planes.Encoded:
         bits = f"<u{piece.spec.itemsize}"

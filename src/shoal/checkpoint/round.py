@@ -41,10 +41,10 @@ from shoal.checkpoint.agreement import (
 from shoal.checkpoint.commit import Pointer, best_step, commit, point_best, point_latest, retain, sweep
 from shoal.checkpoint.encoded import Made, listed
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
-from shoal.checkpoint.objects import Disk, OnPoint, Places, Stored, make_folders, settle, store
+from shoal.checkpoint.objects import Disk, OnPoint, Places, Stored, damage, make_folders, settle, store
 from shoal.checkpoint.plan import SavePlan
 from shoal.checkpoint.tensorfile import Parcel
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import CorruptCheckpoint, ShoalError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +133,19 @@ class Round:
             return Share(self.plan.fingerprint, [], self._sentence(error))
 
     def _store(self, made: Made, owner: str) -> Stored:
-        if made.known is not None:
-            return made.known
-        stored = store(memoryview(made.data), self.seat.places, disk=self._disk, owner=owner)
-        return stored._replace(encoded=made.encoded, base=made.base)
+        places, base = self.seat.places, made.base
+        if base is not None:
+            path = places.object(base.digest)
+            if problem := damage(path, base.digest, nbytes=base.nbytes):
+                raise CorruptCheckpoint(
+                    f"{path} {problem}, and this checkpoint would begin with it: the next one begins with none; check "
+                    "this disk"
+                )
+            if made.data is None:
+                return base._replace(written=False)
+        assert made.data is not None, "it is its base, or has bytes"
+        stored = store(memoryview(made.data), places, disk=self._disk, owner=owner)
+        return stored._replace(encoded=made.encoded, base="" if base is None else base.digest)
 
     def _follow(self, objects: Iterable[Made]) -> SaveOutcome:
         seat = self.seat
