@@ -47,6 +47,7 @@ def test_the_cheapest_that_fits_is_used_and_held_to_the_budget(
     assert chosen.memory.budget is None
     assert (chosen.memory.offload, chosen.memory.recompute) == (tried[3].memory.offload, tried[3].memory.recompute)
     assert "needs 30 MiB (the run as it is needs 60 MiB;" in why
+    assert 'memory.offload.optimizer = "host" did not run: why not;' in why
     bill = msgspec.json.decode((tmp_path / "run" / FILE_NAME).read_bytes(), type=Bill)
     assert [one.peak_bytes for one in bill.tried] == [60 * MIB, None, 30 * MIB + 1, 30 * MIB]
 

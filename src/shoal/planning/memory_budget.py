@@ -174,14 +174,14 @@ def _short(run_file: RunFile, least: Tried, met_by: str) -> str:
 
 def _said(bill: Bill) -> str:
     *others, used = bill.tried
-    beside = "; ".join(f"{one.keys} needs {_size(one.peak_bytes)}" for one in others)
-    return f'memory.budget = "{bill.budget}": {used.keys} needs {_size(used.peak_bytes)}' + (
-        f" ({beside})" if beside else ""
-    )
+    beside = f" ({'; '.join(map(_need, others))})" if others else ""
+    return f'memory.budget = "{bill.budget}": {_need(used)}{beside}'
 
 
-def _size(size_bytes: int | None) -> str:
-    return "more than there is" if size_bytes is None else units.memory_size(size_bytes)
+def _need(tried: Tried) -> str:
+    if tried.peak_bytes is None:
+        return f"{tried.keys} did not run: {tried.why}"
+    return f"{tried.keys} needs {units.memory_size(tried.peak_bytes)}"
 
 
 def _memory_with(memory: MemoryConfig, mixture: Mapping[str, Any]) -> dict[str, Any]:
