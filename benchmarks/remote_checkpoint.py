@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint.agreement import LocalExchange
+from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.remote import RemoteCheckpoints, RemoteCopies
 from shoal.checkpoint.save import Saver
 
@@ -61,7 +62,14 @@ def measure(mebibytes: int, saves: int, steps: int) -> dict[str, Any]:
     warnings: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         savers = {
-            way: Saver(Path(folder, way), rank=0, world_size=1, exchange=LocalExchange(), keep=3, timeout_s=60.0)
+            way: Saver(
+                Path(folder, way),
+                rank=0,
+                world_size=1,
+                exchange=LocalExchange(),
+                config=CheckpointConfig(),
+                timeout_s=60.0,
+            )
             for way in found
         }
         store = RemoteCheckpoints("s3://copies/bench", options=options)

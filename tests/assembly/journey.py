@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.assembly.run import Run, open_run
+from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.save import Saver
 from shoal.comm.board import Board
 from shoal.comm.collective import gather_named
@@ -64,7 +65,7 @@ def save(run: Run, directory: Path, place: TestPlace) -> None:
         rank=place.rank,
         world_size=place.size,
         exchange=Board(place.store, timeout_s=180).clone(),
-        keep=2,
+        config=CheckpointConfig(keep=2),
         timeout_s=HANG_S,
         split=True,
     )

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from benchmarks.adamw_8bit import compare_losses
 from shoal.assembly.run import Run
+from shoal.codec.config import MOMENT_BLOCK as BLOCK
+from shoal.codec.moments import Quantised
 from shoal.elastic.state_copy import held_state, load_state
 from shoal.memory.tracker import storage_bytes
-from shoal.optim.declared import BLOCK
-from shoal.optim.slots import Quantised
 from shoal.verification.layout_step import TOLERANCE
 from tests.assembly.journey import LR, Leg, travel, whole_state
 from tests.ranks import TestPlace

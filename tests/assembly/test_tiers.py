@@ -20,6 +20,7 @@ import torch
 
 from shoal.assembly import tiers
 from shoal.assembly.run import open_run
+from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.save import Saver
 from shoal.comm.board import Board
 from shoal.engine.recovery import resume
@@ -205,7 +206,8 @@ def go_on(
         tiers.SpillFile = made  # type: ignore[misc]
     resume(run.state, directory, announce=run.process.announce, warn=print)
     progress, exchange = run.state.progress, Board(place.store, timeout_s=HANG_S).clone()
-    saver = Saver(directory, rank=0, world_size=1, exchange=exchange, keep=2, timeout_s=HANG_S, split=True)
+    config = CheckpointConfig(keep=2)
+    saver = Saver(directory, rank=0, world_size=1, exchange=exchange, config=config, timeout_s=HANG_S, split=True)
     if isinstance(fault, float):
         threading.Timer(fault, os.kill, (os.getpid(), signal.SIGKILL)).start()
     try:

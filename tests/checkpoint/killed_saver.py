@@ -1,14 +1,13 @@
-"""A process that kills itself in the middle of saves: `python -m tests.checkpoint.killed_saver FOLDER`.
+"""A process that kills itself in the middle of saves: `python -m tests.checkpoint.killed_saver FOLDER COMPRESS`.
 
-For every point of `deaths()` it copies a run directory that holds the checkpoint of step 100, and a forked child saves
-step 200 there (keeping one, so that retention is passed too) until SIGKILL strikes at that point. Prints a line a
-point: its name and how the child ended.
+For every point of `deaths()` a forked child saves step 100 in a run directory of its own, and step 200 (keeping one, so
+that retention is passed too) until SIGKILL strikes at that point. Prints a line a point: its name and how the child
+ended.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import sys
 from pathlib import Path
@@ -54,25 +53,26 @@ def write_half_of(suffix: str) -> None:
     os.write = dying  # pyright: ignore[reportAttributeAccessIssue] this process ends here anyway
 
 
-def save_and_die(directory: Path, death: str) -> None:
+def save_and_die(directory: Path, death: str, compress: str = "none") -> None:
+    fatal = [""]
+    saver = saver_for(directory, keep=1, compress=compress, on_point=lambda label: die() if label == fatal[0] else None)
+    save(saver, 100)
     if death in HALVES:
         write_half_of(_HALF_OF[death])
-    save(saver_for(directory, keep=1, on_point=lambda label: die() if label == death else None), 200)
+    fatal[0] = death
+    save(saver, 200)
 
 
-def main(root: Path) -> None:
+def main(root: Path, compress: str) -> None:
     torch.set_num_threads(1)
-    start = root / "start"
-    save(saver_for(start, keep=1), 100)
     for death in deaths():
-        shutil.copytree(start, folder_of(root, death))
         child = os.fork()
         if child == 0:
-            save_and_die(folder_of(root, death), death)
+            save_and_die(folder_of(root, death), death, compress)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         print(death, os.waitstatus_to_exitcode(status), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

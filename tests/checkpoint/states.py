@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from hypothesis import settings
 from torch import Tensor
 
 from shoal.checkpoint.agreement import LocalExchange
 from shoal.checkpoint.commit import checkpoints, read_manifest
+from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.objects import TEMPORARY, Places
 from shoal.checkpoint.plan import Item, plan_for
 from shoal.checkpoint.save import Saver, SaveReport
@@ -44,9 +46,11 @@ def state_of(step: int) -> dict[str, Tensor]:
 
 
 def saver_for(directory: Path, **options: Any) -> Saver:
-    """A saver of one rank, with small objects."""
-    defaults: dict[str, Any] = {"rank": 0, "world_size": 1, "exchange": LocalExchange(), "keep": 3, "timeout_s": HANG_S}
-    return Saver(directory, **defaults | {"object_bytes": OBJECT_BYTES} | options)
+    """A saver of one rank, with small objects; `options` are arguments of `Saver` and keys of `[checkpoint]`."""
+    keys = {name: options.pop(name) for name in CheckpointConfig.__struct_fields__ if name in options}
+    defaults: dict[str, Any] = {"rank": 0, "world_size": 1, "exchange": LocalExchange(), "timeout_s": HANG_S}
+    config = msgspec.structs.replace(CheckpointConfig(object_bytes=OBJECT_BYTES), **keys)
+    return Saver(directory, **{**defaults, "config": config, **options})
 
 
 def save(saver: Saver, step: int, tensors: Mapping[str, Tensor] | None = None) -> SaveReport:

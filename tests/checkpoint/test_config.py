@@ -6,13 +6,12 @@ import msgspec
 import pytest
 
 from shoal.checkpoint.config import CheckpointConfig
-from shoal.checkpoint.save import OBJECT_BYTES
 
 
 def test_defaults_are_those_of_the_saver():
     """An empty table saves every 200 steps, keeps three, and cuts objects as `Saver` does by itself."""
     table = msgspec.convert({}, CheckpointConfig)
-    assert (table.every_steps, table.keep, table.object_bytes) == (200, 3, OBJECT_BYTES)
+    assert (table.every_steps, table.keep, table.object_bytes) == (200, 3, 8 << 20)
 
 
 @pytest.mark.parametrize("wrong", [{"keep": 0}, {"every_steps": -1}, {"object_bytes": 10}, {"kept": 3}, {"keep": "3"}])

@@ -19,12 +19,12 @@ from tests.checkpoint.states import leftovers, same, save, saver_for, state_of
 COMMITTED_FROM = deaths().index("commit/rename.after")
 
 
-@pytest.fixture(scope="module")
-def graves(tmp_path_factory) -> tuple[Path, dict[str, int]]:
+@pytest.fixture(scope="module", params=["none", pytest.param("deltas", marks=pytest.mark.slow)])
+def graves(request, tmp_path_factory) -> tuple[Path, dict[str, int]]:
     """A run directory for each death, and how each process ended: one process, for one import of torch."""
     root = tmp_path_factory.mktemp("killed")
     done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.killed_saver", str(root)],
+        [sys.executable, "-m", "tests.checkpoint.killed_saver", str(root), request.param],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         cwd=Path(__file__).parents[2],
         capture_output=True,

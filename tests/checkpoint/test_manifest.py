@@ -115,8 +115,8 @@ def test_the_unchanged_manifest_is_accepted():
 
 def test_another_format_is_no_corruption_and_says_what_to_do():
     """A checkpoint of a later Shoal asks for that Shoal, whatever fields it has."""
-    content = msgspec.json.encode({"format_version": 3, "new": 1})
-    with pytest.raises(VerificationFailed, match="the format 3, and this Shoal reads up to 2") as caught:
+    content = msgspec.json.encode({"format_version": 4, "new": 1})
+    with pytest.raises(VerificationFailed, match="the format 4, and this Shoal reads up to 3") as caught:
         decode(content, PATH)
     assert not isinstance(caught.value, CorruptCheckpoint)
 

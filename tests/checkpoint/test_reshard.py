@@ -69,8 +69,12 @@ def test_any_layout_is_loaded_under_any_other_bit_by_bit(tmp_path_factory, data,
     tensors["optimizer/step/a"] = torch.tensor(3.0)
     first, second = ({n: data.draw(held(tuple(t.shape), range(WORLD))) for n, t in tensors.items()} for _ in "ab")
     directory = tmp_path_factory.mktemp("reshard")
-    ranks = Ranks(directory, object_bytes=object_bytes)
-    reports, manifest = ranks.save(1, lambda rank: of_rank(rank, tensors, first))
+    compress = data.draw(st.sampled_from(["none", "planes", "deltas"]))
+    ranks = Ranks(directory, object_bytes=object_bytes, compress=compress)
+    if compress == "deltas":
+        earlier = {name: tensor * 3 for name, tensor in tensors.items()}
+        ranks.save(1, lambda rank: of_rank(rank, earlier, first))
+    reports, manifest = ranks.save(2, lambda rank: of_rank(rank, tensors, first))
     assert manifest is not None, reports[0].error
     assert all(report.committed for report in reports.values())
     assert same(read_all(manifest, directory), tensors)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+from shoal.checkpoint.save import SaveReport
 from shoal.cost.interval import steps_between_saves
 from shoal.engine.save_policy import ByFailures, EverySteps, LastSave
 
@@ -118,3 +119,24 @@ def test_the_distance_of_saves_is_told_once() -> None:
     clock.now_s += 8.0
     last.saved(34)
     assert last.take_figures() == {"checkpoint/interval_steps": 10, "checkpoint/interval_s": 8.0}
+
+
+def test_what_a_save_wrote_is_recorded_once() -> None:
+    """With how far it was from the one before, if that was not recorded yet; and not with the step after that."""
+    clock = Clock()
+    last = LastSave(clock=clock)
+    last.begin(0)
+    clock.now_s += 5.0
+    last.saved(10)
+    report = SaveReport(10, 1.5, bytes_written=70, bytes_reused=10, committed=True, error=None, state_bytes=100)
+    last.wrote(report)
+    assert last.take_figures() == {
+        "checkpoint/interval_steps": 10,
+        "checkpoint/interval_s": 5.0,
+        "checkpoint/saved_step": 10,
+        "checkpoint/save_s": 1.5,
+        "checkpoint/state_bytes": 100,
+        "checkpoint/written_bytes": 70,
+        "checkpoint/reused_bytes": 10,
+    }
+    assert last.take_figures() == {}

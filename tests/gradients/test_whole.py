@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal.codec.config import MOMENT_BLOCK as BLOCK
 from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.gradients.bucket import ALIGNMENT, flat_layout
 from shoal.gradients.build import Summing
-from shoal.optim.declared import BLOCK
 from shoal.topology.layout import Layout
 from tests.gradients.training import Case, microbatches, synced, take_step
 from tests.ranks import TestPlace

@@ -17,7 +17,7 @@ from shoal.observe.events import EventWriter, events_path
 from shoal.observe.facts import facts_path, write_facts
 from shoal.observe.report import write_report
 from shoal.observe.sink import Ending, write_ending
-from tests.observe.synthetic import write_run
+from tests.observe.synthetic import START_S, write_run
 
 
 class Balanced(HTMLParser):
@@ -218,3 +218,15 @@ def test_the_room_needs_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=os.environ | {"PYTHONPATH": "src"})
     assert done.returncode == 0
+
+
+def test_the_page_shows_what_saves_took(tmp_path: Path) -> None:
+    """A row a checkpoint, with the stall of the step after it; a run that saved nothing has no such section."""
+    write_run(tmp_path, steps=20, ranks=1)
+    assert "Checkpoints" not in Balanced(report(tmp_path)).text
+    figures = {"saved_step": 20, "save_s": 1.5, "state_bytes": 4e6, "written_bytes": 2.5e6, "reused_bytes": 5e5}
+    with EventWriter(tmp_path, rank=0) as writer:
+        writer.write(21, {"time/checkpoint_stall": 0.007}, time_s=START_S + 21)
+        writer.write(22, {f"checkpoint/{name}": value for name, value in figures.items()}, time_s=START_S + 22)
+    text = re.sub(r"\s+", " ", Balanced(report(tmp_path)).text)
+    assert "20 7.00 ms 1.50 s 2.5 MB 500 kB 75 %" in text

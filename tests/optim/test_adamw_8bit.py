@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from shoal.codec.config import MOMENT_BLOCK as BLOCK
+from shoal.codec.moments import Quantised, quantised
 from shoal.memory.tracker import storage_bytes
 from shoal.optim import adamw_8bit
 from shoal.optim.adamw_8bit import MOMENTS, EightBitAdamW, step_in_c, step_in_torch
 from shoal.optim.build import build_optimizer, part_of
 from shoal.optim.config import AdamW, AdamW8bit
-from shoal.optim.declared import BLOCK
-from shoal.optim.slots import Quantised, make_slots, named_slots, pack_slots, quantised
+from shoal.optim.slots import make_slots, named_slots, pack_slots
 from tests.codec.test_kernels import built, kernels_built
 
 CONFIG = AdamW8bit(lr=1e-2)

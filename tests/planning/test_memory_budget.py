@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from shoal import units
 from shoal.errors import ConfigError, LayoutError
 from shoal.launcher.environment import Place
 from shoal.planning import memory_budget
@@ -45,6 +47,7 @@ def test_the_cheapest_that_fits_is_used_and_held_to_the_budget(
     assert chosen.memory.budget is None
     assert (chosen.memory.offload, chosen.memory.recompute) == (tried[3].memory.offload, tried[3].memory.recompute)
     assert "needs 30 MiB (the run as it is needs 60 MiB;" in why
+    assert 'memory.offload.optimizer = "host" did not run: why not;' in why
     bill = msgspec.json.decode((tmp_path / "run" / FILE_NAME).read_bytes(), type=Bill)
     assert [one.peak_bytes for one in bill.tried] == [60 * MIB, None, 30 * MIB + 1, 30 * MIB]
 
@@ -65,8 +68,35 @@ def test_ranks_and_later_starts_use_what_was_chosen(budgeted: RunFile, monkeypat
 
 def test_a_budget_that_nothing_meets_says_by_how_much(budgeted: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
     peaks(monkeypatch, [60 * MIB, 41 * MIB, 50 * MIB])
-    with pytest.raises(LayoutError, match=r"short by 11 MiB: the least is 41 MiB, with memory\.offload\.optimizer"):
+    given = msgspec.structs.replace(budgeted.memory.offload, part="1 MiB")
+    own = msgspec.structs.replace(budgeted, memory=msgspec.structs.replace(budgeted.memory, offload=given))
+    with pytest.raises(LayoutError, match=r"short by 11 MiB: .* met is 41 MiB, with memory\.offload\.optimizer"):
+        with_budget(own, None)
+
+
+def test_the_least_is_one_that_is_met(budgeted: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of the state are larger under a larger budget: three of them and 38 MiB, not what the trials needed."""
+    tried: list[RunFile] = []
+
+    def peak_of(run_file: RunFile) -> tuple[int | None, str]:
+        tried.append(run_file)
+        return 38 * MIB + 3 * run_file.memory.offload.part_bytes, ""
+
+    monkeypatch.setattr(memory_budget, "_peak_of", peak_of)
+    with pytest.raises(LayoutError) as refused:
         with_budget(budgeted, None)
+    found = re.search(r"the least that is met is ([0-9.]+ MiB), with", str(refused.value))
+    assert found is not None
+    raised = msgspec.structs.replace(budgeted.memory, budget=found[1])
+    chosen, _ = with_budget(msgspec.structs.replace(budgeted, memory=raised), None)
+    assert peak_of(chosen)[0] <= (raised.budget_bytes or 0) < 43 * MIB
+
+
+@pytest.mark.parametrize("size", [1, 1000, 41 * MIB + 1, 42_000_001, (1 << 30) + 5, 123_456_789_012])
+def test_a_size_is_written_as_no_less(size: int) -> None:
+    """In three digits, as people read it."""
+    text = memory_budget._no_less(size)
+    assert size <= units.memory_bytes(text) <= 1.011 * size + 1
 
 
 @pytest.mark.parametrize(

@@ -173,8 +173,8 @@ def moments_forgotten(rank: int) -> Iterator[None]:
 @contextmanager
 def scales_of_other_blocks(rank: int) -> Iterator[None]:
     """Rank 1 keeps moments in 8 bits, each block with the scale of the one before it."""
+    from shoal.codec.moments import Quantised
     from shoal.optim.adamw_8bit import EightBitAdamW
-    from shoal.optim.slots import Quantised
 
     original = EightBitAdamW.update
 

@@ -44,9 +44,8 @@ def build_saver(run: Run, directory: Path, exchange: MessageExchange | None) -> 
         rank=group.index(mesh.rank),
         world_size=len(group),
         exchange=exchange if directories.shared else Below(exchange, f"directory-{group[0]}"),
-        keep=run_file.checkpoint.keep,
+        config=run_file.checkpoint,
         timeout_s=run_file.wire.timeout_s,
-        object_bytes=run_file.checkpoint.object_bytes,
         split=mesh.layout.replica_size > 1
         or zero_of(run_file.memory, mesh) is not None
         or not run.generation.sync.keeps_replicas_equal

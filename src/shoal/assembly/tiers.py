@@ -15,9 +15,11 @@ from shoal.gradients.fully_sharded import FullyShardedGradients
 from shoal.gradients.gradients import Gradients
 from shoal.memory.collector import Collector
 from shoal.memory.config import MemoryConfig
-from shoal.memory.offloaded_activations import SavedTensors
+from shoal.memory.offloaded_activations import LEAST_BYTES, SavedTensors
+from shoal.memory.recompute import Recomputed
 from shoal.memory.simulated_device import ACTIVATIONS, SimulatedDevice
 from shoal.memory.spill_file import DiskTraffic, SpillFile, Traffic
+from shoal.memory.streamed_state import LEAST_BYTES as LEAST_STATE_BYTES
 from shoal.memory.streamed_state import HostPieces, HostUpdates, StreamedState
 from shoal.memory.tiers import DiskTier, HostTier
 from shoal.optim.fused import FusedOptimizer
@@ -144,6 +146,28 @@ class Tiers:
     def take_lines(self) -> list[str]:
         """What is to be said of the step just taken: tensors that pile up."""
         return [] if self._collector is None else self._collector.take_lines()
+
+    def unused(self, model: nn.Module) -> list[str]:
+        """Sentences on keys of `[memory]` that had no effect on the steps so far, at this size."""
+        found = []
+        if self._activations is not None and not self._activations.used:
+            found.append(
+                f"memory.offload moved nothing that blocks save: each tensor of it is below {LEAST_BYTES >> 10} KiB, "
+                "and stays; a larger batch shows it"
+            )
+        if isinstance(self._state, StreamedState) and not self._state.used:
+            found.append(
+                f"memory.offload moved no state of the optimizer: each tensor of it is below {LEAST_STATE_BYTES >> 10} "
+                "KiB, and stays; a larger model shows it"
+            )
+        forwards = (module.__dict__.get("forward") for module in model.modules())
+        budgets = [each.budget for each in forwards if isinstance(each, Recomputed) and each.budget is not None]
+        if budgets and all(budget.keeps_all for budget in budgets):
+            found.append(
+                "memory.recompute_budget is enough for all that blocks save, so that nothing was computed again after "
+                "the first step; a smaller one shows it"
+            )
+        return found
 
     def close(self) -> None:
         """Ends threads, and gives the spill file's space and Python's collector back."""

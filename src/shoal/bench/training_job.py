@@ -103,7 +103,7 @@ def training_job(training: Training, folder: Path, stack: ExitStack, *, shared_s
         rank=place.rank if shared_saves else 0,
         world_size=place.world_size if shared_saves else 1,
         exchange=Board(run.process.store, timeout_s=SAVE_S).clone() if shared_saves else LocalExchange(),
-        keep=1,
+        config=CheckpointConfig(keep=1),
         timeout_s=SAVE_S,
     )
     stack.callback(saver.close)

@@ -31,6 +31,7 @@ from shoal.checkpoint.commit import (
     run_directory_of,
     unprotected,
 )
+from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.load import empty, read_all, read_into
 from shoal.checkpoint.manifest import Manifest, TensorEntry
 from shoal.checkpoint.objects import (
@@ -297,7 +298,8 @@ def import_weights(file: Path, directory: Path) -> Path:
 
 def save_weights(weights: Mapping[str, Tensor], source: Path, directory: Path) -> Path:
     """Make `weights`, read from `source`, the checkpoint of step 0 of a new run directory; its folder."""
-    saver = Saver(directory, rank=0, world_size=1, exchange=LocalExchange(), keep=1, timeout_s=DISK_S)
+    config = CheckpointConfig(keep=1)
+    saver = Saver(directory, rank=0, world_size=1, exchange=LocalExchange(), config=config, timeout_s=DISK_S)
     tensors = {f"{PREFIX}{name}": weight for name, weight in weights.items()}
     saver.save(0, tensors, {"imported": printable(source.name)}, layout={})
     (report,) = saver.wait()

@@ -2,13 +2,14 @@
 
 First the tensors must be those of the checkpoint: otherwise the first few differences say which model it is, and
 nothing is changed. Then objects are mapped one after the other, so that a rank reads the parts of the files that it
-needs. Nothing is unpickled.
+needs; of encoded ones it decodes the chunks that it needs, on several threads. Nothing is unpickled.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint import tensorfile
+from shoal.checkpoint.encoded import THREADS, EncodedObject, in_order
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
 from shoal.checkpoint.objects import Places
 from shoal.checkpoint.tensorfile import BY_NAME, dtype_name, family
@@ -145,10 +147,31 @@ def _fill(manifest: Manifest, places: Places, parts: Mapping[str, Sequence[Targe
                 if shared is not None:
                     wanted[box.object].append(_Copy(entry, box, shared, target))
     for digest, copies in wanted.items():
-        path = places.object(digest)
-        content = tensorfile.read(path)
-        for copy in copies:
-            copy.run(_part(content, copy.entry, copy.box, path))
+        if digest not in manifest.encoded:
+            _read(places.object(digest), copies)
+
+    def decode(digest: str) -> None:
+        _decode(EncodedObject(digest, manifest, places), wanted[digest])
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for _ in in_order(pool, decode, [digest for digest in wanted if digest in manifest.encoded]):
+            pass
+
+
+def _read(path: Path, copies: Iterable[_Copy]) -> None:
+    content = tensorfile.read(path)
+    for copy in copies:
+        copy.run(_part(content, copy.entry, copy.box, path))
+
+
+def _decode(content: EncodedObject, copies: Iterable[_Copy]) -> None:
+    by_key: dict[str, list[_Copy]] = defaultdict(list)
+    for copy in copies:
+        by_key[copy.box.key].append(copy)
+    for same in by_key.values():
+        part = content.part(same[0].entry, same[0].box, [copy.shared for copy in same])
+        for copy in same:
+            copy.run(part)
 
 
 class _Copy(NamedTuple):

@@ -2,7 +2,9 @@
 
 A manifest is deterministic JSON: equal checkpoints are equal bytes, but for the time. Its last key is the blake3 hash
 of the JSON without that key, so that a manifest whose bytes have changed is not read (`seal`). Format 1, which earlier
-versions wrote, has no such key; it is still read, and reported as unprotected.
+versions wrote, has no such key; it is still read, and reported as unprotected. Format 3 is that of checkpoints with
+encoded objects: `encoded` names them, each with the object that its differences begin with. `objects` has these, too,
+and what they begin with: so what a checkpoint needs is verified, copied and kept with it.
 
 The file may come from anywhere, so parsing is strict and bounded: no unknown field, boxes that tile every tensor
 exactly, and memory in proportion to the file: only `state`, `layout` and `writer` may hold any JSON, and little of it.
@@ -111,7 +113,8 @@ def _text(text: str, where: str) -> str:
     return text
 
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+PLAIN_VERSION = 2
 UNPROTECTED_VERSION = 1
 MAX_MANIFEST_BYTES = 128 << 20
 """Half a million objects: 4 TB in objects of 8 MiB, 500 TB in objects of 1 GiB."""
@@ -120,6 +123,8 @@ MAX_STATE_BYTES = 4 << 20
 """JSON of `state`, of `layout` and of `writer`; as Python's objects it takes up to thirty times as much memory."""
 
 MAX_OBJECT_BYTES = (1 << 30) + MAX_HEADER_BYTES + 8
+MAX_RATIO = 1 << 12
+"""Bytes of a box for each byte of the object that encodes it: more than `planes.py` reaches with equal numbers."""
 MAX_CORNERS_IN_ALL = 1 << 23
 """Corners of all boxes (`grid.tiles`) of a manifest: bounds the time of checking it."""
 
@@ -157,7 +162,8 @@ class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint. `created` is in unix seconds; `objects` gives the bytes of each file by its hash.
+    """One checkpoint. `created` is in unix seconds; `objects` gives the bytes of each file by its hash. `encoded` are
+    those whose boxes are streams (`planes.py`), each with the object that its differences begin with; "": it has none.
 
     `hash` is that of the file it was read from; empty in a new one, and in one of a version that wrote none.
     """
@@ -170,10 +176,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     state: dict[str, Any]
     layout: dict[str, Any]
     writer: dict[str, str]
+    encoded: dict[str, str] = {}
     hash: str = ""
 
 
-class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A manifest as its file has it, without the hash; what may be any JSON is not parsed yet."""
 
     format_version: int
@@ -185,6 +192,7 @@ class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     state: msgspec.Raw
     layout: msgspec.Raw
     writer: msgspec.Raw
+    encoded: dict[Digest, Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]] = {}
 
 
 class _Version(msgspec.Struct):
@@ -200,7 +208,7 @@ _TEXTS = msgspec.json.Decoder(dict[str, str])
 def encode(manifest: Manifest) -> bytes:
     """The file's content. Raises `UsageError` for what would be too large to be read again."""
     file = _File(
-        format_version=FORMAT_VERSION,
+        format_version=FORMAT_VERSION if manifest.encoded else PLAIN_VERSION,
         step=manifest.step,
         generation=manifest.generation,
         created=manifest.created,
@@ -209,6 +217,7 @@ def encode(manifest: Manifest) -> bytes:
         state=_raw(manifest.state, "state"),
         layout=_raw(manifest.layout, "layout"),
         writer=_raw(manifest.writer, "writer"),
+        encoded=manifest.encoded,
     )
     content = seal(msgspec.json.encode(file, order="deterministic"))
     if len(content) > MAX_MANIFEST_BYTES:
@@ -237,13 +246,15 @@ def decode(content: bytes, path: Path) -> Manifest:
     """The manifest whose file is `content`; raises as `read` does, and `path` is for the messages."""
     try:
         version = _VERSION.decode(content).format_version
-        if version not in (FORMAT_VERSION, UNPROTECTED_VERSION):
+        if version not in (FORMAT_VERSION, PLAIN_VERSION, UNPROTECTED_VERSION):
             raise VerificationFailed(
                 f"{path} has the format {version}, and this Shoal reads up to {FORMAT_VERSION}: "
                 "use the Shoal that wrote it"
             )
-        body, found = _opened(content) if version == FORMAT_VERSION else (content, "")
+        body, found = (content, "") if version == UNPROTECTED_VERSION else _opened(content)
         file = _FILE.decode(body)
+        if bool(file.encoded) != (version == FORMAT_VERSION):
+            raise ValueError(f"format {version}, and {len(file.encoded)} encoded objects")
         manifest = Manifest(
             step=file.step,
             generation=file.generation,
@@ -253,6 +264,7 @@ def decode(content: bytes, path: Path) -> Manifest:
             state=_OPEN.decode(_small(file.state, "state")),
             layout=_OPEN.decode(_small(file.layout, "layout")),
             writer=_TEXTS.decode(_small(file.writer, "writer")),
+            encoded=file.encoded,
             hash=found,
         )
     except (ValueError, RecursionError) as error:
@@ -301,12 +313,23 @@ def _inconsistency(manifest: Manifest) -> str | None:
         corners += corner_count(tensor.shape, [entry.box for entry in tensor.boxes])
         if corners > MAX_CORNERS_IN_ALL:
             return "its tensors are cut into too many boxes"
-    problems = (_tensor_problem(tensor, manifest.objects) for tensor in manifest.tensors)
+    if problem := _base_problem(manifest):
+        return problem
+    problems = (_tensor_problem(tensor, manifest) for tensor in manifest.tensors)
     found = next((problem for problem in problems if problem), None)
     return found or contradiction(manifest.state, step=manifest.step)
 
 
-def _tensor_problem(tensor: TensorEntry, objects: dict[str, int]) -> str | None:
+def _base_problem(manifest: Manifest) -> str | None:
+    for digest, base in manifest.encoded.items():
+        if digest not in manifest.objects:
+            return f"the encoded object {digest} is not in it"
+        if base and manifest.encoded.get(base) != "":
+            return f"the object {base} that another one begins with is not in it, or begins with one itself"
+    return None
+
+
+def _tensor_problem(tensor: TensorEntry, manifest: Manifest) -> str | None:
     if tensor.dtype not in BY_NAME:
         return f"tensor {tensor.name!r} has the unknown type {tensor.dtype!r}"
     if not possible_shape(tensor.shape):
@@ -315,6 +338,7 @@ def _tensor_problem(tensor: TensorEntry, objects: dict[str, int]) -> str | None:
         return f"the boxes of tensor {tensor.name!r} do not tile its shape {tensor.shape}"
     itemsize = BY_NAME[tensor.dtype].itemsize
     for box in tensor.boxes:
-        if prod(box.shape) * itemsize > objects.get(box.object, -1):
+        room = manifest.objects.get(box.object, -1) * (MAX_RATIO if box.object in manifest.encoded else 1)
+        if prod(box.shape) * itemsize > min(room, MAX_OBJECT_BYTES):
             return f"a box of tensor {tensor.name!r} does not fit in its object {box.object}"
     return None

@@ -213,11 +213,16 @@ _CHUNK_BYTES = 4 << 20
 
 
 class Stored(NamedTuple):
-    """An object that lies on the disk; `written` is false when it had been there before."""
+    """An object that lies on the disk; `written` is false when it had been there before.
+
+    `encoded`: it holds streams (`planes.py`), with differences from the object `base` if that is not empty.
+    """
 
     digest: str
     nbytes: int
     written: bool
+    encoded: bool = False
+    base: str = ""
 
 
 def store(data: memoryview, places: Places, *, disk: Disk, owner: str) -> Stored:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -39,11 +39,12 @@ from shoal.checkpoint.agreement import (
     hear,
 )
 from shoal.checkpoint.commit import Pointer, best_step, commit, point_best, point_latest, retain, sweep
+from shoal.checkpoint.encoded import Made, listed
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
-from shoal.checkpoint.objects import Disk, OnPoint, Places, Stored, make_folders, settle, store
+from shoal.checkpoint.objects import Disk, OnPoint, Places, Stored, damage, make_folders, settle, store
 from shoal.checkpoint.plan import SavePlan
-from shoal.checkpoint.tensorfile import Parcel, Staging
-from shoal.errors import ShoalError, UsageError
+from shoal.checkpoint.tensorfile import Parcel
+from shoal.errors import CorruptCheckpoint, ShoalError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,8 @@ class Seat:
 class Round:
     """One save of `plan`. `sequence` counts a saver's rounds, so that saving one step twice does not confuse the board.
 
-    `stale` are keys of the round before, which every rank has read before it answers in this one.
+    `before` is the round before: every rank has read its keys before it answers in this one, and rank 0 has its
+    manifest. Afterwards `stored` are this rank's objects, and `manifest` on rank 0 is what was committed.
     """
 
     def __init__(
@@ -78,10 +80,14 @@ class Round:
         sequence: int,
         state: dict[str, Any],
         layout: dict[str, Any],
-        stale: Sequence[str] = (),
+        before: Round | None = None,
     ) -> None:
         self.seat, self.plan, self.step, self.generation, self._sequence = seat, plan, step, generation, sequence
-        self._state, self._layout, self._stale = state, layout, stale
+        self._state, self._layout = state, layout
+        self._stale = [] if before is None else before.verdict_keys
+        self._manifest_before = None if before is None else before.manifest
+        self.stored: list[Stored] = []
+        self.manifest: Manifest | None = None
         own = self._verdict_key if seat.rank == 0 else self._share_key(seat.rank)
         self._own = Chain(seat.exchange if seat.world_size > 1 else None, own, timeout_s=seat.timeout_s)
         self._disk = Disk(self._on_point)
@@ -96,10 +102,10 @@ class Round:
         """What rank 0 has said, once the round is over."""
         return self._own.keys if self.seat.rank == 0 else []
 
-    def run(self, staging: Staging) -> SaveOutcome:
-        """Bring the content of `staging` to the disk and to a verdict; raises nothing."""
+    def run(self, objects: Iterable[Made]) -> SaveOutcome:
+        """Bring `objects`, this rank's, to the disk and to a verdict; raises nothing."""
         if self.seat.rank == 0:
-            return self._lead(staging)
+            return self._lead(objects)
         try:
             self.seat.exchange.collect([self._begun_key], self.seat.timeout_s)
         except Exception as error:
@@ -107,30 +113,44 @@ class Round:
             # Should rank 0 come later, it need not wait.
             self._tell_behind(encode_message(Share(self.plan.fingerprint, [], sentence)))
             return SaveOutcome(False, sentence)
-        return self._follow(staging)
+        return self._follow(objects)
 
     def _on_point(self, label: str) -> None:
         self.seat.on_point(label)
         self._own.moved()
 
-    def _write(self, staging: Staging) -> Share:
+    def _write(self, objects: Iterable[Made]) -> Share:
         seat = self.seat
         try:
             make_folders(seat.places)  # somebody may have removed them since the last save
             owner = f"rank-{seat.rank:05d}"
-            stored = []
-            for data in staging.objects():
-                stored.append(store(data, seat.places, disk=self._disk, owner=owner))
+            for made in objects:
+                self.stored.append(self._store(made, owner))
                 self._own.moved()
-            settle(stored, seat.places, disk=self._disk)
-            return Share(self.plan.fingerprint, stored)
+            settle(self.stored, seat.places, disk=self._disk)
+            return Share(self.plan.fingerprint, self.stored)
         except Exception as error:
             return Share(self.plan.fingerprint, [], self._sentence(error))
 
-    def _follow(self, staging: Staging) -> SaveOutcome:
+    def _store(self, made: Made, owner: str) -> Stored:
+        places, base = self.seat.places, made.base
+        if base is not None:
+            path = places.object(base.digest)
+            if problem := damage(path, base.digest, nbytes=base.nbytes):
+                raise CorruptCheckpoint(
+                    f"{path} {problem}, and this checkpoint would begin with it: the next one begins with none; check "
+                    "this disk"
+                )
+            if made.data is None:
+                return base._replace(written=False)
+        assert made.data is not None, "it is its base, or has bytes"
+        stored = store(memoryview(made.data), places, disk=self._disk, owner=owner)
+        return stored._replace(encoded=made.encoded, base="" if base is None else base.digest)
+
+    def _follow(self, objects: Iterable[Made]) -> SaveOutcome:
         seat = self.seat
         try:
-            self._own.say(encode_message(self._write(staging)))
+            self._own.say(encode_message(self._write(objects)))
             (verdict,), _ = hear(seat.exchange, [self._verdict_key], timeout_s=seat.timeout_s, on_sign=self._count)
             return decode_message(verdict, SaveOutcome)
         except Exception as error:
@@ -139,12 +159,12 @@ class Round:
     def _count(self) -> None:
         self._own.progress += 1
 
-    def _lead(self, staging: Staging) -> SaveOutcome:
+    def _lead(self, objects: Iterable[Made]) -> SaveOutcome:
         seat = self.seat
         try:
             if seat.world_size > 1:
                 seat.exchange.publish(self._begun_key, b"")
-            own = self._write(staging)
+            own = self._write(objects)
             self._own.require_whole()
             verdict = self._decide([own, *self._others()])
         except Exception as error:
@@ -195,7 +215,9 @@ class Round:
                 "pass the same ones on every rank, or give all savers split=True"
             )
         stored = self._in_order(shares)
-        pointer = commit(self._manifest(stored), self.seat.places, disk=self._disk)
+        manifest = self._manifest_of(stored)
+        pointer = commit(manifest, self.seat.places, disk=self._disk)
+        self.manifest = manifest
         written = sum(item.nbytes for item in stored if item.written)
         total = sum(item.nbytes for item in stored)
         return SaveOutcome(True, self._tidy(pointer), written, total - written)
@@ -206,13 +228,15 @@ class Round:
             by_parcel.update(zip(indices, share.stored, strict=True))
         return [by_parcel[index] for index in range(len(self.plan.parcels))]
 
-    def _manifest(self, stored: Sequence[Stored]) -> Manifest:
+    def _manifest_of(self, stored: Sequence[Stored]) -> Manifest:
+        objects, encoded = listed(stored, self._manifest_before)
         return Manifest(
             step=self.step,
             generation=self.generation,
             created=time.time(),
             tensors=tensor_entries(self.plan.parcels, stored),
-            objects={item.digest: item.nbytes for item in stored},
+            objects=objects,
+            encoded=encoded,
             state=self._state,
             layout=self._layout,
             writer=writer(),

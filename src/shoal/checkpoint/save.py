@@ -3,6 +3,7 @@
     save.py        `Saver.save`: agree on who writes what (once), copy, hand over to the thread
     plan.py        which rank writes which part of which tensor, on the cells of a grid (tensorfile.py)
     tensorfile.py  the copy, laid out as the files will be
+    encoded.py     the thread: objects in fewer bytes (planes.py), where that is asked for
     round.py       the thread: write, read back, publish what was written, learn whether it counts
     agreement.py   what a rank says meanwhile, so that nobody waits for a dead one
     objects.py     files that survive a crash; commit.py: the rename that makes a checkpoint of them
@@ -29,6 +30,8 @@ from typing import Any
 
 from shoal.checkpoint.agreement import InventoryAgreement, MessageExchange, Ranks
 from shoal.checkpoint.commit import sweep
+from shoal.checkpoint.config import CheckpointConfig
+from shoal.checkpoint.encoded import Encoder
 from shoal.checkpoint.manifest import plain
 from shoal.checkpoint.objects import Disk, OnPoint, Places, make_folders, unheard
 from shoal.checkpoint.plan import Inventory, SavePlan, inventory_of, plan_for
@@ -38,7 +41,6 @@ from shoal.errors import EnvironmentFault
 from shoal.state import Held, Target, parts_of
 from shoal.topology.holding import Box
 
-OBJECT_BYTES = 8 << 20
 STUCK_AFTER = 2.0
 """A save hangs when it has made no progress for this many `timeout_s`."""
 CLOSE_S = 10.0
@@ -48,6 +50,7 @@ CLOSE_S = 10.0
 class SaveReport:
     """What became of a save. Bytes are of all ranks together; `seconds` run from the call to the verdict.
 
+    `state_bytes` are those of the tensors; written to the disk, or found there, were as many or fewer, encoded ones.
     `committed` says whether the checkpoint counts. `error` can be set beside it: the checkpoint is there, but `latest`
     could not be changed, or older ones not deleted.
     """
@@ -58,6 +61,7 @@ class SaveReport:
     bytes_reused: int
     committed: bool
     error: str | None
+    state_bytes: int = 0
 
 
 class Saver:
@@ -80,9 +84,8 @@ class Saver:
         rank: int,
         world_size: int,
         exchange: MessageExchange,
-        keep: int,
+        config: CheckpointConfig,
         timeout_s: float,
-        object_bytes: int = OBJECT_BYTES,
         split: bool = False,
         on_point: OnPoint = unheard,
     ) -> None:
@@ -94,9 +97,10 @@ class Saver:
             timeout_s=timeout_s,
             places=Places(directory),
             on_point=on_point,
-            keep=keep,
+            keep=config.keep,
         )
-        self._object_bytes = object_bytes
+        self._object_bytes = config.object_bytes
+        self._encoder = Encoder(config)
         self._split = split
         self._agreement = InventoryAgreement(exchange, rank=rank, world_size=world_size, timeout_s=timeout_s)
         self._ready: _Ready | None = None
@@ -157,7 +161,6 @@ class Saver:
             return time.perf_counter() - started_s
         ready = self._make_ready(parts, held)
         ready.staging.fill(parts)
-        stale = [] if self._round is None else self._round.verdict_keys
         round_ = self._round = Round(
             self._seat,
             ready.plan,
@@ -166,7 +169,7 @@ class Saver:
             sequence=sequence,
             state=plain(state, "state"),
             layout=plain(layout, "layout"),
-            stale=stale,
+            before=self._round,
         )
         self._thread = threading.Thread(
             target=self._run, args=(round_, ready.staging, started_s), name=f"checkpoint-{step}", daemon=True
@@ -223,7 +226,9 @@ class Saver:
         return self._ready
 
     def _run(self, round_: Round, staging: Staging, started_s: float) -> None:
-        verdict = round_.run(staging)
+        parcels = round_.plan.share(self._seat.rank)
+        verdict = round_.run(self._encoder.objects(staging, parcels))
+        self._encoder.settle(staging, parcels, round_.stored if verdict.committed else None)
         if verdict.committed and self.on_commit is not None:
             self.on_commit(round_.step)
         self._reports.put(
@@ -234,6 +239,7 @@ class Saver:
                 bytes_reused=verdict.bytes_reused,
                 committed=verdict.committed,
                 error=verdict.error,
+                state_bytes=sum(piece.nbytes for parcel in round_.plan.parcels for piece in parcel),
             )
         )
 

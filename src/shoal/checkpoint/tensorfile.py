@@ -253,12 +253,29 @@ _HEADER = msgspec.json.Decoder(dict[str, HeaderEntry])
 
 def header_of(parcel: Parcel) -> bytes:
     """The length field and the header of the object that holds `parcel`; the data follows directly."""
+    return _header([(BY_NAME[piece.spec.dtype].code, list(piece.box.shape), piece.nbytes) for piece in parcel])
+
+
+def file_of(streams: Sequence[bytes]) -> bytes:
+    """The object that holds `streams`, each as a box of bytes."""
+    return b"".join([_header([("U8", [len(stream)], len(stream)) for stream in streams]), *streams])
+
+
+def data_of(parcel: Parcel, content: memoryview) -> Iterator[memoryview]:
+    """The bytes of each piece in `content`, the object that `Staging` made of `parcel`."""
+    at = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
+    for piece in parcel:
+        yield content[at : at + piece.nbytes]
+        at += piece.nbytes
+
+
+def _header(boxes: Iterable[tuple[str, list[int], int]]) -> bytes:
+    """The length field and the header of boxes with these codes, shapes and bytes."""
     entries: dict[str, HeaderEntry] = {}
     begin = 0
-    for key, piece in enumerate(parcel):
-        end = begin + piece.nbytes
-        entries[str(key)] = HeaderEntry(BY_NAME[piece.spec.dtype].code, list(piece.box.shape), (begin, end))
-        begin = end
+    for key, (code, shape, nbytes) in enumerate(boxes):
+        entries[str(key)] = HeaderEntry(code, shape, (begin, begin + nbytes))
+        begin += nbytes
     text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(_LENGTH_BYTES, "little") + text

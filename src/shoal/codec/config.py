@@ -9,6 +9,9 @@ from typing import Annotated, ClassVar, Literal
 
 from shoal.config.check import PositiveFloat, Table, says
 
+MOMENT_BLOCK = 256
+"""Numbers of a moment in 8 bits that share a scale (`moments.py`)."""
+
 _FEEDBACK = (
     "Error feedback: what was not sent is added to the next gradient, and kept in checkpoints. Costs twice the "
     "gradient's memory."

@@ -33,7 +33,7 @@ from shoal.elastic.generation import load_generations, skip_steps, take_state
 from shoal.elastic.rendezvous import ReplicaRanks, ReplicaRendezvous, require_none_lost
 from shoal.elastic.sinks import MembershipSinks, StepReports
 from shoal.elastic.state_copy import HeldState
-from shoal.engine.loop import Job, tell_of_saves
+from shoal.engine.loop import Job, record_last_save, tell_of_saves
 from shoal.engine.tally import StepResult
 from shoal.errors import Stopped
 from shoal.fleet.processes import assignment_from
@@ -171,6 +171,7 @@ class ReplicaRank:
                     committed.train(job, before_step=lambda: require_none_lost(client.lost))
                 self._save_what_has_no_copy(run, job)  # with servers, the next one begins with this checkpoint
                 tell_of_saves(job, job.saver.wait(math.inf if served else within_s))
+                record_last_save(job)
                 done = job.progress.step >= job.cadence.steps
                 if done and run.mesh.rank == 0:
                     conclude(run, self._directory, job.sinks, self._forecast if first < job.progress.step else None)

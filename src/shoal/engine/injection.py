@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from shoal.codec.moments import Quantised
 from shoal.comm.conditions import Conditions
 from shoal.comm.conditions import Fault as WireFault
 from shoal.comm.ledger import Sent
@@ -31,7 +32,6 @@ from shoal.engine.step import TrainStep
 from shoal.engine.updates import Outcome, UpdatePolicy, Work
 from shoal.gradients.gradients import Gradients
 from shoal.launcher.children import LAUNCHER_PID
-from shoal.optim.slots import Quantised
 from shoal.resilience.faults import REHEARSAL, Fault, Strike, claim, has_struck, read_faults, wait_until_acted
 
 _INTEGERS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.float16: torch.int16}

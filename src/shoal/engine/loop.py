@@ -368,13 +368,23 @@ def _evaluate(job: Job) -> bool:
 
 
 def tell_of_saves(job: Job, reports: Sequence[SaveReport]) -> None:
-    """Says what went wrong with finished saves, without which training goes on; tells hooks of those that count."""
+    """Says what went wrong with finished saves, without which training goes on; tells hooks of those that count, whose
+    figures are recorded with the next step, or by `record_last_save`.
+    """
     for report in reports:
         job.saves.wrote(report.seconds)
         if report.committed:
+            job.last_save.wrote(report)
             job.hooks.saved(report.step)
         if report.error is not None:
             job.sinks.warn(report.error)
+
+
+def record_last_save(job: Job) -> None:
+    """Records what the last save wrote, if it counts, where no step follows it."""
+    figures = job.last_save.take_figures()
+    if "checkpoint/saved_step" in figures:
+        job.sinks.record(job.progress.step, figures, time_s=time.time())
 
 
 def _end(job: Job, first: int) -> None:
@@ -387,6 +397,7 @@ def _end(job: Job, first: int) -> None:
         job.sinks.activity(f"waiting until the checkpoint of step {job.progress.step} is written")
     reports = job.saver.wait()
     tell_of_saves(job, reports)
+    record_last_save(job)
     job.step.lockstep.barrier().wait()
     step = job.progress.step
     if step > first and not any(report.committed and report.step == step for report in reports):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from shoal.checkpoint.config import Goal
+from shoal.checkpoint.save import SaveReport
 from shoal.cost.interval import mean_between_failures_s, steps_between_saves
 from shoal.engine.config import StopWhen
 from shoal.errors import ConfigError
@@ -160,8 +161,8 @@ class SaveInterval(Protocol):
 
 @dataclass
 class LastSave:
-    """The newest save of this start, and how far it was from the one before it, or from the start: measurements of the
-    step that follows it.
+    """The newest save of this start: how far it was from the one before it, or from the start, which are measurements
+    of the step that follows it; what it wrote, of the first step that ends after it.
     """
 
     step: int | None = None
@@ -178,11 +179,21 @@ class LastSave:
         now_s = self.clock()
         if self.step is not None:
             steps, seconds = step - self.step, now_s - self._time_s
-            self._figures = {"checkpoint/interval_steps": steps, "checkpoint/interval_s": seconds}
+            self._figures |= {"checkpoint/interval_steps": steps, "checkpoint/interval_s": seconds}
         self.step, self._time_s = step, now_s
 
+    def wrote(self, report: SaveReport) -> None:
+        """A save has ended, and the checkpoint counts."""
+        self._figures |= {
+            "checkpoint/saved_step": report.step,
+            "checkpoint/save_s": report.seconds,
+            "checkpoint/state_bytes": report.state_bytes,
+            "checkpoint/written_bytes": report.bytes_written,
+            "checkpoint/reused_bytes": report.bytes_reused,
+        }
+
     def take_figures(self) -> dict[str, float]:
-        """Of a save since the last call; {} without one."""
+        """What was found since the last call; {} without a save."""
         figures, self._figures = self._figures, {}
         return figures
 

@@ -48,6 +48,8 @@ class SavedTensors:
         self._out, self._in = Lane(self.device, "activations-out"), Lane(self.device, "activations-in")
         self._images: dict[int, list[Image]] = {}
         self._newest: weakref.ref[_Call] | None = None
+        self.used = False
+        """Whether anything was moved or coded so far."""
 
     def __deepcopy__(self, memo: Any) -> SavedTensors:
         """A copied module saves where its original does."""
@@ -76,6 +78,7 @@ class SavedTensors:
 
     def begin_out(self, image: Image, source: Tensor) -> Future[None]:
         """Begins to move `source` to the host."""
+        self.used = True
         return self._out.submit(partial(self._tier.keep, image, [source]))
 
     def begin_in(self, image: Image, target: Tensor) -> Future[None]:
@@ -158,6 +161,7 @@ class _Call:
     def _code(self, tensor: Tensor) -> _Coded:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key not in self.coded:
+            self.saved.used = True
             codes, scales = encoded(tensor)
             kept = self._store(codes) if self.saved.to_host else codes
             self.coded[key] = tensor, _Coded(kept, scales, tensor.dtype)

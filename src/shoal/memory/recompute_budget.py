@@ -197,6 +197,11 @@ class RecomputeBudget:
         """What the choices keep; 0 before they are made."""
         return sum(choice.bytes for choice in self._choices.values())
 
+    @property
+    def keeps_all(self) -> bool:
+        """Whether the choices leave nothing to compute again; False before they are made."""
+        return bool(self._choices) and all(choice.whole for choice in self._choices.values())
+
 
 def profiled(forward: Callable[[], Any], apart: Collection[Tensor]) -> Profile:
     """The profile of one `forward`, whose graph is dropped. `apart` are tensors that are there anyway: the block's

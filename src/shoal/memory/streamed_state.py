@@ -101,6 +101,11 @@ class StreamedState:
                 for move in leaving.popleft():
                     move.result()
 
+    @property
+    def used(self) -> bool:
+        """Whether any state has moved so far."""
+        return bool(self._homes)
+
     def _bring(self, parameter: Parameter) -> _Arrival:
         image = self._homes[parameter].image
         tensors = [place.empty(self._device) for place in image.places]

@@ -17,6 +17,7 @@ from shoal.observe.facts import replace_file
 from shoal.observe.prediction import predicted_section
 from shoal.observe.record import Record, read_record
 from shoal.observe.report_sections import (
+    checkpoint_section,
     communication_section,
     expert_section,
     loss_section,
@@ -105,6 +106,7 @@ def _measured(record: Record, summary: Summary) -> str:
         + time_section(record)
         + communication_section(record)
         + rank_section(record)
+        + checkpoint_section(record)
         + measurement_section(record, summary)
     )
 

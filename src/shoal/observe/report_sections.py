@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from itertools import pairwise
@@ -16,6 +17,8 @@ from shoal.observe.tables import Html, section, table, tabs
 # The report on where the time went: the parts of a step, its communication, and the ranks side by side.
 
 
+MAX_SAVES = 12
+"""Checkpoints in the table."""
 MAX_RANKS = 24
 """More ranks than these are shown by their slowest."""
 
@@ -38,6 +41,37 @@ def time_section(record: Record) -> str:
     body = bar(fills) + table(("part of a step", "of all time", "median", "mean"), rows)
     lead = f"Rank {record.lead_rank}, all steps. Exposed sync is waiting for other ranks that no computation hid."
     return section("Where the time went", body, lead=lead)
+
+
+def checkpoint_section(record: Record) -> str:
+    """What the newest saves took and wrote; "" where none has ended."""
+    figures = [
+        dict(zip(*series(record.events, f"checkpoint/{name}"), strict=True))
+        for name in ("saved_step", "save_s", "written_bytes", "reused_bytes", "state_bytes")
+    ]
+    saves = [[values.get(at, math.nan) for values in figures] for at in figures[0]]
+    if not saves:
+        return ""
+    stalls = dict(zip(*series(record.events, "time/checkpoint_stall"), strict=True))
+    rows = [
+        (
+            str(int(step)),
+            units.milliseconds(stalls[int(step) + 1]) if step + 1 in stalls else "",
+            units.seconds(seconds),
+            units.byte_size(written),
+            units.byte_size(reused),
+            units.percent((written + reused) / state) if state else "",
+        )
+        for step, seconds, written, reused, state in saves[-MAX_SAVES:]
+    ]
+    lead = (
+        "Training stood still for the stall; a thread wrote meanwhile. Objects that were on the disk already are not "
+        "written again."
+    )
+    if len(saves) > MAX_SAVES:
+        lead += f" The newest {MAX_SAVES} of {len(saves)}."
+    columns = ("checkpoint of step", "stall", "until it was whole", "written", "already there", "of the state's bytes")
+    return section("Checkpoints", table(columns, rows), lead=lead)
 
 
 def communication_section(record: Record) -> str:

@@ -4,7 +4,7 @@
     x <- (1 - lr w) x - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
 All in float32, or in float64 for parameters of it. x moves by m and v as they are, and these are encoded for the next
-step (`shoal.optim.slots`). So a step that begins with the same moments gives the same weights wherever blocks begin;
+step (`shoal.codec.moments`). So a step that begins with the same moments gives the same weights wherever blocks begin;
 the moments that it leaves are those of its blocks.
 
 On a CPU a loop in C does it in one pass (`codec/core/adam.c`). What follows in torch is its oracle, bit by bit, and
@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from shoal.codec.config import MOMENT_BLOCK
 from shoal.codec.kernels import Kernels, Moment, kernels_for
+from shoal.codec.moments import Quantised, packed_form, quantised, zeros
 from shoal.optim.config import AdamW8bit
-from shoal.optim.declared import BLOCK
 from shoal.optim.fused import FusedAdamW
-from shoal.optim.slots import Quantised, packed_form, quantised, zeros
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Each slot, and whether its numbers have signs."""
@@ -116,7 +116,7 @@ def step_(x: Tensor, gradient: Tensor, moments: tuple[Quantised, Quantised], fac
 def step_in_c(kernels: Kernels, x: Tensor, gradient: Tensor, moments: Iterable[Quantised], factors: _Factors) -> None:
     """The same by the kernel: both float32, contiguous and on the CPU."""
     first, second = (_moment(moment) for moment in moments)
-    kernels.adam(x, gradient, (first, second), factors, block=BLOCK)
+    kernels.adam(x, gradient, (first, second), factors, block=MOMENT_BLOCK)
 
 
 def step_in_torch(x: Tensor, gradient: Tensor, moments: tuple[Quantised, Quantised], factors: _Factors) -> None:

@@ -10,9 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
+from shoal.codec.config import MOMENT_BLOCK
 from shoal.config.check import Positive, PositiveFloat, Table, says
 from shoal.optim.closure_config import LBFGS, NewtonCG
-from shoal.optim.declared import BLOCK, Common, Granularity, Slot, counter
+from shoal.optim.declared import Common, Granularity, Slot, counter
 from shoal.optim.kinds import LAMB, LARS, Adafactor, Lion, NAdam, RAdam, RMSprop, ScheduleFreeAdamW, ScheduleFreeSGD
 from shoal.optim.preconditioned_config import KFAC, SOAP, Dion, Muon, Shampoo
 
@@ -47,13 +48,13 @@ class AdamW8bit(AdamW, frozen=True, tag_field="kind", tag="adamw_8bit"):
 
     implemented_by: ClassVar[str] = "shoal.optim.adamw_8bit:build"
     updates_apart: ClassVar[bool] = True
-    undivided: ClassVar[int] = BLOCK
+    undivided: ClassVar[int] = MOMENT_BLOCK
     least_numbers: ClassVar[int] = 4096
 
     @property
     def slots(self) -> tuple[Slot, ...]:
         """Both moments, and the number of steps."""
-        each = 1 + 4 / BLOCK
+        each = 1 + 4 / MOMENT_BLOCK
         return (Slot("exp_avg", number_bytes=each), Slot("exp_avg_sq", number_bytes=each), counter("step"))
 
 

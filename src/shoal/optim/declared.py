@@ -92,9 +92,6 @@ Dims = tuple[int, ...]
 Granularity = Literal["elements", "matrices"]
 """What an optimizer needs of a parameter on one rank: any elements of it, or the whole of it."""
 
-BLOCK = 256
-"""Numbers of a moment in 8 bits that share a scale (`shoal.optim.slots`)."""
-
 
 def _like_parameter(shape: Dims) -> Dims:
     return shape

@@ -11,12 +11,13 @@ The choice lies in `memory.json` of the run directory, with the bill: ranks read
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
+from tempfile import mkdtemp
+from typing import Any, NamedTuple
 
 import msgspec
 from blake3 import blake3
@@ -25,6 +26,7 @@ from shoal import units
 from shoal.config.load import dumps
 from shoal.errors import ConfigError, LayoutError
 from shoal.files import read_json
+from shoal.launcher import warm
 from shoal.launcher.devices import gpus
 from shoal.launcher.environment import Place
 from shoal.memory.config import MemoryConfig, OffloadConfig
@@ -62,6 +64,13 @@ class Tried(msgspec.Struct, frozen=True):
     memory: dict[str, Any]
     peak_bytes: int | None
     why: str = ""
+
+
+class FirstSteps(NamedTuple):
+    """The peak of the fullest rank, and the loss of each step."""
+
+    peak_bytes: int
+    losses: list[float]
 
 
 class Bill(msgspec.Struct, frozen=True):
@@ -120,32 +129,59 @@ def _try(run_file: RunFile, digest: str) -> Bill:
     if not tried:
         as_it_is = _replaced(run_file, _memory_with(run_file.memory, {}), run_file.memory.budget)
         raise ConfigError(f"memory.budget needs a simulated device: {refusal(as_it_is)}")
-    raise LayoutError(_short(run_file, tried, budget))
-
-
-def _short(run_file: RunFile, tried: list[Tried], budget: int) -> str:
     ran = [one for one in tried if one.peak_bytes is not None]
     if not ran:
-        return f"memory.budget: none of {len(tried)} mixtures ran; the first: {tried[0].why}"
+        raise LayoutError(f"memory.budget: none of {len(tried)} mixtures ran; the first: {tried[0].why}")
     least = min(ran, key=lambda one: one.peak_bytes or 0)
-    peak_bytes = least.peak_bytes or 0
+    raise LayoutError(_short(run_file, least, _met_by(run_file, least)))
+
+
+def _met_by(run_file: RunFile, least: Tried) -> str:
+    """A budget that the mixture meets, as one writes it. Parts of the state grow with the budget, and the peak with
+    them: where they would, the budget is tried.
+    """
+    memory, peak_bytes = least.memory, least.peak_bytes or 0
+    while True:
+        budget = _no_less(peak_bytes)
+        raised = msgspec.structs.replace(run_file.memory, budget=budget)
+        if (mixture := _memory_with(raised, least.memory)) == memory:
+            return budget
+        found, why = _peak_of(_replaced(run_file, mixture, BOUNDLESS))
+        if found is None:
+            raise LayoutError(f"memory.budget: {least.keys} ran with less, and does not with {budget}: {why}")
+        if found <= units.memory_bytes(budget):
+            return budget
+        memory, peak_bytes = mixture, found
+
+
+def _no_less(size_bytes: int) -> str:
+    """The size as one writes it, and not less."""
+    text = units.memory_size(size_bytes)
+    while units.memory_bytes(text) < size_bytes:
+        size_bytes += size_bytes // 1000 + 1
+        text = units.memory_size(size_bytes)
+    return text
+
+
+def _short(run_file: RunFile, least: Tried, met_by: str) -> str:
+    short_bytes = units.memory_bytes(met_by) - (run_file.memory.budget_bytes or 0)
     return (
-        f'memory.budget = "{run_file.memory.budget}" is short by {units.memory_size(peak_bytes - budget)}: the least '
-        f"is {units.memory_size(peak_bytes)}, with {least.keys}; raise it to that, lower batch.micro_samples, or split "
-        "the model over more ranks"
+        f'memory.budget = "{run_file.memory.budget}" is short by {units.memory_size(short_bytes)}: the least that is '
+        f"met is {met_by}, with {least.keys}; raise it to that, lower batch.micro_samples, or split the model over "
+        "more ranks"
     )
 
 
 def _said(bill: Bill) -> str:
     *others, used = bill.tried
-    beside = "; ".join(f"{one.keys} needs {_size(one.peak_bytes)}" for one in others)
-    return f'memory.budget = "{bill.budget}": {used.keys} needs {_size(used.peak_bytes)}' + (
-        f" ({beside})" if beside else ""
-    )
+    beside = f" ({'; '.join(map(_need, others))})" if others else ""
+    return f'memory.budget = "{bill.budget}": {_need(used)}{beside}'
 
 
-def _size(size_bytes: int | None) -> str:
-    return "more than there is" if size_bytes is None else units.memory_size(size_bytes)
+def _need(tried: Tried) -> str:
+    if tried.peak_bytes is None:
+        return f"{tried.keys} did not run: {tried.why}"
+    return f"{tried.keys} needs {units.memory_size(tried.peak_bytes)}"
 
 
 def _memory_with(memory: MemoryConfig, mixture: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,19 +226,29 @@ def _kept(path: Path) -> Bill | None:
 
 def _peak_of(run_file: RunFile) -> tuple[int | None, str]:
     """The peak of the fullest rank in some steps of the run, in a folder that is thrown away; or why there is none."""
-    with TemporaryDirectory(prefix="shoal-budget-") as folder:
-        directory = Path(folder) / "run"
-        path = Path(folder) / "run.toml"
-        path.write_text(dumps(run_file), encoding="utf-8")
-        command = [
-            sys.executable, "-m", "shoal", "train", str(path), f"run.directory={directory}",
-            f"run.steps={TRIED_STEPS}", "checkpoint.every_steps=0", "observe.evaluate_every_steps=0",
-            "observe.report=false", "observe.evaluate_samples=1",
-        ]  # fmt: skip
-        ran = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-        if ran.returncode != 0:
-            return None, ran.stderr.strip().splitlines()[-1] if ran.stderr.strip() else f"exit code {ran.returncode}"
-        ranks = [read_events(directory, rank=rank) for rank in range(run_file.run.processes or 1)]
-        peaks = [event.get("memory/device_peak_bytes") for own in ranks for event in own]
-        found = [int(peak) for peak in peaks if peak is not None]
-        return (max(found), "") if found else (None, "it took no step")
+    folder = Path(mkdtemp(prefix="shoal-budget-"))  # a TemporaryDirectory would end with the first fork that does
+    try:
+        found = first_steps(run_file, folder, steps=TRIED_STEPS)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return (None, found) if isinstance(found, str) else (found.peak_bytes, "")
+
+
+def first_steps(run_file: RunFile, folder: Path, *, steps: int) -> FirstSteps | str:
+    """What the first steps of the run come to, in processes of their own; or why there are none. `folder` is theirs."""
+    directory = folder / "run"
+    path = folder / "run.toml"
+    path.write_text(dumps(run_file), encoding="utf-8")
+    command = [
+        sys.executable, "-m", "shoal", "train", str(path), f"run.directory={directory}", f"run.steps={steps}",
+        "checkpoint.every_steps=0", "observe.evaluate_every_steps=0", "observe.report=false",
+        "observe.evaluate_samples=1", "observe.sample_bytes=0",
+    ]  # fmt: skip
+    process = warm.start(command, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    said = process.communicate()[1].decode(errors="replace").strip()
+    if process.returncode != 0:
+        return said.splitlines()[-1] if said else f"exit code {process.returncode}"
+    ranks = [read_events(directory, rank=rank) for rank in range(run_file.run.processes or 1)]
+    peaks = [peak for own in ranks for event in own if (peak := event.get("memory/device_peak_bytes")) is not None]
+    losses = [loss for event in ranks[0] if (loss := event.get("loss/train")) is not None]
+    return FirstSteps(int(max(peaks)), losses) if peaks else "it took no step"

@@ -79,6 +79,10 @@ LOSSY_PIECES = (
     "[shard_codec] was left out: this compares the layout with pieces that are sent as they are; with it a number is "
     "off by up to 1/254 (int8) or 1/14 (int4) of its block's largest, or 1/256 (bfloat16) of itself"
 )
+LOSSY_ACTIVATIONS = (
+    "memory.offload.activation_bits was left out: this compares the layout with activations that are saved as they "
+    "are; with it each is off by up to 1/254 of its block's largest number"
+)
 FLOAT8 = (
     'precision.kind = "float8" was left out: its products are rounded as their scales come, which no tolerance tells '
     "from a mistake; the layout is proved without them"
@@ -119,6 +123,10 @@ def verify_rank(
     if run_file.shard_codec != ShardCodecConfig():
         notes.append(LOSSY_PIECES)
         run_file = msgspec.structs.replace(run_file, shard_codec=ShardCodecConfig())
+    if run_file.memory.offload.activation_bits is not None:
+        notes.append(LOSSY_ACTIVATIONS)
+        offload = msgspec.structs.replace(run_file.memory.offload, activation_bits=None)
+        run_file = msgspec.structs.replace(run_file, memory=msgspec.structs.replace(run_file.memory, offload=offload))
     if (lossy := run_file.pipeline.codec) != "none":
         notes.append(LOSSY_STAGES.format(lossy))
     run_file = msgspec.structs.replace(run_file, pipeline=msgspec.structs.replace(run_file.pipeline, codec="none"))
@@ -151,6 +159,7 @@ def verify_rank(
         notes.append(f"{proof.replayed} routes of near-ties were taken from the reference")
     if isinstance(own_precision, Float8):
         notes.append(FLOAT8)
+    notes += run.tiers.unused(run.model)
     unkeyed = said_of(proof.unkeyed, compiled=run_file.run.compile)
     verdict = Verdict(
         run.mesh.layout.describe(), exact, proof.findings, axes, tuple(notes), unkeyed,

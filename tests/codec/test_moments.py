@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shoal.optim.declared import BLOCK
-from shoal.optim.slots import TINIEST, Quantised, map_of, quantised, zeros
+from shoal.codec.config import MOMENT_BLOCK as BLOCK
+from shoal.codec.moments import TINIEST, Quantised, map_of, quantised, zeros
 
 CPU = torch.device("cpu")
 CODES = {True: torch.int8, False: torch.uint8}
