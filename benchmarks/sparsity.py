@@ -31,9 +31,10 @@ from shoal.bench.report import Result, Row, check, merged, print_report
 from shoal.bench.training_job import MODEL, Training, corpus_file, gpt_run_file, start_alone
 from shoal.errors import EnvironmentFault
 from shoal.memory.tracker import measured_activation_bytes, model_state
-from shoal.models.config import BigBird, LoRA, SlidingWindow
-from shoal.models.gpt import SparseAttention
+from shoal.models.attention_config import BigBird, SlidingWindow
+from shoal.models.config import LoRA
 from shoal.models.layers import CausalAttention
+from shoal.models.sparse_attention import SparseAttention
 from shoal.observe.events import read_events, series
 from shoal.sparsity.config import FreezeConfig
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Annotated, Literal
+
+from shoal.config.check import Table, says
 from shoal.config.load import markdown
 from tests.config.tables import Root
 
@@ -17,6 +20,45 @@ def test_every_key_is_in_the_reference_with_its_sentence() -> None:
         "| `name` | str | required |",
         '`"up"`, `"down"`',
         "| `rate` | float > 0 | — |",
+    ]
+    for part in parts:
+        assert part in text, part
+
+
+class Near(Table, frozen=True, tag_field="kind", tag="near"):
+    """The near ones."""
+
+    reach: Annotated[int, says("How far.")] = 3
+
+
+class Step(Table, frozen=True):
+    """One of several."""
+
+    at: Annotated[int, says("When.")]
+
+
+class Holder(Table, frozen=True):
+    """Holds tables."""
+
+    sight: Annotated[Literal["all"] | Near, says("What is seen.")] = "all"
+    later: Annotated[tuple[Step, ...], says("What follows.")] = ()
+
+
+class Pages(Table, frozen=True):
+    """A root."""
+
+    holder: Holder = Holder()
+
+
+def test_tables_inside_of_tables_have_their_keys_in_it() -> None:
+    text = markdown(Pages, title="Keys")
+    parts = [
+        '| `sight` | `"all"` or a table, see below | `"all"` | What is seen. |',
+        "| `later` | tables, see below | — | What follows. |",
+        '### `[holder.sight]`\n\n#### `kind = "near"`\n\nThe near ones.',
+        "| `reach` | int | `3` | How far. |",
+        "### `[[holder.later]]`\n\nOne of several.",
+        "| `at` | int | required | When. |",
     ]
     for part in parts:
         assert part in text, part

@@ -12,7 +12,7 @@ Outputs are transformers' own (`ModelOutput`): a loss takes their `logits`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from shoal.models.huggingface.chain import Probe, declares_chain, parts_of, prob
 from shoal.models.huggingface.tensor_plan import check_tensor_plan, declares_roles, planned_experts, roles_by_plan
 from shoal.models.layers import CausalAttention
 from shoal.models.roles import DeclaresParts, DeclaresRoles, Part, Role, roles_of
+from shoal.models.sparse_attention import SparseAttention
 from shoal.topology.layout import Layout
 from shoal.topology.refusal import nearest_divisors
 
@@ -34,7 +35,8 @@ from shoal.topology.refusal import nearest_divisors
 # every sequence puts another in its place (`shoal.parallel.context`).
 #
 # What a plain causal core cannot compute, such as padding masks or dropout, goes to transformers' own sdpa, where the
-# rank sees whole sequences, and is refused where it does not.
+# rank sees whole sequences, and is refused where it does not. A core under a mask of `[model.attention]` computes all
+# itself: padding, and documents that are packed into a sequence, are numbers of documents to it, `[batch, seq]`.
 
 
 NAME = "shoal"
@@ -46,8 +48,8 @@ _CHANGES = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask", 
 """Keywords by which an architecture asks for something else than softmax(q k') v under the causal mask."""
 
 
-def use_causal_cores(model: Any) -> bool:
-    """Gives every attention of a causal decoder a core, and has `model` use it; False, and nothing done, elsewhere.
+def use_causal_cores(model: Any, core: Callable[[], CausalAttention] = CausalAttention) -> bool:
+    """Gives every attention of a causal decoder a `core`, and has `model` use it; False, and nothing done, elsewhere.
 
     A decoder is causal where each of its blocks (`_no_split_modules`) has one attention, which says `is_causal`.
     """
@@ -56,7 +58,7 @@ def use_causal_cores(model: Any) -> bool:
         return False
     _register()
     for attention in attentions:
-        attention.add_module(CORE, CausalAttention())
+        attention.add_module(CORE, core())
     model.set_attn_implementation(NAME)
     return True
 
@@ -83,6 +85,17 @@ def whole_order(positions: Tensor) -> Tensor:
     return positions.new_empty((0, 0, 0, 0), dtype=positions.dtype)
 
 
+def as_mask(documents: Tensor) -> Tensor:
+    """Numbers of documents `[batch, seq]` in the form of a mask of four dims, which transformers passes on as it is."""
+    return documents[:, None, None].long()
+
+
+def _documents_of(mask: Tensor | None) -> Tensor | None:
+    """What `as_mask` has hidden in a mask; None in one that transformers made."""
+    hidden = mask is not None and mask.ndim == 4 and mask.dtype == torch.int64 and mask.numel() > 0
+    return mask[:, 0, 0] if hidden and mask is not None else None
+
+
 def attend(
     module: Any,
     query: Tensor,
@@ -97,7 +110,8 @@ def attend(
 
     Raises `UserCodeError` for what a core over parts of sequences cannot compute.
     """
-    masked = attention_mask is not None and attention_mask.numel() > 0
+    documents = _documents_of(attention_mask)
+    masked = documents is None and attention_mask is not None and attention_mask.numel() > 0
     core = module.get_submodule(CORE)
     length = query.shape[2] * getattr(getattr(core, "group", None), "size", 1)
     if (others.get("sliding_window") or 0) >= length:  # a window of all tokens is none
@@ -111,12 +125,14 @@ def attend(
         scale = query.shape[-1] ** -0.5
         if wanted != scale:
             query = query * (wanted / scale)
-        return core(query, key, value)[..., :width].transpose(1, 2).contiguous(), None
+        return core(query, key, value, documents)[..., :width].transpose(1, 2).contiguous(), None
     if type(core) is not CausalAttention:
         what = changed[0] if changed else "an attention mask" if masked else f"attention dropout ({dropout})"
+        sparse = isinstance(core, SparseAttention)
         raise UserCodeError(
-            f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')} uses {what}, which attention over "
-            "parts of a sequence has not: turn it off in model.config, or set layout.context = 1"
+            f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')} uses {what}, which attention "
+            f"{'under a mask of [model.attention]' if sparse else 'over parts of a sequence'} has not: turn it off in "
+            f"model.config, or {'leave [model.attention] out' if sparse else 'set layout.context = 1'}"
         )
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -190,6 +206,8 @@ class Called(nn.Module):
 
     def named_inputs(self, main: Tensor | None, positions: Tensor | None, named: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of the architecture's own forward."""
+        if "documents" in named:
+            return self._packed(positions, **named)
         inputs = dict(named) if main is None else {self.main_input_name: main, **named}
         if "labels" in inputs:
             raise UserCodeError(
@@ -203,14 +221,43 @@ class Called(nn.Module):
                     "every token sees those before it; leave it out, or set layout.context = 1"
                 )
             return inputs | {"position_ids": positions, "attention_mask": whole_order(positions)}
+        if self._has_masks:
+            inputs["attention_mask"] = _as_documents(inputs)
         if main is not None and main.ndim == 2 and self._takes_position_ids and "position_ids" not in inputs:
             # The length of a slice of the sequence (layout.sequence_parallel) is not that of the sequence.
             inputs["position_ids"] = torch.arange(main.shape[1], device=main.device)[None]
         return inputs
 
+    def _packed(self, positions: Tensor | None, *, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
+        """Windows of packed documents, as Shoal's data has them (`data.packing = "documents"`)."""
+        if not has_causal_cores(self):
+            raise UserCodeError(
+                f'data.packing = "documents": {type(self).__name__} is no decoder of blocks with one plain causal '
+                'self-attention each, or model.attention is not "auto"; use packing = "pad"'
+            )
+        return {self.main_input_name: tokens, "position_ids": positions, "attention_mask": as_mask(documents)}
+
+    @property
+    def _has_masks(self) -> bool:
+        return any(isinstance(module, SparseAttention) for module in self.modules())
+
     @property
     def _takes_position_ids(self) -> bool:
         return has_causal_cores(self) and "position_ids" in inspect.signature(super().forward).parameters
+
+
+def _as_documents(inputs: Mapping[str, Any]) -> Tensor | None:
+    """A padding mask `[batch, seq]`, or positions that leap where packed documents begin, as a core under a mask takes
+    them; None where a sequence is one document.
+    """
+    padding, places = inputs.get("attention_mask"), inputs.get("position_ids")
+    if padding is not None:
+        return as_mask(padding) if padding.ndim == 2 else padding
+    if places is None:
+        return None
+    leaps = places.diff(dim=1, prepend=places[:, :1]) != 1
+    leaps[:, 0] = False
+    return as_mask(leaps.cumsum(1)) if leaps.any() else None
 
 
 class Roles(nn.Module):
