@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from shoal.config.check import Table, says
+import pytest
+
+from shoal.config.check import Table, checked, says
 from shoal.config.load import markdown
+from shoal.errors import ConfigError
 from tests.config.tables import Root
 
 
@@ -23,6 +26,9 @@ def test_every_key_is_in_the_reference_with_its_sentence() -> None:
     ]
     for part in parts:
         assert part in text, part
+
+
+# Keys that are tables, or take one beside words.
 
 
 class Near(Table, frozen=True, tag_field="kind", tag="near"):
@@ -48,6 +54,18 @@ class Pages(Table, frozen=True):
     """A root."""
 
     holder: Holder = Holder()
+
+
+@pytest.mark.parametrize("sight", ["all", {"kind": "near", "reach": 2}])
+def test_a_key_takes_a_word_or_a_table(sight: Any) -> None:
+    assert checked({"holder": {"sight": sight}}, Pages, file="a.toml").holder.sight == (
+        sight if sight == "all" else Near(reach=2)
+    )
+
+
+def test_another_word_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"holder.sight: found 'al', did you mean 'all'"):
+        checked({"holder": {"sight": "al"}}, Pages, file="a.toml")
 
 
 def test_tables_inside_of_tables_have_their_keys_in_it() -> None:

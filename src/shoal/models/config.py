@@ -83,6 +83,7 @@ class GPTConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="gpt"):
     kv_heads: Annotated[
         Positive | None, says("Key and value heads, a divisor of `heads` (arXiv:2305.13245); default: `heads`.")
     ] = None
+    head_size: Annotated[Positive | None, says("Features of a head, an even number; default: width / heads.")] = None
     feed_forward: Annotated[
         Literal["swiglu", "gelu"], says("Gated (arXiv:2002.05202) or plain feed-forward layers.")
     ] = "swiglu"
@@ -114,13 +115,18 @@ class GPTConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="gpt"):
                 'scaling = "mup" with tied = true: an embedding and a head follow the width in different ways; leave '
                 "tied out"
             )
-        if self.base_width is not None and self.base_width % (self.width // self.heads):
+        if self.base_width is not None and self.base_width % self.size_of_head:
             raise ValueError(
-                f"base_width = {self.base_width} with heads of {self.width // self.heads} features; a wider model has "
+                f"base_width = {self.base_width} with heads of {self.size_of_head} features; a wider model has "
                 "more heads of the same size, so give as many heads as make width / heads the base model's"
             )
         step = 2 * self.heads
-        if self.width % step:
+        if self.head_size is not None and self.head_size % 2:
+            raise ValueError(
+                f"head_size = {self.head_size}; rotary positions need an even number of features in each head: use "
+                f"{self.head_size + 1}"
+            )
+        if self.head_size is None and self.width % step:
             raise ValueError(
                 f"width = {self.width} with heads = {self.heads}; rotary positions need an even number of features in "
                 f"each head, so width must be a multiple of 2 x heads = {step}; nearest: {_nearest(self.width, step)}"
@@ -140,6 +146,11 @@ class GPTConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="gpt"):
     def key_value_heads(self) -> int:
         """Key and value heads, the default resolved."""
         return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def size_of_head(self) -> int:
+        """Features of a head, the default resolved."""
+        return self.width // self.heads if self.head_size is None else self.head_size
 
     @property
     def hidden_width(self) -> int:

@@ -47,7 +47,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         width, mixture = config.width, _mixture_options(config) if isinstance(config, MoEConfig) else None
-        self.head_size, self.rope_base = width // config.heads, config.rope_base
+        self.head_size, self.rope_base = config.size_of_head, config.rope_base
         self.times_base = None if config.base_width is None else width / config.base_width
         # `initialise` draws the first values; nn.Embedding's own, normal ones on the meta device, cost 2 s of imports.
         self.embedding = nn.Embedding.from_pretrained(torch.zeros(config.vocabulary, width), freeze=False)
@@ -56,7 +56,13 @@ class GPT(nn.Module):
 
         def block(index: int) -> Block:
             name = f"blocks.{index}"
-            attention = Attention(width, heads=config.heads, kv_heads=config.key_value_heads, core=_core(config))
+            attention = Attention(
+                width,
+                heads=config.heads,
+                kv_heads=config.key_value_heads,
+                head_size=config.size_of_head,
+                core=_core(config),
+            )
             kind, layer = Block, dense(width, config.hidden_width)
             if mixture is not None and mixture.holds(index):
                 kind, layer = MixtureBlock, Mixture(width, mixture, feed_forward=config.feed_forward, name=name)

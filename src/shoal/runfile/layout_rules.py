@@ -58,7 +58,7 @@ def grid_refusal(run_file: RunFile) -> str | None:
             f"times a divisor of {rows} (rows); nearest: {_either(_kv_heads_on(rows, columns, model.heads), heads)}"
         )
     # The width divides already: it is that of heads, of which every rank has as many.
-    features = heads * model.width // model.heads
+    features = heads * model.size_of_head
     sides = {"model.feed_forward_width": model.hidden_width, "keys' features": features}
     for name, side in sides.items():
         if side % panels:

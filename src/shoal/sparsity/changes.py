@@ -23,7 +23,7 @@ from torch import Tensor
 from shoal.errors import ConfigError
 from shoal.maths.counter import indices, key_of, uniform
 from shoal.sparsity.config import SET, Lottery, Movement, RandomPruning, RigL, Snip, Sparse, TopKAST
-from shoal.sparsity.masks import Masks, Owners, feature_mask, feature_scores
+from shoal.sparsity.masks import Masks, Owners, unit_mask, unit_scores
 from shoal.state import Owned
 from shoal.topology.holding import Dims
 
@@ -295,8 +295,8 @@ class MaskChanges:
         if config.kept_of is not None:
             kept, of = config.kept_of
             return {name: of_every(each, max(kept, round(density * of)), of) for name, each in scores.items()}
-        if config.pattern == "features":
-            return self._features(scores, density)
+        if config.removes:
+            return self._removable(scores, density)
         flat, counts = {name: units(each, config) for name, each in scores.items()}, self.counts(density)
         if config.distribution == "global":
             found = self.owners.largest(flat, sum(counts.values()))
@@ -304,12 +304,12 @@ class MaskChanges:
             found = {name: top(each, counts[name]) for name, each in flat.items()}
         return {name: spread(mask, shapes[name], config) for name, mask in found.items()}
 
-    def _features(self, scores: NewMasks, density: float) -> NewMasks:
+    def _removable(self, scores: NewMasks, density: float) -> NewMasks:
         found = {}
         for group in self.owners.groups:
             if self.owners.owns(group.leader):
-                kept = top(feature_scores(group, scores), round(density * group.size))
-                found |= {n: feature_mask(kept, dim, self.owners.shapes[n]) for n, dim in group.dims.items()}
+                kept = top(unit_scores(group, scores), round(density * group.size))
+                found |= {n: unit_mask(kept, dim, self.owners.shapes[n]) for n, dim in group.dims.items()}
         return found
 
     def _moved(self, weights: NewMasks, growth: NewMasks, step: int) -> NewMasks:
