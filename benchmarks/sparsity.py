@@ -259,8 +259,8 @@ class Trainings:
         if finished.exists():
             return directory
         print(f"{recipe}: {' '.join(written)}", file=sys.stderr, flush=True)
-        where = f"run.directory={json.dumps(str(directory))}"
-        command = [sys.executable, "-m", "shoal", "train", str(RECIPES / f"{recipe}.toml"), where]
+        where = [f"run.directory={json.dumps(str(directory))}", "checkpoint.every_steps=50"]
+        command = [sys.executable, "-m", "shoal", "train", str(RECIPES / f"{recipe}.toml"), *where]
         done = subprocess.run(
             [*command, "run.processes=1", "observe.report=false", *written], capture_output=True, text=True, check=False
         )

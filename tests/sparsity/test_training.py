@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
 
 from shoal.assembly.job import restore
 from shoal.assembly.sparse import left_out_in
@@ -34,6 +36,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "global": {"kind": "magnitude", "density": 0.2, "distribution": "global", "schedule": GRADUAL},
     "2:4": {"kind": "magnitude", "pattern": "2:4", "schedule": GRADUAL},
     "snip, rows": {"kind": "snip", "density": 0.3, "pattern": "rows", "schedule": {"shape": "one_shot"}},
+    "grasp": {"kind": "grasp", "density": 0.3, "schedule": {"begin": 2, "shape": "one_shot"}},
+    "l0": {"kind": "l0", "density": 0.2, "schedule": {"begin": 2, "end": 8}},
     "random, blocks": {"kind": "random", "density": 0.5, "pattern": "block", "block": [2, 4], "schedule": GRADUAL},
     "features": {"kind": "magnitude", "density": 0.5, "pattern": "features", "schedule": GRADUAL},
     "movement": {"kind": "movement", "density": 0.3, "schedule": GRADUAL},
@@ -131,6 +135,52 @@ def densities(place: TestPlace, tables: dict[str, Any], folder: str) -> list[flo
     return found
 
 
+def test_grasp_keeps_what_the_gradient_would_shrink_without(ranks, folder: Path) -> None:
+    """The products that one rank finds are those of the exact Hessian; its weights and gradients are as they were."""
+    alone, exact, unchanged = ranks(1, products, masked("grasp"), str(folder))[0]
+    assert unchanged
+    assert exact.keys() == alone.keys()
+    for name, product in exact.items():
+        assert torch.allclose(alone[name], product, rtol=1e-6, atol=1e-8 * float(product.abs().max()))
+
+
+def products(
+    place: TestPlace, tables: dict[str, Any], folder: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    """H g of each masked layer in step 2, as the run has it and by differentiating twice; whether all else stayed."""
+    run = opened(place, tables, folder, Path(folder) / "products")
+    (sparse,) = left_out_in(run.state)
+    assert isinstance(sparse, SparseTraining)
+    owned = {own.name: own for own in sparse.owners.owned}
+    with closing(run.feed()) as feed:
+        batch = feed.next().microbatches[0]
+    inputs, targets = batch.inputs, batch.targets
+
+    def gradients(create_graph: bool) -> list[Tensor]:
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = cross_entropy(run.model(inputs).flatten(0, 1), targets.flatten())
+        return list(torch.autograd.grad(loss, [own.parameter for own in owned.values()], create_graph=create_graph))
+
+    first = gradients(True)
+    wanted = torch.autograd.grad(sum((g * g.detach()).sum() for g in first), [own.parameter for own in owned.values()])
+
+    def again() -> None:
+        for own, gradient in zip(owned.values(), gradients(False), strict=True):
+            assert own.parameter.grad is not None
+            own.parameter.grad.copy_(gradient)
+
+    for own, gradient in zip(owned.values(), first, strict=True):
+        own.parameter.grad = gradient.detach().clone()
+    before = [own.parameter.detach().clone() for own in owned.values()]
+    sparse.explore(2, again)
+    unchanged = all(
+        torch.equal(own.parameter, weight) and torch.equal(own.parameter.grad, gradient)  # pyright: ignore
+        for own, weight, gradient in zip(owned.values(), before, first, strict=True)
+    )
+    found = {name: sparse._measured(own) for name, own in owned.items()}
+    return found, dict(zip(owned, wanted, strict=True)), unchanged
+
+
 def test_n_of_m_holds_in_every_row(alone: dict[str, Trained]) -> None:
     for mask in masks_in(alone["2:4"].state).values():
         assert (mask.view(-1, 4).sum(1) == 2).all()
@@ -189,6 +239,7 @@ JOURNEYS = [
     ("magnitude", ["replicate", "ZeRO-3"]),
     ("rigl", ["ZeRO-3", "pipeline"]),
     ("movement", ["tensor", "ZeRO-1"]),
+    ("l0", ["ZeRO-3", "replicate"]),
     ("top_kast", ["pipeline", "replicate"]),
 ]
 

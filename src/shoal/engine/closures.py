@@ -14,10 +14,8 @@ import math
 from collections.abc import Callable
 
 from shoal.engine.rank_context import GlobalSum, RankContext
-from shoal.engine.updates import Outcome, UpdateClock, Work
-from shoal.errors import ConfigError
+from shoal.engine.updates import Outcome, UpdateClock, Work, check_repeatable
 from shoal.gradients.gradients import Gradients
-from shoal.models.batch_norm import StepStatistics
 from shoal.optim.build import set_rate
 from shoal.optim.newton import SearchingOptimizer
 
@@ -37,7 +35,7 @@ class ByClosure:
 
     def __call__(self, context: RankContext, work: Work) -> Outcome:
         """Raises `ConfigError` for a model that counts the batches it has seen."""
-        _check_repeatable(context)
+        check_repeatable(context)
         loss, norm = self._evaluated(context, work, work.loss)
         clock, tally = UpdateClock(context), work.tally.wait()
         finite = math.isfinite(loss) and math.isfinite(norm)
@@ -74,12 +72,3 @@ class ByClosure:
         )
         norm = float(self.gradients.reduce())
         return total.wait() / work.tally.wait().denominator, norm
-
-
-def _check_repeatable(context: RankContext) -> None:
-    counting = [name for name, module in context.model.named_modules() if isinstance(module, StepStatistics)]
-    if counting:
-        raise ConfigError(
-            f"{counting[0]} takes statistics of every forward, and a line search makes several of the same samples: "
-            "use a model without batch norms, or another optimizer.kind"
-        )

@@ -10,6 +10,7 @@ from shoal.optim.closure_config import Searching
 from shoal.optim.config import AdamW8bit
 from shoal.optim.preconditioned_config import KFAC
 from shoal.runfile.run_file import RunFile, synchronises_norms
+from shoal.sparsity.config import Grasp
 
 # The rules between `[optimizer]` and the other tables. Imports no torch.
 
@@ -388,5 +389,7 @@ def _against_changes(run_file: RunFile) -> Iterator[tuple[str, str]]:
 
 
 def _against_masks(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    if isinstance(run_file.sparsity, Grasp) and run_file.observe.noise_every_steps:
+        yield "observe.noise_every_steps", "it computes the gradient of a step three times"
     if isinstance(run_file.optimizer, AdamW8bit):
         yield 'optimizer.kind = "adamw_8bit"', "moments of masked weights share their scale with others"

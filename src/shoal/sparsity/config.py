@@ -144,8 +144,23 @@ class Snip(Sparse, frozen=True, tag_field="kind", tag="snip"):
     reads_gradient = True
 
 
+class Grasp(Sparse, frozen=True, tag_field="kind", tag="grasp"):
+    """Keeps the weights without which the gradient of one step would shrink most (GraSP, arXiv:2002.07376)."""
+
+    reads_gradient = True
+
+
 class Movement(Sparse, frozen=True, tag_field="kind", tag="movement"):
     """Keeps the weights that move away from zero: the largest sums of -gradient x weight (arXiv:2005.07683)."""
+
+
+class L0(Sparse, frozen=True, tag_field="kind", tag="l0"):
+    """Trains a gate for each weight, which is open or shut with a probability (arXiv:1712.01312).
+
+    From `schedule.begin` to `end`, when the gates that are most likely open become the mask.
+    """
+
+    gate_lr: Annotated[float, says("The learning rate of the gates.", gt=0)] = 0.1
 
 
 class Regrowing(Sparse, frozen=True):
@@ -195,7 +210,7 @@ class Lottery(Sparse, frozen=True, tag_field="kind", tag="lottery"):
     ticket: Annotated[str, says("The run directory or checkpoint whose weights say which to keep.")]
 
 
-SparsityConfig = Magnitude | RandomPruning | Snip | Movement | SET | RigL | TopKAST | Lottery
+SparsityConfig = Magnitude | RandomPruning | Snip | Grasp | Movement | L0 | SET | RigL | TopKAST | Lottery
 
 
 # Table `[freeze]`. Imports no torch.
