@@ -13,10 +13,22 @@ from shoal.models.huggingface.config import ForeignKeys, TransformersConfig
 # Table `[adapter]`. Imports no torch.
 
 
-class Adapter(Table, frozen=True, kw_only=True):
+class Addition(Table, frozen=True, kw_only=True):
     """The keys of every kind: the model is frozen, and what is added to it is trained."""
 
-    implemented_by: ClassVar[str] = ""
+    train: Annotated[
+        tuple[str, ...], says("Patterns of parameters (`head.*`, `*norm*`) that are trained as well, whole.")
+    ] = ()
+
+
+class PromptTuning(Addition, frozen=True, tag_field="kind", tag="prompt"):
+    """Trained vectors before the tokens of every sequence (arXiv:2104.08691). They stay in exported weights."""
+
+    tokens: Annotated[int, says("How many.", ge=1, le=1 << 14)] = 20
+
+
+class Adapter(Addition, frozen=True, kw_only=True):
+    """The keys of what is added to linear layers."""
 
     layers: Annotated[
         tuple[str, ...],
@@ -25,9 +37,6 @@ class Adapter(Table, frozen=True, kw_only=True):
             min_length=1,
         ),
     ] = ("*",)
-    train: Annotated[
-        tuple[str, ...], says("Patterns of parameters (`head.*`, `*norm*`) that are trained as well, whole.")
-    ] = ()
 
 
 class LoRA(Adapter, frozen=True, tag_field="kind", tag="lora"):
@@ -62,7 +71,7 @@ class BitFit(Adapter, frozen=True, tag_field="kind", tag="bitfit"):
     """Trains biases alone (arXiv:2106.10199)."""
 
 
-AdapterConfig = LoRA | DoRA | Bottleneck | BitFit
+AdapterConfig = LoRA | DoRA | Bottleneck | BitFit | PromptTuning
 
 
 SWIGLU_ROUNDING = 32

@@ -21,6 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import UserCodeError
+from shoal.models.adapters import SoftPrompt
 from shoal.models.attention_config import Causal
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.layers import GELU, Attention, CausalAttention, KeyedDropout, SwiGLU, rotations
@@ -73,6 +75,12 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, config.vocabulary, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
+        self.prompt: SoftPrompt | None = None
+        self.prompt_tokens = 0
+
+    def take_prompt(self, count: int) -> None:
+        """Has every sequence begin with `count` trained vectors, for which there are no logits."""
+        self.prompt, self.prompt_tokens = SoftPrompt(count, self.embedding.weight), count
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Integer tokens `[batch, seq]` to logits `[batch, seq, vocabulary]`.
@@ -85,24 +93,31 @@ class GPT(nn.Module):
 
     def context(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> GPTContext:
         """What every part of the chain needs beside the activations."""
-        places = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+        if self.prompt_tokens and (positions is not None or documents is not None):
+            raise UserCodeError(
+                'adapter.kind = "prompt": a prompt stands before a whole sequence, and this one holds several '
+                'documents or a part of one; use data.packing = "pad"'
+            )
+        length = self.prompt_tokens + tokens.shape[1]
+        places = torch.arange(length, device=tokens.device) if positions is None else positions
         factors = rotations(places, head_size=self.head_size, base=self.rope_base)
         return GPTContext(tokens, positions, documents, factors)
 
     def parts(self) -> list[Part]:
         """See `shoal.models.roles`."""
         blocks = [Part(f"blocks.{i}", (f"blocks.{i}",), partial(self._block, i)) for i in range(len(self.blocks))]
-        first = Part("embedding", ("embedding", "dropout"), self._embed)
+        first = Part("embedding", ("embedding", *(["prompt"] if self.prompt_tokens else []), "dropout"), self._embed)
         return [first, *blocks, Part("head", ("norm", "head"), self._logits)]
 
     def _embed(self, x: Tensor | None, context: GPTContext) -> Tensor:
-        return self.dropout(self.embedding(context.tokens), context.positions)
+        embedded = self.embedding(context.tokens)
+        return self.dropout(embedded if self.prompt is None else self.prompt(embedded), context.positions)
 
     def _block(self, index: int, x: Tensor, context: GPTContext) -> Tensor:
         return self.blocks[index](x, context.factors, context.positions, context.documents)
 
     def _logits(self, x: Tensor, context: GPTContext) -> Tensor:
-        return self.head(self.norm(x))
+        return self.head(self.norm(x[:, self.prompt_tokens :]))
 
     def parameter_roles(self) -> dict[str, Role]:
         """See `shoal.models.roles`."""

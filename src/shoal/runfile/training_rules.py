@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.engine.config import CrossEntropy, Float8
+from shoal.models.config import PromptTuning
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.optim.closure_config import Searching
 from shoal.optim.config import AdamW8bit
@@ -361,6 +362,11 @@ def _sparse_layers_rule(run_file: RunFile) -> str | None:
             f"[{given[0]}] with layout.tensor = {run_file.layout.tensor}: layers that ranks split do not have it; set "
             "layout.tensor = 1"
         )
+    if isinstance(run_file.adapter, PromptTuning):
+        axis = next((axis for axis in ("pipeline", "context") if getattr(run_file.layout, axis) > 1), None)
+        if axis is not None or run_file.memory.loss_chunks > 1:
+            key = "memory.loss_chunks" if axis is None else f"layout.{axis}"
+            return f'adapter.kind = "prompt" with {key}: there, samples are as long as their targets; set {key} = 1'
     if isinstance(run_file.precision, Float8):
         return f'[{given[0]}] with precision.kind = "float8", whose layers do not have it; set it to "bfloat16"'
     if isinstance(model, TransformersConfig) and model.lora_rank is not None:

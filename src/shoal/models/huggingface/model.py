@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.errors import UserCodeError
+from shoal.errors import ConfigError, UserCodeError
+from shoal.models.adapters import SoftPrompt
 from shoal.models.huggingface.chain import Probe, declares_chain, parts_of, probed
 from shoal.models.huggingface.tensor_plan import check_tensor_plan, declares_roles, planned_experts, roles_by_plan
 from shoal.models.layers import CausalAttention
@@ -190,6 +191,7 @@ class Called(nn.Module):
 
     main_input_name: str
     config: Any
+    get_input_embeddings: Callable[[], nn.Embedding]
 
     def forward(self, main: Tensor | None = None, positions: Tensor | None = None, **named: Any) -> Any:
         """Inputs of any shape that the architecture takes, to its `ModelOutput`.
@@ -198,7 +200,22 @@ class Called(nn.Module):
         rank holds; attention then sees the others by `layout.context`. Raises `UserCodeError` for labels, which are
         targets, and for masks beside `positions`.
         """
-        return self.architecture_forward(**self.named_inputs(main, positions, named))
+        found = self.architecture_forward(**self.named_inputs(main, positions, named))
+        if self._prompt is not None:
+            found["logits"] = found["logits"][:, self._prompt.count :]
+        return found
+
+    def take_prompt(self, count: int) -> None:
+        """Has every sequence begin with `count` trained vectors, for which there are no logits.
+
+        Raises `ConfigError` for what is no causal decoder.
+        """
+        if not has_causal_cores(self):
+            raise ConfigError(
+                f'adapter.kind = "prompt": {type(self).__name__} is no decoder of blocks with one plain causal '
+                'self-attention each, or model.attention is not "auto"; use adapter.kind = "lora"'
+            )
+        self.prompt = SoftPrompt(count, self.get_input_embeddings().weight)
 
     def architecture_forward(self, **named: Any) -> Any:
         """The forward of the class in transformers."""
@@ -207,6 +224,8 @@ class Called(nn.Module):
     def named_inputs(self, main: Tensor | None, positions: Tensor | None, named: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of the architecture's own forward."""
         if "documents" in named:
+            if self._prompt is not None:
+                raise UserCodeError('adapter.kind = "prompt" with data.packing = "documents": use packing = "pad"')
             return self._packed(positions, **named)
         inputs = dict(named) if main is None else {self.main_input_name: main, **named}
         if "labels" in inputs:
@@ -221,12 +240,27 @@ class Called(nn.Module):
                     "every token sees those before it; leave it out, or set layout.context = 1"
                 )
             return inputs | {"position_ids": positions, "attention_mask": whole_order(positions)}
+        if self._prompt is not None:
+            main, inputs = None, self._prompted(self._prompt, inputs)
         if self._has_masks:
             inputs["attention_mask"] = _as_documents(inputs)
         if main is not None and main.ndim == 2 and self._takes_position_ids and "position_ids" not in inputs:
             # The length of a slice of the sequence (layout.sequence_parallel) is not that of the sequence.
             inputs["position_ids"] = torch.arange(main.shape[1], device=main.device)[None]
         return inputs
+
+    def _prompted(self, prompt: SoftPrompt, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The embedded tokens behind the prompt, which padding masks see."""
+        padding, tokens = inputs.get("attention_mask"), inputs["input_ids"]
+        if inputs.get("position_ids") is not None or (padding is not None and padding.ndim != 2):
+            raise UserCodeError(
+                'adapter.kind = "prompt": a prompt stands before a whole sequence, and the inputs hold position_ids or '
+                "a mask of pairs of tokens; leave them out"
+            )
+        others = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+        if padding is not None:
+            others["attention_mask"] = F.pad(padding, (prompt.count, 0), value=1)
+        return others | {"inputs_embeds": prompt(self.get_input_embeddings()(tokens))}
 
     def _packed(self, positions: Tensor | None, *, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
         """Windows of packed documents, as Shoal's data has them (`data.packing = "documents"`)."""
@@ -236,6 +270,10 @@ class Called(nn.Module):
                 'self-attention each, or model.attention is not "auto"; use packing = "pad"'
             )
         return {self.main_input_name: tokens, "position_ids": positions, "attention_mask": as_mask(documents)}
+
+    @property
+    def _prompt(self) -> SoftPrompt | None:
+        return self._modules.get("prompt")  # type: ignore[return-value]
 
     @property
     def _has_masks(self) -> bool:
