@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -51,6 +52,8 @@ TENTH: dict[str, dict[str, Any]] = {
     "magnitude": {"kind": "magnitude", "distribution": "erk", "schedule": PRUNE},
     "movement": {"kind": "movement", "distribution": "erk", "schedule": PRUNE},
     "random": {"kind": "random", "distribution": "erk", "schedule": {"shape": "one_shot"}},
+    "grasp": {"kind": "grasp", "distribution": "global", "schedule": {"shape": "one_shot"}},
+    "l0": {"kind": "l0", "schedule": {"begin": 20, "end": 250}},
     "snip": {"kind": "snip", "distribution": "global", "schedule": {"shape": "one_shot"}},
     "set": {"kind": "set", "distribution": "erk", "schedule": GROW},
     "rigl": {"kind": "rigl", "distribution": "erk", "schedule": GROW},
@@ -261,11 +264,11 @@ class Trainings:
         print(f"{recipe}: {' '.join(written)}", file=sys.stderr, flush=True)
         where = [f"run.directory={json.dumps(str(directory))}", "checkpoint.every_steps=50"]
         command = [sys.executable, "-m", "shoal", "train", str(RECIPES / f"{recipe}.toml"), *where]
-        done = subprocess.run(
-            [*command, "run.processes=1", "observe.report=false", *written], capture_output=True, text=True, check=False
-        )
+        command += ["run.processes=1", "observe.report=false", *written]
+        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=one_thread, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise EnvironmentFault(f"{' '.join([*command, *written])} failed: {done.stderr[-500:]}")
+            raise EnvironmentFault(f"{' '.join(command)} failed: {done.stderr[-500:]}")
         finished.touch()
         return directory
 
