@@ -153,16 +153,16 @@ def products(
     assert isinstance(sparse, SparseTraining)
     owned = {own.name: own for own in sparse.owners.owned}
     with closing(run.feed()) as feed:
-        batch = feed.next().microbatches[0]
-    inputs, targets = batch.inputs, batch.targets
+        batch: Any = feed.next().microbatches[0]
 
     def gradients(create_graph: bool) -> list[Tensor]:
         with sdpa_kernel(SDPBackend.MATH):
-            loss = cross_entropy(run.model(inputs).flatten(0, 1), targets.flatten())
+            loss = cross_entropy(run.model(batch.inputs).flatten(0, 1), batch.targets.flatten())
         return list(torch.autograd.grad(loss, [own.parameter for own in owned.values()], create_graph=create_graph))
 
     first = gradients(True)
-    wanted = torch.autograd.grad(sum((g * g.detach()).sum() for g in first), [own.parameter for own in owned.values()])
+    along = torch.stack([(g * g.detach()).sum() for g in first]).sum()
+    wanted = torch.autograd.grad(along, [own.parameter for own in owned.values()])
 
     def again() -> None:
         for own, gradient in zip(owned.values(), gradients(False), strict=True):
@@ -219,6 +219,31 @@ def test_a_ticket_keeps_the_largest_weights_of_another_run(ranks, tmp_path: Path
     kept = late[f"model/{name}"].abs() >= late[f"model/{name}"].abs().flatten().topk(64).values[-1]
     assert torch.equal(first[0][name], early[f"model/{name}"] * kept)
     assert all(torch.equal(other[name], first[0][name]) for other in first)
+
+
+def test_a_ticket_goes_on_with_the_samples_that_came_next(ranks, tmp_path: Path) -> None:
+    """Its third step of data is the dense run's; other data are refused."""
+    corpus(tmp_path)
+    ranks(1, train, BASE, str(tmp_path), 0, 2, "dense")
+    ticket = {"kind": "lottery", "density": 0.25, "ticket": str(tmp_path / "dense")}
+    start = {"warm_start": str(tmp_path / "dense")}
+    tables = BASE | {"sparsity": ticket}
+    later = ranks(2, first_positions, tables | {"run": start | {"warm_start_data": True}}, str(tmp_path))[0]
+    assert later == [16, 24]
+    assert ranks(2, first_positions, tables | {"run": start}, str(tmp_path))[0] == [0, 8]
+    other = tables | {"run": start | {"warm_start_data": True, "seed": 9}}
+    with pytest.raises(
+        AssertionError, match=r"run.warm_start_data: .* was trained with run.seed = 0, and this run has 9"
+    ):
+        ranks(1, first_positions, other, str(tmp_path))
+
+
+def first_positions(place: TestPlace, tables: dict[str, Any], folder: str) -> list[int]:
+    """Where the first two steps stand in the order of the samples."""
+    run = opened(place, tables, folder, Path(folder) / "sparse")
+    restore(run, Path(folder) / "sparse", Sinks())
+    with closing(run.feed()) as feed:
+        return [feed.next().interval.start for _ in range(2)]
 
 
 TICKETS = [(1, {}), (2, {"layout": {"replicate": 2}}), (2, {"layout": {"shard": 2}})]

@@ -101,7 +101,7 @@ class LeavesOut(Protocol):
         """Before the forward of `step`. Whether weights may have changed, which then are to be gathered."""
         ...
 
-    def explore(self, step: int, again: Callable[[], None]) -> None:
+    def explore(self, step: int, again: Callable[[], object]) -> None:
         """After the backward, if the agreed gradient is finite. `again` computes the step's agreed gradient anew, at
         the weights as they then are; all is left as it was found.
         """

@@ -182,7 +182,7 @@ class Freezing:
             self._masks.version += 1
         return False
 
-    def explore(self, step: int, again: Callable[[], None]) -> None:
+    def explore(self, step: int, again: Callable[[], object]) -> None:
         """Nothing is wanted of other weights."""
 
     def agreed(self, step: int) -> None:

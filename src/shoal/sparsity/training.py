@@ -140,7 +140,7 @@ class SparseTraining:
         return bool(self.masks.bits)
 
     @torch.no_grad()
-    def explore(self, step: int, again: Callable[[], None]) -> None:
+    def explore(self, step: int, again: Callable[[], object]) -> None:
         """What `kind = "grasp"` wants in a step that changes masks: the product of the Hessian with the gradient of the
         masked layers, as a central difference of two gradients (Nocedal and Wright, Numerical Optimization, 8.20).
         """
