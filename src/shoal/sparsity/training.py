@@ -147,7 +147,7 @@ class SparseTraining:
         if not isinstance(self._config, Grasp) or not self._plan.due(step):
             return
         found = [(own, own.parameter.grad.clone()) for own in self._whole_norm.owned if own.parameter.grad is not None]
-        directions = [(own, self._gradient(own) * self._kept.get(id(own), 1)) for own in self.owners.owned]
+        directions = [(own, own.gradient * self._kept.get(id(own), 1)) for own in self.owners.owned]
         weights = [own.parameter.clone() for own, _ in directions]
         reach = self._reach(directions)
         products = [torch.zeros_like(direction) for _, direction in directions]
@@ -157,12 +157,13 @@ class SparseTraining:
             with torch.enable_grad():
                 again()
             for (own, _), product in zip(directions, products, strict=True):
-                product.add_(self._gradient(own), alpha=1 / (2 * side))
+                product.add_(own.gradient, alpha=1 / (2 * side))
         for (own, _), weight, product in zip(directions, weights, products, strict=True):
             own.parameter.copy_(weight)
             self._products[id(own)] = product
         for own, gradient in found:
-            self._gradient(own).copy_(gradient)
+            assert own.parameter.grad is not None, "it had one"
+            own.parameter.grad.copy_(gradient)
 
     def _reach(self, directions: Sequence[tuple[Owned, Tensor]]) -> float:
         """How many gradients the weights move, the same on all ranks: for their norm, the third root of their rounding
@@ -175,10 +176,6 @@ class SparseTraining:
         self._whole_norm.replica.all_reduce(sums).wait()
         weights, gradients = sums.sqrt().tolist()
         return torch.finfo(self.owners.dtype).eps ** (1 / 3) * weights / gradients if weights and gradients else 1.0
-
-    @staticmethod
-    def _gradient(own: Owned) -> Tensor:
-        return torch.zeros_like(own.parameter) if own.parameter.grad is None else own.parameter.grad
 
     def _measured(self, own: Owned) -> Tensor:
         """What a mask of this kind is decided by, beside weights and gradients."""
