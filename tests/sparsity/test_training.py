@@ -40,6 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "l0": {"kind": "l0", "density": 0.2, "schedule": {"begin": 2, "end": 8}},
     "random, blocks": {"kind": "random", "density": 0.5, "pattern": "block", "block": [2, 4], "schedule": GRADUAL},
     "features": {"kind": "magnitude", "density": 0.5, "pattern": "features", "schedule": GRADUAL},
+    "heads": {"kind": "magnitude", "density": 0.5, "pattern": "heads", "schedule": GRADUAL},
     "movement": {"kind": "movement", "density": 0.3, "schedule": GRADUAL},
     "set": {"kind": "set", "density": 0.2, "schedule": EVERY_THREE},
     "rigl": {"kind": "rigl", "density": 0.2, "distribution": "erk", "schedule": EVERY_THREE},
@@ -86,10 +87,10 @@ def alone(ranks, folder: Path) -> dict[str, Trained]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_masked_weights_are_zero_and_so_are_their_moments(alone: dict[str, Trained], kind: str) -> None:
-    """Every layer but embedding, head and norms is masked, to its density; with features, feed-forwards are."""
+    """Every layer but embedding, head and norms is masked, to its density; of features and heads, theirs."""
     state, density = alone[kind].state, KINDS[kind].get("density", 0.5)
     masks, trained = masks_in(state), masks_in(state, "trained")
-    assert len(masks) == 2 * (3 if kind == "features" else 7)
+    assert len(masks) == 2 * {"features": 3, "heads": 4}.get(kind, 7)
     for name, mask in masks.items():
         weight = state[f"model/{name}"]
         assert weight[~mask].count_nonzero() == 0
