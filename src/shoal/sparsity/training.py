@@ -195,6 +195,7 @@ class SparseTraining:
         self._measure()
         if self._plan.due(step):
             self._change(self._changes.next(step), self._changes.trained() if self._waits else None)
+            self._products.clear()
             if self._gates is not None:
                 self._gates.join()
         for own in self.owners.owned:

@@ -93,8 +93,9 @@ def as_mask(documents: Tensor) -> Tensor:
 
 def _documents_of(mask: Tensor | None) -> Tensor | None:
     """What `as_mask` has hidden in a mask; None in one that transformers made."""
-    hidden = mask is not None and mask.ndim == 4 and mask.dtype == torch.int64 and mask.numel() > 0
-    return mask[:, 0, 0] if hidden and mask is not None else None
+    if mask is None or mask.ndim != 4 or mask.dtype != torch.int64 or not mask.numel():
+        return None
+    return mask[:, 0, 0]
 
 
 def attend(
@@ -277,7 +278,8 @@ class Called(nn.Module):
 
     @property
     def _has_masks(self) -> bool:
-        return any(isinstance(module, SparseAttention) for module in self.modules())
+        first = next((module for module in self.modules() if isinstance(module, CausalAttention)), None)
+        return isinstance(first, SparseAttention)
 
     @property
     def _takes_position_ids(self) -> bool:
