@@ -320,7 +320,7 @@ def random_classes() -> list[tuple[Tensor, int]]:
 
 @pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("layout", ["replicate", "ZeRO-3", "tensor", "pipeline"])
-@pytest.mark.parametrize("kind", ["magnitude", "rigl"])
+@pytest.mark.parametrize("kind", ["magnitude", "rigl", "grasp"])
 def test_verify_proves_a_run_under_masks(ranks, folder: Path, kind: str, layout: str) -> None:
     """Its one process decides masks by itself. Masks change at steps 2 and 3."""
     world, tables = LAYOUTS[layout]
