@@ -8,8 +8,9 @@ gpt         a GPT on the standard library's source at a tenth of its weights, an
 
 from __future__ import annotations
 
+import hashlib
 import json
-import shutil
+import os
 import statistics
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,9 +32,10 @@ from shoal.bench.report import Result, Row, check, merged, print_report
 from shoal.bench.training_job import MODEL, Training, corpus_file, gpt_run_file, start_alone
 from shoal.errors import EnvironmentFault
 from shoal.memory.tracker import measured_activation_bytes, model_state
-from shoal.models.config import BigBird, LoRA, SlidingWindow
-from shoal.models.gpt import SparseAttention
+from shoal.models.attention_config import BigBird, SlidingWindow
+from shoal.models.config import LoRA
 from shoal.models.layers import CausalAttention
+from shoal.models.sparse_attention import SparseAttention
 from shoal.observe.events import read_events, series
 from shoal.sparsity.config import FreezeConfig
 
@@ -46,10 +49,11 @@ REWIND = 20
 PRUNE = {"begin": 40, "end": 250, "every": 20}
 GROW = {"end": 300, "every": 20}
 TENTH: dict[str, dict[str, Any]] = {
-    "dense": {},
     "magnitude": {"kind": "magnitude", "distribution": "erk", "schedule": PRUNE},
     "movement": {"kind": "movement", "distribution": "erk", "schedule": PRUNE},
     "random": {"kind": "random", "distribution": "erk", "schedule": {"shape": "one_shot"}},
+    "grasp": {"kind": "grasp", "distribution": "global", "schedule": {"shape": "one_shot"}},
+    "l0": {"kind": "l0", "schedule": {"begin": 20, "end": 250}},
     "snip": {"kind": "snip", "distribution": "global", "schedule": {"shape": "one_shot"}},
     "set": {"kind": "set", "distribution": "erk", "schedule": GROW},
     "rigl": {"kind": "rigl", "distribution": "erk", "schedule": GROW},
@@ -58,6 +62,7 @@ TENTH: dict[str, dict[str, Any]] = {
     "2:4": {"kind": "magnitude", "pattern": "2:4", "schedule": PRUNE, "layers": ["layers.[1-9].conv.weight"]},
 }
 OTHER_WEIGHTS = "its mask, other weights"
+LONG, WINDOW = "1,024 bytes", "1,024 bytes, window 128"
 PARTS = ("steps", "attention", "digits", "gpt")
 
 
@@ -66,6 +71,9 @@ def sparsity(
     seeds: Annotated[int, typer.Option(help="Seeds of the accuracy tables.", min=1)] = 3,
     turns: Annotated[int, typer.Option(help="Turns of what is timed.", min=3)] = 15,
     steps: Annotated[int, typer.Option(help="Steps of the GPT.", min=50)] = 300,
+    folder: Annotated[
+        Path | None, typer.Option(help="Keeps trained runs here: the same command goes on from them.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """What masks, frozen layers, adapters and sparse attention cost and save.
@@ -73,13 +81,15 @@ def sparsity(
     Example: python -m benchmarks.sparsity --parts steps --parts attention
     """
     torch.set_num_threads(1)
-    measures: Mapping[str, Callable[[], Result]] = {
-        "steps": lambda: compare_steps(turns),
-        "attention": lambda: compare_attention(turns),
-        "digits": lambda: compare_digits(seeds),
-        "gpt": lambda: compare_gpt(steps),
-    }
-    print_report("sparsity", merged(measures[part]() for part in parts or PARTS), as_json=as_json)
+    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as temporary:
+        trainings = Trainings((folder or Path(temporary)).absolute())
+        measures: Mapping[str, Callable[[], Result]] = {
+            "steps": lambda: compare_steps(turns),
+            "attention": lambda: compare_attention(turns),
+            "digits": lambda: compare_digits(trainings, seeds),
+            "gpt": lambda: compare_gpt(trainings, seeds, steps),
+        }
+        print_report("sparsity", merged(measures[part]() for part in parts or PARTS), as_json=as_json)
 
 
 def compare_steps(turns: int) -> Result:
@@ -160,34 +170,27 @@ def compare_attention(turns: int) -> Result:
     return {"rows": rows, "checks": [check("window 128 of 4,096 tokens, faster", gain, LEAST_ATTENTION_GAIN)]}
 
 
-def compare_digits(seeds: int) -> Result:
+def compare_digits(trainings: Trainings, seeds: int) -> Result:
     """Held-out accuracy of each kind at a tenth of the weights; of a lottery ticket, and of its mask on new weights."""
+    early = {"checkpoint.every_steps": REWIND, "checkpoint.keep": 1000}
     found: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as name:
-        for seed in range(seeds):
-            dense = Path(name) / f"dense-{seed}"
-            for kind, table in TENTH.items():
-                keys = {"run.seed": seed, **_table(table)}
-                folder = dense if kind == "dense" else Path(name) / "other"
-                extra = {"checkpoint.every_steps": REWIND, "checkpoint.keep": 1000} if kind == "dense" else {}
-                found.setdefault(kind, []).append(_accuracy("digits", folder, keys | extra))
-            ticket = {"run.seed": seed, **_table({"kind": "lottery", "distribution": "global", "ticket": str(dense)})}
-            early = {"run.warm_start": str(dense / "checkpoints" / f"step-{REWIND:08}")}
-            found.setdefault("lottery ticket", []).append(_accuracy("digits", Path(name) / "other", ticket | early))
-            other = {"run.seed": seed + 1000}
-            found.setdefault(OTHER_WEIGHTS, []).append(_accuracy("digits", Path(name) / "other", ticket | other))
-    rows = [
-        {
-            "digits": kind,
-            "accuracy_percent": round(100 * statistics.fmean(values), 2),
-            "least": round(100 * min(values), 2),
-            "most": round(100 * max(values), 2),
-        }
-        for kind, values in found.items()
-    ]
+
+    def train(kind: str, keys: dict[str, Any]) -> Path:
+        folder = trainings.directory("digits", keys)
+        found.setdefault(kind, []).append(last_of(folder, "accuracy/eval"))
+        return folder
+
+    for seed in range(seeds):
+        dense = train("dense", {"run.seed": seed, **early})
+        for kind, table in TENTH.items():
+            train(kind, {"run.seed": seed, **_table(table)})
+        ticket = _table({"kind": "lottery", "distribution": "global", "ticket": str(dense)})
+        rewound = {"run.warm_start": str(dense / "checkpoints" / f"step-{REWIND:08}")}
+        train("lottery ticket", {"run.seed": seed, **ticket, **rewound})
+        train(OTHER_WEIGHTS, {"run.seed": seed + 1000, **ticket})
     mean = {kind: statistics.fmean(values) for kind, values in found.items()}
     return {
-        "rows": rows,
+        "rows": _over_seeds("digits", "accuracy_percent", {k: [100 * v for v in each] for k, each in found.items()}),
         "checks": [
             check("RigL's accuracy below dense", mean["dense"] - mean["rigl"], MOST_LOST_ACCURACY, at_most=True),
             check("a ticket's accuracy above its mask's", mean["lottery ticket"] - mean[OTHER_WEIGHTS], 0.0),
@@ -195,57 +198,84 @@ def compare_digits(seeds: int) -> Result:
     }
 
 
-def compare_gpt(steps: int) -> Result:
+def compare_gpt(trainings: Trainings, seeds: int, steps: int) -> Result:
     """Held-out loss of a byte-level GPT, and of one that reads 1,024 bytes."""
     schedules = {"begin": steps // 10, "end": steps * 3 // 5, "every": max(1, steps // 20)}
-    kinds = {
-        "dense": {},
-        "magnitude": TENTH["magnitude"] | {"schedule": schedules},
-        "rigl": TENTH["rigl"] | {"schedule": {"end": steps * 3 // 4, "every": max(1, steps // 20)}},
-        "features, half": {"kind": "magnitude", "density": 0.5, "pattern": "features", "schedule": schedules},
-    }
+    grown = {"end": steps * 3 // 4, "every": max(1, steps // 20)}
     long = {"batch.sequence": 1024, "batch.global_samples": 2}
-    runs: dict[str, dict[str, Any]] = {kind: _table(table) for kind, table in kinds.items()}
-    runs["weights of 4 bits"] = {"quantisation.bits": 4, "quantisation.group": 32}
-    runs["1,024 bytes"] = long
-    window = {"model.attention.kind": "window", "model.attention.window": 128}
-    runs["1,024 bytes, window 128"] = long | window
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="shoal-bench-") as name:
+    runs: dict[str, dict[str, Any]] = {
+        "dense": {},
+        "magnitude": _table(TENTH["magnitude"] | {"schedule": schedules}),
+        "rigl": _table(TENTH["rigl"] | {"schedule": grown}),
+        "features, half": _table({"kind": "magnitude", "density": 0.5, "pattern": "features", "schedule": schedules}),
+        "weights of 4 bits": {"quantisation.bits": 4, "quantisation.group": 32},
+        LONG: long,
+        WINDOW: long | {"model.attention.kind": "window", "model.attention.window": 128},
+    }
+    found: dict[str, list[float]] = {}
+    for seed in range(seeds):
         for kind, keys in runs.items():
-            keys = {"run.steps": steps, "observe.evaluate_samples": 64, "observe.sample_bytes": 0, **keys}
-            trained = _trained("stdlib-gpt", Path(name) / "gpt", keys)
-            rows.append({"gpt": kind, "loss_eval": round(trained("loss/eval")[-1], 4)})
-    losses = {row["gpt"]: row["loss_eval"] for row in rows}
-    share = losses["1,024 bytes, window 128"] / losses["1,024 bytes"]
-    return {"rows": rows, "checks": [check("loss, window 128 of 1,024", share, MOST_WINDOW_LOSS, at_most=True)]}
+            given = {"run.seed": seed, "run.steps": steps, "observe.evaluate_samples": 64, "observe.sample_bytes": 0}
+            folder = trainings.directory("stdlib-gpt", given | keys)
+            found.setdefault(kind, []).append(last_of(folder, "loss/eval"))
+    share = statistics.fmean(found[WINDOW]) / statistics.fmean(found[LONG])
+    return {
+        "rows": _over_seeds("gpt", "loss_eval", found),
+        "checks": [check("loss, window 128 of 1,024", share, MOST_WINDOW_LOSS, at_most=True)],
+    }
+
+
+def _over_seeds(name: str, figure: str, found: Mapping[str, Sequence[float]]) -> list[Row]:
+    """A row for each kind: the mean over seeds, the least and the most."""
+    return [
+        {
+            name: kind,
+            figure: round(statistics.fmean(values), 4),
+            "least": round(min(values), 4),
+            "most": round(max(values), 4),
+        }
+        for kind, values in found.items()
+    ]
 
 
 def _table(table: Mapping[str, Any]) -> dict[str, Any]:
     """Keys of `[sparsity]`, at a tenth of the weights where the table says nothing else."""
-    if not table:
-        return {}
     density = {} if "density" in table or ":" in table.get("pattern", "") else {"density": 0.1}
     found = {f"sparsity.{key}": value for key, value in {**table, **density}.items() if key != "schedule"}
     return found | {f"sparsity.schedule.{key}": value for key, value in table.get("schedule", {}).items()}
 
 
-def _accuracy(recipe: str, folder: Path, keys: Mapping[str, Any]) -> float:
-    return _trained(recipe, folder, keys)("accuracy/eval")[-1]
+@dataclass(frozen=True)
+class Trainings:
+    """Runs of recipes on one rank, in `folder`: one that has finished there is not trained again."""
+
+    folder: Path
+
+    def directory(self, recipe: str, keys: Mapping[str, Any]) -> Path:
+        """Trains the recipe with `keys` where that is not done; its run directory.
+
+        Raises `EnvironmentFault` where it fails.
+        """
+        written = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+        directory = self.folder / f"{recipe}-{hashlib.sha256(' '.join(written).encode()).hexdigest()[:16]}"
+        finished = directory / "finished"
+        if finished.exists():
+            return directory
+        print(f"{recipe}: {' '.join(written)}", file=sys.stderr, flush=True)
+        where = [f"run.directory={json.dumps(str(directory))}", "checkpoint.every_steps=50"]
+        command = [sys.executable, "-m", "shoal", "train", str(RECIPES / f"{recipe}.toml"), *where]
+        command += ["run.processes=1", "observe.report=false", *written]
+        one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=one_thread, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise EnvironmentFault(f"{' '.join(command)} failed: {done.stderr[-500:]}")
+        finished.touch()
+        return directory
 
 
-def _trained(recipe: str, folder: Path, keys: Mapping[str, Any]) -> Callable[[str], list[float]]:
-    """Trains a recipe on one rank; what it measured, by name. Raises `EnvironmentFault` where it fails."""
-    given = {"run.processes": 1, "run.directory": str(folder), "observe.report": False, **keys}
-    written = [f"{key}={json.dumps(value)}" for key, value in given.items()]
-    print(f"{recipe}: {' '.join(written[3:])}", file=sys.stderr, flush=True)
-    command = [sys.executable, "-m", "shoal", "train", str(RECIPES / f"{recipe}.toml"), *written]
-    shutil.rmtree(folder, ignore_errors=True)
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise EnvironmentFault(f"{' '.join(command)} failed: {done.stderr[-500:]}")
-    events = read_events(folder)
-    return lambda name: list(series(events, name)[1])
+def last_of(directory: Path, name: str) -> float:
+    """The last value that a run measured of `name`."""
+    return series(read_events(directory), name)[1][-1]
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("0.25", "sparsity", "density", 0.25),
         ("2:4", "sparsity", "pattern", "2:4"),
         ("rows:.5", "sparsity", "pattern", "rows"),
+        ("heads:0.5", "sparsity", "pattern", "heads"),
         ("int4", "quantisation", "bits", 4),
     ],
 )
@@ -65,11 +66,16 @@ def test_what_is_asked_for_becomes_keys(tmp_path: Path, to: str, table: str, key
     assert (after.run.steps, after.optimizer.lr, after.schedule.warmup_steps) == (200, pytest.approx(0.001), 20)
 
 
-@pytest.mark.parametrize("to", ["7", "1.5", "5:", "heads:0.5", "int", ""])
+@pytest.mark.parametrize("to", ["7", "1.5", "5:", "layers:0.5", "heads", "int", ""])
 def test_another_form_is_refused(tmp_path: Path, to: str) -> None:
     (tmp_path / "run.toml").write_text(GPT)
     with pytest.raises(UsageError, match="give a density"):
         keys_of(to, load_run(tmp_path / "run.toml"))
+
+
+def test_experts_are_taken_out_before_and_not_masked(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(GPT)
+    assert not any("sparsity" in key for key in keys_of("experts:0.5", load_run(tmp_path / "run.toml")))
 
 
 @pytest.mark.slow

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.models.config import BigBird, SlidingWindow, SparseAttentionConfig
-from shoal.models.gpt import SparseAttention, kept_blocks
+from shoal.errors import ConfigError, UserCodeError
+from shoal.models.attention_config import BigBird, BlockLists, SlidingWindow, SparseAttentionConfig
+from shoal.models.huggingface.build import build
+from shoal.models.huggingface.config import TransformersConfig
 from shoal.models.layers import CausalAttention
+from shoal.models.sparse_attention import SparseAttention, kept_blocks
 from shoal.runfile.layout_rules import layout_refusal
+from tests.models.huggingface.architectures import BERT, GPT2, LLAMA
 from tests.sync.steps import ADAM, gap, train
 from tests.verification.layouts import GPT, corpus, run_file_of, verified
 
@@ -23,6 +28,7 @@ MASKS: dict[str, SparseAttentionConfig] = {
     "dilated": SlidingWindow(window=3, dilation=3, block=4),
     "global": SlidingWindow(window=2, global_tokens=3, block=4),
     "bigbird": BigBird(window_blocks=2, global_blocks=1, random_blocks=1, block=4),
+    "lists": BlockLists(kept=((), (0,), (), (1, 2), (3, 0), (5,)), block=4),
 }
 
 
@@ -34,6 +40,8 @@ def sees(config: SparseAttentionConfig, query: int, key: int) -> bool:
         back = query - key
         return key < config.global_tokens or (back % config.dilation == 0 and back // config.dilation < config.window)
     own, other = query // config.block, key // config.block
+    if isinstance(config, BlockLists):
+        return other == own or other in config.kept[own]
     if other < config.global_blocks or own - other < config.window_blocks:
         return True
     return other in kept_blocks(config, own + 1)[own]
@@ -106,8 +114,110 @@ def test_every_layout_trains_under_a_mask_as_one_process(ranks, folder: Path, la
     assert verdict["holds"], verdict["sentence"]
 
 
-def test_parts_of_sequences_are_refused(tmp_path: Path) -> None:
-    mask = {"attention": {"kind": "bigbird"}}
-    sentence = layout_refusal(run_file_of(tmp_path, model=GPT | mask, layout={"context": 2}))
-    assert sentence is not None
-    assert 'model.attention.kind = "bigbird" with layout.context = 2' in sentence
+# Masks in models of transformers.
+
+
+def decoder(table: dict[str, Any], attention: Any) -> Any:
+    torch.manual_seed(0)
+    config = table["config"] | {"resid_pdrop": 0.0, "embd_pdrop": 0.0} if table is GPT2 else table["config"]
+    found = build(TransformersConfig(architecture=table["architecture"], config=config, attention=attention))
+    return found.double()
+
+
+LENGTH = 22
+PADDING = torch.ones(2, LENGTH, dtype=torch.int64)
+PADDING[0, :3] = PADDING[1, 18:] = 0
+RESTARTING = torch.cat([torch.arange(10), torch.arange(LENGTH - 10)]).expand(2, -1)
+GIVEN: dict[str, tuple[dict[str, Tensor], Tensor]] = {
+    "tokens alone": ({}, torch.ones_like(PADDING)),
+    "padded": ({"attention_mask": PADDING}, PADDING),
+    "packed": ({"position_ids": RESTARTING}, (torch.arange(LENGTH) >= 10).long().expand(2, -1)),
+}
+IN_SINGLE = 1e-6
+"""transformers' eager attention takes its softmax in float32."""
+
+
+@pytest.mark.parametrize("given", GIVEN)
+@pytest.mark.parametrize("mask", ["global", "bigbird", "lists"])
+@pytest.mark.parametrize("table", [LLAMA, GPT2], ids=["Llama", "GPT-2"])
+def test_decoders_of_transformers_compute_it(table: dict[str, Any], mask: str, given: str) -> None:
+    """As transformers' own attention under the whole mask, with padding and packed documents."""
+    config, (named, documents) = MASKS[mask], GIVEN[given]
+    masked, plain = decoder(table, config), decoder(table, "eager")
+    tokens = torch.randint(3, 61, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    seen = torch.tensor([[sees(config, q, k) for k in range(LENGTH)] for q in range(LENGTH)])
+    whole = seen & (documents[:, None, :, None] == documents[:, None, None, :])
+    added = torch.zeros(whole.shape, dtype=torch.float64).masked_fill(~whole, torch.finfo(torch.float64).min)
+    others = {name: value for name, value in named.items() if name != "attention_mask"}
+    wanted = plain.architecture_forward(input_ids=tokens, attention_mask=added, **others).logits
+    found = masked(tokens, **named).logits
+    real = documents > 0 if given == "padded" else documents > -1
+    assert (found - wanted)[real].abs().max() < IN_SINGLE
+    assert (plain(tokens).logits - found).abs().max() > 1e-3, "a mask changes something"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "shard"])
+def test_every_layout_trains_a_decoder_of_transformers_under_a_mask(ranks, folder: Path, layout: str) -> None:
+    mask = {"kind": "window", "window": 5, "global_tokens": 1, "block": 4}
+    tables = ADAM | {"model": LLAMA | {"attention": mask}}
+    wanted = ranks(1, train, tables, str(folder), 0, 4)[0]
+    found = ranks(2, train, tables | {"layout": {layout: 2}}, str(folder), 0, 4)[0]
+    assert gap(found.weights, wanted.weights) < 1e-10
+    plain = ranks(1, train, tables | {"model": LLAMA}, str(folder), 0, 4)[0]
+    assert gap(plain.weights, wanted.weights) > 1e-6
+
+
+def test_windows_of_packed_documents_are_kept_apart() -> None:
+    """As Shoal's data gives them, also where a token sees all before it."""
+    model, numbers = decoder(LLAMA, "auto"), (torch.arange(LENGTH) >= 10).long().expand(2, -1)
+    tokens = torch.randint(3, 61, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    found = model(tokens=tokens, positions=RESTARTING, documents=numbers).logits
+    assert torch.allclose(found[:, :10], model(tokens[:, :10]).logits, rtol=1e-10)
+    assert torch.allclose(found[:, 10:], model(tokens[:, 10:]).logits, rtol=1e-10)
+
+
+def test_an_encoder_has_no_masks_and_keeps_no_documents_apart() -> None:
+    with pytest.raises(ConfigError, match=r'model.attention.kind = "bigbird": BertForMaskedLM is no decoder'):
+        decoder(BERT, BigBird())
+    inputs = dict.fromkeys(("tokens", "positions", "documents"), PADDING)
+    with pytest.raises(UserCodeError, match=r'data.packing = "documents": BertForMaskedLM is no decoder'):
+        decoder(BERT, "auto")(**inputs)
+
+
+def test_what_a_mask_cannot_compute_is_refused() -> None:
+    window = MASKS["window"]
+    table = LLAMA | {"architecture": "MistralForCausalLM", "config": LLAMA["config"] | {"sliding_window": 4}}
+    with pytest.raises(
+        UserCodeError, match=r"uses sliding_window, which attention under a mask of \[model.attention\]"
+    ):
+        decoder(table, window)(PADDING)
+    with pytest.raises(UserCodeError, match="has 6 lists of blocks of 4 tokens, for sequences of at most 24"):
+        decoder(LLAMA, MASKS["lists"])(torch.ones(1, 25, dtype=torch.int64))
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "parts of sequences": (
+        {"model": GPT | {"attention": {"kind": "bigbird"}}, "layout": {"context": 2}},
+        'model.attention.kind = "bigbird" with layout.context = 2',
+    ),
+    "parts of sequences of Llama": (
+        {"model": LLAMA | {"attention": {"kind": "window", "window": 4}}, "layout": {"context": 2}},
+        'model.attention.kind = "window" with layout.context = 2',
+    ),
+    "too few lists": (
+        {"model": GPT | {"attention": {"kind": "blocks", "kept": [[]]}}, "batch": {"sequence": 65}},
+        "model.attention.kept has 1 lists of blocks of 64 tokens, and batch.sequence = 65: give 2 lists",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_masks_that_cannot_be_are_refused_before_ranks_start(case: str, tmp_path: Path) -> None:
+    tables, sentence = REFUSED[case]
+    assert sentence in (layout_refusal(run_file_of(tmp_path, **tables)) or "")
+
+
+def test_lists_name_earlier_blocks() -> None:
+    with pytest.raises(ValueError, match=r"kept\[1\] names block 2; attention is causal"):
+        BlockLists(kept=((), (2,)))

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy
 
 from shoal.assembly.job import restore
 from shoal.assembly.sparse import left_out_in
@@ -34,8 +36,11 @@ KINDS: dict[str, dict[str, Any]] = {
     "global": {"kind": "magnitude", "density": 0.2, "distribution": "global", "schedule": GRADUAL},
     "2:4": {"kind": "magnitude", "pattern": "2:4", "schedule": GRADUAL},
     "snip, rows": {"kind": "snip", "density": 0.3, "pattern": "rows", "schedule": {"shape": "one_shot"}},
+    "grasp": {"kind": "grasp", "density": 0.3, "schedule": {"begin": 2, "shape": "one_shot"}},
+    "l0": {"kind": "l0", "density": 0.2, "schedule": {"begin": 2, "end": 8}},
     "random, blocks": {"kind": "random", "density": 0.5, "pattern": "block", "block": [2, 4], "schedule": GRADUAL},
     "features": {"kind": "magnitude", "density": 0.5, "pattern": "features", "schedule": GRADUAL},
+    "heads": {"kind": "magnitude", "density": 0.5, "pattern": "heads", "schedule": GRADUAL},
     "movement": {"kind": "movement", "density": 0.3, "schedule": GRADUAL},
     "set": {"kind": "set", "density": 0.2, "schedule": EVERY_THREE},
     "rigl": {"kind": "rigl", "density": 0.2, "distribution": "erk", "schedule": EVERY_THREE},
@@ -82,10 +87,10 @@ def alone(ranks, folder: Path) -> dict[str, Trained]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_masked_weights_are_zero_and_so_are_their_moments(alone: dict[str, Trained], kind: str) -> None:
-    """Every layer but embedding, head and norms is masked, to its density; with features, feed-forwards are."""
+    """Every layer but embedding, head and norms is masked, to its density; of features and heads, theirs."""
     state, density = alone[kind].state, KINDS[kind].get("density", 0.5)
     masks, trained = masks_in(state), masks_in(state, "trained")
-    assert len(masks) == 2 * (3 if kind == "features" else 7)
+    assert len(masks) == 2 * {"features": 3, "heads": 4}.get(kind, 7)
     for name, mask in masks.items():
         weight = state[f"model/{name}"]
         assert weight[~mask].count_nonzero() == 0
@@ -131,6 +136,52 @@ def densities(place: TestPlace, tables: dict[str, Any], folder: str) -> list[flo
     return found
 
 
+def test_grasp_keeps_what_the_gradient_would_shrink_without(ranks, folder: Path) -> None:
+    """The products that one rank finds are those of the exact Hessian; its weights and gradients are as they were."""
+    alone, exact, unchanged = ranks(1, products, masked("grasp"), str(folder))[0]
+    assert unchanged
+    assert exact.keys() == alone.keys()
+    for name, product in exact.items():
+        assert torch.allclose(alone[name], product, rtol=1e-6, atol=1e-8 * float(product.abs().max()))
+
+
+def products(
+    place: TestPlace, tables: dict[str, Any], folder: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
+    """H g of each masked layer in step 2, as the run has it and by differentiating twice; whether all else stayed."""
+    run = opened(place, tables, folder, Path(folder) / "products")
+    (sparse,) = left_out_in(run.state)
+    assert isinstance(sparse, SparseTraining)
+    owned = {own.name: own for own in sparse.owners.owned}
+    with closing(run.feed()) as feed:
+        batch: Any = feed.next().microbatches[0]
+
+    def gradients(create_graph: bool) -> list[Tensor]:
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = cross_entropy(run.model(batch.inputs).flatten(0, 1), batch.targets.flatten())
+        return list(torch.autograd.grad(loss, [own.parameter for own in owned.values()], create_graph=create_graph))
+
+    first = gradients(True)
+    along = torch.stack([(g * g.detach()).sum() for g in first]).sum()
+    wanted = torch.autograd.grad(along, [own.parameter for own in owned.values()])
+
+    def again() -> None:
+        for own, gradient in zip(owned.values(), gradients(False), strict=True):
+            assert own.parameter.grad is not None
+            own.parameter.grad.copy_(gradient)
+
+    for own, gradient in zip(owned.values(), first, strict=True):
+        own.parameter.grad = gradient.detach().clone()
+    before = [own.parameter.detach().clone() for own in owned.values()]
+    sparse.explore(2, again)
+    unchanged = all(
+        torch.equal(own.parameter, weight) and torch.equal(own.parameter.grad, gradient)  # pyright: ignore
+        for own, weight, gradient in zip(owned.values(), before, first, strict=True)
+    )
+    found = {name: sparse._measured(own) for name, own in owned.items()}
+    return found, dict(zip(owned, wanted, strict=True)), unchanged
+
+
 def test_n_of_m_holds_in_every_row(alone: dict[str, Trained]) -> None:
     for mask in masks_in(alone["2:4"].state).values():
         assert (mask.view(-1, 4).sum(1) == 2).all()
@@ -171,6 +222,31 @@ def test_a_ticket_keeps_the_largest_weights_of_another_run(ranks, tmp_path: Path
     assert all(torch.equal(other[name], first[0][name]) for other in first)
 
 
+def test_a_ticket_goes_on_with_the_samples_that_came_next(ranks, tmp_path: Path) -> None:
+    """Its third step of data is the dense run's; other data are refused."""
+    corpus(tmp_path)
+    ranks(1, train, BASE, str(tmp_path), 0, 2, "dense")
+    ticket = {"kind": "lottery", "density": 0.25, "ticket": str(tmp_path / "dense")}
+    start = {"warm_start": str(tmp_path / "dense")}
+    tables = BASE | {"sparsity": ticket}
+    later = ranks(2, first_positions, tables | {"run": start | {"warm_start_data": True}}, str(tmp_path))[0]
+    assert later == [16, 24]
+    assert ranks(2, first_positions, tables | {"run": start}, str(tmp_path))[0] == [0, 8]
+    other = tables | {"run": start | {"warm_start_data": True, "seed": 9}}
+    with pytest.raises(
+        AssertionError, match=r"run.warm_start_data: .* was trained with run.seed = 0, and this run has 9"
+    ):
+        ranks(1, first_positions, other, str(tmp_path))
+
+
+def first_positions(place: TestPlace, tables: dict[str, Any], folder: str) -> list[int]:
+    """Where the first two steps stand in the order of the samples."""
+    run = opened(place, tables, folder, Path(folder) / "sparse")
+    restore(run, Path(folder) / "sparse", Sinks())
+    with closing(run.feed()) as feed:
+        return [feed.next().interval.start for _ in range(2)]
+
+
 TICKETS = [(1, {}), (2, {"layout": {"replicate": 2}}), (2, {"layout": {"shard": 2}})]
 
 
@@ -189,6 +265,7 @@ JOURNEYS = [
     ("magnitude", ["replicate", "ZeRO-3"]),
     ("rigl", ["ZeRO-3", "pipeline"]),
     ("movement", ["tensor", "ZeRO-1"]),
+    ("l0", ["ZeRO-3", "replicate"]),
     ("top_kast", ["pipeline", "replicate"]),
 ]
 
@@ -243,7 +320,7 @@ def random_classes() -> list[tuple[Tensor, int]]:
 
 @pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("layout", ["replicate", "ZeRO-3", "tensor", "pipeline"])
-@pytest.mark.parametrize("kind", ["magnitude", "rigl"])
+@pytest.mark.parametrize("kind", ["magnitude", "rigl", "grasp"])
 def test_verify_proves_a_run_under_masks(ranks, folder: Path, kind: str, layout: str) -> None:
     """Its one process decides masks by itself. Masks change at steps 2 and 3."""
     world, tables = LAYOUTS[layout]

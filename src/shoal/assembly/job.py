@@ -166,7 +166,13 @@ def restore(run: Run, directory: Path, sinks: Sinks, exchange: MessageExchange |
     if loaded is None and source is not None:
         sinks.activity(f"verifying and loading the weights of {source}")
         repair = "Let run.warm_start name a checkpoint of this model, or leave the key out"
-        step = load_weights(run.state, Path(source), announce=run.process.announce, repair=repair)
+        step = load_weights(
+            run.state,
+            Path(source),
+            announce=run.process.announce,
+            repair=repair,
+            with_order=run.run_file.run.warm_start_data,
+        )
         sinks.note(f"weights from step {step} of {source}")
     if run.run_file.observe.compare_every_steps != 0:
         _compare_start(run, loaded)

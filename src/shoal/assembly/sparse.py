@@ -20,6 +20,8 @@ from shoal.comm.mesh import Mesh
 from shoal.engine.state import MODEL, TrainState
 from shoal.engine.updates import LeavesOut
 from shoal.errors import ConfigError
+from shoal.models.config import GPTConfig, ModelConfig
+from shoal.models.huggingface.config import TransformersConfig, config_keys
 from shoal.models.roles import Role
 from shoal.optim.schedule import peak_rate, rate
 from shoal.parallel.split import Split
@@ -27,13 +29,15 @@ from shoal.runfile.run_file import RunFile
 from shoal.sparsity.changes import MaskPlan, Ticket
 from shoal.sparsity.config import Lottery, Sparse
 from shoal.sparsity.freezing import Freezing
-from shoal.sparsity.masks import Masks, Owners, PackedBy, feature_groups
+from shoal.sparsity.masks import Masks, Owners, PackedBy, unit_groups
 from shoal.sparsity.training import SparseTraining, WholeNorm
 from shoal.state import Owned
 from shoal.topology.holding import Dims
 
 DENSE_KINDS = ("embedding", "head", "router", "norm", "table")
 """What stays dense unless `sparsity.layers` names it."""
+REMOVABLE = {"features": ("*.feed_forward.*", "*.mlp.*"), "heads": ("*.attention.*", "*.self_attn.*")}
+"""The layers of what can be taken out, by pattern, as Shoal's models and those of transformers call them."""
 
 
 def masked_layers(run_file: RunFile, split: Split) -> dict[str, Dims]:
@@ -45,9 +49,9 @@ def masked_layers(run_file: RunFile, split: Split) -> dict[str, Dims]:
     assert config is not None, "there is a table [sparsity]"
     able = {n: shape for n, shape in split.shapes.items() if len(shape) > 1 and n not in split.frozen}
     patterns = config.layers
-    if patterns is None and config.pattern == "features":
-        patterns = ("*.feed_forward.*",)
-    if patterns is None:
+    if patterns is None and config.removes:
+        found = {n: s for n, s in able.items() if any(fnmatchcase(n, each) for each in REMOVABLE[config.pattern])}
+    elif patterns is None:
         found = {n: s for n, s in able.items() if n not in split.lookups and _is_masked_by_default(split.roles[n])}
     else:
         _check_patterns(patterns, able)
@@ -62,6 +66,20 @@ def masked_layers(run_file: RunFile, split: Split) -> dict[str, Dims]:
         raise ConfigError(
             f"sparsity.layers: {tied} is tied, and one mask cannot be right for the modules that share it; leave it "
             "out of sparsity.layers, or untie it (model.tied = false)"
+        )
+    return found
+
+
+def key_heads(model: ModelConfig) -> int:
+    """Key heads of a model's attentions. Raises `ConfigError` where its table does not say it."""
+    if isinstance(model, GPTConfig):
+        return model.key_value_heads
+    keys = config_keys(model) if isinstance(model, TransformersConfig) else {}
+    found = keys.get("num_key_value_heads") or keys.get("num_attention_heads")
+    if not isinstance(found, int):
+        raise ConfigError(
+            f'sparsity.pattern = "heads" with model.kind = "{model.variant}": nothing says how many heads there are; '
+            "write num_attention_heads and num_key_value_heads in model.config, or use another pattern"
         )
     return found
 
@@ -117,7 +135,8 @@ def build_sparse(
     config, layers = run_file.sparsity, masked_layers(run_file, split)
     assert config is not None, "there is a table [sparsity]"
     kinds = {name: split.roles[name].kind for name in layers}
-    groups = feature_groups(layers, kinds) if config.pattern == "features" else []
+    heads = key_heads(run_file.model) if config.pattern == "heads" else None
+    groups = unit_groups(layers, kinds, pattern=config.pattern, heads=heads) if config.removes else []
     stepped = [own for own in owned if own.name in layers]
     return SparseTraining(
         MaskPlan(config, run_file.run.steps),

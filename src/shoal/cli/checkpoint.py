@@ -208,9 +208,15 @@ def _export_folder(source: Path, folder: Path, dtype: str) -> int:
 def shrink(
     source: Source,
     directory: Annotated[Path, typer.Argument(metavar="NEW_RUN_DIR", help="A new folder for the smaller model.")],
+    to: Annotated[
+        str | None,
+        typer.Option(
+            help="Take out the smallest features, heads or experts, and keep this share of each block's: heads:0.5."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Takes the hidden features that a run has masked out of its model, for run.warm_start.
+    """Takes hidden features or heads that a run has masked out of its model, for run.warm_start; or as --to says.
 
     Example: shoal checkpoint shrink runs/pruned runs/smaller
     """
@@ -221,10 +227,9 @@ def shrink(
     from shoal.assembly.shrinking import shrink as take_out
 
     with busy(f"writing a checkpoint to {directory}"):
-        left = take_out(source, directory)
-    answer(
-        json.dumps({"feed_forward_width": left, "directory": str(directory)}) if as_json else sentence(left, directory)
-    )
+        smaller = take_out(source, directory, to)
+    figures = {smaller.what: smaller.left, "model": smaller.changed, "directory": str(directory)}
+    answer(json.dumps(figures) if as_json else sentence(smaller, directory))
 
 
 @app.command("import")

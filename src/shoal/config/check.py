@@ -232,8 +232,10 @@ def _complaints(data: Mapping[str, Any], table: type[Table], path: tuple[str, ..
 def _about(value: Any, key: Key, path: tuple[str, ...]) -> Iterator[str]:
     here = ".".join(path)
     choices, variants = choices_of(key.type), variants_of(key.type)
-    if choices and isinstance(value, str) and value not in choices:
-        yield f"{here}: found {shown(value)}{_nearest(value, choices)}; allowed: {', '.join(map(repr, choices))}"
+    if choices and isinstance(value, str):
+        if value not in choices:
+            yield f"{here}: found {shown(value)}{_nearest(value, choices)}; allowed: {', '.join(map(repr, choices))}"
+        return
     if not variants:
         return
     if not isinstance(value, dict):

@@ -207,15 +207,17 @@ def markdown(root: type[Table], *, title: str) -> str:
         lines += [f"## `[{key.name}]`", ""]
         for kind, table in variants_of(key.type).items():
             lines += _section(key, kind, table)
-        for inner in _tables_in(key):
-            lines += [f"### `[{key.name}.{inner.name}]`", "", *_section(inner, None, inner.type)]
+        for heading, declared, inner in _tables_in(key):
+            lines += [f"### `{heading}`", ""]
+            for kind, table in variants_of(declared).items():
+                lines += _section(inner, kind, table, level="####")
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _section(key: Key, kind: str | None, table: type[Table]) -> Iterator[str]:
+def _section(key: Key, kind: str | None, table: type[Table], *, level: str = "###") -> Iterator[str]:
     if kind is not None:
         is_default = isinstance(key.default, table)
-        yield f'### `kind = "{kind}"`{" (default)" if is_default else ""}'
+        yield f'{level} `kind = "{kind}"`{" (default)" if is_default else ""}'
         yield ""
     yield from ((table.__doc__ or "").strip().splitlines()[0], "")
     rows = list(keys_of(table).values())
@@ -225,19 +227,34 @@ def _section(key: Key, kind: str | None, table: type[Table]) -> Iterator[str]:
     yield ""
 
 
-def _tables_in(key: Key) -> list[Key]:
-    """Its keys that are tables of one kind, themselves tables of keys."""
-    tables = [table for kind, table in variants_of(key.type).items() if kind is None]
-    return [inner for table in tables for inner in keys_of(table).values() if _is_table(inner)]
+def _tables_in(key: Key) -> list[tuple[str, Any, Key]]:
+    """The keys that hold tables themselves, of all of its kinds: the heading, what is declared, and the key."""
+    found: dict[str, tuple[str, Any, Key]] = {}
+    for table in variants_of(key.type).values():
+        for inner in keys_of(table).values():
+            name, each = f"[{key.name}.{inner.name}]", _each_of(inner)
+            if variants_of(inner.type):
+                found.setdefault(inner.name, (name, inner.type, inner))
+            elif variants_of(each):
+                found.setdefault(inner.name, (f"[{name}]", each, inner))
+    return list(found.values())
 
 
-def _is_table(key: Key) -> bool:
-    return isinstance(key.type, type) and issubclass(key.type, Table) and key.type.__struct_config__.tag is None
+def _each_of(key: Key) -> Any:
+    """What a key that takes several holds; None where it takes one."""
+    return typing.get_args(key.type)[0] if typing.get_origin(key.type) in (list, tuple) else None
+
+
+def _holds_tables(key: Key) -> bool:
+    return bool(variants_of(key.type) or variants_of(_each_of(key)))
 
 
 def _row(key: Key) -> str:
-    if _is_table(key):
-        return f"| `{key.name}` | table, see below | — | {key.sentence} |"
+    if _holds_tables(key):
+        words = [f"`{_toml(choice)}`" for choice in choices_of(key.type)]
+        kinds = ["tables, see below" if _each_of(key) else "a table, see below"]
+        default = f"`{_toml(key.default)}`" if isinstance(key.default, str) else "—"
+        return f"| `{key.name}` | {' or '.join([*words, *kinds])} | {default} | {key.sentence} |"
     default = "required" if key.required else "—" if key.default is None else f"`{_toml(key.default)}`"
     return f"| `{key.name}` | {_type(key)} | {default} | {key.sentence} |"
 

@@ -20,10 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.engine.forward_backward import SequentialForwardBackward
 from shoal.engine.rank_context import GlobalSum, RankContext
-from shoal.engine.updates import Outcome, UpdateClock, Work
-from shoal.errors import ConfigError
+from shoal.engine.updates import Outcome, UpdateClock, Work, check_repeatable
 from shoal.gradients.gradients import Gradients
-from shoal.models.batch_norm import StepStatistics
 from shoal.optim.build import set_rate
 from shoal.optim.newton import SearchingOptimizer
 
@@ -74,7 +72,7 @@ class ByClosure:
 
     def __call__(self, context: RankContext, work: Work) -> Outcome:
         """Raises `ConfigError` for a model that counts the batches it has seen."""
-        _check_repeatable(context)
+        check_repeatable(context)
         loss, norm = self.evaluated(context, work, work.loss)
         clock, tally = UpdateClock(context), work.tally.wait()
         finite = math.isfinite(loss) and math.isfinite(norm)
@@ -127,12 +125,3 @@ class PlainClosure:
                 gradient = torch.autograd.grad(loss, self._weights, create_graph=True, materialize_grads=True)
                 curved = [(g, v) for g, v in zip(gradient, vectors, strict=True) if g.requires_grad]
                 torch.autograd.backward([g for g, _ in curved], [v for _, v in curved], inputs=self._weights)
-
-
-def _check_repeatable(context: RankContext) -> None:
-    counting = [name for name, module in context.model.named_modules() if isinstance(module, StepStatistics)]
-    if counting:
-        raise ConfigError(
-            f"{counting[0]} takes statistics of every forward, and a line search makes several of the same samples: "
-            "use a model without batch norms, or another optimizer.kind"
-        )

@@ -276,9 +276,9 @@ def _load(state: TrainState, directory: Path, step: int) -> tuple[Loaded, str]:
     return loaded, ""
 
 
-def load_weights(state: TrainState, source: Path, *, announce: Announce, repair: str) -> int:
+def load_weights(state: TrainState, source: Path, *, announce: Announce, repair: str, with_order: bool = False) -> int:
     """Loads the weights alone, from a run directory (its newest verified checkpoint) or from one checkpoint in it.
-    Adapters that it does not have keep their first values.
+    Adapters that it does not have keep their first values. `with_order`: and begins with the samples that came next.
 
     The step that they are from. Raises `UsageError` where there is none, or, with the sentence `repair`, where names or
     shapes differ.
@@ -289,6 +289,8 @@ def load_weights(state: TrainState, source: Path, *, announce: Announce, repair:
     targets = {n: t for n, t in state.model.targets().items() if n in saved or not is_adapter(n)}
     read_into(manifest, folder.parent.parent, targets, cast=True, repair=repair)
     state.gather()
+    if with_order:
+        state.progress.take_order(manifest.state, source=str(source))
     return manifest.step
 
 

@@ -234,6 +234,22 @@ class Progress:
         self.step, self.samples, self.tokens = int(facts["step"]), int(facts["samples"]), int(facts["tokens"])
         self.skipped, self.cursor = int(facts["skipped"]), Cursor.from_state(facts["cursor"])
 
+    def take_order(self, facts: Mapping[str, Any], *, source: str) -> None:
+        """Begins with the samples that follow those which the run of `facts`, at `source`, had used.
+
+        Raises `UsageError` where it read others, or in another order.
+        """
+        for key, value in facts.get("identity", {}).items():
+            if key not in ("optimizer.kind", "sparsity.kind") and self.identity.get(key) != value:
+                raise UsageError(
+                    f"run.warm_start_data: {source} was trained with {key} = {value!r}, and this run has "
+                    f"{self.identity.get(key)!r}, so that its next samples are not those of this run; leave "
+                    "warm_start_data out"
+                )
+        if "cursor" not in facts:
+            raise UsageError(f"run.warm_start_data: {source} holds weights and no run; leave warm_start_data out")
+        self.cursor = Cursor.from_state(facts["cursor"])
+
 
 class HasFacts(Protocol):
     """Something with a state that is no tensor."""

@@ -24,9 +24,10 @@ from shoal.engine.forward_backward import PipelinedForwardBackward
 from shoal.engine.rank_context import GlobalSum, RankContext
 from shoal.engine.tally import DeviceVote, NoiseMeter, NoiseReading, PendingTally, Tally
 from shoal.engine.transforms import AgreedGradient, ClipByGlobalNorm, Transform, clip_by_global_norm
-from shoal.errors import Diverged
+from shoal.errors import ConfigError, Diverged
 from shoal.gradients.gradients import Gradients
 from shoal.gradients.priority import PriorityGradients
+from shoal.models.batch_norm import StepStatistics
 from shoal.optim.build import part_of, set_rate
 from shoal.optim.fused import FusedOptimizer
 from shoal.optim.layer_statistics import SeesLayers
@@ -100,8 +101,14 @@ class LeavesOut(Protocol):
         """Before the forward of `step`. Whether weights may have changed, which then are to be gathered."""
         ...
 
+    def explore(self, step: int, again: Callable[[], object]) -> None:
+        """After the backward, if the agreed gradient is finite. `again` computes the step's agreed gradient anew, at
+        the weights as they then are; all is left as it was found.
+        """
+        ...
+
     def agreed(self, step: int) -> float | None:
-        """After the backward, if the agreed gradient is finite: leaves some of it out. The 2-norm of what is left, or
+        """After that, if the agreed gradient is finite: leaves some of it out. The 2-norm of what is left, or
         None where that is as before.
         """
         ...
@@ -192,6 +199,7 @@ class AtOnce:
         loss = work.loss.wait() / (tally.denominator if denominator is None else denominator)
         finite = math.isfinite(norm) and math.isfinite(loss)
         for each in self._leaves_out if finite else ():
+            each.explore(work.step, lambda: self._repeat(context, work))
             left = each.agreed(work.step)
             norm = norm if left is None else left / scale
         if work.on_gradients is not None:
@@ -208,6 +216,21 @@ class AtOnce:
                 transform(gradient)
             self._hand_over(gradient)
         return AgreedUpdate(loss, norm, finite, loss_scale, noise, clock)
+
+    def _repeat(self, context: RankContext, work: Work) -> None:
+        """The gradient of the same samples, at the weights as they are. Raises as `check_repeatable`."""
+        check_repeatable(context)
+        self.gradients.gather()
+        self.gradients.start()
+        total, scale = GlobalSum(context.lockstep), context.scaler.scale
+        context.forward_backward(
+            work.batches,
+            gradients=self.gradients,
+            factor=lambda: scale / work.tally.wait().denominator,
+            on_loss=total.start,
+        )
+        self.gradients.reduce()
+        total.wait()
 
     def _ahead(self, context: RankContext, work: Work) -> Outcome | None:
         """The vote and the update, launched before the outcome is known; None where that cannot be."""
@@ -253,6 +276,16 @@ class AtOnce:
         if self._noise is None:
             return None
         return self._noise.reading(batches, tally, norm=norm, scale=scale)
+
+
+def check_repeatable(context: RankContext) -> None:
+    """Raises `ConfigError` for a model that counts the batches it has seen."""
+    counting = [name for name, module in context.model.named_modules() if isinstance(module, StepStatistics)]
+    if counting:
+        raise ConfigError(
+            f"{counting[0]} takes statistics of every forward, and this optimizer.kind or sparsity.kind makes several "
+            "of the same samples: use a model without batch norms, or another kind"
+        )
 
 
 class ByBucket:

@@ -2,7 +2,9 @@
 
     --to 0.1            a tenth of the weights, the largest; density falls over the first half of the steps
     --to 2:4            two of every four neighbours
-    --to features:0.5   half of the hidden features, which are then taken out; rows, columns, block: masks alone
+    --to features:0.5   half of the hidden features, which are then taken out; as well heads:0.5
+    --to experts:0.5    half of the experts, which are taken out first
+    --to rows:0.5       half of the rows, which are masked alone; as well columns, block
     --to int8           weights that bear being rounded to 8 (4, 2) bits
 
 It is `shoal train` with keys that anyone can give; what this adds is their choice, both evaluations, and the bytes.
@@ -21,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.assembly.shrinking import shrink
+from shoal.assembly.shrinking import Smaller, shrink
 from shoal.checkpoint.commit import checkpoint_in, read_manifest
 from shoal.checkpoint.inspect import weights_of
 from shoal.checkpoint.load import read_all
@@ -37,8 +39,8 @@ SHARE_OF_STEPS, LOWER_RATE = 4, 10
 fine-tuning at a hundredth to a tenth of the rate)."""
 CHANGES = 20
 """How often masks change until half of the steps are done."""
-_PATTERN = re.compile(r"(?P<pattern>features|rows|columns|block):(?P<density>0?\.\d+)|(?P<n>\d+):(?P<m>\d+)|"
-                      r"int(?P<bits>\d+)|(?P<single>0?\.\d+)")  # fmt: skip
+_PATTERN = re.compile(r"(?P<pattern>features|heads|experts|rows|columns|block):(?P<density>0?\.\d+)|"
+                      r"(?P<n>\d+):(?P<m>\d+)|int(?P<bits>\d+)|(?P<single>0?\.\d+)")  # fmt: skip
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -52,7 +54,7 @@ class Side(msgspec.Struct, frozen=True):
 
 
 class Compressed(msgspec.Struct, frozen=True):
-    """`after` beside `before`. `smaller` is the run directory of the model without the features that were taken out."""
+    """`after` beside `before`. `smaller` is the run directory of the model without what was taken out in the end."""
 
     to: str
     steps: int
@@ -70,7 +72,11 @@ def compress(source: Path, to: str, directory: Path, overrides: Sequence[str] = 
     run_directory, checkpoint = source.resolve(), checkpoint_in(source)
     record = provenance_of(run_directory)
     before = load_run(run_directory / "run.toml")
-    keys = [*keys_of(to, before), f"run.warm_start={json.dumps(str(checkpoint.resolve()))}",
+    start, fewer = checkpoint, []
+    if to.startswith("experts:"):
+        start = directory.with_name(f"{directory.name}-start").resolve()
+        fewer = [f"model.{key}={json.dumps(value)}" for key, value in _once(checkpoint, start, to).changed.items()]
+    keys = [*keys_of(to, before), *fewer, f"run.warm_start={json.dumps(str(start.resolve()))}",
             f"run.name={json.dumps(f'{before.run.name}-{folder_name(to)}')}", *overrides]  # fmt: skip
     keys.append(f"run.directory={json.dumps(str(directory.resolve()))}")
     after = load_run(run_directory / "run.toml", keys)
@@ -78,13 +84,10 @@ def compress(source: Path, to: str, directory: Path, overrides: Sequence[str] = 
         raise UsageError(f"{directory} was compressed in another way: remove it, or name another with --directory")
     _run(["train", str(run_directory / "run.toml"), *keys], record["directory"], said_in=directory)
     smaller = None
-    if after.sparsity is not None and after.sparsity.pattern == "features":
+    if after.sparsity is not None and after.sparsity.removes:
         smaller = directory.with_name(f"{directory.name}-smaller").resolve()
         if not smaller.exists():
-            part = smaller.with_name(f".{smaller.name}.part")
-            shutil.rmtree(part, ignore_errors=True)
-            shrink(directory, part)
-            part.rename(smaller)
+            _once(directory, smaller)
     bits = after.quantisation.bits if after.quantisation is not None else None
     return Compressed(
         to,
@@ -93,6 +96,16 @@ def compress(source: Path, to: str, directory: Path, overrides: Sequence[str] = 
         _side(directory.resolve(), record["directory"], counted=smaller, bits=bits),
         None if smaller is None else str(smaller),
     )
+
+
+def _once(source: Path, smaller: Path, to: str | None = None) -> Smaller:
+    """`shrink`, whole or not at all; what is there from an interrupted call is made anew."""
+    part = smaller.with_name(f".{smaller.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    found = shrink(source, part, to)
+    shutil.rmtree(smaller, ignore_errors=True)
+    part.rename(smaller)
+    return found
 
 
 def folder_name(to: str) -> str:
@@ -104,7 +117,9 @@ def keys_of(to: str, run_file: RunFile) -> list[str]:
     """The keys that `to` stands for. Raises `UsageError` for what is none of its forms."""
     found = _PATTERN.fullmatch(to)
     if found is None:
-        raise UsageError(f"--to {to}: give a density (0.1), N:M (2:4), features:0.5, rows, columns or block, or int8")
+        raise UsageError(
+            f"--to {to}: give a density (0.1), N:M (2:4), heads:0.5, features, experts, rows, columns or block, or int8"
+        )
     if run_file.sparsity is not None or run_file.quantisation is not None:
         raise UsageError("the run has [sparsity] or [quantisation] already: compress the run that it came from")
     steps = max(2, run_file.run.steps // SHARE_OF_STEPS)
@@ -113,6 +128,8 @@ def keys_of(to: str, run_file: RunFile) -> list[str]:
     keys = [f"run.steps={steps}", f"optimizer.lr={rate!r}", f"schedule.warmup_steps={warmup}"]
     if found["bits"]:
         return [*keys, f"quantisation.bits={found['bits']}"]
+    if found["pattern"] == "experts":
+        return keys
     end = max(1, steps // 2)
     keys += [
         'sparsity.kind="magnitude"',
@@ -135,8 +152,8 @@ def sentences(found: Compressed) -> list[str]:
     lines = [f"{name:<{widths[0]}}  {one:>{widths[1]}}  {other:>{widths[2]}}"
              for name, one, other in [("", "before", "after"), *rows]]  # fmt: skip
     if found.smaller is not None:
-        lines.append(f"{found.smaller} is the model without the features that were taken out")
-    elif not found.to.startswith("int"):
+        lines.append(f"{found.smaller} is the model without the {found.to.partition(':')[0]} that were taken out")
+    elif not found.to.startswith(("int", "experts")):
         lines.append("bytes are those of the weights that are not zero and a bit for each; products stay dense")
     return lines
 

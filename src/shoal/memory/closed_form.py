@@ -50,15 +50,21 @@ def block_saved_bytes(config: GPTConfig, activations: Activations, *, kind: Reco
 
 def _numbers(config: GPTConfig) -> int:
     """Numbers a token outside the attention core."""
-    keys = config.key_value_heads * config.width // config.heads
+    keys = config.key_value_heads * config.size_of_head
     feed_forward = (4 if config.feed_forward == "swiglu" else 2) * config.hidden_width
-    return 6 * config.width + 2 * config.width + 2 * keys + feed_forward + (2 * config.width if config.dropout else 0)
+    queries = config.heads * config.size_of_head
+    return 6 * config.width + 2 * queries + 2 * keys + feed_forward + (2 * config.width if config.dropout else 0)
 
 
 def _outputs(config: GPTConfig) -> int:
     """Numbers a token of the input and of what `operators` keeps: attention's result, key, output, up (or down)."""
-    keys = config.key_value_heads * config.width // config.heads
-    return 3 * config.width + keys + (config.hidden_width if config.feed_forward == "swiglu" else config.width)
+    keys = config.key_value_heads * config.size_of_head
+    return (
+        2 * config.width
+        + config.heads * config.size_of_head
+        + keys
+        + (config.hidden_width if config.feed_forward == "swiglu" else config.width)
+    )
 
 
 def _core_bytes(config: GPTConfig, activations: Activations) -> int:

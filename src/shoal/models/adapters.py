@@ -3,6 +3,7 @@
     LoRA        y = W x + s B A x                            A [rank, in] normal, B [out, rank] zero   arXiv:2106.09685
     DoRA        y = (1 + m) |W| / |W + s B A| (W + s B A) x  m [out] zero, norms of rows               arXiv:2402.09353
     bottleneck  y = z + U relu(D z),  z = W x                D [width, out] normal, U zero             arXiv:1902.00751
+    prompt      tokens are embedded, P stands before them    P [tokens, width] normal                  arXiv:2104.08691
 
 A layer computes what it did until its adapter has learned something. It stays an `nn.Linear` under its name, with the
 same weight, so that `run.warm_start` takes a checkpoint of the model without adapters. DoRA's magnitude is relative to
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -22,10 +24,10 @@ from torch import Tensor, nn
 
 from shoal.config.check import implementation_of
 from shoal.errors import ConfigError
-from shoal.models.config import AdapterConfig, BitFit, Bottleneck, DoRA, LoRA, QuantisationConfig
+from shoal.models.config import AdapterConfig, BitFit, Bottleneck, DoRA, LoRA, PromptTuning, QuantisationConfig
 from shoal.models.roles import ZEROS, Normal, Role
 
-NAMES = ("lora_a", "lora_b", "magnitude", "adapter_down", "adapter_up")
+NAMES = ("lora_a", "lora_b", "magnitude", "adapter_down", "adapter_up", "soft_prompt")
 """What the parameters of adapters are called in their layers."""
 
 
@@ -108,6 +110,36 @@ class BottleneckLinear(AdaptedLinear):
         }
 
 
+class SoftPrompt(nn.Module):
+    """`count` trained vectors of `width` features before what a sequence is embedded to."""
+
+    def __init__(self, count: int, like: Tensor) -> None:
+        super().__init__()
+        self.count = count
+        self.soft_prompt = nn.Parameter(torch.empty(count, like.shape[1], dtype=like.dtype, device=like.device))
+
+    def forward(self, embedded: Tensor) -> Tensor:
+        """`[batch, seq, width]` to `[batch, count + seq, width]`."""
+        return torch.cat([self.soft_prompt.to(embedded.dtype).expand(len(embedded), -1, -1), embedded], dim=1)
+
+    def own_roles(self) -> dict[str, Role]:
+        """See `shoal.models.roles`."""
+        return {"soft_prompt": Role("replicated", Normal(PROMPT_STD), decay=False)}
+
+
+PROMPT_STD = 0.02
+"""That of embeddings."""
+
+
+@runtime_checkable
+class TakesPrompt(Protocol):
+    """A model of tokens whose forward puts a prompt before them, and gives no outputs for it."""
+
+    def take_prompt(self, count: int) -> None:
+        """From now on. Raises `ConfigError` where it cannot."""
+        ...
+
+
 @torch.no_grad()
 def _dora_ratio(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
     """|W| / |W + s B A| of each row."""
@@ -124,6 +156,14 @@ def adapt(model: nn.Module, config: AdapterConfig) -> None:
     trained = ("*.bias", "bias") if isinstance(config, BitFit) else ()
     _unfreeze(model, config, (*trained, *config.train))
     if isinstance(config, BitFit):
+        return
+    if isinstance(config, PromptTuning):
+        if not isinstance(model, TakesPrompt):
+            raise ConfigError(
+                f'adapter.kind = "prompt": {type(model).__name__} takes no prompt; use a gpt, a moe, a causal decoder '
+                'of transformers, or adapter.kind = "lora"'
+            )
+        model.take_prompt(config.tokens)
         return
     make = implementation_of(config)
     for name, layer in chosen_layers(model, config.layers, key="adapter.layers").items():

@@ -7,15 +7,28 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from shoal.config.check import Positive, PositiveFloat, Table, says
+from shoal.models.attention_config import AttentionConfig, Causal, SparseAttentionConfig, mask_of
 from shoal.models.huggingface.config import ForeignKeys, TransformersConfig
 
 # Table `[adapter]`. Imports no torch.
 
 
-class Adapter(Table, frozen=True, kw_only=True):
+class Addition(Table, frozen=True, kw_only=True):
     """The keys of every kind: the model is frozen, and what is added to it is trained."""
 
-    implemented_by: ClassVar[str] = ""
+    train: Annotated[
+        tuple[str, ...], says("Patterns of parameters (`head.*`, `*norm*`) that are trained as well, whole.")
+    ] = ()
+
+
+class PromptTuning(Addition, frozen=True, tag_field="kind", tag="prompt"):
+    """Trained vectors before the tokens of every sequence (arXiv:2104.08691). They stay in exported weights."""
+
+    tokens: Annotated[int, says("How many.", ge=1, le=1 << 14)] = 20
+
+
+class Adapter(Addition, frozen=True, kw_only=True):
+    """The keys of what is added to linear layers."""
 
     layers: Annotated[
         tuple[str, ...],
@@ -24,9 +37,6 @@ class Adapter(Table, frozen=True, kw_only=True):
             min_length=1,
         ),
     ] = ("*",)
-    train: Annotated[
-        tuple[str, ...], says("Patterns of parameters (`head.*`, `*norm*`) that are trained as well, whole.")
-    ] = ()
 
 
 class LoRA(Adapter, frozen=True, tag_field="kind", tag="lora"):
@@ -61,45 +71,7 @@ class BitFit(Adapter, frozen=True, tag_field="kind", tag="bitfit"):
     """Trains biases alone (arXiv:2106.10199)."""
 
 
-AdapterConfig = LoRA | DoRA | Bottleneck | BitFit
-
-
-# Table `[model.attention]`: which tokens before it a token sees. Imports no torch.
-
-
-class Causal(Table, frozen=True, kw_only=True, tag_field="kind", tag="causal"):
-    """All of them."""
-
-    sparse: ClassVar[bool] = False
-
-
-class SlidingWindow(Table, frozen=True, kw_only=True, tag_field="kind", tag="window"):
-    """The last ones, and the first ones of the sequence (Longformer, arXiv:2004.05150)."""
-
-    sparse: ClassVar[bool] = True
-
-    window: Annotated[Positive, says("Tokens that a token sees, itself among them.")]
-    dilation: Annotated[int, says("A token sees every so many tokens before it, over `window` x this.", ge=1)] = 1
-    global_tokens: Annotated[int, says("The first tokens of a sequence, which all see.", ge=0)] = 0
-    block: Annotated[int, says("Tokens whose queries are computed together.", ge=1, le=1 << 12)] = 64
-
-
-class BigBird(Table, frozen=True, kw_only=True, tag_field="kind", tag="bigbird"):
-    """Blocks of tokens: the last ones, the first ones, and some at random in between (arXiv:2007.14062)."""
-
-    sparse: ClassVar[bool] = True
-
-    window_blocks: Annotated[int, says("Blocks before and with its own that a token sees.", ge=1)] = 3
-    global_blocks: Annotated[int, says("The first blocks of a sequence, which all see.", ge=0)] = 1
-    random_blocks: Annotated[
-        int, says("Others before its own that a block sees; the same in every step, drawn from `seed`.", ge=0)
-    ] = 2
-    seed: Annotated[int, says("Which random blocks a block sees follows from it.", ge=0, le=2**63 - 1)] = 0
-    block: Annotated[int, says("Tokens in a block.", ge=1, le=1 << 12)] = 64
-
-
-AttentionConfig = Causal | SlidingWindow | BigBird
-SparseAttentionConfig = SlidingWindow | BigBird
+AdapterConfig = LoRA | DoRA | Bottleneck | BitFit | PromptTuning
 
 
 SWIGLU_ROUNDING = 32
@@ -120,6 +92,7 @@ class GPTConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="gpt"):
     kv_heads: Annotated[
         Positive | None, says("Key and value heads, a divisor of `heads` (arXiv:2305.13245); default: `heads`.")
     ] = None
+    head_size: Annotated[Positive | None, says("Features of a head, an even number; default: width / heads.")] = None
     feed_forward: Annotated[
         Literal["swiglu", "gelu"], says("Gated (arXiv:2002.05202) or plain feed-forward layers.")
     ] = "swiglu"
@@ -151,13 +124,18 @@ class GPTConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="gpt"):
                 'scaling = "mup" with tied = true: an embedding and a head follow the width in different ways; leave '
                 "tied out"
             )
-        if self.base_width is not None and self.base_width % (self.width // self.heads):
+        if self.base_width is not None and self.base_width % self.size_of_head:
             raise ValueError(
-                f"base_width = {self.base_width} with heads of {self.width // self.heads} features; a wider model has "
+                f"base_width = {self.base_width} with heads of {self.size_of_head} features; a wider model has "
                 "more heads of the same size, so give as many heads as make width / heads the base model's"
             )
         step = 2 * self.heads
-        if self.width % step:
+        if self.head_size is not None and self.head_size % 2:
+            raise ValueError(
+                f"head_size = {self.head_size}; rotary positions need an even number of features in each head: use "
+                f"{self.head_size + 1}"
+            )
+        if self.head_size is None and self.width % step:
             raise ValueError(
                 f"width = {self.width} with heads = {self.heads}; rotary positions need an even number of features in "
                 f"each head, so width must be a multiple of 2 x heads = {step}; nearest: {_nearest(self.width, step)}"
@@ -177,6 +155,11 @@ class GPTConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="gpt"):
     def key_value_heads(self) -> int:
         """Key and value heads, the default resolved."""
         return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def size_of_head(self) -> int:
+        """Features of a head, the default resolved."""
+        return self.width // self.heads if self.head_size is None else self.head_size
 
     @property
     def hidden_width(self) -> int:
@@ -330,6 +313,11 @@ ForeignModel = PythonModel | TransformersConfig
 """Models that Shoal did not write: they are built whole, with their first values."""
 
 ModelConfig = GPTConfig | MoEConfig | ConvNetConfig | MLPConfig | PythonModel | TransformersConfig
+
+
+def attention_mask_of(model: ModelConfig) -> SparseAttentionConfig | None:
+    """The mask of `[model.attention]`; None where the model has none."""
+    return mask_of(model.attention) if isinstance(model, GPTConfig | TransformersConfig) else None
 
 
 def _nearest(found: int, step: int) -> str:

@@ -17,133 +17,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.maths.counter import bits, key_of
-from shoal.models.config import BigBird, Causal, GPTConfig, MoEConfig, SparseAttentionConfig
+from shoal.errors import UserCodeError
+from shoal.models.adapters import SoftPrompt
+from shoal.models.attention_config import Causal
+from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.layers import GELU, Attention, CausalAttention, KeyedDropout, SwiGLU, rotations
 from shoal.models.mixture import Mixture, MixtureOptions
 from shoal.models.roles import ONES, Normal, Part, Role, run_chain, widened
-
-# Causal attention of which a mask keeps some blocks, at a cost in proportion to the kept ones.
-#
-#     for each block of queries       gather the blocks of keys and values that one of its tokens may see
-#                                     one softmax over them, the tokens that it may not see masked
-#
-# A mask is data: `kept_blocks` says which blocks of keys a block of queries needs, `may_see` which of their tokens a
-# token sees. All of it is plain tensors, and one call of PyTorch's attention takes all blocks of queries, so that it
-# runs on any device, with autograd; the memory of gathered keys and values is that of the kept blocks.
-
-
-NO_BLOCK = -1
-
-
-def kept_blocks(config: SparseAttentionConfig, blocks: int) -> list[list[int]]:
-    """The blocks of keys that each of `blocks` blocks of queries needs, ascending, its own among them."""
-    if isinstance(config, BigBird):
-        return [_of_big_bird(config, block) for block in range(blocks)]
-    reach = (config.window - 1) * config.dilation
-    first = -(-config.global_tokens // config.block)
-    found = []
-    for block in range(blocks):
-        lowest = max(0, block * config.block - reach) // config.block
-        found.append(sorted({*range(min(first, block)), *range(lowest, block + 1)}))
-    return found
-
-
-def _of_big_bird(config: BigBird, block: int) -> list[int]:
-    lowest = max(0, block + 1 - config.window_blocks)
-    kept = {*range(min(config.global_blocks, block)), *range(lowest, block + 1)}
-    others = [other for other in range(block) if other not in kept]
-    draws = bits(key_of(config.seed, "bigbird", block), torch.arange(len(others))).tolist()
-    drawn = sorted(zip(draws, others, strict=True))[: config.random_blocks]
-    return sorted(kept | {other for _, other in drawn})
-
-
-def may_see(config: SparseAttentionConfig, queries: Tensor, keys: Tensor) -> Tensor:
-    """Whether the token at each place of `queries` sees that at each place of `keys`, whose block is kept; they
-    broadcast.
-    """
-    before = keys <= queries
-    if isinstance(config, BigBird):
-        return before
-    distance = queries - keys
-    near = (distance < config.window * config.dilation) & (distance % config.dilation == 0)
-    return before & (near | (keys < config.global_tokens))
-
-
-class GatheredBlocks(NamedTuple):
-    """Of `n` blocks of queries: `kept` `[n, k]` int64, padded with any block; `seen` `[n, 1, block, k x block]`."""
-
-    kept: Tensor
-    seen: Tensor
-
-
-class SparseAttention(CausalAttention):
-    """softmax(q k^T / sqrt(head_size)) v over the tokens that `config` lets a token see, of its own document."""
-
-    def __init__(self, config: SparseAttentionConfig) -> None:
-        super().__init__()
-        self.config = config
-        self._gathered: tuple[tuple[int, torch.device], GatheredBlocks] | None = None
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
-        """As `CausalAttention`. `query` `[batch, heads, seq, head_size]`, `key` and `value` with `kv_heads`."""
-        length, size = query.shape[2], self.config.block
-        missing = -length % size
-        if missing:
-            query, key, value = (F.pad(each, (0, 0, 0, missing)) for each in (query, key, value))
-            documents = None if documents is None else F.pad(documents, (0, missing), value=NO_BLOCK)
-        gathered = self._blocks((length + missing) // size, query.device)
-        seen = gathered.seen.expand(query.shape[0], -1, -1, -1, -1)
-        if documents is not None:
-            of_queries = documents.unflatten(1, (-1, size))
-            of_keys = of_queries[:, gathered.kept].flatten(2)
-            seen = seen & (of_queries[:, :, None, :, None] == of_keys[:, :, None, None, :])
-        found = F.scaled_dot_product_attention(
-            _in_blocks(query, size).flatten(0, 1),
-            _taken(key, gathered.kept, size).flatten(0, 1),
-            _taken(value, gathered.kept, size).flatten(0, 1),
-            attn_mask=seen.flatten(0, 1),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        whole = found.unflatten(0, (query.shape[0], -1)).transpose(1, 2).flatten(2, 3)
-        return whole[:, :, :length]
-
-    def _blocks(self, blocks: int, device: torch.device) -> GatheredBlocks:
-        """The last ones that were asked for are kept: the sequences of a run have mostly one length."""
-        if self._gathered is None or self._gathered[0] != (blocks, device):
-            self._gathered = (blocks, device), gathered_blocks(self.config, blocks, device)
-        return self._gathered[1]
-
-
-def gathered_blocks(config: SparseAttentionConfig, blocks: int, device: torch.device) -> GatheredBlocks:
-    """What `config` keeps of sequences of so many blocks."""
-    lists, size = kept_blocks(config, blocks), config.block
-    most = max(len(each) for each in lists)
-    kept = torch.tensor([each + [NO_BLOCK] * (most - len(each)) for each in lists], device=device)
-    places = torch.arange(size, device=device)
-    queries = (torch.arange(blocks, device=device)[:, None] * size + places)[:, :, None]
-    keys = (kept[:, :, None] * size + places).flatten(1)[:, None, :]
-    there = (kept != NO_BLOCK).repeat_interleave(size, dim=1)[:, None, :]
-    seen = may_see(config, queries, keys) & there
-    return GatheredBlocks(kept.clamp(min=0), seen[:, None])
-
-
-def _in_blocks(x: Tensor, size: int) -> Tensor:
-    """`[batch, heads, seq, features]` to `[batch, blocks, heads, size, features]`."""
-    return x.unflatten(2, (-1, size)).transpose(1, 2)
-
-
-def _taken(x: Tensor, kept: Tensor, size: int) -> Tensor:
-    """The blocks that each block of queries needs, `[batch, n, heads, k x size, features]`."""
-    blocks = _in_blocks(x, size).index_select(1, kept.flatten()).unflatten(1, kept.shape)
-    return blocks.transpose(2, 3).flatten(3, 4)
-
+from shoal.models.sparse_attention import SparseAttention
 
 INIT_STD = 0.02
 
@@ -164,7 +49,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         width, mixture = config.width, _mixture_options(config) if isinstance(config, MoEConfig) else None
-        self.head_size, self.rope_base = width // config.heads, config.rope_base
+        self.head_size, self.rope_base = config.size_of_head, config.rope_base
         self.times_base = None if config.base_width is None else width / config.base_width
         # `initialise` draws the first values; nn.Embedding's own, normal ones on the meta device, cost 2 s of imports.
         self.embedding = nn.Embedding.from_pretrained(torch.zeros(config.vocabulary, width), freeze=False)
@@ -173,7 +58,13 @@ class GPT(nn.Module):
 
         def block(index: int) -> Block:
             name = f"blocks.{index}"
-            attention = Attention(width, heads=config.heads, kv_heads=config.key_value_heads, core=_core(config))
+            attention = Attention(
+                width,
+                heads=config.heads,
+                kv_heads=config.key_value_heads,
+                head_size=config.size_of_head,
+                core=_core(config),
+            )
             kind, layer = Block, dense(width, config.hidden_width)
             if mixture is not None and mixture.holds(index):
                 kind, layer = MixtureBlock, Mixture(width, mixture, feed_forward=config.feed_forward, name=name)
@@ -184,6 +75,12 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, config.vocabulary, bias=False)
         if config.tied:
             self.head.weight = self.embedding.weight
+        self.prompt: SoftPrompt | None = None
+        self.prompt_tokens = 0
+
+    def take_prompt(self, count: int) -> None:
+        """Has every sequence begin with `count` trained vectors, for which there are no logits."""
+        self.prompt, self.prompt_tokens = SoftPrompt(count, self.embedding.weight), count
 
     def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Integer tokens `[batch, seq]` to logits `[batch, seq, vocabulary]`.
@@ -196,24 +93,31 @@ class GPT(nn.Module):
 
     def context(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> GPTContext:
         """What every part of the chain needs beside the activations."""
-        places = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+        if self.prompt_tokens and (positions is not None or documents is not None):
+            raise UserCodeError(
+                'adapter.kind = "prompt": a prompt stands before a whole sequence, and this one holds several '
+                'documents or a part of one; use data.packing = "pad"'
+            )
+        length = self.prompt_tokens + tokens.shape[1]
+        places = torch.arange(length, device=tokens.device) if positions is None else positions
         factors = rotations(places, head_size=self.head_size, base=self.rope_base)
         return GPTContext(tokens, positions, documents, factors)
 
     def parts(self) -> list[Part]:
         """See `shoal.models.roles`."""
         blocks = [Part(f"blocks.{i}", (f"blocks.{i}",), partial(self._block, i)) for i in range(len(self.blocks))]
-        first = Part("embedding", ("embedding", "dropout"), self._embed)
+        first = Part("embedding", ("embedding", *(["prompt"] if self.prompt_tokens else []), "dropout"), self._embed)
         return [first, *blocks, Part("head", ("norm", "head"), self._logits)]
 
     def _embed(self, x: Tensor | None, context: GPTContext) -> Tensor:
-        return self.dropout(self.embedding(context.tokens), context.positions)
+        embedded = self.embedding(context.tokens)
+        return self.dropout(embedded if self.prompt is None else self.prompt(embedded), context.positions)
 
     def _block(self, index: int, x: Tensor, context: GPTContext) -> Tensor:
         return self.blocks[index](x, context.factors, context.positions, context.documents)
 
     def _logits(self, x: Tensor, context: GPTContext) -> Tensor:
-        return self.head(self.norm(x))
+        return self.head(self.norm(x[:, self.prompt_tokens :]))
 
     def parameter_roles(self) -> dict[str, Role]:
         """See `shoal.models.roles`."""

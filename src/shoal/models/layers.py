@@ -93,9 +93,11 @@ class Attention(nn.Module):
 
     takes_blocks = True
 
-    def __init__(self, width: int, *, heads: int, kv_heads: int, core: CausalAttention | None = None) -> None:
+    def __init__(
+        self, width: int, *, heads: int, kv_heads: int, head_size: int, core: CausalAttention | None = None
+    ) -> None:
         super().__init__()
-        self.head_size = width // heads
+        self.head_size = head_size
         self.query = nn.Linear(width, heads * self.head_size, bias=False)
         self.key = nn.Linear(width, kv_heads * self.head_size, bias=False)
         self.value = nn.Linear(width, kv_heads * self.head_size, bias=False)

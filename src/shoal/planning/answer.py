@@ -13,7 +13,7 @@ import msgspec
 from shoal import units
 from shoal.cost.footprint import Footprint, Overheads
 from shoal.errors import ConfigError, LayoutError, UsageError
-from shoal.models.config import GPTConfig
+from shoal.models.config import GPTConfig, attention_mask_of
 from shoal.planner.explain.explain import Codings, codec_changes, codings, helps
 from shoal.planner.explain.explain import why_not as explain_why_not
 from shoal.planner.explain.residuals import Evidence, prediction_record
@@ -164,10 +164,9 @@ def _imbalance_text(predictor: Predictor) -> str:
 
 def _partly_trained_text(run_file: RunFile) -> str:
     """What prices do not know of: they are those of the whole model, trained with attention to all tokens."""
-    attends = isinstance(run_file.model, GPTConfig) and run_file.model.attention.sparse
     tables = {"adapter": run_file.adapter, "freeze": run_file.freeze, "sparsity": run_file.sparsity}
     given = [f"[{name}]" for name, table in tables.items() if table is not None]
-    given += ["[model.attention]"] if attends else []
+    given += ["[model.attention]"] if attention_mask_of(run_file.model) is not None else []
     return f"; as if without {' and '.join(given)}, which saves some of it" if given else ""
 
 

@@ -40,7 +40,7 @@ def transformer_of(model: ModelConfig, *, expert_imbalance: float = 1.0) -> Tran
         hidden=model.width,
         heads=model.heads,
         kv_heads=model.key_value_heads,
-        head_size=model.width // model.heads,
+        head_size=model.size_of_head,
         feed_forward=model.hidden_width,
         vocabulary=model.vocabulary,
         gated=model.feed_forward == "swiglu",

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from math import lcm
 
 from shoal.errors import ShoalError
-from shoal.models.config import ForeignModel, GPTConfig, MoEConfig
+from shoal.models.attention_config import BlockLists
+from shoal.models.config import ForeignModel, GPTConfig, MoEConfig, attention_mask_of
 from shoal.models.huggingface.config import TransformersConfig, experts_of
 from shoal.runfile.run_file import RunFile, default_micro_samples, statistics_group
 from shoal.schedules.build import build
@@ -57,7 +58,7 @@ def grid_refusal(run_file: RunFile) -> str | None:
             f"times a divisor of {rows} (rows); nearest: {_either(_kv_heads_on(rows, columns, model.heads), heads)}"
         )
     # The width divides already: it is that of heads, of which every rank has as many.
-    features = heads * model.width // model.heads
+    features = heads * model.size_of_head
     sides = {"model.feed_forward_width": model.hidden_width, "keys' features": features}
     for name, side in sides.items():
         if side % panels:
@@ -111,12 +112,17 @@ def _heads(run_file: RunFile) -> str | None:
 
 
 def _sparse_attention(run_file: RunFile) -> str | None:
-    """A mask counts tokens from the start of a sequence, of which a context rank has a part."""
-    model, context = run_file.model, run_file.layout.context
-    if not isinstance(model, GPTConfig) or not model.attention.sparse or context == 1:
+    """A mask counts tokens from the start of a sequence, of which a context rank has a part; lists have an end."""
+    mask, context = attention_mask_of(run_file.model), run_file.layout.context
+    if isinstance(mask, BlockLists) and run_file.batch.sequence > mask.tokens:
+        return (
+            f"model.attention.kept has {len(mask.kept)} lists of blocks of {mask.block} tokens, and batch.sequence = "
+            f"{run_file.batch.sequence}: give {-(-run_file.batch.sequence // mask.block)} lists"
+        )
+    if mask is None or context == 1:
         return None
     return (
-        f'model.attention.kind = "{model.attention.variant}" with layout.context = {context}: ranks that hold parts of '
+        f'model.attention.kind = "{mask.variant}" with layout.context = {context}: ranks that hold parts of '
         'a sequence exchange all keys; set layout.context = 1, or model.attention.kind = "causal"'
     )
 

@@ -102,6 +102,9 @@ class RunConfig(Table, frozen=True):
         ),
     ] = False
     warm_start: Annotated[str | None, says("A run directory or checkpoint whose weights alone start this run.")] = None
+    warm_start_data: Annotated[
+        bool, says("And begin with the samples that came next in the run of `warm_start`, not with the first ones.")
+    ] = False
     stop_when: Annotated[
         StopWhen | None,
         says(
@@ -130,6 +133,8 @@ class RunConfig(Table, frozen=True):
         return f"run.compile = {json.dumps(self.compile)}"
 
     def __post_init__(self) -> None:
+        if self.warm_start_data and self.warm_start is None:
+            raise ValueError("warm_start_data = true without warm_start: name the run whose samples go on")
         if self.preemption_url is not None and not self.preemption_url.startswith(("http://", "https://")):
             raise ValueError(f"preemption_url = {self.preemption_url!r} is no URL of HTTP: give http://HOST/PATH")
 

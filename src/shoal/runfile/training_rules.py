@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.engine.config import BFloat16Params, CrossEntropy, Float8
+from shoal.models.config import PromptTuning
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.optim.closure_config import Searching
 from shoal.optim.config import AdamW8bit
 from shoal.optim.preconditioned_config import KFAC
 from shoal.runfile.run_file import RunFile, synchronises_norms
+from shoal.sparsity.config import Grasp
 
 # Weights in bfloat16 with float32 masters, and what writes to weights, or reads them, as if there were one of each.
 
@@ -421,6 +423,11 @@ def _sparse_layers_rule(run_file: RunFile) -> str | None:
             f"[{given[0]}] with layout.tensor = {run_file.layout.tensor}: layers that ranks split do not have it; set "
             "layout.tensor = 1"
         )
+    if isinstance(run_file.adapter, PromptTuning):
+        axis = next((axis for axis in ("pipeline", "context") if getattr(run_file.layout, axis) > 1), None)
+        if axis is not None or run_file.memory.loss_chunks > 1:
+            key = "memory.loss_chunks" if axis is None else f"layout.{axis}"
+            return f'adapter.kind = "prompt" with {key}: there, samples are as long as their targets; set {key} = 1'
     if isinstance(run_file.precision, Float8):
         return f'[{given[0]}] with precision.kind = "float8", whose layers do not have it; set it to "bfloat16"'
     if isinstance(model, TransformersConfig) and model.lora_rank is not None:
@@ -449,5 +456,7 @@ def _against_changes(run_file: RunFile) -> Iterator[tuple[str, str]]:
 
 
 def _against_masks(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    if isinstance(run_file.sparsity, Grasp) and run_file.observe.noise_every_steps:
+        yield "observe.noise_every_steps", "it computes the gradient of a step three times"
     if isinstance(run_file.optimizer, AdamW8bit):
         yield 'optimizer.kind = "adamw_8bit"', "moments of masked weights share their scale with others"

@@ -4,7 +4,9 @@ kind        score of a weight w with the agreed gradient g                  what
 magnitude   |w|                                                             nothing
 random      a number that follows from seed, name and place                 nothing
 snip        |g w|                                                           nothing
+grasp       w (H g), H the Hessian of the loss                              nothing
 movement    the sum over the steps of -g w                                  nothing
+l0          the location of its gate's distribution                         nothing: masks change once, in the end
 set         |w| says what goes, a random number what comes                  anything
 rigl        |w| says what goes, |g| what comes                              anything
 top_kast    |w|, of weights that wait, too                                  anything
@@ -22,8 +24,8 @@ from torch import Tensor
 
 from shoal.errors import ConfigError
 from shoal.maths.counter import indices, key_of, uniform
-from shoal.sparsity.config import SET, Lottery, Movement, RandomPruning, RigL, Snip, Sparse, TopKAST
-from shoal.sparsity.masks import Masks, Owners, feature_mask, feature_scores
+from shoal.sparsity.config import L0, SET, Grasp, Lottery, Movement, RandomPruning, RigL, Snip, Sparse, TopKAST
+from shoal.sparsity.masks import Masks, Owners, unit_mask, unit_scores
 from shoal.state import Owned
 from shoal.topology.holding import Dims
 
@@ -159,6 +161,8 @@ class MaskPlan:
     def due(self, step: int) -> bool:
         """Whether masks change in `step`, beside the first masks of a run that starts sparse."""
         schedule = self.config.schedule
+        if isinstance(self.config, L0):
+            return step == self.end
         if self.config.starts_sparse:
             changes = self.config.grows or self.config.sends_all
             return changes and self.begin <= step < self.end and step % schedule.every == 0
@@ -225,13 +229,15 @@ def saliency(own: Owned) -> Tensor:
 
 @dataclass(frozen=True)
 class MaskChanges:
-    """`movement` gives what `kind = "movement"` has added up for a part; `ticket`: see `Lottery`."""
+    """`measured` gives what a kind has measured for a part: sums of "movement", products of "grasp", locations of "l0".
+    `ticket`: see `Lottery`.
+    """
 
     plan: MaskPlan
     owners: Owners
     masks: Masks
     seed: int
-    movement: Callable[[Owned], Tensor]
+    measured: Callable[[Owned], Tensor]
     ticket: Ticket | None = None
 
     @property
@@ -262,8 +268,10 @@ class MaskChanges:
                 return self._largest(self._whole(magnitude), self.config.final_density)
             case Snip():
                 scores = self._whole(saliency)
-            case Movement():
-                scores = self._whole(self.movement)
+            case Movement() | L0():
+                scores = self._whole(self.measured)
+            case Grasp():
+                scores = self._whole(lambda own: own.parameter * self.measured(own))
             case RandomPruning():
                 scores = {name: self._drawn(name, 0) for name in self._mine()}
             case _:
@@ -295,8 +303,8 @@ class MaskChanges:
         if config.kept_of is not None:
             kept, of = config.kept_of
             return {name: of_every(each, max(kept, round(density * of)), of) for name, each in scores.items()}
-        if config.pattern == "features":
-            return self._features(scores, density)
+        if config.removes:
+            return self._removable(scores, density)
         flat, counts = {name: units(each, config) for name, each in scores.items()}, self.counts(density)
         if config.distribution == "global":
             found = self.owners.largest(flat, sum(counts.values()))
@@ -304,12 +312,12 @@ class MaskChanges:
             found = {name: top(each, counts[name]) for name, each in flat.items()}
         return {name: spread(mask, shapes[name], config) for name, mask in found.items()}
 
-    def _features(self, scores: NewMasks, density: float) -> NewMasks:
+    def _removable(self, scores: NewMasks, density: float) -> NewMasks:
         found = {}
         for group in self.owners.groups:
             if self.owners.owns(group.leader):
-                kept = top(feature_scores(group, scores), round(density * group.size))
-                found |= {n: feature_mask(kept, dim, self.owners.shapes[n]) for n, dim in group.dims.items()}
+                kept = top(unit_scores(group, scores), round(density * group.size))
+                found |= {n: unit_mask(kept, dim, self.owners.shapes[n]) for n, dim in group.dims.items()}
         return found
 
     def _moved(self, weights: NewMasks, growth: NewMasks, step: int) -> NewMasks:

@@ -46,10 +46,10 @@ class Sparse(Table, frozen=True, kw_only=True):
         str,
         says(
             'What is kept or masked together: "unstructured" (single weights), "rows" (output features), "columns" '
-            '(input features), "features" (hidden ones, over all layers that make or read them, so that `shoal '
-            'checkpoint shrink` can take them out), "block" (see `block`), or "N:M", such as "2:4": N of every M '
-            "neighbours of a row.",
-            pattern=r"^(unstructured|rows|columns|features|block|[1-9]\d{0,2}:[1-9]\d{0,2})$",
+            '(input features), "features" (hidden ones) or "heads" (of attention), over all layers that make or read '
+            'them, so that `shoal checkpoint shrink` can take them out, "block" (see `block`), or "N:M", such as '
+            '"2:4": N of every M neighbours of a row.',
+            pattern=r"^(unstructured|rows|columns|features|heads|block|[1-9]\d{0,2}:[1-9]\d{0,2})$",
         ),
     ] = "unstructured"
     block: Annotated[tuple[Positive, Positive], says('Rows and columns of the blocks of `pattern = "block"`.')] = (4, 4)
@@ -97,10 +97,11 @@ class Sparse(Table, frozen=True, kw_only=True):
                 f'pattern = "{self.pattern}" with kind = "{self.variant}", which moves weights anywhere in a layer: '
                 'use kind = "magnitude", or another pattern'
             )
-        if self.pattern == "features" and (self.grows or self.sends_all or self.distribution != "uniform"):
+        if self.removes and (self.grows or self.sends_all or self.distribution != "uniform"):
             raise ValueError(
-                f'pattern = "features" with kind = "{self.variant}" and distribution = "{self.distribution}": a model '
-                'that shrinks keeps as many features in every block; use kind = "magnitude" and leave distribution out'
+                f'pattern = "{self.pattern}" with kind = "{self.variant}" and distribution = "{self.distribution}": a '
+                f'model that shrinks keeps as many {self.pattern} in every block; use kind = "magnitude" and leave '
+                "distribution out"
             )
         if self.grows and self.distribution == "global":
             raise ValueError(
@@ -113,6 +114,11 @@ class Sparse(Table, frozen=True, kw_only=True):
         """(N, M) of a pattern "N:M"; None for the others."""
         kept, colon, of = self.pattern.partition(":")
         return (int(kept), int(of)) if colon else None
+
+    @property
+    def removes(self) -> bool:
+        """Whether what is masked can be taken out of the model."""
+        return self.pattern in ("features", "heads")
 
     @property
     def final_density(self) -> float:
@@ -138,8 +144,23 @@ class Snip(Sparse, frozen=True, tag_field="kind", tag="snip"):
     reads_gradient = True
 
 
+class Grasp(Sparse, frozen=True, tag_field="kind", tag="grasp"):
+    """Keeps the weights without which the gradient of one step would shrink most (GraSP, arXiv:2002.07376)."""
+
+    reads_gradient = True
+
+
 class Movement(Sparse, frozen=True, tag_field="kind", tag="movement"):
     """Keeps the weights that move away from zero: the largest sums of -gradient x weight (arXiv:2005.07683)."""
+
+
+class L0(Sparse, frozen=True, tag_field="kind", tag="l0"):
+    """Trains a gate for each weight, which is open or shut with a probability (arXiv:1712.01312).
+
+    From `schedule.begin` to `end`, when the gates that are most likely open become the mask.
+    """
+
+    gate_lr: Annotated[float, says("The learning rate of the gates.", gt=0)] = 0.1
 
 
 class Regrowing(Sparse, frozen=True):
@@ -189,7 +210,7 @@ class Lottery(Sparse, frozen=True, tag_field="kind", tag="lottery"):
     ticket: Annotated[str, says("The run directory or checkpoint whose weights say which to keep.")]
 
 
-SparsityConfig = Magnitude | RandomPruning | Snip | Movement | SET | RigL | TopKAST | Lottery
+SparsityConfig = Magnitude | RandomPruning | Snip | Grasp | Movement | L0 | SET | RigL | TopKAST | Lottery
 
 
 # Table `[freeze]`. Imports no torch.

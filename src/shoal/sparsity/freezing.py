@@ -182,6 +182,9 @@ class Freezing:
             self._masks.version += 1
         return False
 
+    def explore(self, step: int, again: Callable[[], object]) -> None:
+        """Nothing is wanted of other weights."""
+
     def agreed(self, step: int) -> None:
         """After the backward: the optimizer passes by what is frozen, and keeps nothing of it."""
         for own in self._owned:

@@ -66,17 +66,20 @@ class Masks:
         return None if whole is None else torch.cat([whole[box.slices].reshape(-1) for box in boxes])
 
 
-# Hidden features: what the column layers of a pair make and its row layer reads (`shoal.models.roles`).
+# Units that can be taken out of a model, each with all layers that make or read it (`shoal.models.roles`).
 #
-#     gate, up  [features, width]   a feature is a row      down  [width, features]   a feature is a column
+#     feature   gate, up [features, width]: a row each               down [width, features]: a column each
+#     head      query, key, value [heads x size, width]: some rows   output [width, heads x size]: as many columns
+#     expert    gate, up, down [experts, ...] and the router [experts, width]: a slice each
 #
-# Masked together over all of them, a feature computes nothing, and can be taken out of the model: its layers get
-# smaller, and every device computes less. So a pattern that masks features is the one that shrinks a model.
+# Masked together over all of them, a feature or head computes nothing, and can be taken out: layers get smaller, and
+# every device computes less. A key head goes with the query heads that share it. A masked expert would still be chosen
+# by its router: experts are taken out, or stay.
 
 
 @dataclass(frozen=True)
-class FeatureGroup:
-    """The layers that share `size` hidden features, each with the dim along which they lie."""
+class UnitGroup:
+    """The layers that share `size` units, each with the dim along which these lie, of one length in a layer."""
 
     dims: Mapping[str, int]
     size: int
@@ -87,8 +90,11 @@ class FeatureGroup:
         return next(iter(self.dims))
 
 
-def feature_groups(shapes: Mapping[str, Dims], kinds: Mapping[str, str]) -> list[FeatureGroup]:
-    """The groups that the layers of `shapes` make, by the modules that hold them; `kinds` are their roles.
+def unit_groups(
+    shapes: Mapping[str, Dims], kinds: Mapping[str, str], *, pattern: str, heads: int | None = None
+) -> list[UnitGroup]:
+    """The groups that the layers of `shapes` make, by the modules that hold them; `kinds` are their roles. `heads`, for
+    `pattern = "heads"`: how many key heads there are.
 
     Raises `ConfigError` for a layer that is in no group.
     """
@@ -97,52 +103,77 @@ def feature_groups(shapes: Mapping[str, Dims], kinds: Mapping[str, str]) -> list
         by_module.setdefault(name.rpartition(".")[0].rpartition(".")[0], []).append(name)
     found = []
     for names in by_module.values():
-        dims = {name: {"column": 0, "row": 1}.get(kinds[name]) for name in names}
-        sizes = {shapes[name][dim] for name, dim in dims.items() if dim is not None}
-        known = {name: dim for name, dim in dims.items() if dim is not None}
-        if len(known) < len(names) or len(sizes) != 1 or set(known.values()) != {0, 1}:
+        dims = {name: dim for name in names if (dim := {"column": 0, "row": 1}.get(kinds[name])) is not None}
+        lengths = {shapes[name][dim] for name, dim in dims.items()}
+        sizes = lengths if heads is None else {heads}
+        divided = all(length % size == 0 for length in lengths for size in sizes)
+        if len(dims) < len(names) or len(sizes) != 1 or set(dims.values()) != {0, 1} or not divided:
+            example = "*.attention.*" if heads else "*.feed_forward.*"
             raise ConfigError(
-                f'sparsity.pattern = "features": {names[0]} is not of layers that make and read the same features, '
-                'declared as "column" and "row"; name those in sparsity.layers, such as "*.feed_forward.*"'
+                f'sparsity.pattern = "{pattern}": {names[0]} is not of layers that make and read the same {pattern}, '
+                f'declared as "column" and "row"; name those in sparsity.layers, such as "{example}"'
             )
-        found.append(FeatureGroup(known, sizes.pop()))
+        found.append(UnitGroup(dims, sizes.pop()))
     return found
 
 
-def feature_scores(group: FeatureGroup, scores: Mapping[str, Tensor]) -> Tensor:
-    """The score of each feature `[size]`: the mean over all weights that make or read it."""
-    parts = [scores[name].transpose(0, dim).flatten(1) for name, dim in group.dims.items()]
+def expert_groups(shapes: Mapping[str, Dims]) -> list[UnitGroup]:
+    """The stacked experts of each mixture, with its router, by the names of all tensors of a model."""
+    found: dict[str, dict[str, int]] = {}
+    for name in shapes:
+        mixture, stacked, _ = name.partition(".experts.")
+        if stacked:
+            found.setdefault(mixture, {})[name] = 0
+    groups = []
+    for mixture, dims in found.items():
+        size = shapes[next(iter(dims))][0]
+        routers = [n for n in shapes if n.startswith((f"{mixture}.router.", f"{mixture}.gate.")) and shapes[n]]
+        dims |= {name: 0 for name in routers if shapes[name][0] == size}
+        groups.append(UnitGroup(dims, size))
+    return groups
+
+
+def unit_scores(group: UnitGroup, scores: Mapping[str, Tensor]) -> Tensor:
+    """The score of each unit `[size]`: the mean over all weights that make or read it."""
+    parts = [scores[name].transpose(0, dim).reshape(group.size, -1) for name, dim in group.dims.items()]
     return torch.cat(parts, dim=1).mean(1)
 
 
-def feature_mask(kept: Tensor, dim: int, shape: Dims) -> Tensor:
-    """The mask of a layer whose features lie along `dim`."""
-    return kept.view(*(-1 if each == dim else 1 for each in range(len(shape)))).expand(shape)
+def unit_mask(kept: Tensor, dim: int, shape: Dims) -> Tensor:
+    """The mask of a layer whose units lie along `dim`."""
+    each = kept.repeat_interleave(shape[dim] // kept.numel())
+    return each.view(*(-1 if place == dim else 1 for place in range(len(shape)))).expand(shape)
+
+
+def kept_units(group: UnitGroup, masks: Mapping[str, Tensor]) -> Tensor:
+    """The units `[size]` of which a mask keeps something."""
+    parts = [masks[name].transpose(0, dim).reshape(group.size, -1).any(1) for name, dim in group.dims.items()]
+    return torch.stack(parts).any(0)
 
 
 def shrunk(
-    weights: Mapping[str, Tensor], masks: Mapping[str, Tensor], groups: list[FeatureGroup]
+    weights: Mapping[str, Tensor], groups: Sequence[UnitGroup], kept: Sequence[Tensor]
 ) -> tuple[dict[str, Tensor], int]:
-    """The weights of the model without its masked features, and how many features each group has left.
+    """The weights of the model with the `kept` units `[size]` of each group alone, biases as well, and how many that
+    is.
 
     Raises `UsageError` where groups would differ: a model has one number of them.
     """
-    found, left = dict(weights), set[int]()
-    for group in groups:
-        kept = torch.stack([_kept(masks[name], dim) for name, dim in group.dims.items()]).any(0)
-        left.add(int(kept.sum()))
-        for name, dim in group.dims.items():
-            found[name] = weights[name].index_select(dim, kept.nonzero().flatten()).contiguous()
+    left = {int(each.sum()) for each in kept}
     if len(left) != 1:
         raise UsageError(
-            f"blocks would have from {min(left)} to {max(left)} features, and this model has one number of them: prune "
-            'with sparsity.distribution = "uniform"'
+            f"blocks would have from {min(left)} to {max(left)} of them, and this model has one number: prune with "
+            'sparsity.distribution = "uniform"'
         )
+    found = dict(weights)
+    for group, units in zip(groups, kept, strict=True):
+        for name, dim in group.dims.items():
+            places = units.repeat_interleave(weights[name].shape[dim] // group.size).nonzero().flatten()
+            found[name] = weights[name].index_select(dim, places).contiguous()
+            bias = f"{name.removesuffix('.weight')}.bias"
+            if dim == 0 and bias in weights and bias not in group.dims:
+                found[bias] = weights[bias].index_select(0, places).contiguous()
     return found, left.pop()
-
-
-def _kept(mask: Tensor, dim: int) -> Tensor:
-    return mask.transpose(0, dim).flatten(1).any(1)
 
 
 # Masks are decided once, by an owner for each layer, from the scores of all ranks, and broadcast as bits.
@@ -172,7 +203,7 @@ class Owners:
     group: Collective
     device: torch.device
     dtype: torch.dtype
-    groups: Sequence[FeatureGroup] = ()
+    groups: Sequence[UnitGroup] = ()
 
     def owns(self, name: str) -> bool:
         """Whether this rank decides the mask of the layer `name`."""

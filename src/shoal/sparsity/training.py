@@ -11,14 +11,14 @@ Weights that a change brings back begin at zero, and so does what the optimizer 
 `kind = "top_kast"` masked weights wait: their values are kept aside, come back for the update, and are set aside again.
 
 A checkpoint holds bits of whole parameters, `sparsity/mask/<name>` and, of Top-KAST, `sparsity/trained/<name>`; and
-numbers that lie as the weights do, `sparsity/movement/<name>` (sums of -gradient x weight) and
-`sparsity/waiting/<name>` (values kept aside).
+numbers that lie as the weights do, `sparsity/movement/<name>` (sums of -gradient x weight),
+`sparsity/waiting/<name>` (values kept aside) and `sparsity/gate/<name>` (`shoal.sparsity.gates`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,13 +27,15 @@ from torch import Tensor
 
 from shoal.comm.collective import Collective
 from shoal.sparsity.changes import MaskChanges, MaskPlan, NewMasks, Ticket, check_divides
-from shoal.sparsity.config import Movement, Sparse, TopKAST
+from shoal.sparsity.config import L0, Grasp, Movement, Sparse, TopKAST
+from shoal.sparsity.gates import Gates
 from shoal.sparsity.masks import Masks, Owners, packed_bytes, taken
 from shoal.state import Held, Owned, is_counted, views
 
 PREFIX = "sparsity/"
 MASK, TRAINED = f"{PREFIX}mask/", f"{PREFIX}trained/"
 MOVEMENT, WAITING = f"{PREFIX}movement/", f"{PREFIX}waiting/"
+GATES = (f"{PREFIX}gate/", f"{PREFIX}gate_mean/", f"{PREFIX}gate_square/")
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,16 @@ class SparseTraining:
         self._plan, self._wider = plan, Masks()
         self._kept: dict[int, Tensor] = {}
         self._trained: dict[int, Tensor] = {}
-        self._slots: dict[str, dict[int, Tensor]] = {MOVEMENT: {}, WAITING: {}}
+        self._slots: dict[str, dict[int, Tensor]] = {prefix: {} for prefix in (MOVEMENT, WAITING, *GATES)}
+        self._products: dict[int, Tensor] = {}
+        self._gates = None
+        if isinstance(self._config, L0):
+            slots = [self._slots[prefix] for prefix in (*GATES, WAITING)]
+            self._gates = Gates(
+                self._config, owners.owned, slots, seed=seed, replica=whole_norm.replica, device=owners.device
+            )
         self._stale, self._density = True, (-1, 1.0)
-        self._changes = MaskChanges(
-            plan, owners, masks, seed, lambda own: self._slots[MOVEMENT][id(own)], ticket=ticket
-        )
+        self._changes = MaskChanges(plan, owners, masks, seed, self._measured, ticket=ticket)
         for name, shape in owners.shapes.items():
             check_divides(name, shape, self._config)
         self._changes.counts(self._config.final_density)
@@ -100,6 +107,8 @@ class SparseTraining:
 
     def figures(self) -> dict[str, float]:
         """`sparsity/density`: the share of weights that is kept now, of the layers whose masks this rank has."""
+        if self._gates is not None and not self.masks.bits:
+            return {"sparsity/density": self._gates.expected}
         if self._density[0] != self.masks.version:
             whole = [(self.masks.whole(name, shape), shape) for name, shape in self._shapes.items()]
             kept = sum(torch.Size(shape).numel() if mask is None else int(mask.sum()) for mask, shape in whole)
@@ -113,9 +122,15 @@ class SparseTraining:
         gathered.
         """
         self.masks.all_sent = self._config.sends_all or (self._config.reads_gradient and self._plan.due(step))
-        if not self._stale:
-            return False
+        changed = self._settle(step) if self._stale else False
         self._stale = False
+        if self._gates is not None and not self.masks.bits and step >= self._plan.begin:
+            self._gates.close(step)
+            return True
+        return changed
+
+    def _settle(self, step: int) -> bool:
+        """In the first step of a process. Whether masks may have changed weights."""
         if self._config.starts_sparse and not self.masks.bits:
             self._change(self._changes.first(), self._changes.trained() if self._waits else None)
             self.updated(step)
@@ -125,15 +140,64 @@ class SparseTraining:
         return bool(self.masks.bits)
 
     @torch.no_grad()
+    def explore(self, step: int, again: Callable[[], object]) -> None:
+        """What `kind = "grasp"` wants in a step that changes masks: the product of the Hessian with the gradient of the
+        masked layers, as a central difference of two gradients (Nocedal and Wright, Numerical Optimization, 8.20).
+        """
+        if not isinstance(self._config, Grasp) or not self._plan.due(step):
+            return
+        found = [(own, own.parameter.grad.clone()) for own in self._whole_norm.owned if own.parameter.grad is not None]
+        directions = [(own, own.gradient * self._kept.get(id(own), 1)) for own in self.owners.owned]
+        weights = [own.parameter.clone() for own, _ in directions]
+        reach = self._reach(directions)
+        products = [torch.zeros_like(direction) for _, direction in directions]
+        for side in (reach, -reach):
+            for (own, direction), weight in zip(directions, weights, strict=True):
+                own.parameter.copy_(weight).add_(direction, alpha=side)
+            with torch.enable_grad():
+                again()
+            for (own, _), product in zip(directions, products, strict=True):
+                product.add_(own.gradient, alpha=1 / (2 * side))
+        for (own, _), weight, product in zip(directions, weights, products, strict=True):
+            own.parameter.copy_(weight)
+            self._products[id(own)] = product
+        for own, gradient in found:
+            assert own.parameter.grad is not None, "it had one"
+            own.parameter.grad.copy_(gradient)
+
+    def _reach(self, directions: Sequence[tuple[Owned, Tensor]]) -> float:
+        """How many gradients the weights move, the same on all ranks: for their norm, the third root of their rounding
+        (Nocedal and Wright, after 8.8).
+        """
+        sums = torch.zeros(2, dtype=torch.float64, device=self.owners.device)
+        for own, direction in directions:
+            if is_counted(own):
+                sums += torch.stack([own.parameter.double().square().sum(), direction.double().square().sum()])
+        self._whole_norm.replica.all_reduce(sums).wait()
+        weights, gradients = sums.sqrt().tolist()
+        return torch.finfo(self.owners.dtype).eps ** (1 / 3) * weights / gradients if weights and gradients else 1.0
+
+    def _measured(self, own: Owned) -> Tensor:
+        """What a mask of this kind is decided by, beside weights and gradients."""
+        of_kind = {L0: self._slots[GATES[0]], Grasp: self._products}
+        return of_kind.get(type(self._config), self._slots[MOVEMENT])[id(own)]
+
+    @torch.no_grad()
     def agreed(self, step: int) -> float:
         """After the backward of `step`, on all ranks together: every `.grad` is the agreed one, and finite. It becomes
         that of the weights which are trained, whose 2-norm over the whole model is returned.
         """
-        for own, waiting in self._with(WAITING):
-            own.parameter.add_(waiting)
+        if self._gates is not None and self._gates.locations:
+            self._gates.learn(step, density=self._plan.density(step), since=step - self._plan.begin + 1)
+        elif self._waits:
+            for own, waiting in self._with(WAITING):
+                own.parameter.add_(waiting)
         self._measure()
         if self._plan.due(step):
             self._change(self._changes.next(step), self._changes.trained() if self._waits else None)
+            self._products.clear()
+            if self._gates is not None:
+                self._gates.join()
         for own in self.owners.owned:
             trained = self._trained.get(id(own), self._kept.get(id(own)))
             if own.parameter.grad is not None and trained is not None:
@@ -143,7 +207,9 @@ class SparseTraining:
     @torch.no_grad()
     def updated(self, step: int) -> None:
         """After the update of `step`."""
-        if self._waits:
+        if self._gates is not None and self._gates.locations:
+            self._gates.settle()
+        elif self._waits:
             for own in self.owners.owned:
                 self._slots[WAITING][id(own)] = own.parameter * ~self._kept[id(own)]
         self._mask()
@@ -181,11 +247,13 @@ class SparseTraining:
         return {name for name in saved if name.startswith(PREFIX) and name.split("/", 2)[2] in self.owners.shapes}
 
     def facts(self) -> dict[str, Any]:
-        """There are none."""
-        return {}
+        """How hard gates are pressed to shut."""
+        return {} if self._gates is None else {"multiplier": self._gates.multiplier, "expected": self._gates.expected}
 
     def load(self, facts: Mapping[str, Any]) -> None:
-        """There is nothing to load."""
+        """Goes on from there."""
+        if self._gates is not None:
+            self._gates.multiplier, self._gates.expected = float(facts["multiplier"]), float(facts["expected"])
 
     @property
     def _shapes(self) -> dict[str, tuple[int, ...]]:

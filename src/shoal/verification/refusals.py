@@ -5,7 +5,7 @@ from __future__ import annotations
 from shoal.codec.config import CodecConfig, DGCConfig
 from shoal.errors import ConfigError
 from shoal.runfile.run_file import RunFile
-from shoal.sparsity.config import TopKAST
+from shoal.sparsity.config import L0, TopKAST
 from shoal.sync.config import GossipConfig, HogwildConfig, ServerConfig, SyncConfig
 
 
@@ -16,10 +16,10 @@ def require_provable(run_file: RunFile) -> None:
     _refuse_timed(run_file.sync)
     if not replicas_differ(run_file.sync):  # else the codec is left out
         _refuse_lost_numbers(run_file.codec)
-    if isinstance(run_file.sparsity, TopKAST):
+    if isinstance(run_file.sparsity, TopKAST | L0):
         raise ConfigError(
-            'sparsity.kind = "top_kast": ranks keep weights aside that verify does not give to both sides; verify the '
-            'layout with sparsity.kind = "rigl", or without [sparsity]'
+            f'sparsity.kind = "{run_file.sparsity.variant}": ranks keep weights aside that verify does not give to '
+            'both sides; verify the layout with sparsity.kind = "rigl", or without [sparsity]'
         )
     if run_file.freeze is not None and run_file.freeze.changes:
         raise ConfigError(

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,10 +25,13 @@ from typing import Any
 from torch import nn
 
 from shoal.errors import ConfigError, MissingExtra
+from shoal.models.attention_config import mask_of
 from shoal.models.huggingface.chain import has_chain
 from shoal.models.huggingface.config import TransformersConfig, config_keys
 from shoal.models.huggingface.model import Stages, declared_class, use_causal_cores
 from shoal.models.huggingface.tensor_plan import declares_roles, settle_plan, use_exchanges
+from shoal.models.layers import CausalAttention
+from shoal.models.sparse_attention import SparseAttention
 
 # Which keys of a config something reads, so that one that nothing reads is refused.
 #
@@ -173,8 +176,8 @@ def build(table: TransformersConfig) -> nn.Module:
     _check_chain(model, architecture, config)
     model.config.use_cache = False
     takes_sdpa = _choose_attention(model, table)
-    if table.attention == "auto" and takes_sdpa:
-        use_causal_cores(model)
+    if table.attention not in ("sdpa", "eager"):
+        _use_cores(model, table, takes_sdpa=takes_sdpa)
     use_exchanges(model)
     if table.lora_rank is not None:
         add_adapters(model, table)
@@ -194,16 +197,28 @@ def _choose_attention(model: Any, table: TransformersConfig) -> bool:
 
     Raises `ConfigError` where the table names one that it has not.
     """
+    named = table.attention if table.attention in ("sdpa", "eager") else None
     try:
-        model.set_attn_implementation("sdpa" if table.attention == "auto" else table.attention)
+        model.set_attn_implementation(named or "sdpa")
     except ValueError:
-        if table.attention != "auto":
+        if named is not None:
             raise ConfigError(
                 f"model.attention = {table.attention!r}: {type(model).__name__} has no such attention in transformers; "
                 'set model.attention to "auto"'
             ) from None
         return False
     return True
+
+
+def _use_cores(model: Any, table: TransformersConfig, *, takes_sdpa: bool) -> None:
+    """Attention by modules of Shoal's, which `[model.attention]` needs. Raises `ConfigError` where it cannot be."""
+    mask = mask_of(table.attention)
+    core = CausalAttention if mask is None else partial(SparseAttention, mask)
+    if not (takes_sdpa and use_causal_cores(model, core)) and mask is not None:
+        raise ConfigError(
+            f'model.attention.kind = "{mask.variant}": {type(model).__name__} is no decoder of blocks with one plain '
+            "causal self-attention each, of which masks leave tokens out; leave [model.attention] out"
+        )
 
 
 def plain(table: TransformersConfig) -> Any:

@@ -11,6 +11,7 @@ import msgspec
 from shoal.config.check import Positive, PositiveFloat, Table, says
 from shoal.errors import ConfigError
 from shoal.files import read_file
+from shoal.models.attention_config import AttentionConfig
 
 # Keys of a `[model]` table about a module that Shoal did not write. Imports no torch.
 #
@@ -100,8 +101,11 @@ class TransformersConfig(ForeignKeys, frozen=True, kw_only=True, tag_field="kind
         says('Patterns of parameters that `folder` may lack, such as "classifier.*"; they are drawn from run.seed.'),
     ] = msgspec.field(default_factory=list)
     attention: Annotated[
-        Literal["auto", "sdpa", "eager"],
-        says("transformers' attention function; auto: Shoal's own in causal decoders, which context needs, else sdpa."),
+        Literal["auto", "sdpa", "eager"] | AttentionConfig,
+        says(
+            "transformers' attention function; auto: Shoal's own in causal decoders, which context needs, else sdpa. "
+            "As a table: which tokens before it a token of a causal decoder sees; `kind` says which."
+        ),
     ] = "auto"
     lora_rank: Annotated[
         Positive | None, says("Rank of low-rank adapters (arXiv:2106.09685); they alone are trained. Needs `peft`.")

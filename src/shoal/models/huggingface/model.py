@@ -12,18 +12,20 @@ Outputs are transformers' own (`ModelOutput`): a loss takes their `logits`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.errors import UserCodeError
+from shoal.errors import ConfigError, UserCodeError
+from shoal.models.adapters import SoftPrompt
 from shoal.models.huggingface.chain import Probe, declares_chain, parts_of, probed
 from shoal.models.huggingface.tensor_plan import check_tensor_plan, declares_roles, planned_experts, roles_by_plan
 from shoal.models.layers import CausalAttention
 from shoal.models.roles import DeclaresParts, DeclaresRoles, Part, Role, roles_of
+from shoal.models.sparse_attention import SparseAttention
 from shoal.topology.layout import Layout
 from shoal.topology.refusal import nearest_divisors
 
@@ -34,7 +36,8 @@ from shoal.topology.refusal import nearest_divisors
 # every sequence puts another in its place (`shoal.parallel.context`).
 #
 # What a plain causal core cannot compute, such as padding masks or dropout, goes to transformers' own sdpa, where the
-# rank sees whole sequences, and is refused where it does not.
+# rank sees whole sequences, and is refused where it does not. A core under a mask of `[model.attention]` computes all
+# itself: padding, and documents that are packed into a sequence, are numbers of documents to it, `[batch, seq]`.
 
 
 NAME = "shoal"
@@ -46,8 +49,8 @@ _CHANGES = ("sliding_window", "softcap", "s_aux", "position_bias", "head_mask", 
 """Keywords by which an architecture asks for something else than softmax(q k') v under the causal mask."""
 
 
-def use_causal_cores(model: Any) -> bool:
-    """Gives every attention of a causal decoder a core, and has `model` use it; False, and nothing done, elsewhere.
+def use_causal_cores(model: Any, core: Callable[[], CausalAttention] = CausalAttention) -> bool:
+    """Gives every attention of a causal decoder a `core`, and has `model` use it; False, and nothing done, elsewhere.
 
     A decoder is causal where each of its blocks (`_no_split_modules`) has one attention, which says `is_causal`.
     """
@@ -56,7 +59,7 @@ def use_causal_cores(model: Any) -> bool:
         return False
     _register()
     for attention in attentions:
-        attention.add_module(CORE, CausalAttention())
+        attention.add_module(CORE, core())
     model.set_attn_implementation(NAME)
     return True
 
@@ -83,6 +86,18 @@ def whole_order(positions: Tensor) -> Tensor:
     return positions.new_empty((0, 0, 0, 0), dtype=positions.dtype)
 
 
+def as_mask(documents: Tensor) -> Tensor:
+    """Numbers of documents `[batch, seq]` in the form of a mask of four dims, which transformers passes on as it is."""
+    return documents[:, None, None].long()
+
+
+def _documents_of(mask: Tensor | None) -> Tensor | None:
+    """What `as_mask` has hidden in a mask; None in one that transformers made."""
+    if mask is None or mask.ndim != 4 or mask.dtype != torch.int64 or not mask.numel():
+        return None
+    return mask[:, 0, 0]
+
+
 def attend(
     module: Any,
     query: Tensor,
@@ -97,7 +112,8 @@ def attend(
 
     Raises `UserCodeError` for what a core over parts of sequences cannot compute.
     """
-    masked = attention_mask is not None and attention_mask.numel() > 0
+    documents = _documents_of(attention_mask)
+    masked = documents is None and attention_mask is not None and attention_mask.numel() > 0
     core = module.get_submodule(CORE)
     length = query.shape[2] * getattr(getattr(core, "group", None), "size", 1)
     if (others.get("sliding_window") or 0) >= length:  # a window of all tokens is none
@@ -111,12 +127,14 @@ def attend(
         scale = query.shape[-1] ** -0.5
         if wanted != scale:
             query = query * (wanted / scale)
-        return core(query, key, value)[..., :width].transpose(1, 2).contiguous(), None
+        return core(query, key, value, documents)[..., :width].transpose(1, 2).contiguous(), None
     if type(core) is not CausalAttention:
         what = changed[0] if changed else "an attention mask" if masked else f"attention dropout ({dropout})"
+        sparse = isinstance(core, SparseAttention)
         raise UserCodeError(
-            f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')} uses {what}, which attention over "
-            "parts of a sequence has not: turn it off in model.config, or set layout.context = 1"
+            f"{type(module).__name__} of layer {getattr(module, 'layer_idx', '?')} uses {what}, which attention "
+            f"{'under a mask of [model.attention]' if sparse else 'over parts of a sequence'} has not: turn it off in "
+            f"model.config, or {'leave [model.attention] out' if sparse else 'set layout.context = 1'}"
         )
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -174,6 +192,7 @@ class Called(nn.Module):
 
     main_input_name: str
     config: Any
+    get_input_embeddings: Callable[[], nn.Embedding]
 
     def forward(self, main: Tensor | None = None, positions: Tensor | None = None, **named: Any) -> Any:
         """Inputs of any shape that the architecture takes, to its `ModelOutput`.
@@ -182,7 +201,22 @@ class Called(nn.Module):
         rank holds; attention then sees the others by `layout.context`. Raises `UserCodeError` for labels, which are
         targets, and for masks beside `positions`.
         """
-        return self.architecture_forward(**self.named_inputs(main, positions, named))
+        found = self.architecture_forward(**self.named_inputs(main, positions, named))
+        if self._prompt is not None:
+            found["logits"] = found["logits"][:, self._prompt.count :]
+        return found
+
+    def take_prompt(self, count: int) -> None:
+        """Has every sequence begin with `count` trained vectors, for which there are no logits.
+
+        Raises `ConfigError` for what is no causal decoder.
+        """
+        if not has_causal_cores(self):
+            raise ConfigError(
+                f'adapter.kind = "prompt": {type(self).__name__} is no decoder of blocks with one plain causal '
+                'self-attention each, or model.attention is not "auto"; use adapter.kind = "lora"'
+            )
+        self.prompt = SoftPrompt(count, self.get_input_embeddings().weight)
 
     def architecture_forward(self, **named: Any) -> Any:
         """The forward of the class in transformers."""
@@ -190,6 +224,10 @@ class Called(nn.Module):
 
     def named_inputs(self, main: Tensor | None, positions: Tensor | None, named: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of the architecture's own forward."""
+        if "documents" in named:
+            if self._prompt is not None:
+                raise UserCodeError('adapter.kind = "prompt" with data.packing = "documents": use packing = "pad"')
+            return self._packed(positions, **named)
         inputs = dict(named) if main is None else {self.main_input_name: main, **named}
         if "labels" in inputs:
             raise UserCodeError(
@@ -203,14 +241,63 @@ class Called(nn.Module):
                     "every token sees those before it; leave it out, or set layout.context = 1"
                 )
             return inputs | {"position_ids": positions, "attention_mask": whole_order(positions)}
+        if self._prompt is not None:
+            main, inputs = None, self._prompted(self._prompt, inputs)
+        if self._has_masks:
+            inputs["attention_mask"] = _as_documents(inputs)
         if main is not None and main.ndim == 2 and self._takes_position_ids and "position_ids" not in inputs:
             # The length of a slice of the sequence (layout.sequence_parallel) is not that of the sequence.
             inputs["position_ids"] = torch.arange(main.shape[1], device=main.device)[None]
         return inputs
 
+    def _prompted(self, prompt: SoftPrompt, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The embedded tokens behind the prompt, which padding masks see."""
+        padding, tokens = inputs.get("attention_mask"), inputs["input_ids"]
+        if inputs.get("position_ids") is not None or (padding is not None and padding.ndim != 2):
+            raise UserCodeError(
+                'adapter.kind = "prompt": a prompt stands before a whole sequence, and the inputs hold position_ids or '
+                "a mask of pairs of tokens; leave them out"
+            )
+        others = {name: value for name, value in inputs.items() if name not in ("input_ids", "attention_mask")}
+        if padding is not None:
+            others["attention_mask"] = F.pad(padding, (prompt.count, 0), value=1)
+        return others | {"inputs_embeds": prompt(self.get_input_embeddings()(tokens))}
+
+    def _packed(self, positions: Tensor | None, *, tokens: Tensor, documents: Tensor) -> dict[str, Any]:
+        """Windows of packed documents, as Shoal's data has them (`data.packing = "documents"`)."""
+        if not has_causal_cores(self):
+            raise UserCodeError(
+                f'data.packing = "documents": {type(self).__name__} is no decoder of blocks with one plain causal '
+                'self-attention each, or model.attention is not "auto"; use packing = "pad"'
+            )
+        return {self.main_input_name: tokens, "position_ids": positions, "attention_mask": as_mask(documents)}
+
+    @property
+    def _prompt(self) -> SoftPrompt | None:
+        return self._modules.get("prompt")  # type: ignore[return-value]
+
+    @property
+    def _has_masks(self) -> bool:
+        first = next((module for module in self.modules() if isinstance(module, CausalAttention)), None)
+        return isinstance(first, SparseAttention)
+
     @property
     def _takes_position_ids(self) -> bool:
         return has_causal_cores(self) and "position_ids" in inspect.signature(super().forward).parameters
+
+
+def _as_documents(inputs: Mapping[str, Any]) -> Tensor | None:
+    """A padding mask `[batch, seq]`, or positions that leap where packed documents begin, as a core under a mask takes
+    them; None where a sequence is one document.
+    """
+    padding, places = inputs.get("attention_mask"), inputs.get("position_ids")
+    if padding is not None:
+        return as_mask(padding) if padding.ndim == 2 else padding
+    if places is None:
+        return None
+    leaps = places.diff(dim=1, prepend=places[:, :1]) != 1
+    leaps[:, 0] = False
+    return as_mask(leaps.cumsum(1)) if leaps.any() else None
 
 
 class Roles(nn.Module):
