@@ -22,6 +22,7 @@ from shoal.memory.spill_file import DiskTraffic, SpillFile, Traffic
 from shoal.memory.streamed_state import LEAST_BYTES as LEAST_STATE_BYTES
 from shoal.memory.streamed_state import HostPieces, HostUpdates, StreamedState
 from shoal.memory.tiers import DiskTier, HostTier
+from shoal.optim.config import kinds_whose
 from shoal.optim.fused import FusedOptimizer
 from shoal.runfile.run_file import RunFile, run_directory
 
@@ -82,7 +83,7 @@ class Tiers:
                 raise ConfigError(
                     f'memory.offload.optimizer = "{self._config.optimizer}" with {type(optimizer).__name__}, which '
                     "needs the state of all parameters at once or updates them itself: choose optimizer.kind = "
-                    '"adamw", "adamw_8bit", "sgd" or "lion", or leave the key out'
+                    f"{kinds_whose(lambda table: table.updates_apart)}, or leave the key out"
                 )
             optimizer.home = self._state = self._home_of_state()
 

@@ -6,7 +6,8 @@ asks, and the planner counts its bytes.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import msgspec
 
@@ -215,6 +216,12 @@ OptimizerConfig = (
     | ZeroOneAdam
     | OneBitLAMB
 )
+
+
+def kinds_whose(tables: Callable[[type[Common]], bool]) -> str:
+    """The kinds of optimizers whose tables are so, in words: `"a", "b" or "c"`."""
+    *others, last = [f'"{table.__struct_config__.tag}"' for table in get_args(OptimizerConfig) if tables(table)]
+    return f"{', '.join(others)} or {last}"
 
 
 # The table `[schedule]`: the learning rate over the run. Imports no torch.

@@ -8,7 +8,7 @@ from shoal.engine.config import BFloat16Params, CrossEntropy, Float8
 from shoal.models.config import PromptTuning
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.optim.closure_config import Searching
-from shoal.optim.config import AdamW8bit
+from shoal.optim.config import AdamW8bit, kinds_whose
 from shoal.optim.preconditioned_config import KFAC
 from shoal.runfile.run_file import RunFile, synchronises_norms
 from shoal.sparsity.config import Grasp
@@ -205,9 +205,8 @@ def _width_rule(run_file: RunFile) -> str | None:
     if getattr(run_file.model, "scaling", "standard") == "standard" or own.width_rule is not None:
         return None
     return (
-        f'model.scaling = "mup" with optimizer.kind = "{own.variant}": its rules are known of adamw, adamw_8bit, '
-        "nadam, radam, lion, lamb, muon, dion, schedule_free_adamw, sgd, lars and schedule_free_sgd; use one of these, "
-        "or leave model.scaling out"
+        f'model.scaling = "mup" with optimizer.kind = "{own.variant}": its rates at other widths are not known; use '
+        f"{kinds_whose(lambda table: table.width_rule is not None)}, or leave model.scaling out"
     )
 
 
@@ -309,10 +308,10 @@ def _against_streams(run_file: RunFile) -> Iterator[tuple[str, str]]:
     """(key and value, why not and what to do)"""
     optimizer, sync = run_file.optimizer, run_file.sync
     if not optimizer.updates_apart:
+        apart = kinds_whose(lambda table: table.updates_apart)
         yield (
             f'optimizer.kind = "{optimizer.variant}"',
-            'it needs state beyond that of the parameters it updates, or keeps it itself; choose "adamw", '
-            '"adamw_8bit", "sgd" or "lion"',
+            f"it needs state beyond that of the parameters it updates, or keeps it itself; choose {apart}",
         )
     if optimizer.average is not None or optimizer.lookahead is not None:
         yield "optimizer.average or optimizer.lookahead", "they read all of it beside the update; leave them out"
