@@ -17,10 +17,11 @@ from shoal.data.batches import read_batch
 from shoal.data.corpora import Arrays, digits
 from shoal.errors import ConfigError, EnvironmentFault, UserCodeError
 from shoal.federated.report import RoundFigures, row_of
-from shoal.federated.simulation import Simulation
+from shoal.federated.rounds import Ticket
+from shoal.federated.simulation import Simulation, data_for, shards_of
 from shoal.federated.strategy import Update
 from shoal.federated.transport.store import Store
-from shoal.federated.work import ServerModel
+from shoal.federated.work import ClientState, LocalRound, ServerModel, Work
 from tests.federated.tasks import run_file, task
 
 TOLERANCE = 1e-6
@@ -284,6 +285,19 @@ def test_narrow_clients_train_corners() -> None:
     for name in names:
         wanted = torch.where(count[name] > 0, total[name] / count[name].clamp(min=1), start[name])
         torch.testing.assert_close(end[name], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_client_of_another_width_has_nothing_left_to_send() -> None:
+    """What a codec has not sent of its narrow model belongs to that one."""
+    keys = {"kind": "heterofl", "clients": 2, "widths": [1.0, 0.5], "local_steps": 1}
+    one = task(model={"hidden": [8]}, federated=keys, codec={"kind": "top_k", "fraction": 0.1})
+    server, data = ServerModel(one), data_for(one, shards_of(one)[0], seed=0)
+    state = ClientState()
+    for version, width in enumerate((1, 0)):
+        work = Work(Ticket("client-000000", version, 0), data, state, width)
+        ((update, state),) = LocalRound(one, server.strategy, server.model, server.plan()).train([work])
+        assert state.residual is not None
+        assert state.residual.shape == update.delta.shape == one.at_width(server.model, width).shape
 
 
 def test_a_model_that_vmap_cannot_take_is_refused_with_the_repair() -> None:

@@ -29,6 +29,8 @@ from shoal.federated.config import (
 )
 from shoal.federated.strategies import Clustered, accumulated
 from shoal.federated.strategy import Outcome, Update, build_strategy
+from shoal.federated.work import ServerModel
+from tests.federated.tasks import task
 
 CURVATURES, OPTIMA, RATE, STEPS = (1.0, 10.0), (0.0, 1.0), 0.05, 20
 EXACT = 1e-9
@@ -179,6 +181,18 @@ def test_clusters_average_their_own_clients() -> None:
     assert [float(one) for one in strategy.models(made)] == [-2.0, 14.0, 20.0]
     found = strategy.evaluate(updates)
     assert [found[f"clients/cluster {j}"] for j in (1, 2, 3)] == [1, 2, 0]
+
+
+def test_a_model_that_is_not_finite_leaves_all_of_them_as_they_were() -> None:
+    """Also where it is not the first."""
+    one = task(federated={"kind": "clustered", "server_lr": 4.0})
+    server = ServerModel(one)
+    before = [model.clone() for model in server.strategy.models(server.model)]
+    with pytest.raises(EnvironmentFault, match="is not finite"):
+        server.advance([Update("a", 0, 1, torch.full_like(one.model, 3e38), cluster=1)])
+    assert server.version == 0
+    for found, wanted in zip(server.strategy.models(server.model), before, strict=True):
+        assert torch.equal(found, wanted)
 
 
 def test_narrow_models_are_averaged_where_they_are() -> None:

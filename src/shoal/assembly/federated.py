@@ -33,6 +33,7 @@ from shoal.models.config import ConvNetConfig, MLPConfig, PythonModel
 from shoal.models.roles import roles_of
 from shoal.optim.config import SGD
 from shoal.optim.schedule import peak_rate, rate
+from shoal.runfile.federated_rules import OF_ONE_WIDTH
 from shoal.runfile.run_file import RunFile, run_directory
 
 
@@ -122,10 +123,7 @@ def at_width(run_file: RunFile, objects: UserObjects, width: float) -> tuple[Run
     elif given is None and isinstance(model, PythonModel):
         model = replace_table(model, arguments={**model.arguments, "width": width})
     else:
-        raise ConfigError(
-            'federated.kind = "heterofl" builds the model at several widths: use model.kind "mlp" or "convnet", or a '
-            "function of yours with an argument `width`, the part of the whole width"
-        )
+        raise ConfigError(f'federated.kind = "heterofl" with the model that was given: {OF_ONE_WIDTH}')
     return replace_table(run_file, model=model), objects
 
 

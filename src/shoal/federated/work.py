@@ -165,7 +165,10 @@ class LocalRound:
             delta = delta.masked_fill(self.local, 0.0)
         lr, momentum = task.rate(ticket.version + 1), task.trainer.sgd.momentum
         kept, control = self.strategy.finish(self.plan, state.kept, Outcome(delta, steps, lr, momentum))
-        sent = task.upload.encode(delta, state.residual, client=ticket.client, version=ticket.version)
+        residual = state.residual
+        if residual is not None and residual.shape != delta.shape:  # of a client that had another width
+            residual = None
+        sent = task.upload.encode(delta, residual, client=ticket.client, version=ticket.version)
         update = Update(
             client=ticket.client,
             version=ticket.version,
@@ -243,8 +246,10 @@ class ServerModel:
         figures = {name: mean for name, mean in self.strategy.evaluate(updates).items() if math.isfinite(mean)}
         if self.private is not None:
             updates = [self._hidden(updates, self.private)]
+        kept = dict(self.strategy.kept)
         model = self.strategy.aggregate(self.model, updates, version=self.version) if updates else self.model
-        if not bool(torch.isfinite(model).all()):
+        if not all(bool(torch.isfinite(one).all()) for one in self.strategy.models(model)):
+            self.strategy.kept = kept
             raise EnvironmentFault(
                 f"the model of version {self.version + 1} is not finite, though every update was: lower "
                 "federated.server_lr"

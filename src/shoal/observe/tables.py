@@ -41,12 +41,14 @@ def section(title: str, body: str, *, lead: str = "") -> str:
     return f"<section><h2>{escape(title)}</h2>{opening}{body}</section>"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]]) -> str:
-    """A table whose first column names the rows; a cell that is no `Html` is escaped."""
+def table(columns: Sequence[str], rows: Iterable[Sequence[Cell]], *, prose: bool = False) -> str:
+    """A table whose first column names the rows; a cell that is no `Html` is escaped. `prose`: cells are sentences,
+    which wrap.
+    """
     labels = [escape(label) for label in columns]
     head = f"<th>{labels[0]}</th>" + "".join(f"<td>{label}</td>" for label in labels[1:])
     body = "".join(_row(row, labels) for row in rows)
-    kind = "few" if len(columns) <= NARROW_COLUMNS else "many"
+    kind = "prose" if prose else "few" if len(columns) <= NARROW_COLUMNS else "many"
     return f'<div class="scroll {kind}"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
@@ -246,4 +248,4 @@ def _flat(facts: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
 
 def meanings_section() -> str:
     """What the figures of the live line mean."""
-    return section("What the figures mean", table(("figure", "meaning"), list(MEANINGS.items())))
+    return section("What the figures mean", table(("figure", "meaning"), list(MEANINGS.items()), prose=True))

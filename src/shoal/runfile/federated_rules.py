@@ -9,11 +9,17 @@ from shoal.data.config import Mixture
 from shoal.data.record_config import Stream
 from shoal.engine.config import Float32, Float64
 from shoal.federated.config import DeviceConfig, FederatedConfig, Iid
+from shoal.models.config import GPTConfig, MoEConfig
+from shoal.models.huggingface.config import TransformersConfig
 from shoal.optim.config import SGD
 from shoal.runfile.run_file import RunFile
 
 ORDERING = ("augment", "stratify", "shuffle_window", "subset", "weights", "group_by_length")
 """Keys of `[data]` that change the samples of a run, or their order."""
+OF_ONE_WIDTH = (
+    'it cannot be built at several widths; use model.kind "mlp" or "convnet", or a function of yours with an argument '
+    "`width`, the part of the whole width"
+)
 
 
 def federated_refusal(run_file: RunFile) -> str | None:
@@ -53,6 +59,8 @@ def _refusals(run_file: RunFile, federated: FederatedConfig) -> Iterator[str]:
     for name in ("sparsity", "freeze", "adapter", "distillation"):
         if getattr(run_file, name) is not None:
             yield f"[{name}] with [federated]: clients train all weights, on their targets; leave one out"
+    if len(federated.all_widths) > 1 and isinstance(run_file.model, GPTConfig | MoEConfig | TransformersConfig):
+        yield f'federated.kind = "{kind}" with model.kind = "{run_file.model.variant}": {OF_ONE_WIDTH}'
     data = run_file.data
     if isinstance(data, Mixture | Stream):
         yield f'data.kind = "{data.variant}" with [federated]: clients divide the samples of one source; name one'
@@ -82,6 +90,8 @@ def _hidden(run_file: RunFile, federated: FederatedConfig) -> Iterator[str]:
             yield "federated.largest_norm with [secure_aggregation]: nobody sees the norm of an update; leave it out"
     if privacy is None:
         return
+    if federated.models > 1:
+        yield f'[privacy] with federated.kind = "{kind}": which model a client chose tells of its samples; use "fedavg"'
     if privacy.noise_by == "clients" and secure is None:
         yield 'privacy.noise_by = "clients" without [secure_aggregation]: each update has too little noise; add it'
     if privacy.unit == "client":

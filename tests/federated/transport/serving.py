@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 import time
 from collections.abc import Iterator
@@ -47,8 +48,9 @@ class Server:
         name = client_name(number)
         data = data_for(self.task, shards_of(self.task)[number], seed=self.task.seed + number)
         store = ClientStore(self.folder / "clients" / name)
+        task = copy.deepcopy(self.task)  # clients are processes: here they are threads, each with a module of its own
         more = {"width": width_of(self.task, name), **more}
-        return Client(self.task, data, name=name, url=self.url, store=store, **more)
+        return Client(task, data, name=name, url=self.url, store=store, **more)
 
     async def run_clients(self, *numbers: int) -> None:
         await asyncio.gather(

@@ -17,6 +17,7 @@ from aiohttp import web
 from blake3 import blake3
 
 from shoal.errors import EnvironmentFault, UsageError
+from shoal.federated.rounds import Ticket
 from shoal.federated.secure.messages import Sealed
 from shoal.federated.simulation import Simulation, client_name, data_for, shards_of
 from shoal.federated.transport import messages, service
@@ -284,6 +285,48 @@ async def without_certificate(server: Server) -> int:
     connector = aiohttp.TCPConnector(ssl=context)
     async with aiohttp.ClientSession(connector=connector) as session, session.post(server.url + "/work") as response:
         return response.status
+
+
+def test_an_upload_that_takes_longer_than_the_patience_goes_on_where_it_broke(tmp_path: Path) -> None:
+    """As long as something comes through; where nothing does, it is a sentence."""
+    one = task_of()
+    pieces, there, most = [bytes(range(250)) * 40], bytearray(), 4000
+
+    async def told(request: web.Request) -> web.StreamResponse:
+        return web.Response(body=packed(messages.Received(len(there))))
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        await asyncio.sleep(0.3)
+        there.extend(body[:most])
+        if len(there) == len(pieces[0]):
+            return web.Response(body=packed(messages.Ended(True)))
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
+
+    async def scene() -> None:
+        nonlocal most
+        application = web.Application()
+        application.router.add_get("/{rest:.*}", told)
+        application.router.add_put("/{rest:.*}", slow)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        data = data_for(one, shards_of(one)[0], seed=0)
+        client = Client(one, data, name="a", url=url, store=ClientStore(tmp_path), patience_s=0.2)
+        train = messages.Train(Ticket("a", 0, 0), 0, None, None)
+        async with aiohttp.ClientSession() as client._session:
+            assert await client._sent(train, pieces) == messages.Ended(True)
+            assert bytes(there) == pieces[0]
+            there.clear()
+            most = 0
+            with pytest.raises(EnvironmentFault, match="has not answered"):
+                await client._sent(train, pieces)
+        await runner.cleanup()
+
+    asyncio.run(scene())
 
 
 def test_a_client_reads_on_where_a_response_broke(tmp_path: Path) -> None:

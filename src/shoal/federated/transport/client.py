@@ -183,7 +183,12 @@ class Client:
             if not isinstance(known, messages.Received):
                 return known
             query = f"?offset={known.size}&total={total}&digest={digest.hexdigest()}"
-            answer = await self._ask("PUT", where + query, body=lambda at=known.size: _from(pieces, at))
+            try:
+                answer = await self._ask("PUT", where + query, body=lambda at=known.size: _from(pieces, at))
+            except EnvironmentFault:
+                if await self._ask("GET", where) == known:  # nothing has come through
+                    raise
+                continue
             if isinstance(answer, messages.Ended | messages.Wait):
                 return answer
             if isinstance(answer, messages.Refusal):
