@@ -57,7 +57,7 @@ TURNS, SECRET_TURNS = 5, 3
 
 TARGETS = {"digits": ("accuracy/eval", 0.85), "text": ("loss/eval", 3.0)}
 """What has to be reached; a loss from above."""
-RATES = {"digits": (0.15, 0.5), "text": (0.5, 1.0)}
+RATES = {"digits": (0.15, 0.5), "text": (0.25, 0.5, 1.0)}
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "FedAvg": {"kind": "fedavg"},
     "FedAvgM": {"kind": "fedavgm", "momentum": 0.7},

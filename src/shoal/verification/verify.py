@@ -178,7 +178,7 @@ def narrowing(run_file: RunFile, layout: Layout) -> str:
     if sizes["pipeline"] > 1:
         keys = ['pipeline.schedule="GPipe"'] * (run_file.pipeline.schedule != "GPipe") + keys
         keys = ["pipeline.microbatches=1"] * (run_file.pipeline.microbatches != 1) + keys
-    elif run_file.batch.micro_samples is not None:
+    elif run_file.batch.micro_samples not in (None, run_file.batch.global_samples):
         keys = [f"batch.micro_samples={run_file.batch.global_samples}", *keys]
     if run_file.memory.recompute != "none":
         keys.append('memory.recompute="none"')
