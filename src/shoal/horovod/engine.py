@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -22,10 +22,8 @@ from torch import Tensor
 
 from shoal.comm.exchanges.adasum import adasum
 from shoal.errors import CollectiveError, ShoalError
+from shoal.horovod.timeline import Timeline
 from shoal.wire import Group
-
-if TYPE_CHECKING:
-    from shoal.horovod.process import Timeline
 
 # Which of the calls that ranks have begun can be carried out now, and in which order: the same answer on all ranks.
 #

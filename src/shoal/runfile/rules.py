@@ -16,6 +16,7 @@ from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.huggingface.config import TransformersConfig, vocabulary_of
 from shoal.runfile.federated_rules import federated_refusal
 from shoal.runfile.layout_rules import layout_refusal, microbatch_sizes, most_samples
+from shoal.runfile.memory_rules import memory_refusal
 from shoal.runfile.run_file import RunFile, statistics_group, synchronises_norms
 from shoal.runfile.sync_rules import (
     codec_refusal,
@@ -27,7 +28,6 @@ from shoal.runfile.sync_rules import (
 )
 from shoal.runfile.training_rules import (
     masters_refusal,
-    memory_refusal,
     norm_refusal,
     optimizer_refusal,
     partly_trained_refusal,

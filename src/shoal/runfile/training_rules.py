@@ -1,4 +1,4 @@
-"""Rules between tables that say what is trained and how: optimizer, norms, memory, sparsity. Imports no torch."""
+"""Rules between tables that say what is trained and how: optimizer, norms, sparsity. Imports no torch."""
 
 from __future__ import annotations
 
@@ -244,109 +244,6 @@ def _against_synchronised(run_file: RunFile) -> Iterator[tuple[str, str]]:
         yield "[elastic]", why
     if run_file.run.compile:
         yield run_file.run.compile_said, "a compiled forward holds no exchange between ranks; leave it out"
-
-
-# What `[memory]` asks of other tables: where state may lie elsewhere, and what a simulated device can count.
-
-
-def memory_refusal(run_file: RunFile) -> str | None:
-    """One sentence if another table needs at once what `[memory]` moves away, or computes where it cannot look."""
-    return (
-        _recompute_rule(run_file)
-        or _parameters_rule(run_file)
-        or _state_rule(run_file)
-        or _activations_rule(run_file)
-        or _device_rule(run_file)
-    )
-
-
-def _recompute_rule(run_file: RunFile) -> str | None:
-    memory, given = run_file.memory, run_file.memory.recompute_budget
-    if memory.recompute != "budget":
-        if given is None:
-            return None
-        return (
-            f'memory.recompute_budget = "{given}" with memory.recompute = "{memory.recompute}": it is what '
-            '"budget" may keep; set memory.recompute to "budget", or leave it out'
-        )
-    if given is None:
-        return (
-            'memory.recompute = "budget" without memory.recompute_budget: say what blocks may keep, such as "2 GiB"; '
-            'or set it to "full", which keeps nothing'
-        )
-    if run_file.run.compile is not False:
-        return (
-            f'memory.recompute = "budget" with {run_file.run.compile_said}: a compiled program decides itself what it '
-            'saves; leave one of the two out, or set memory.recompute to "full"'
-        )
-    return None
-
-
-def _parameters_rule(run_file: RunFile) -> str | None:
-    memory = run_file.memory
-    if memory.offload.parameters == "device":
-        return None
-    said = f'memory.offload.parameters = "{memory.offload.parameters}"'
-    if memory.offload.optimizer == "device":
-        return (
-            f'{said} with the optimizer on the device: its update is the host\'s; set memory.offload.optimizer = "host"'
-        )
-    if memory.zero in (1, 2):
-        return f"{said} with memory.zero = {memory.zero}, which keeps parameters whole: set it to 3, or leave it out"
-    if run_file.run.compile is not False:
-        return f"{said} with {run_file.run.compile_said}: blocks fetch their weights while they compute; leave one out"
-    return None
-
-
-def _state_rule(run_file: RunFile) -> str | None:
-    home = run_file.memory.offload.optimizer
-    found = None if home == "device" else next(_against_streams(run_file), None)
-    return None if found is None else f'memory.offload.optimizer = "{home}" with {found[0]}: {found[1]}'
-
-
-def _against_streams(run_file: RunFile) -> Iterator[tuple[str, str]]:
-    """(key and value, why not and what to do)"""
-    optimizer, sync = run_file.optimizer, run_file.sync
-    if not optimizer.updates_apart:
-        apart = kinds_whose(lambda table: table.updates_apart)
-        yield (
-            f'optimizer.kind = "{optimizer.variant}"',
-            f"it needs state beyond that of the parameters it updates, or keeps it itself; choose {apart}",
-        )
-    if optimizer.average is not None or optimizer.lookahead is not None:
-        yield "optimizer.average or optimizer.lookahead", "they read all of it beside the update; leave them out"
-    if run_file.gradients.schedule == "priority":
-        yield 'gradients.schedule = "priority"', 'updates are made inside the next forward; set it to "order"'
-    if run_file.pipeline.asynchronous:
-        yield 'pipeline.schedule = "PipeDream"', "all of it would move once a microbatch; choose another schedule"
-    if sync.replicas_are == "workers" or run_file.elastic is not None:
-        name = "[elastic]" if run_file.elastic is not None else f'sync.kind = "{sync.variant}"'
-        yield name, "its state is brought to other ranks while the run goes on; leave one of the two out"
-
-
-def _activations_rule(run_file: RunFile) -> str | None:
-    offload = run_file.memory.offload
-    if offload.activations == "device" and offload.activation_bits is None:
-        return None
-    key = 'activations = "host"' if offload.activations == "host" else "activation_bits = 8"
-    if run_file.run.compile is not False:
-        return (
-            f"memory.offload.{key} with {run_file.run.compile_said}: a compiled program decides itself what it saves; "
-            "leave one of the two out"
-        )
-    return None
-
-
-def _device_rule(run_file: RunFile) -> str | None:
-    memory = run_file.memory
-    if memory.simulate_device is None:
-        return None
-    said = f'memory.simulate_device = "{memory.simulate_device}"'
-    if run_file.run.device == "cuda":
-        return f'{said} with run.device = "cuda", which has memory of its own: set run.device = "cpu", or leave it out'
-    if run_file.run.compile is not False:
-        return f"{said} with {run_file.run.compile_said}: what a compiled program allocates is not seen; leave one out"
-    return None
 
 
 # The rules between `[sparsity]`, `[freeze]`, `[adapter]`, ... and the other tables. Imports no torch.
