@@ -321,17 +321,14 @@ SINGLE = Tolerances(loss=1e-5, norm=1e-5, gradient=1e-5, weight=1e-6, cancelled=
 EXACT = Tolerances(loss=1e-12, norm=1e-12, gradient=1e-12, weight=1e-12, cancelled=2e-11)
 HALF = Tolerances(loss=2**-8, norm=2**-5, gradient=2**-3, weight=2**-7, noise_share=0.3)
 """Under autocast each product is rounded to 8 bits (bfloat16), otherwise in each layout: errors of a rounding in the
-loss, and of many in a gradient. What is wrong by a factor, or left out, is larger.
-"""
+loss, and of many in a gradient. What is wrong by a factor, or left out, is larger."""
 MASTERS = replace(HALF, weight=SINGLE.weight)
 """Gradients are as under autocast; masters are float32, and the one process takes the same gradients."""
 
 RATE_TOLERANCE = 1e-12
-
 ROUNDINGS = 64.0
 """Times the rounding that one other order shows: sums inside a kernel keep theirs, and few numbers show less by luck.
 """
-
 CANCELLED_ROUNDINGS = 16.0
 """The same for a gradient that is no noise: a small convolutional net with batch norms showed 6 of them at most."""
 
