@@ -97,7 +97,8 @@ class Service:
             tasks = [*self._strangers, *self._peers]
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)  # who waits for an answer sees the connection end
+            with contextlib.suppress(asyncio.CancelledError):  # it ends by what it ends by
+                await asyncio.gather(*tasks, return_exceptions=True)  # who waits for an answer sees the connection end
 
     async def _tick(self) -> None:
         while True:
