@@ -17,7 +17,7 @@ from shoal.checkpoint.encoded import EncodedObject
 from shoal.checkpoint.inspect import compare, export, verify
 from shoal.checkpoint.load import read_all, read_into
 from shoal.checkpoint.objects import Places
-from shoal.checkpoint.planes import CHUNK
+from shoal.checkpoint.planes import CHUNK, Stream
 from shoal.errors import CorruptCheckpoint, VerificationFailed
 from shoal.state import Target
 from tests.checkpoint.states import leftovers, same, save, saver_for, state_of
@@ -89,6 +89,45 @@ def test_a_checkpoint_without_compression_is_the_file_it_was(tmp_path):
     assert same(read_all(manifest_of(tmp_path, 1), tmp_path), state_of(1))
 
 
+EQUAL = {
+    "zeros over several objects": lambda _: {"model/w": torch.zeros(2000, 41)},
+    "two shapes": lambda by: {"model/a": by * numbers((16, 64)), "model/b": by * numbers((64, 16))},
+    "two types": lambda by: {"model/a": by * numbers((32, 32)), "model/b": (by * numbers((32, 32))).view(torch.int32)},
+    "zeros of all kinds": lambda _: {
+        **{f"model/{i}": torch.zeros(shape) for i, shape in enumerate([(64, 16), (16, 64), (1024,), (3, 1024)])},
+        "model/half": torch.zeros(64, 32, dtype=torch.bfloat16),
+        "optimizer/exp_avg/0": torch.zeros(64, 16),
+    },
+}
+
+
+@pytest.mark.parametrize("compress", WAYS[1:])
+@pytest.mark.parametrize("what", EQUAL)
+def test_boxes_of_equal_bits_are_one_object_and_come_back_each_as_it_was(tmp_path, what, compress):
+    """Other shapes, types and offsets; whole, and the rows and columns of another layout; with nothing changed, too."""
+    saver = saver_for(tmp_path, compress=compress)
+    for step, scale in enumerate([1, 3, 3], start=1):
+        state = EQUAL[what](scale)
+        assert save(saver, step, state).error is None
+        manifest = manifest_of(tmp_path, step)
+        boxes = [box for entry in manifest.tensors for box in entry.boxes]
+        assert len({box.object for box in boxes}) < len(boxes)
+        assert same(read_all(manifest, tmp_path), state)
+        for dim in (0, 1):
+            parts = {n: part_of(tensor, dim) for n, tensor in state.items() if tensor.dim() == 2}
+            read_into(manifest, tmp_path, parts, strict=False)
+            for name, (target,) in parts.items():
+                kept = state[name].narrow(dim, target.offset[dim], target.tensor.shape[dim])
+                assert torch.equal(target.tensor, kept)
+
+
+def part_of(tensor: Tensor, dim: int) -> list[Target]:
+    """The middle half of it along `dim`, to be read."""
+    size = tensor.shape[dim]
+    offset = tuple(size // 4 if each == dim else 0 for each in range(tensor.dim()))
+    return [Target(torch.full_like(tensor, 7).narrow(dim, size // 4, size // 2), tuple(tensor.shape), offset)]
+
+
 def needed(manifest: manifests.Manifest) -> int:
     """Objects that a box needs at most."""
     return 2 if any(manifest.encoded.values()) else 1
@@ -145,22 +184,27 @@ def test_after_a_failed_save_nothing_begins_with_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("moved", [1, 2], ids=["the same numbers", "others"])
-def test_nothing_begins_with_a_damaged_object(tmp_path, moved):
-    """A bit that fell over since it was written costs one checkpoint; the next one begins with none."""
-    saver = saver_for(tmp_path, compress="deltas", object_bytes=1 << 20)
+@pytest.mark.parametrize("gone", [False, True], ids=["flipped", "missing"])
+def test_nothing_begins_with_a_damaged_object(tmp_path, moved, gone):
+    """What has changed since it was written costs no checkpoint: the next one begins with none, and says so."""
+    saver = saver_for(tmp_path, compress="deltas", full_every=9, object_bytes=1 << 20)
     save(saver, 1, {"model/w": trained(1)["model/w"]})
     (path,) = Places(tmp_path).objects.iterdir()
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
+    if gone:
+        path.unlink()
     report = save(saver, 2, {"model/w": trained(moved)["model/w"]})
-    assert not report.committed
-    assert "this checkpoint would begin with it" in str(report.error)
-    assert save(saver, 3, trained(3)).error is None
+    assert report.committed
+    assert f"{path} {'is missing' if gone else 'does not hash'}" in str(report.error)
     manifest, _ = newest_verified(tmp_path)
     assert manifest is not None
-    assert (manifest.step, needed(manifest)) == (3, 1)
-    assert same(read_all(manifest, tmp_path), trained(3))
+    assert (manifest.step, needed(manifest)) == (2, 1)
+    assert same(read_all(manifest, tmp_path), {"model/w": trained(moved)["model/w"]})
+    assert save(saver, 3, {"model/w": trained(3)["model/w"]}).error is None
+    assert needed(manifest_of(tmp_path, 3)) == 2
+    assert same(read_all(manifest_of(tmp_path, 3), tmp_path), {"model/w": trained(3)["model/w"]})
 
 
 def test_a_damaged_base_damages_what_begins_with_it(tmp_path):
@@ -181,9 +225,51 @@ def test_a_damaged_base_damages_what_begins_with_it(tmp_path):
             assert found is None or found.step < 3
             assert any(str(path) in problem for problem in problems)
         path.unlink()
-        assert any("is missing" in finding.sentence for finding in verify(tmp_path, 3))
+        (missing,) = [finding for finding in verify(tmp_path, 3) if "is missing" in finding.sentence]
+        assert missing.tensors
         path.write_bytes(whole)
     assert newest_verified(tmp_path)[1] == []
+
+
+def test_a_checkpoint_counts_although_the_next_cannot_begin_with_it(tmp_path, monkeypatch):
+    """No memory for what later saves begin with: the save is reported, and the next one begins with none."""
+    saver = saver_for(tmp_path, compress="deltas")
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shoal.checkpoint.encoded.np.empty", no_memory)
+        report = save(saver, 1, trained(1))
+    assert report.committed
+    assert "no memory" in str(report.error)
+    for step, count in ((2, 1), (3, 2)):
+        assert save(saver, step, trained(step)).error is None
+        assert needed(manifest_of(tmp_path, step)) == count
+
+
+def test_a_closed_saver_keeps_no_numbers(tmp_path):
+    """They are as many as the state."""
+    saver = saver_for(tmp_path, compress="deltas")
+    save(saver, 1, trained(1))
+    assert saver._encoder._bases is not None
+    saver.close()
+    assert saver._encoder._bases is None
+
+
+def test_a_stream_is_opened_once_however_many_chunks_are_read(tmp_path, monkeypatch):
+    """Its table is as long as it has chunks."""
+    state = {"model/w": torch.randn(5 * CHUNK)}
+    saver = saver_for(tmp_path, compress="deltas", object_bytes=64 << 20)
+    for step in (1, 2):
+        save(saver, step, {"model/w": state["model/w"] * (1 + 1e-4 * step)})
+    opened: list[int] = []
+    begin = Stream.__init__
+    monkeypatch.setattr(
+        Stream, "__init__", lambda self, *given, **named: opened.append(1) or begin(self, *given, **named)
+    )
+    read_all(manifest_of(tmp_path, 2), tmp_path)
+    assert len(opened) == 2
 
 
 def test_no_flip_of_an_encoded_manifest_is_read(tmp_path):

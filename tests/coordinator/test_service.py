@@ -20,6 +20,7 @@ from shoal.coordinator.client import Address, Client, Connection, NoGeneration
 from shoal.coordinator.journal import Journal
 from shoal.coordinator.service import coordinator_in
 from shoal.coordinator.watch import watching
+from shoal.errors import EnvironmentFault
 from shoal.launcher import handshake, sockets
 from shoal.launcher.handshake import Refusal, TokenRefused, hello
 from shoal.resilience.events import Admitted, Committed, Decision, Ended, Formed, Join, Look, View
@@ -259,6 +260,47 @@ def test_no_coordinator_is_a_sentence(tmp_path: Path) -> None:
         address = service.address
     with Client(address, "a") as client, pytest.raises(NoGeneration, match="does not answer: start it"):
         client.generation(0.5)
+
+
+def test_who_is_told_to_leave_takes_no_lock() -> None:
+    """A signal's handler may come while the thread that it interrupts holds any of them."""
+    client = Client(Address("127.0.0.1", 1, b"token"), "a")
+    with client._wake._cond, client._changed:  # pyright: ignore[reportAttributeAccessIssue]
+        thread = threading.Thread(target=client.leave, daemon=True)
+        thread.start()
+        thread.join(1)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("where", ["journal", "listener"])
+def test_a_fault_that_nobody_foresaw_ends_the_service(tmp_path: Path, where: str) -> None:
+    """Who waits for an answer is not left to wait."""
+
+    class Faulty(Journal):
+        def append(self, decisions: Iterable[Decision]) -> None:
+            if where == "journal":
+                raise TypeError("a defect")
+            super().append(decisions)
+
+    def hear(news: object) -> None:
+        if isinstance(news, Exception):
+            told.append(news)
+        else:
+            raise TypeError("a defect")
+
+    async def join(address: Address) -> None:
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        greeting = sockets.decode(await sockets.read(reader, **FRAME), handshake.HELLOS)
+        writer.write(sockets.encode(handshake.prove(address.token, greeting)))
+        await sockets.read(reader, **FRAME)
+        writer.write(sockets.encode(Join("replica", 1)))
+        with pytest.raises((ConnectionError, EOFError, EnvironmentFault)):
+            await asyncio.wait_for(sockets.read(reader, **FRAME), HANG_S)
+
+    told: list[Exception] = []
+    with coordinator_in(tmp_path, Rules(1, 2), told=hear, journal=Faulty) as address:
+        asyncio.run(join(address))
+    assert [str(error) for error in told] == ["a defect"]
 
 
 def test_what_comes_in_together_is_written_together(tmp_path: Path) -> None:

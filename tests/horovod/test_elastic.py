@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,7 @@ from shoal.coordinator.watch import view_of
 from shoal.horovod import elastic as elastic_module
 from shoal.horovod.elastic import ElasticSampler, HostsUpdatedInterrupt, ObjectState, TorchState, run
 from shoal.horovod.engine import HorovodInternalError
-from shoal.horovod.members import holders_first
+from shoal.horovod.members import holders_first, lost_state
 from shoal.launcher.environment import Place
 from shoal.resilience.events import View
 from shoal.resilience.membership import Rules
@@ -222,6 +224,30 @@ def test_a_function_is_called_again(alone: Alone, monkeypatch: pytest.MonkeyPatc
     assert told == ["sync", ("call", 0), ("reset", True), *again]
     with pytest.raises(Exception, match="is no state"):
         train(object(), "x")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(("held", "used"), [(True, {0, 1, 5}), (False, {0})])
+def test_samples_of_commits_that_are_lost_are_unused(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch, held: bool, used: set[int]
+) -> None:
+    """Where nobody holds the newest commit, rank 0's state alone is taken, and what others had used was not."""
+    others = [{"epoch": 0, "processed_indices": [1, 5]}]
+    monkeypatch.setattr(elastic_module, "allgather_object", lambda own, name: [own, *others])
+    monkeypatch.setattr(elastic_module, "broadcast_object", lambda value, name: value)
+    alone.members = SimpleNamespace(state_held=held)  # pyright: ignore[reportAttributeAccessIssue]
+    sampler = ElasticSampler(range(8))
+    sampler.record_indices([0])
+    TorchState(sampler=sampler).sync()
+    assert sampler.processed_indices == used
+
+
+def test_a_state_that_nobody_holds_is_said_to_be_lost() -> None:
+    view = View(3, 3, ("b", "c"), (), 7, 7, 7, ("2:2", "3:3"))
+    assert "nobody holds commit 7" in str(lost_state(view, had=5))
+    assert "what rank 0 has since commit 5" in str(lost_state(view, had=5))
+    assert "begins anew" in str(lost_state(view, had=None))
+    assert lost_state(msgspec.structs.replace(view, holders=("c",)), had=None) is None
+    assert lost_state(msgspec.structs.replace(view, step=0), had=None) is None
 
 
 def test_who_holds_the_newest_commit_comes_first() -> None:

@@ -195,8 +195,10 @@ def test_every_operation(tmp_path: Path) -> None:
     assert {"NEGOTIATE", "ALLREDUCE", "BROADCAST", "CYCLE_START"} <= {event.get("name") for event in events}
 
 
-def normalises(rank: int) -> list[list[float]]:
-    """Outputs, running statistics and gradients of a layer whose batches are of 2, 3 and 4 samples."""
+def normalises(rank: int) -> tuple[list[list[float]], dict[str, list[Any]], str]:
+    """Outputs, running statistics and gradients of a layer whose batches are of 2, 3 and 4 samples; the same in 16
+    bits; and what is said of a single value.
+    """
     import shoal.horovod as hvd
 
     hvd.init()
@@ -207,9 +209,31 @@ def normalises(rank: int) -> list[list[float]]:
     (outputs * weights.split([2, 3, 4])[rank]).sum().backward()
     gradients = [hvd.allreduce(p.grad, op=hvd.Sum) for p in layer.parameters()]
     layer.eval()
+    narrow = {}
+    for case, (batch, parameters, autocast) in NARROW.items():
+        small, part = hvd.SyncBatchNorm(3).to(parameters), (x - 100).split([2, 3, 4])[rank].to(batch).requires_grad_()
+        with torch.autocast("cpu", enabled=autocast):
+            normal = small(part)
+        (normal * weights.split([2, 3, 4])[rank]).sum().backward()
+        assert part.grad is not None
+        narrow[case] = [normal.dtype == batch, *(t.flatten().tolist() for t in (normal, part.grad, small.running_var))]
+    try:
+        hvd.SyncBatchNorm(3)(torch.ones(int(rank == 1), 3))
+        said = "nothing"
+    except ValueError as error:
+        said = str(error)
     hvd.shutdown()
     tensors = [outputs, own.grad, *gradients, layer.running_mean, layer.running_var, layer(own[:1])]
-    return [tensor.flatten().tolist() for tensor in tensors]
+    return [tensor.flatten().tolist() for tensor in tensors], narrow, said
+
+
+NARROW = {
+    "bfloat16": (torch.bfloat16, torch.bfloat16, False),
+    "float16": (torch.float16, torch.float16, False),
+    "autocast": (torch.bfloat16, torch.float32, True),
+    "float32, autocast": (torch.float32, torch.float32, True),
+}
+"""Types of the batch and of the layer, and whether it is called under autocast."""
 
 
 def batches() -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,8 +245,22 @@ def batches() -> tuple[torch.Tensor, torch.Tensor]:
 
 def test_batches_are_normalised_as_one() -> None:
     """Of three ranks, as by torch's layer in one process: outputs, gradients and what evaluation uses."""
-    found = on_ranks(3, normalises)
+    answers = on_ranks(3, normalises)
+    found = [each for each, _, _ in answers]
     x, weights = batches()
+    assert all("more than 1 value per channel" in said for _, _, said in answers)
+    for case, (batch, parameters, _) in NARROW.items():
+        rows = [narrow[case] for _, narrow, _ in answers]
+        narrow, given = nn.BatchNorm2d(3), (x - 100).to(batch).float().requires_grad_()
+        normal = narrow(given)
+        (normal * weights).sum().backward()
+        assert given.grad is not None
+        assert narrow.running_var is not None
+        assert all(row[0] for row in rows)
+        near = {"abs": 4 * torch.finfo(batch).eps}
+        assert [v for row in rows for v in row[1]] == pytest.approx(normal.flatten().tolist(), **near)
+        assert [v for row in rows for v in row[2]] == pytest.approx(given.grad.flatten().tolist(), **near)
+        assert rows[0][3] == pytest.approx(narrow.running_var.tolist(), rel=torch.finfo(parameters).eps)
     layer, whole = nn.BatchNorm2d(3).double(), x.clone().requires_grad_()
     outputs = layer(whole)
     (outputs * weights).sum().backward()

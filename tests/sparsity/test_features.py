@@ -15,6 +15,7 @@ from shoal.config.load import dumps, read
 from shoal.errors import ConfigError, UsageError
 from shoal.sparsity.masks import UnitGroup, expert_groups, kept_units, shrunk, unit_groups, unit_mask, unit_scores
 from tests.assembly.training_ranks import trained as taken
+from tests.models.huggingface.architectures import MIXTRAL
 from tests.sparsity.test_huggingface import LLAMA
 from tests.sparsity.test_training import BASE, SMALL
 from tests.verification.layouts import corpus, run_file_of
@@ -153,6 +154,43 @@ def test_experts_are_taken_out_with_their_part_of_the_router(ranks, tmp_path: Pa
     assert logits(tmp_path, read(tmp_path / "smaller" / "model.toml")["model"], small).isfinite().all()
     with pytest.raises(UsageError, match="the smaller model cannot be"):
         shrink(tmp_path / "run", tmp_path / "too-small", "experts:0.2")
+
+
+NOT_STACKED = {
+    "a module each": {"0.experts.0.up": (8, 4), "0.experts.0.down": (4, 8), "0.experts.1.up": (8, 4)},
+    "other numbers": {"0.experts.up": (4, 8, 6), "0.experts.down": (3, 6, 8)},
+    "not along the first": {"0.experts.up": (4, 8, 6), "0.experts.bias": (8, 4)},
+    "nothing of three dimensions": {"0.experts.up": (16, 6)},
+}
+
+
+@pytest.mark.parametrize("what", NOT_STACKED)
+def test_experts_that_are_not_stacked_are_refused(what: str) -> None:
+    """One expert's rows would be taken for experts."""
+    with pytest.raises(UsageError, match="does not hold one expert a row of its first dimension"):
+        expert_groups(NOT_STACKED[what] | {"0.router.weight": (4, 6)})
+
+
+def test_stacked_experts_may_have_biases() -> None:
+    shapes = {"0.experts.up": (4, 8, 6), "0.experts.up_bias": (4, 8), "0.router.weight": (4, 6), "0.router.scale": (6,)}
+    (group,) = expert_groups(shapes)
+    assert (set(group.dims), group.size) == (set(shapes) - {"0.router.scale"}, 4)
+
+
+@pytest.mark.parametrize(("share", "left"), [("0.5", 2), ("0.2", 0)])
+def test_a_token_has_as_many_experts_as_it_had(ranks, tmp_path: Path, share: str, left: int) -> None:
+    """A class of transformers that would choose more than there are is refused."""
+    corpus(tmp_path)
+    tables = BASE | {"model": MIXTRAL}
+    ranks(1, taken, tables, str(tmp_path))
+    write_run_file(tmp_path, tables)
+    if left:
+        found = shrink(tmp_path / "run", tmp_path / "smaller", f"experts:{share}")
+        assert found.changed == {"config": {"num_local_experts": left}}
+        return
+    with pytest.raises(UsageError, match="num_experts_per_tok = 2"):
+        shrink(tmp_path / "run", tmp_path / "smaller", f"experts:{share}")
+    assert not (tmp_path / "smaller" / "model.toml").exists()
 
 
 NOT_TO = {"heads": "the share that stays", "layers:0.5": "give features, heads or experts", "heads:0.0": "the share",

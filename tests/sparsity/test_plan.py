@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shoal.sparsity.changes import MaskPlan, erk
-from shoal.sparsity.config import Magnitude, MaskSchedule, RigL, Sparse
+from shoal.sparsity.config import L0, SET, Magnitude, MaskSchedule, RigL, Snip, Sparse
 
 
 def plan(config: Sparse, **schedule: object) -> MaskPlan:
@@ -35,6 +35,17 @@ def test_one_shot_prunes_once() -> None:
     of = plan(Magnitude(density=0.25), shape="one_shot", begin=7)
     assert [step for step in range(1, 101) if of.due(step)] == [7]
     assert [of.density(step) for step in (6, 7, 100)] == [1.0, 0.25, 0.25]
+
+
+def test_masks_that_are_made_once_are_late_after_their_step() -> None:
+    """Where that step was skipped, the next one makes them; gradual ones have other steps."""
+    for of, once in (
+        (plan(Snip(density=0.25), shape="one_shot", begin=7), 7),
+        (plan(L0(density=0.25), begin=2, end=9), 9),
+    ):
+        assert [step for step in range(1, 101) if not of.late(step)] == list(range(1, once + 1))
+    assert not any(plan(Magnitude(density=0.25), begin=7, end=9).late(step) for step in range(1, 101))
+    assert not any(plan(SET(density=0.25), shape="one_shot").late(step) for step in range(1, 101))
 
 
 def test_rigl_moves_fewer_weights_by_a_cosine() -> None:

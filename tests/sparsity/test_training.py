@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 from shoal.assembly.job import restore
 from shoal.assembly.sparse import left_out_in
 from shoal.comm.collective import gather_named
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, Diverged
 from shoal.observe.sink import Sinks
 from shoal.sparsity.masks import unpacked
 from shoal.sparsity.training import SparseTraining
@@ -180,6 +180,64 @@ def products(
     )
     found = {name: sparse._measured(own) for name, own in owned.items()}
     return found, dict(zip(owned, wanted, strict=True)), unchanged
+
+
+SKIPPED = {"l0": 8, "grasp": 2, "snip, rows": 1, "magnitude": 4, "set": 3}
+
+
+@pytest.mark.matrix(every=2)
+@pytest.mark.parametrize("layout", ["replicate", "ZeRO-3"])
+@pytest.mark.parametrize("kind", SKIPPED)
+def test_masks_come_although_the_step_that_makes_them_is_skipped(ranks, folder: Path, kind: str, layout: str) -> None:
+    """Its loss is not finite. They come with the next; nothing of the skipped step is left in the weights."""
+    world, tables = LAYOUTS[layout]
+    for committed, density, moved in ranks(world, skips, masked(kind, **tables), str(folder), SKIPPED[kind]):
+        assert committed == [step != SKIPPED[kind] for step in range(1, 11)]
+        assert density == pytest.approx(KINDS[kind]["density"], abs=0.02)
+        assert not moved
+
+
+def skips(place: TestPlace, tables: dict[str, Any], folder: str, skipped: int) -> tuple[list[bool], float, list[str]]:
+    """Which of ten steps counted, the density in the end, and weights that an evaluation after the `skipped` one would
+    have found changed.
+    """
+    run, committed, moved = opened(place, tables, folder, Path(folder) / "skips"), [], []
+    with closing(run.feed()) as feed:
+        for step in range(1, 11):
+            before, spoiled = {}, None
+            if step == skipped:
+                before = whole_state(run)
+                spoiled = run.model.register_forward_hook(lambda _module, _given, found: found * float("nan"))
+            committed.append(run.step(step, feed.next().microbatches, lr=0.01).committed)
+            if spoiled is not None:
+                spoiled.remove()
+                after = whole_state(run)
+                moved = [name for name in before if name.startswith("model/") and not before[name].equal(after[name])]
+    return committed, run.state.figures()["sparsity/density"], moved
+
+
+def test_products_that_are_not_finite_are_refused(ranks, folder: Path) -> None:
+    assert "product of the Hessian with the gradient is not finite" in ranks(1, spoils, masked("grasp"), str(folder))[0]
+
+
+def spoils(place: TestPlace, tables: dict[str, Any], folder: str) -> str:
+    """What is said where the gradient beside the weights is not finite."""
+    run = opened(place, tables, folder, Path(folder) / "spoils")
+    (sparse,) = left_out_in(run.state)
+    assert isinstance(sparse, SparseTraining)
+
+    def again() -> None:
+        for own in sparse.owners.owned:
+            assert own.parameter.grad is not None
+            own.parameter.grad.fill_(float("nan"))
+
+    for own in sparse.owners.owned:
+        own.parameter.grad = torch.ones_like(own.parameter)
+    try:
+        sparse.explore(2, again)
+    except Diverged as error:
+        return str(error)
+    return "nothing"
 
 
 def test_n_of_m_holds_in_every_row(alone: dict[str, Trained]) -> None:

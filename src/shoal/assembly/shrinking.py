@@ -145,6 +145,12 @@ def _transformers_with(model: TransformersConfig, what: str, left: int) -> tuple
         changed = {"num_attention_heads": queries, "head_dim": size}
         changed |= {} if keys is None else {"num_key_value_heads": left}
     if what == "experts":
+        chosen = getattr(config, "num_experts_per_tok", None) or 0
+        if chosen > left:
+            raise UsageError(
+                f"num_experts_per_tok = {chosen} in the model's config, and {left} experts would be left: leave more, "
+                "or train with fewer a token"
+            )
         found = experts_of(model)
         changed = {found[0] if found else "num_experts": left}
     try:

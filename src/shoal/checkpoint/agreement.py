@@ -81,11 +81,14 @@ class LocalExchange:
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What one rank wrote: the objects of its parcels in their order, or why it could not. `plan` is a fingerprint."""
+    """What one rank wrote: the objects of its parcels in their order, or why it could not. `plan` is a fingerprint.
+    `damaged`: what is wrong with an object of earlier checkpoints.
+    """
 
     plan: str
     stored: list[Stored]
     error: str | None = None
+    damaged: str | None = None
 
 
 class SaveOutcome(msgspec.Struct, frozen=True):

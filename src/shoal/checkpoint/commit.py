@@ -287,10 +287,11 @@ def findings(manifest: Manifest, directory: Path) -> Iterator[Finding]:
 
 
 def tensors_by_object(manifest: Manifest) -> dict[str, list[str]]:
-    """The names of the tensors that have a box in each object."""
+    """The names of the tensors that have a box in each object, or in one that begins with it."""
     holds: dict[str, list[str]] = defaultdict(list)
     for tensor in manifest.tensors:
-        for digest in {box.object for box in tensor.boxes}:
+        own = {box.object for box in tensor.boxes}
+        for digest in own | {base for each in own if (base := manifest.encoded.get(each))}:
             holds[digest].append(tensor.name)
     return holds
 

@@ -47,11 +47,15 @@ Result = TypeVar("Result")
 
 
 class Made(NamedTuple):
-    """The bytes of an object, and the one on the disk that its differences begin with; no bytes: it is that one."""
+    """The bytes of an object, and the one on the disk that its differences begin with; no bytes: it is that one.
+
+    Where there is one, `alone` makes the same numbers an object that begins with none.
+    """
 
     data: memoryview | bytes | None
     encoded: bool = False
     base: Stored | None = None
+    alone: Callable[[], Made] | None = None
 
 
 @dataclass
@@ -89,12 +93,30 @@ class Encoder:
         with ThreadPoolExecutor(THREADS, initializer=partial(os.nice, 5)) as pool:
             yield from in_order(pool, lambda each: self._made(*each), work)
 
-    def settle(self, staging: Staging, parcels: Sequence[Parcel], stored: Sequence[Stored] | None) -> None:
-        """What became of the objects: `stored`, in a checkpoint that counts, or None."""
+    def settle(self, staging: Staging, parcels: Sequence[Parcel], stored: Sequence[Stored] | None) -> str | None:
+        """What became of the objects: `stored`, in a checkpoint that counts, or None. A sentence where there is no
+        memory for what later ones would begin with.
+        """
         if stored is None or self._config.compress != "deltas":
-            self._bases = None
-            return
+            self.forget()
+            return None
         contents = list(staging.objects())
+        try:
+            self._keep(contents, parcels, stored)
+        except MemoryError:
+            self.forget()
+            nbytes = sum(map(len, contents))
+            return (
+                f"there is no memory for the {nbytes} bytes that differences begin with, so the next checkpoint has "
+                'none: use a larger machine, or checkpoint.compress = "planes"'
+            )
+        return None
+
+    def forget(self) -> None:
+        """Gives the memory back; the next checkpoint begins with none."""
+        self._bases = None
+
+    def _keep(self, contents: Sequence[memoryview], parcels: Sequence[Parcel], stored: Sequence[Stored]) -> None:
         if self._bases is None:
             memory = [np.empty(len(content), np.uint8).data for content in contents]
             self._bases = _Bases(parcels, memory, list(stored))
@@ -111,12 +133,13 @@ class Encoder:
         if base is not None:
             kept, stored = base
             if np.array_equal(np.frombuffer(content, np.uint8), np.frombuffer(kept, np.uint8)):
-                return Made(None, encoded=True, base=stored)
+                return Made(None, encoded=True, base=stored, alone=lambda: self._made(parcel, content, None))
             digest, before = stored.digest, list(tensorfile.data_of(parcel, kept))
         boxes = zip(parcel, tensorfile.data_of(parcel, content), before, strict=True)
         found = [self._stream(piece, numbers, earlier, digest) for piece, numbers, earlier in boxes]
         begins = base[1] if base is not None and any(each.differs for each in found) else None
-        return Made(tensorfile.file_of([each.stream for each in found]), encoded=True, base=begins)
+        data = tensorfile.file_of([each.stream for each in found])
+        return Made(data, encoded=True, base=begins, alone=lambda: self._made(parcel, content, None))
 
     def _stream(self, piece: Piece, content: memoryview, base: memoryview | None, digest: str) -> planes.Encoded:
         bits = f"<u{piece.spec.itemsize}"
@@ -163,6 +186,7 @@ class EncodedObject:
         self._base_digest = manifest.encoded[digest]
         self._base = lambda: EncodedObject(self._base_digest, manifest, places)
         self._opened: EncodedObject | None = None
+        self._streams: dict[tuple[str, int, int], planes.Stream] = {}
 
     def part(self, entry: TensorEntry, box: BoxEntry, needed: Sequence[Box]) -> Tensor:
         """The box, of which only the chunks with elements of `needed`, in the coordinates of the tensor, are read; what
@@ -177,12 +201,21 @@ class EncodedObject:
 
     def _chunk(self, key: str, chunk: int, like: np.ndarray) -> np.ndarray:
         try:
-            stream = planes.Stream(self._bytes(key), numel=len(like), itemsize=like.itemsize)
-            if stream.base not in ("", self._base_digest):
-                raise planes.Damaged(f"begins with {stream.base}, and not with what the manifest names")
-            return stream.chunk(chunk, lambda: self._before()._chunk(key, chunk, like))
+            return self._stream(key, len(like), like.itemsize).chunk(
+                chunk, lambda: self._before()._chunk(key, chunk, like)
+            )
         except planes.Damaged as error:
             raise CorruptCheckpoint(f"{self._path}, box {key}, {error}: use another checkpoint") from error
+
+    def _stream(self, key: str, numel: int, itemsize: int) -> planes.Stream:
+        """Opened once: its table is read from end to end."""
+        found = self._streams.get((key, numel, itemsize))
+        if found is None:
+            found = planes.Stream(self._bytes(key), numel=numel, itemsize=itemsize)
+            if found.base not in ("", self._base_digest):
+                raise planes.Damaged(f"begins with {found.base}, and not with what the manifest names")
+            self._streams[key, numel, itemsize] = found
+        return found
 
     def _bytes(self, key: str) -> np.ndarray:
         found = self._content.get(key)

@@ -165,10 +165,11 @@ def _read(path: Path, copies: Iterable[_Copy]) -> None:
 
 
 def _decode(content: EncodedObject, copies: Iterable[_Copy]) -> None:
-    by_key: dict[str, list[_Copy]] = defaultdict(list)
+    """Box by box: several have one key where their bits are equal, whatever their shapes, types and offsets."""
+    by_box: dict[tuple[str | int, ...], list[_Copy]] = defaultdict(list)
     for copy in copies:
-        by_key[copy.box.key].append(copy)
-    for same in by_key.values():
+        by_box[copy.entry.name, *copy.box.offset].append(copy)
+    for same in by_box.values():
         part = content.part(same[0].entry, same[0].box, [copy.shared for copy in same])
         for copy in same:
             copy.run(part)

@@ -44,7 +44,7 @@ from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
 from shoal.checkpoint.objects import Disk, OnPoint, Places, Stored, damage, make_folders, settle, store
 from shoal.checkpoint.plan import SavePlan
 from shoal.checkpoint.tensorfile import Parcel
-from shoal.errors import CorruptCheckpoint, ShoalError, UsageError
+from shoal.errors import ShoalError, UsageError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +87,7 @@ class Round:
         self._stale = [] if before is None else before.verdict_keys
         self._manifest_before = None if before is None else before.manifest
         self.stored: list[Stored] = []
+        self._damaged: str | None = None
         self.manifest: Manifest | None = None
         own = self._verdict_key if seat.rank == 0 else self._share_key(seat.rank)
         self._own = Chain(seat.exchange if seat.world_size > 1 else None, own, timeout_s=seat.timeout_s)
@@ -128,24 +129,27 @@ class Round:
                 self.stored.append(self._store(made, owner))
                 self._own.moved()
             settle(self.stored, seat.places, disk=self._disk)
-            return Share(self.plan.fingerprint, self.stored)
+            return Share(self.plan.fingerprint, self.stored, damaged=self._damaged)
         except Exception as error:
             return Share(self.plan.fingerprint, [], self._sentence(error))
 
     def _store(self, made: Made, owner: str) -> Stored:
-        places, base = self.seat.places, made.base
-        if base is not None:
-            path = places.object(base.digest)
-            if problem := damage(path, base.digest, nbytes=base.nbytes):
-                raise CorruptCheckpoint(
-                    f"{path} {problem}, and this checkpoint would begin with it: the next one begins with none; check "
-                    "this disk"
-                )
-            if made.data is None:
-                return base._replace(written=False)
-        assert made.data is not None, "it is its base, or has bytes"
-        stored = store(memoryview(made.data), places, disk=self._disk, owner=owner)
+        if made.base is not None and self._is_damaged(made.base):
+            assert made.alone is not None, "it begins with one"
+            made = made.alone()
+        base = made.base
+        if made.data is None:
+            assert base is not None, "it is its base, or has bytes"
+            return base._replace(written=False)
+        stored = store(memoryview(made.data), self.seat.places, disk=self._disk, owner=owner)
         return stored._replace(encoded=made.encoded, base="" if base is None else base.digest)
+
+    def _is_damaged(self, base: Stored) -> bool:
+        path = self.seat.places.object(base.digest)
+        problem = damage(path, base.digest, nbytes=base.nbytes)
+        if problem:
+            self._damaged = f"{path} {problem}"
+        return problem is not None
 
     def _follow(self, objects: Iterable[Made]) -> SaveOutcome:
         seat = self.seat
@@ -220,7 +224,16 @@ class Round:
         self.manifest = manifest
         written = sum(item.nbytes for item in stored if item.written)
         total = sum(item.nbytes for item in stored)
-        return SaveOutcome(True, self._tidy(pointer), written, total - written)
+        damaged = next((share.damaged for share in shares if share.damaged), None)
+        return SaveOutcome(True, self._tidy(pointer) or self._despite(damaged), written, total - written)
+
+    def _despite(self, damaged: str | None) -> str | None:
+        if damaged is None:
+            return None
+        return (
+            f"the checkpoint of step {self.step} is saved, and does not begin with what earlier ones need: {damaged}; "
+            f"see 'shoal checkpoint verify {self.seat.places.run_directory}', and check this disk"
+        )
 
     def _in_order(self, shares: Sequence[Share]) -> list[Stored]:
         by_parcel: dict[int, Stored] = {}

@@ -52,7 +52,7 @@ class SaveReport:
 
     `state_bytes` are those of the tensors; written to the disk, or found there, were as many or fewer, encoded ones.
     `committed` says whether the checkpoint counts. `error` can be set beside it: the checkpoint is there, but `latest`
-    could not be changed, or older ones not deleted.
+    could not be changed, older ones not deleted, or an object of older ones is damaged.
     """
 
     step: int
@@ -204,6 +204,8 @@ class Saver:
         """
         self._join(timeout_s)
         self._ready = None
+        if self._thread is None:
+            self._encoder.forget()
         return self.poll()
 
     def _held_by_all(self, parts: Mapping[str, Sequence[Target]], generation: int, call: int) -> _HeldByAll:
@@ -228,7 +230,7 @@ class Saver:
     def _run(self, round_: Round, staging: Staging, started_s: float) -> None:
         parcels = round_.plan.share(self._seat.rank)
         verdict = round_.run(self._encoder.objects(staging, parcels))
-        self._encoder.settle(staging, parcels, round_.stored if verdict.committed else None)
+        unkept = self._encoder.settle(staging, parcels, round_.stored if verdict.committed else None)
         if verdict.committed and self.on_commit is not None:
             self.on_commit(round_.step)
         self._reports.put(
@@ -238,7 +240,7 @@ class Saver:
                 bytes_written=verdict.bytes_written,
                 bytes_reused=verdict.bytes_reused,
                 committed=verdict.committed,
-                error=verdict.error,
+                error=verdict.error or unkept,
                 state_bytes=sum(piece.nbytes for parcel in round_.plan.parcels for piece in parcel),
             )
         )

@@ -235,9 +235,10 @@ class Client:
         self._wake.set()
 
     def leave(self) -> None:
-        """Asks to go after the present step; go on until `FencedOut` says that the state was handed over."""
+        """Asks to go after the present step; go on until `FencedOut` says that the state was handed over. The next
+        heartbeat says it. Takes no lock: a signal's handler may interrupt who holds one.
+        """
         self._leaving = True
-        self._wake.set()
 
     def _why_none(self, timeout_s: float) -> str:
         head = f"replica {self._part.replica} waited {timeout_s:g} s for a generation"

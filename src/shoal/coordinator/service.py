@@ -94,8 +94,11 @@ class Service:
         finally:
             ticking.cancel()
             server.close()
-            for task in [*self._strangers, *self._peers]:
+            tasks = [*self._strangers, *self._peers]
+            for task in tasks:
                 task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):  # it ends by what it ends by
+                await asyncio.gather(*tasks, return_exceptions=True)  # who waits for an answer sees the connection end
 
     async def _tick(self) -> None:
         while True:
@@ -156,22 +159,23 @@ class Service:
 
     def _write(self) -> None:
         """Writes together what was decided on all that came in together: thousands of replicas join at once, and a disk
-        makes some hundred writes durable in a second. A journal that fails ends the service: nobody is told more.
+        makes some hundred writes durable in a second. A journal that fails ends the service, as any other fault does:
+        nobody is told more, and nobody waits on.
         """
         decisions, written = self._unwritten, self._written
         self._unwritten, self._written = [], None
         assert written is not None, "who decides waits for it"
         try:
             self._journal.append(decisions)
-        except EnvironmentFault as error:
+            for decision in decisions:
+                LOG.info("%s", decision)
+                self._tell(decision)
+            written.set_result(None)
+        except Exception as error:
             if self._failed is not None and not self._failed.done():
                 self._failed.set_exception(error)
-            written.cancel()
-            return
-        for decision in decisions:
-            LOG.info("%s", decision)
-            self._tell(decision)
-        written.set_result(None)
+        finally:
+            written.cancel()  # nothing, where it has its result
 
     def _tell(self, news: Decision | Divergence | Slow, sentence: str = "") -> None:
         """Says it once: to who has asked to be told, else the `sentence` to the log."""

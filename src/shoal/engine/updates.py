@@ -117,6 +117,12 @@ class LeavesOut(Protocol):
         """After the update."""
         ...
 
+    def skipped(self) -> bool:
+        """Instead of that, in a step without an update: weights are again those of an evaluation. Whether any may have
+        changed, which then are to be gathered.
+        """
+        ...
+
 
 class AtOnce:
     """One update, from the whole gradient. `transforms` are applied to it in order; `noise` measures it.
@@ -258,7 +264,8 @@ class AtOnce:
 
     def conclude(self, context: RankContext, agreed: AgreedUpdate) -> Outcome:
         """The second half, after the optimizer's step if `agreed.committed`, else without one."""
-        if agreed.committed:
+        undone = [] if agreed.committed else [each.skipped() for each in self._leaves_out]
+        if agreed.committed or any(undone):
             self.gradients.gather()
         context.scaler.update(finite=agreed.committed)
         return Outcome(

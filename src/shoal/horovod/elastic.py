@@ -166,7 +166,8 @@ class TorchState(ObjectState):
         elif isinstance(value, torch.optim.Optimizer):
             broadcast_optimizer_state(value)
         elif isinstance(value, ElasticSampler):
-            value.join_states(allgather_object(value.state_dict(), name=f"elastic.{name}"))
+            states, members = allgather_object(value.state_dict(), name=f"elastic.{name}"), process().members
+            value.join_states(states if members is None or members.state_held else states[:1])
         else:
             return False
         return True

@@ -11,6 +11,7 @@ something.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 
 import msgspec
@@ -50,6 +51,7 @@ class Members:
         self._connection: StoreConnection | None = None
         self._view: View | None = None
         self._commits, self._leaving = 0, False
+        self._had: int | None = None
         self._stdout_fd = os.dup(1)
         self._client = Client(
             self._mine.coordinator, self._mine.replica, store_address=self._address, on_lost=self._stop_waiting_for
@@ -62,8 +64,15 @@ class Members:
         """Whether ranks wait to join, or to leave."""
         return self._client.ending or self._leaving
 
+    @property
+    def state_held(self) -> bool:
+        """Whether one of the ranks holds the newest commit."""
+        return self._view is not None and bool(self._view.holders)
+
     def leave(self) -> None:
-        """Asks to go; the others take the next generation without this rank. Safe in a signal's handler."""
+        """Asks to go; the others take the next generation without this rank. Safe in a signal's handler: it takes no
+        lock, and the next heartbeat says it.
+        """
         self._leaving = True
         self._client.leave()
 
@@ -87,6 +96,8 @@ class Members:
         view = self._view = holders_first(begin.view)
         place = place_of(view, view.members.index(self._mine.replica), 0, 1, "shoal")
         self._rank_0_writes_to_the_terminal(place.rank)
+        if place.rank == 0 and (lost := lost_state(view, had=self._had)) is not None:
+            print(f"shoal: {lost}", file=sys.stderr, flush=True)
         own_host = self._address.rpartition(":")[0]
         if place.world_size == 1:
             return view.generation, Met(place, None, self._token, own_host)
@@ -101,12 +112,13 @@ class Members:
     def ready(self) -> None:
         """This rank has the state of the generation's first commit."""
         assert self._view is not None
-        self._commits = self._view.step
+        self._commits = self._had = self._view.step
         self._client.ready(step=self._view.step, position=self._view.position)
 
     def committed(self) -> None:
         """This rank holds another commit. Raises `FencedOut` where the others go on without it."""
         self._commits += 1
+        self._had = self._commits
         self._client.applied(stop=self._commits)
 
     def close(self) -> None:
@@ -131,6 +143,16 @@ class Members:
     def _rank_0_writes_to_the_terminal(self, rank: int) -> None:
         """Whichever process is rank 0 now; the others write where they did when they were started."""
         os.dup2(self._mine.terminal_fd if rank == 0 else self._stdout_fd, 1)
+
+
+def lost_state(view: View, *, had: int | None) -> str | None:
+    """What is to be said where no member of `view` holds the newest commit; rank 0 `had` an older one, or none."""
+    if view.holders or view.step == 0:
+        return None
+    lost = f"all ranks that held it are lost, and nobody holds commit {view.step}"
+    if had is None:
+        return f"{lost}: training begins anew, from what the script has before its first commit"
+    return f"{lost}: training goes on from what rank 0 has since commit {had}"
 
 
 def holders_first(view: View) -> View:

@@ -313,9 +313,12 @@ def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_s
     return synchronize(broadcast_async(tensor, root_rank, name, process_set))
 
 
-def alltoall(tensor: Tensor, *given: Any, **named: Any) -> Any:
+def alltoall(
+    tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None,
+    process_set: ProcessSet | None = None,
+) -> Any:  # fmt: skip
     """See `alltoall_async`."""
-    return synchronize(alltoall_async(tensor, *given, **named))
+    return synchronize(alltoall_async(tensor, splits, name, process_set))
 
 
 def alltoall_async(
@@ -334,19 +337,25 @@ def alltoall_async(
     return handle if given else _first(handle)
 
 
-def reducescatter(tensor: Tensor, *given: Any, **named: Any) -> Tensor:
+def reducescatter(
+    tensor: Tensor, op: str | None = None, name: str | None = None, process_set: ProcessSet | None = None
+) -> Tensor:
     """This rank's rows of the mean of the ranks' tensors; lower ranks have one more where they cannot be divided."""
-    return synchronize(reducescatter_async(tensor, *given, **named))
+    return synchronize(reducescatter_async(tensor, op, name, process_set))
 
 
-def reducescatter_async(tensor: Tensor, *given: Any, **named: Any) -> Handle:
+def reducescatter_async(
+    tensor: Tensor, op: str | None = None, name: str | None = None, process_set: ProcessSet | None = None
+) -> Handle:
     """See `reducescatter`."""
-    return _first(grouped_reducescatter_async([tensor], *given, **named))
+    return _first(grouped_reducescatter_async([tensor], op, name, process_set))
 
 
-def grouped_reducescatter(tensors: Sequence[Tensor], *given: Any, **named: Any) -> list[Tensor]:
+def grouped_reducescatter(
+    tensors: Sequence[Tensor], op: str | None = None, name: str | None = None, process_set: ProcessSet | None = None
+) -> list[Tensor]:
     """See `reducescatter`."""
-    return synchronize(grouped_reducescatter_async(tensors, *given, **named))
+    return synchronize(grouped_reducescatter_async(tensors, op, name, process_set))
 
 
 def grouped_reducescatter_async(
@@ -401,7 +410,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Batch normalisation by the mean and the variance of all ranks' batches, which may differ in size; input
     `[samples, channels, ...]`. Calls are matched by their order: all ranks use its layers alike.
 
-    In evaluation it is `torch.nn.BatchNorm1d` and the others.
+    Statistics of inputs in 16 bits, and under autocast, are in float32. In evaluation it is `torch.nn.BatchNorm1d` and
+    the others. Raises `ValueError` where all ranks together have fewer than two values a channel.
     """
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -412,11 +422,20 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
         self._check_input_dim(input)
         if not self.training or process().there().world_size == 1:
             return super().forward(input)
-        dims, shape = [0, *range(2, input.dim())], [1, -1, *[1] * (input.dim() - 2)]
-        count = input.new_tensor([input.numel() / input.shape[1]])
-        total = allreduce(torch.cat([input.sum(dims), count]), op=Sum)
+        with torch.autocast(input.device.type, enabled=False):
+            return self._normal(input if input.dtype == torch.float64 else input.float()).to(input.dtype)
+
+    def _normal(self, wide: Tensor) -> Tensor:
+        dims, shape = [0, *range(2, wide.dim())], [1, -1, *[1] * (wide.dim() - 2)]
+        count = wide.numel() / wide.shape[1]
+        total = allreduce(torch.cat([wide.sum(dims), wide.new_tensor([count])]), op=Sum)
+        if count < 2 and total[-1] < 2:
+            raise ValueError(
+                f"SyncBatchNorm of {list(wide.shape)}: expected more than 1 value per channel on all ranks together; "
+                "train with larger batches"
+            )
         mean, samples = total[:-1] / total[-1], total[-1].detach()
-        centred = input - mean.view(shape)
+        centred = wide - mean.view(shape)
         variance = allreduce((centred * centred).sum(dims), op=Sum) / samples
         self._note(mean.detach(), variance.detach() * samples / (samples - 1))
         normal = centred * torch.rsqrt(variance + self.eps).view(shape)
@@ -428,5 +447,5 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
             return
         self.num_batches_tracked += 1
         share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        self.running_mean.lerp_(mean, share)
-        self.running_var.lerp_(variance, share)
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)

@@ -170,6 +170,14 @@ class MaskPlan:
             return step == self.begin
         return self.begin <= step <= self.end and ((step - self.begin) % schedule.every == 0 or step == self.end)
 
+    def late(self, step: int) -> bool:
+        """Whether masks that are made once are due in `step` where there are none: the step that makes them is over,
+        and was skipped.
+        """
+        if isinstance(self.config, L0):
+            return step > self.end
+        return not self.config.starts_sparse and self.config.schedule.shape == "one_shot" and step > self.begin
+
     def density(self, step: int) -> float:
         """The share of weights that is kept after `step`."""
         final, shape = self.config.final_density, self.config.schedule.shape

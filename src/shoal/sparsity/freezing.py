@@ -202,6 +202,10 @@ class Freezing:
             progress.observe(self._plasticity(step, progress.config.every), self._rate(step))
         self._references = {id(own): own.parameter.detach().clone() for own in self._owned}
 
+    def skipped(self) -> bool:
+        """A step without an update. No weight has changed."""
+        return False
+
     def _plasticity(self, step: int, every: int) -> list[float]:
         """That of every block, the same on all ranks."""
         sums = torch.zeros(len(self._blocks), 2, dtype=torch.float64, device=self._device)

@@ -118,7 +118,10 @@ def unit_groups(
 
 
 def expert_groups(shapes: Mapping[str, Dims]) -> list[UnitGroup]:
-    """The stacked experts of each mixture, with its router, by the names of all tensors of a model."""
+    """The stacked experts of each mixture, with its router, by the names of all tensors of a model.
+
+    Raises `UsageError` for experts that are not weights `[experts, ..., ...]`, with biases `[experts, ...]`.
+    """
     found: dict[str, dict[str, int]] = {}
     for name in shapes:
         mixture, stacked, _ = name.partition(".experts.")
@@ -126,7 +129,14 @@ def expert_groups(shapes: Mapping[str, Dims]) -> list[UnitGroup]:
             found.setdefault(mixture, {})[name] = 0
     groups = []
     for mixture, dims in found.items():
-        size = shapes[next(iter(dims))][0]
+        size = next((shapes[name][0] for name in dims if len(shapes[name]) == 3), None)
+        other = next((name for name in dims if len(shapes[name]) < 2 or shapes[name][0] != size), None)
+        if size is None or other is not None:
+            name = other or next(iter(dims))
+            raise UsageError(
+                f"{name} of {list(shapes[name])} does not hold one expert a row of its first dimension, as a layer "
+                "[experts, ..., ...] does: only such experts can be taken out"
+            )
         routers = [n for n in shapes if n.startswith((f"{mixture}.router.", f"{mixture}.gate.")) and shapes[n]]
         dims |= {name: 0 for name in routers if shapes[name][0] == size}
         groups.append(UnitGroup(dims, size))

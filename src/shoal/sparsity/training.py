@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Collective
+from shoal.errors import Diverged
 from shoal.sparsity.changes import MaskChanges, MaskPlan, NewMasks, Ticket, check_divides
 from shoal.sparsity.config import L0, Grasp, Movement, Sparse, TopKAST
 from shoal.sparsity.gates import Gates
@@ -95,7 +96,7 @@ class SparseTraining:
             self._gates = Gates(
                 self._config, owners.owned, slots, seed=seed, replica=whole_norm.replica, device=owners.device
             )
-        self._stale, self._density = True, (-1, 1.0)
+        self._stale, self._masked, self._density = True, False, (-1, 1.0)
         self._changes = MaskChanges(plan, owners, masks, seed, self._measured, ticket=ticket)
         for name, shape in owners.shapes.items():
             check_divides(name, shape, self._config)
@@ -107,7 +108,7 @@ class SparseTraining:
 
     def figures(self) -> dict[str, float]:
         """`sparsity/density`: the share of weights that is kept now, of the layers whose masks this rank has."""
-        if self._gates is not None and not self.masks.bits:
+        if self._gates is not None and not self._masked:
             return {"sparsity/density": self._gates.expected}
         if self._density[0] != self.masks.version:
             whole = [(self.masks.whole(name, shape), shape) for name, shape in self._shapes.items()]
@@ -121,17 +122,18 @@ class SparseTraining:
         """Before the forward of `step`, on all ranks together. Whether weights may have changed: then they are to be
         gathered.
         """
-        self.masks.all_sent = self._config.sends_all or (self._config.reads_gradient and self._plan.due(step))
         changed = self._settle(step) if self._stale else False
         self._stale = False
-        if self._gates is not None and not self.masks.bits and step >= self._plan.begin:
+        self.masks.all_sent = self._config.sends_all or (self._config.reads_gradient and self._due(step))
+        if self._gates is not None and not self._masked and step >= self._plan.begin:
             self._gates.close(step)
             return True
         return changed
 
     def _settle(self, step: int) -> bool:
         """In the first step of a process. Whether masks may have changed weights."""
-        if self._config.starts_sparse and not self.masks.bits:
+        self._masked = self._of_any_rank(bool(self.masks.bits))
+        if self._config.starts_sparse and not self._masked:
             self._change(self._changes.first(), self._changes.trained() if self._waits else None)
             self.updated(step)
         else:
@@ -139,12 +141,22 @@ class SparseTraining:
             self._mask()
         return bool(self.masks.bits)
 
+    def _of_any_rank(self, holds: bool) -> bool:
+        """Whether it `holds` on one of the ranks that step the model: there may be some without a masked layer."""
+        count = torch.tensor([int(holds)], device=self.owners.device)
+        self._whole_norm.replica.all_reduce(count).wait()
+        return bool(count)
+
+    def _due(self, step: int) -> bool:
+        return self._plan.due(step) or (not self._masked and self._plan.late(step))
+
     @torch.no_grad()
     def explore(self, step: int, again: Callable[[], object]) -> None:
         """What `kind = "grasp"` wants in a step that changes masks: the product of the Hessian with the gradient of the
         masked layers, as a central difference of two gradients (Nocedal and Wright, Numerical Optimization, 8.20).
+        Raises `Diverged` where it is not finite.
         """
-        if not isinstance(self._config, Grasp) or not self._plan.due(step):
+        if not isinstance(self._config, Grasp) or not self._due(step):
             return
         found = [(own, own.parameter.grad.clone()) for own in self._whole_norm.owned if own.parameter.grad is not None]
         directions = [(own, own.gradient * self._kept.get(id(own), 1)) for own in self.owners.owned]
@@ -164,6 +176,12 @@ class SparseTraining:
         for own, gradient in found:
             assert own.parameter.grad is not None, "it had one"
             own.parameter.grad.copy_(gradient)
+        if self._of_any_rank(not all(bool(product.isfinite().all()) for product in products)):
+            raise Diverged(
+                f'sparsity.kind = "grasp": in step {step} the product of the Hessian with the gradient is not finite, '
+                'and nothing can be said of the weights: use kind = "snip", precision.kind = "float32", or another '
+                "schedule.begin"
+            )
 
     def _reach(self, directions: Sequence[tuple[Owned, Tensor]]) -> float:
         """How many gradients the weights move, the same on all ranks: for their norm, the third root of their rounding
@@ -193,7 +211,7 @@ class SparseTraining:
             for own, waiting in self._with(WAITING):
                 own.parameter.add_(waiting)
         self._measure()
-        if self._plan.due(step):
+        if self._due(step):
             self._change(self._changes.next(step), self._changes.trained() if self._waits else None)
             self._products.clear()
             if self._gates is not None:
@@ -213,6 +231,13 @@ class SparseTraining:
             for own in self.owners.owned:
                 self._slots[WAITING][id(own)] = own.parameter * ~self._kept[id(own)]
         self._mask()
+
+    def skipped(self) -> bool:
+        """After a step without an update. Whether weights may have changed."""
+        if self._gates is None or not self._gates.locations:
+            return False
+        self._gates.reopen()
+        return True
 
     def tensors(self) -> dict[str, Held]:
         """What is saved."""
@@ -282,6 +307,7 @@ class SparseTraining:
         forgotten; `updated` makes these zero.
         """
         self._share(masks, self.masks)
+        self._masked = True
         if wider is not None:
             self._share(wider, self._wider)
         self._take_over()

@@ -205,6 +205,7 @@ class LinkPace:
     def end(self, step: int, steps: int) -> int:
         """The agreement after `step`, and `steps` since the last one, is over: the period from now on."""
         now_s = self._clock()
+        # Negative: one maximum finds the longest step, and the shortest agreement, in which others wait for the last.
         own = [self._begun_s - now_s, (self._begun_s - self._since_s) / max(1, steps)]
         told = torch.tensor(own, dtype=torch.float64, device=self._device)
         self._replicas.all_reduce(told, "max").wait()
