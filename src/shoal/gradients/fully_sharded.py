@@ -76,7 +76,7 @@ class FullyShardedGradients(ShardedBase):
         with super().backward(last=last):
             yield
         for unit in self._units:
-            unit.keep_written()
+            unit.read_back_forward()
         self._release()
 
     @contextmanager
@@ -87,11 +87,15 @@ class FullyShardedGradients(ShardedBase):
                 yield
         finally:
             self._stay(False)
+        for unit in self._units:
+            unit.read_back_forward()
         self._release()
 
     def gather(self) -> None:
         """What was gathered before the optimizer's step is old."""
         super().gather()
+        for unit in self._units:
+            unit.updated()
         self._release()
 
     @contextmanager
@@ -107,7 +111,7 @@ class FullyShardedGradients(ShardedBase):
         try:
             yield
             for unit in self._units:
-                unit.keep()
+                unit.read_back()
         finally:
             self._full = False
             self._stay(False)
