@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 
 import pytest
@@ -19,7 +19,7 @@ from shoal.gradients.gradients import Gradients
 from shoal.gradients.masters import MixedPrecision
 from shoal.topology.layout import Layout
 from tests.codec.every import codec_of
-from tests.gradients.training import Case, Net, microbatches, synced, take_step
+from tests.gradients.training import Case, Net, loss_of, microbatches, synced, take_step
 from tests.ranks import TestPlace
 
 SUM_ORDER = 1e-12  # float64: only the order of sums differs
@@ -157,6 +157,69 @@ def test_weights_that_are_put_back_leave_the_masters_alone(ranks, edit: Callable
         assert all(map(torch.equal, found, wanted))
 
 
+def clipped_in_forwards(place: TestPlace, case: Case, way: str) -> list[Tensor]:
+    """The weights after three steps of a model of which two layers clip their own weights, `in place` or as other data.
+    Between each forward and its backward all weights are looked at; or a pipeline's schedule computes the step.
+    """
+
+    def clip(module: nn.Module, args: tuple) -> None:
+        weight = module.get_parameter("weight")
+        if way.startswith("other data"):
+            weight.data = weight.data.clamp(-0.1, 0.1)
+        else:
+            weight.data.clamp_(-0.1, 0.1)
+
+    with case_on(place, case) as (net, sync, _):
+        for module in (net.blocks[1].get_submodule("linear"), net.norm):
+            module.register_forward_pre_hook(clip)
+        optimizer = torch.optim.SGD([each.parameter for each in sync.owned], lr=0.1, momentum=0.9)
+        for number in range(3):
+            sync.start()
+            (batch,) = microbatches(case, number, place.rank)
+            with sync.schedule() if way == "scheduled" else nullcontext():
+                loss = loss_of(net, *batch)
+                if way == "scheduled":
+                    loss.backward()
+            if way != "scheduled":
+                evaluated(net, sync.full_parameters)
+                with sync.backward(last=True):
+                    loss.backward()
+            sync.reduce()
+            if way != "other data, unseen":
+                sync.expose([name for name, _ in net.named_parameters()])
+                sync.accept()
+            optimizer.step()
+            sync.gather()
+        with sync.full_parameters():
+            return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("way", ["in place", "other data", "scheduled"])
+def test_what_a_forward_writes_is_kept(ranks, way: str, zero: int) -> None:
+    """Of a block and of what is in none."""
+    wanted = ranks(2, clipped_in_forwards, Case(Layout(replicate=2)), way)[0]
+    for found in ranks(2, clipped_in_forwards, Case(Layout(shard=2), zero), way):
+        assert max(float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True)) < SUM_ORDER
+
+
+def unseen(place: TestPlace, case: Case) -> str:
+    with pytest.raises(UserCodeError) as raised:
+        clipped_in_forwards(place, case, "other data, unseen")
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(Layout(shard=2), 1), Case(Layout(replicate=2), dtype=torch.float32, mixed=MIXED)],
+    ids=["ZeRO-1", "masters"],
+)
+def test_data_that_an_update_has_not_seen_is_refused(ranks, case: Case) -> None:
+    """As without `accept`: the optimizer has stepped the numbers of before."""
+    for found in ranks(2, unseen, case):
+        assert "was given other data (.data = ...) where an update cannot see it" in found
+
+
 def refusal(place: TestPlace, zero: int, edit: Callable[[Net, Full], None]) -> str:
     with pytest.raises(UserCodeError) as raised:
         edited(place, Case(Layout(shard=place.size), zero), edit)
@@ -191,7 +254,7 @@ def forward_writes(place: TestPlace, first: int, block: bool) -> str:
 
     summing = Summing(pieces=PieceCodecs(weights=codec_of("int8")))
     with case_on(place, Case(Layout(shard=place.size), 3), summing) as (net, _, step):
-        (net.blocks[1].linear if block else net.norm).register_forward_pre_hook(clip)
+        (net.blocks[1].get_submodule("linear") if block else net.norm).register_forward_pre_hook(clip)
         try:
             for _ in range(4):
                 step()

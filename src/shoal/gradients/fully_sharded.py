@@ -69,7 +69,7 @@ class FullyShardedGradients(ShardedBase):
         self._watches = [handle for module in rest_modules for handle in self._rest.watch(module)]
         for unit, block in zip(passing, blocks, strict=True):
             self._watches += unit.watch(block)
-        self._full = False
+        self._full = self._stepping = False
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
@@ -91,8 +91,17 @@ class FullyShardedGradients(ShardedBase):
             unit.read_back_forward()
         self._release()
 
+    def start(self) -> None:
+        self._stepping = False
+        super().start()
+
+    def reduce(self) -> Tensor:
+        self._stepping = True  # from now on pieces may be newer than what was gathered
+        return super().reduce()
+
     def gather(self) -> None:
         """What was gathered before the optimizer's step is old."""
+        self._stepping = False
         super().gather()
         for unit in self._units:
             unit.updated()
@@ -103,6 +112,10 @@ class FullyShardedGradients(ShardedBase):
         if self._full:
             yield
             return
+        used = [unit for unit in self._units if unit.here]  # by a forward whose backward may follow
+        if not self._stepping:
+            for unit in used:
+                unit.read_back_forward()
         self._release()  # what is here may have been coded on its way
         for unit in self._units:
             unit.gather(exact=True)
@@ -116,6 +129,8 @@ class FullyShardedGradients(ShardedBase):
             self._full = False
             self._stay(False)
             self._release()
+        for unit in used:
+            unit.gather()
 
     def close(self) -> None:
         super().close()

@@ -29,7 +29,7 @@ from shoal.comm.collective import Collective
 from shoal.gradients.bucket import FlatLayout, flat_layout
 from shoal.gradients.gradients import OverReplica, Tuned, VisibleGradients
 from shoal.gradients.reducer import OwnGradient
-from shoal.gradients.script_writes import Placed, read_back_data, read_back_masters
+from shoal.gradients.script_writes import Placed, check_read_back, read_back_data, read_back_masters
 from shoal.models.batch_norm import StepBatchNorm
 from shoal.state import Owned, Trained
 
@@ -152,6 +152,7 @@ class MasterWeights(OverReplica):
         self._show()
 
     def gather(self) -> None:
+        check_read_back(self._placed)
         self._computed.flat.copy_(self._masters.flat)
         self._gradients.gather()
 

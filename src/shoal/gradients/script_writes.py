@@ -11,7 +11,8 @@ buffer again:
     in pieces (ZeRO-3)       before they are released: at the end of `full_parameters`, behind the forward of a block,
                              and at the end of a backward or of a pipeline's schedule
 
-Where the optimizer has the model's own parameters there is nothing to read back.
+Where the optimizer has the model's own parameters there is nothing to read back. `shoal train` does not call `accept`:
+what a forward has given other data there is refused at `gather`.
 
 Note: weights that are swapped for a while
 ------------------------------------------
@@ -72,6 +73,15 @@ def read_back_data(placed: Sequence[Placed]) -> None:
     for (_, parameter, place), numbers in zip(found, [each.parameter.detach().clone() for each in found], strict=True):
         place.copy_(numbers)
         parameter.data = place
+
+
+def check_read_back(placed: Sequence[Placed]) -> None:
+    """After the optimizer's step: raises `UserCodeError` where it has not seen the data that a parameter was given."""
+    for name, _, _ in replaced(placed):
+        raise UserCodeError(
+            f"{name} was given other data (.data = ...) where an update cannot see it, as in a hook of the optimizer's "
+            "step or a forward under shoal train: write it in place there, with .data.copy_(...)"
+        )
 
 
 @torch.no_grad()

@@ -31,7 +31,7 @@ from shoal.gradients.gradients import Groups, OverReplica, global_norm
 from shoal.gradients.masters import write_piece
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.reducer import OwnGradient, Reducer
-from shoal.gradients.script_writes import Placed, read_back_data, read_back_masters
+from shoal.gradients.script_writes import Placed, check_read_back, read_back_data, read_back_masters
 from shoal.state import Owned, Trained, owned_run, owned_whole, same_piece
 
 
@@ -236,6 +236,7 @@ class ShardedGradients(ShardedBase):
         )  # fmt: skip
 
     def gather(self) -> None:
+        check_read_back(self._placed)
         super().gather()
         handles: list[Handle] = [store.start_gather() for store in reversed(self._stores)]
         for handle in handles:
