@@ -52,7 +52,7 @@ def replaced(placed: Sequence[Placed]) -> list[Placed]:
     """Those that a script has given other data. Raises `UserCodeError` for data of another shape or type, and for data
     that two of them share.
     """
-    found = [each for each in placed if not _same_memory(each.parameter, each.place)]
+    found = [each for each in placed if not each.parameter.is_set_to(each.place)]
     for name, parameter, place in found:
         if (parameter.shape, parameter.dtype) != (place.shape, place.dtype):
             raise UserCodeError(
@@ -97,15 +97,6 @@ def read_back_masters(masters: Tensor, computed: Tensor, *, before: Tensor | Non
     if before is not None:
         written = torch.where(before.to(computed.dtype) == computed, before, written)
     torch.where(masters.to(computed.dtype) == computed, masters, written, out=masters)
-
-
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    return (one.data_ptr(), one.shape, one.stride(), one.dtype) == (
-        other.data_ptr(),
-        other.shape,
-        other.stride(),
-        other.dtype,
-    )
 
 
 def _kind(tensor: Tensor) -> str:
