@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from shoal.comm.config import WireConfig
 from shoal.comm.exchanges.exchange import PieceCodecs
 from shoal.comm.mesh import build_mesh
+from shoal.engine.updates import AtOnce
 from shoal.errors import UserCodeError
 from shoal.gradients.build import Summing
 from shoal.gradients.gradients import Gradients
@@ -218,6 +220,30 @@ def test_data_that_an_update_has_not_seen_is_refused(ranks, case: Case) -> None:
     """As without `accept`: the optimizer has stepped the numbers of before."""
     for found in ranks(2, unseen, case):
         assert "was given other data (.data = ...) where an update cannot see it" in found
+
+
+def masked(place: TestPlace, case: Case, edit: Callable[[Net, Full], None]) -> bool:
+    """Whether an edit outlives masks that change when the next step begins, and hide nothing."""
+    masks = Mock(begin=Mock(return_value=True))
+    with case_on(place, case) as (net, sync, step):
+        step()
+        edit(net, sync.full_parameters)
+        wanted = net.norm.weight.detach().clone()
+        policy = AtOnce(sync, torch.optim.SGD([each.parameter for each in sync.owned]), leaves_out=[masks])
+        policy.begin(Mock(step=1))
+        return torch.equal(net.norm.weight, wanted)
+
+
+def halved_in_place(net: Net, full: Full) -> None:
+    with full(), torch.no_grad():
+        net.norm.weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("edit", [halved, halved_in_place])
+def test_masks_are_put_on_what_a_script_has_written(ranks, edit: Callable) -> None:
+    """The masters that they are put on have it by then."""
+    for case in (Case(Layout(shard=2), 1), Case(Layout(replicate=2), dtype=torch.float32, mixed=MIXED)):
+        assert all(ranks(2, masked, case, edit))
 
 
 def refusal(place: TestPlace, zero: int, edit: Callable[[Net, Full], None]) -> str:

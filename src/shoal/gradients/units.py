@@ -115,7 +115,8 @@ class ShardedParameters:
         self._kinds, self._read = [type(p) for p in parameters], read
         self._bytes = self._whole.untyped_storage().nbytes()
         self._handle: Handle | None = None
-        self._forwards, self._gathered, self._updated = 0, None, None
+        self._forwards, self._gathered = 0, None
+        self._updated: Tensor | None = None
         self.here = True
         self.release()
 
@@ -184,7 +185,7 @@ class ShardedParameters:
             return
         self._forwards += 1
         if self._forwards <= COMPARED_FORWARDS or self._forwards % COMPARED_EVERY == 0:
-            self._gathered = fingerprint({"": self._whole})
+            self._gathered = self._fingerprint()
 
     def read_back_forward(self) -> None:
         """What a forward has written into the whole is in the piece, too, or raises `UserCodeError`. See the note on
@@ -194,12 +195,15 @@ class ShardedParameters:
             return
         if self._codecs == PieceCodecs():
             self.read_back()
-        elif replaced(self._placed) or self._gathered not in (None, fingerprint({"": self._whole})):
+        elif replaced(self._placed) or (self._gathered is not None and self._gathered != self._fingerprint()):
             raise UserCodeError(
                 f"a forward wrote into its own weights ({self._names[0]} or one beside it), which ZeRO-3 cannot keep "
                 "where pieces are coded or live on the host: write them inside run.full_parameters(), or set "
                 "memory.zero = 2"
             )
+
+    def _fingerprint(self) -> int:
+        return fingerprint({"": self._whole})
 
     def _places(self) -> list[Placed]:
         views = [self._whole[self._layout.slice(n)].view(p.shape) for n, p in enumerate(self._parameters)]
