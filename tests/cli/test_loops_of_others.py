@@ -121,6 +121,21 @@ SITUATIONS: dict[str, dict[str, str]] = {
         "AFTER": "if run.update:\n"
         "    with run.full_parameters(): model.blocks[1].weight.data = model.blocks[1].weight.data * 0.5",
     },
+    "other weights for a while": {
+        "FIRST": "others = [torch.zeros_like(p) for p in model.parameters()]",
+        "AFTER": "if run.update:\n"
+        "    with run.full_parameters(), torch.no_grad():\n"
+        "        backup = [p.data for p in model.parameters()]\n"
+        "        for p, other in zip(model.parameters(), others): p.data = other\n"
+        "        with run.full_parameters(): model(inputs[:1])\n"
+        "        for p, own in zip(model.parameters(), backup): p.data = own",
+    },
+    "exchanged and transposed": {
+        "AFTER": "if run.update:\n"
+        "    with run.full_parameters():\n"
+        "        a, b, weight = model.blocks[0].bias, model.blocks[1].bias, model.blocks[1].weight\n"
+        "        a.data, b.data, weight.data = b.data, a.data, weight.data.t()",
+    },
     "norm of all, logged": {
         "LATE": "there = [p.grad for p in model.parameters() if p.grad is not None]\n"
         "norm = float(torch.nn.utils.get_total_norm(there))\n"
@@ -279,7 +294,7 @@ REFUSED: dict[str, tuple[dict[str, str], tuple, str]] = {
     "other numbers of another shape": (
         {"AFTER": "model.side.weight.data = torch.zeros(2, 2)"},
         (2, "layout.shard=2", "memory.zero=1"),
-        "side.weight was given data of shape [2, 2] in the place of [3, 5]",
+        "side.weight was given data of shape [2, 2] and type float32 in the place of shape [3, 5]",
     ),
     "layers of two types": ({"FIRST": "model.side.double()"}, (1,), "the parameter side.bias is float64, and"),
 }

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
-from shoal.gradients.masters import MixedPrecision, in_float32, narrowed, take_over
+from shoal.gradients.masters import MixedPrecision, in_float32, narrowed
+from shoal.gradients.script_writes import read_back_masters
 from shoal.state import Trained
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
@@ -199,10 +200,10 @@ def test_a_master_without_a_change_keeps_its_bits() -> None:
     master = torch.tensor([1.001, -3.1415926, 1e-45, 3.4e38, float("nan"), 0.0])
     computed = master.bfloat16()
     kept = master.clone()
-    take_over(master, computed)
+    read_back_masters(master, computed)
     assert torch.equal(master.view(torch.int32)[:4], kept.view(torch.int32)[:4])
     computed[1] = 2.0
-    take_over(master, computed)
+    read_back_masters(master, computed)
     assert master.tolist()[:4] == [*kept.tolist()[:1], 2.0, *kept.tolist()[2:4]]
 
 

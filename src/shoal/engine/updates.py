@@ -172,6 +172,8 @@ class AtOnce:
             self._noise.start(work.step)
         if self._sees_layers is not None:
             self._sees_layers.begin(work.step)
+        if self._leaves_out:
+            self.gradients.settle()  # masks are put on what a script has written, too
         changed = [each.begin(work.step) for each in self._leaves_out]
         if any(changed):
             self.gradients.gather()

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from shoal.comm.exchanges.exchange import Exchange, Segment
-from shoal.errors import UserCodeError
 from shoal.maths.norm import two_norm
 from shoal.state import Trained
 from shoal.topology.holding import Holding, Ranks
@@ -355,22 +354,6 @@ def segments_of(trained: Sequence[Trained], part: BucketParameters, layout: Flat
             is_whole = run.numel == t.parameter.numel()
             found.append(Segment(t.holding.name, run.at, tuple(t.parameter.shape) if is_whole else (run.numel,)))
     return found
-
-
-@torch.no_grad()
-def put_in_place(name: str, parameter: Tensor, place: Tensor) -> None:
-    """Where a script has replaced what `parameter` holds (`p.data = ...`): the new numbers in its `place`, a view of a
-    flat buffer, which it shows again. Raises `UserCodeError` for another shape.
-    """
-    if parameter.data_ptr() == place.data_ptr():
-        return
-    if parameter.shape != place.shape:
-        raise UserCodeError(
-            f"{name} was given data of shape {list(parameter.shape)} in the place of {list(place.shape)}: a parameter "
-            "keeps its shape from shoal.start to close()"
-        )
-    place.copy_(parameter)
-    parameter.data = place
 
 
 def units_of(trained: Sequence[Trained], blocks: Sequence[nn.Module], model: nn.Module) -> list[int]:

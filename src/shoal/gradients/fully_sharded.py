@@ -69,14 +69,14 @@ class FullyShardedGradients(ShardedBase):
         self._watches = [handle for module in rest_modules for handle in self._rest.watch(module)]
         for unit, block in zip(passing, blocks, strict=True):
             self._watches += unit.watch(block)
-        self._full = False
+        self._full = self._stepping = False
 
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
         with super().backward(last=last):
             yield
         for unit in self._units:
-            unit.keep_written()
+            unit.read_back_forward()
         self._release()
 
     @contextmanager
@@ -87,11 +87,24 @@ class FullyShardedGradients(ShardedBase):
                 yield
         finally:
             self._stay(False)
+        for unit in self._units:
+            unit.read_back_forward()
         self._release()
+
+    def start(self) -> None:
+        self._stepping = False
+        super().start()
+
+    def reduce(self) -> Tensor:
+        self._stepping = True  # from now on pieces may be newer than what was gathered
+        return super().reduce()
 
     def gather(self) -> None:
         """What was gathered before the optimizer's step is old."""
+        self._stepping = False
         super().gather()
+        for unit in self._units:
+            unit.updated()
         self._release()
 
     @contextmanager
@@ -99,6 +112,10 @@ class FullyShardedGradients(ShardedBase):
         if self._full:
             yield
             return
+        used = [unit for unit in self._units if unit.here]  # by a forward whose backward may follow
+        if not self._stepping:
+            for unit in used:
+                unit.read_back_forward()
         self._release()  # what is here may have been coded on its way
         for unit in self._units:
             unit.gather(exact=True)
@@ -107,11 +124,13 @@ class FullyShardedGradients(ShardedBase):
         try:
             yield
             for unit in self._units:
-                unit.keep()
+                unit.read_back()
         finally:
             self._full = False
             self._stay(False)
             self._release()
+        for unit in used:
+            unit.gather()
 
     def close(self) -> None:
         super().close()

@@ -126,7 +126,9 @@ class VisibleGradients(Gradients, Protocol):
         ...
 
     def accept(self) -> None:
-        """Before the optimizer's step: what such code has put into `.grad` is what the optimizer sees."""
+        """Before the optimizer's step: what such code has put into `.grad`, and into weights (see `script_writes`), is
+        what the optimizer sees.
+        """
         ...
 
 

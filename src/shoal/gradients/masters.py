@@ -16,8 +16,8 @@ Batch norms keep float32 parameters: PyTorch computes them so beside running sta
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,9 +26,10 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.comm.collective import Collective
-from shoal.gradients.bucket import FlatLayout, flat_layout, put_in_place
+from shoal.gradients.bucket import FlatLayout, flat_layout
 from shoal.gradients.gradients import OverReplica, Tuned, VisibleGradients
 from shoal.gradients.reducer import OwnGradient
+from shoal.gradients.script_writes import Placed, check_read_back, read_back_data, read_back_masters
 from shoal.models.batch_norm import StepBatchNorm
 from shoal.state import Owned, Trained
 
@@ -76,16 +77,6 @@ def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def take_over(master: Tensor, computed: Tensor) -> None:
-    """Makes `master` what somebody has written into `computed`; where nobody did, it keeps its bits."""
-    if master.dtype == computed.dtype:
-        master.copy_(computed)
-        return
-    unchanged = master.to(computed.dtype) == computed
-    torch.where(unchanged, master, computed, out=master)
-
-
-@torch.no_grad()
 def write_piece(piece: Tensor, numbers: Sequence[Tensor], layout: FlatLayout, rank: int) -> None:
     """What `rank` holds of parameters that have their `numbers`; the others are written to `piece` later."""
     for number, whole in enumerate(numbers):
@@ -103,8 +94,11 @@ class MasterWeights(OverReplica):
         self._gradients, self._replica = gradients, replica
         mixed = [(t.parameter, t.master) for t in trained if t.master is not None]
         self._masters, self._computed = _side_by_side(mixed)
-        self._names = [t.holding.name for t in trained if t.master is not None]
         self._pairs = [(p, Parameter(m)) for (p, _), m in zip(mixed, self._masters.views, strict=True)]
+        names = [t.holding.name for t in trained if t.master is not None]
+        self._placed = [
+            Placed(name, p, view) for name, (p, _), view in zip(names, mixed, self._computed.views, strict=True)
+        ]
         masters = {id(parameter): master for parameter, master in self._pairs}
         self.owned: Sequence[Owned] = [
             replace(each, parameter=masters.get(id(each.parameter), each.parameter)) for each in gradients.owned
@@ -128,7 +122,7 @@ class MasterWeights(OverReplica):
         return self._gradients.divided
 
     def start(self) -> None:
-        self._take_over()
+        self._read_back()
         for _, master in self._pairs:
             master.grad = None
         self._gradients.start()
@@ -154,31 +148,28 @@ class MasterWeights(OverReplica):
 
     def accept(self) -> None:
         self._gradients.accept()
-        self._take_over()
+        self._read_back()
         self._show()
 
     def gather(self) -> None:
+        check_read_back(self._placed)
         self._computed.flat.copy_(self._masters.flat)
         self._gradients.gather()
 
     def settle(self) -> None:
         self._gradients.settle()
-        self._take_over()
+        self._read_back()
 
-    @contextmanager
-    def full_parameters(self) -> Iterator[None]:
-        with self._gradients.full_parameters():
-            yield
-        self._take_over()
+    def full_parameters(self) -> AbstractContextManager[None]:
+        return self._gradients.full_parameters()
 
     def close(self) -> None:
         self._gradients.close()
 
-    def _take_over(self) -> None:
-        """Takes over what a script has written into the parameters, or put in the place of their numbers."""
-        for name, (parameter, _), view in zip(self._names, self._pairs, self._computed.views, strict=True):
-            put_in_place(name, parameter, view)
-        take_over(self._masters.flat, self._computed.flat)
+    def _read_back(self) -> None:
+        """See `script_writes`."""
+        read_back_data(self._placed)
+        read_back_masters(self._masters.flat, self._computed.flat)
 
     def _show(self) -> None:
         """Makes the agreed gradients what the optimizer sees."""

@@ -7,8 +7,8 @@ gradients and reduces them once a step; ZeRO-2 lends buffers, and adds up pieces
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -25,13 +25,13 @@ from shoal.gradients.bucket import (
     FlatLayout,
     Flight,
     flat_layout,
-    put_in_place,
     segments_of,
 )
 from shoal.gradients.gradients import Groups, OverReplica, global_norm
-from shoal.gradients.masters import take_over, write_piece
+from shoal.gradients.masters import write_piece
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.reducer import OwnGradient, Reducer
+from shoal.gradients.script_writes import Placed, check_read_back, read_back_data, read_back_masters
 from shoal.state import Owned, Trained, owned_run, owned_whole, same_piece
 
 
@@ -229,37 +229,40 @@ class ShardedGradients(ShardedBase):
             )
             for part in parts
         ]
+        self._placed = [each for store in self._stores for each in store.placed]
         super().__init__(
             trained, parts, self._stores, stage=stage, groups=groups, replica=replica, exchange=exchange,
             undivided=undivided, pieces=pieces,
         )  # fmt: skip
 
     def gather(self) -> None:
+        check_read_back(self._placed)
         super().gather()
         handles: list[Handle] = [store.start_gather() for store in reversed(self._stores)]
         for handle in handles:
             handle.wait()
 
     def start(self) -> None:
-        self._take_over()
+        self._read_back()
         super().start()
 
     def accept(self) -> None:
         """See `VisibleGradients`; and what it has put into the parameters is what the optimizer updates."""
         super().accept()
-        self._take_over()
+        self._read_back()
 
     def settle(self) -> None:
-        self._take_over()
+        self._read_back()
 
-    def _take_over(self) -> None:
+    def full_parameters(self) -> AbstractContextManager[None]:
+        """They are whole."""
+        return nullcontext()
+
+    def _read_back(self) -> None:
+        """See `script_writes`."""
+        read_back_data(self._placed)
         for store in self._stores:
-            store.take_over()
-
-    @contextmanager
-    def full_parameters(self) -> Iterator[None]:
-        yield
-        self._take_over()
+            store.read_back_masters()
 
 
 class FlatParameters:
@@ -276,15 +279,18 @@ class FlatParameters:
         names: Sequence[str],
         masters: Sequence[Tensor] | None = None,
     ) -> None:
-        self._shard, self._parameters, self._names = shard, parameters, names
+        self._shard = shard
         self._whole = flattened(parameters, layout, shard.allocate)
         self._own = self.piece = self._whole[layout.mine(shard.rank)]
         if masters is not None:
             self.piece = torch.zeros_like(self._own, dtype=masters[0].dtype)
             write_piece(self.piece, masters, layout, shard.rank)
-        self._views = [self._whole[layout.slice(n)].view(p.shape) for n, p in enumerate(parameters)]
-        for parameter, view in zip(parameters, self._views, strict=True):
-            parameter.data = view
+        self.placed = [
+            Placed(name, p, self._whole[layout.slice(n)].view(p.shape))
+            for n, (name, p) in enumerate(zip(names, parameters, strict=True))
+        ]
+        for _, parameter, place in self.placed:
+            parameter.data = place
 
     def start_gather(self) -> Handle:
         """Begins to bring the pieces of the other ranks, in place."""
@@ -292,12 +298,10 @@ class FlatParameters:
             self._own.copy_(self.piece)
         return self._shard.all_gather(self._whole, self._own)
 
-    def take_over(self) -> None:
-        """Takes over what a script has written into the parameters, or put in the place of their numbers."""
-        for name, parameter, view in zip(self._names, self._parameters, self._views, strict=True):
-            put_in_place(name, parameter, view)
+    def read_back_masters(self) -> None:
+        """What was written into the buffer is in the piece, too."""
         if self._own is not self.piece:
-            take_over(self.piece, self._own)
+            read_back_masters(self.piece, self._own)
 
 
 @torch.no_grad()

@@ -38,7 +38,9 @@ Note: weights that a forward writes
 -----------------------------------
 `self.weight.data.mul_(self.mask)` in a forward, or a weight that is clipped there, is an update like any other, and is
 to be there in the next step. So what stands in the whole goes back into the piece behind each forward of a unit: a copy
-of one piece, beside the gather of all. Where pieces are coded on their way, or live on the host, it is lost.
+of one piece, beside the gather of all. Where pieces are coded on their way, or live on the host, they cannot be had
+back from the whole, or not for as little. There such a forward is refused: in the first forwards of a unit, and then
+now and then, the whole is compared with what it was before, by a fingerprint of 63 bits.
 
 Note: a parameter that is read while it is released
 ---------------------------------------------------
@@ -74,8 +76,14 @@ from torch.utils.hooks import RemovableHandle
 from shoal.comm.collective import Collective, Handle
 from shoal.comm.exchanges.exchange import PieceCodecs
 from shoal.errors import UserCodeError
-from shoal.gradients.bucket import FlatLayout, put_in_place
-from shoal.gradients.masters import take_over, write_piece
+from shoal.gradients.bucket import FlatLayout
+from shoal.gradients.masters import write_piece
+from shoal.gradients.script_writes import Placed, read_back_masters, replaced
+from shoal.gradients.sharded import flattened
+from shoal.maths.fingerprint import fingerprint
+
+COMPARED_FORWARDS, COMPARED_EVERY = 8, 100
+"""Which forwards of a unit are compared with what was gathered: so many first ones, and then one of so many."""
 
 
 class ShardedParameters:
@@ -101,12 +109,14 @@ class ShardedParameters:
         numbers = parameters if masters is None else masters
         self.piece = codecs.zeros(layout.piece, dtype=numbers[0].dtype, device=self._whole.device)
         write_piece(self.piece, numbers, layout, shard.rank)
-        self._views = [self._whole[layout.slice(n)].view(p.shape) for n, p in enumerate(parameters)]
+        self._placed = self._places()
         nothing = torch.full((), math.nan, dtype=self._whole.dtype, device=self._whole.device)
         self._released = [nothing.expand(p.shape) for p in parameters]
         self._kinds, self._read = [type(p) for p in parameters], read
         self._bytes = self._whole.untyped_storage().nbytes()
         self._handle: Handle | None = None
+        self._forwards, self._gathered = 0, None
+        self._updated: Tensor | None = None
         self.here = True
         self.release()
 
@@ -131,9 +141,9 @@ class ShardedParameters:
         assert self._handle is not None
         self._handle.wait()
         self._handle, self.here = None, True
-        for parameter, kind, view in zip(self._parameters, self._kinds, self._views, strict=True):
+        for (_, parameter, place), kind in zip(self._placed, self._kinds, strict=True):
             parameter.__class__ = kind
-            parameter.data = view
+            parameter.data = place
 
     def release(self) -> None:
         """The parameters are gone, but for this rank's piece."""
@@ -143,7 +153,7 @@ class ShardedParameters:
             self._whole.untyped_storage().resize_(0)
         if not self.here:
             return
-        self.here = False
+        self.here, self._gathered = False, None
         for parameter, kind, nothing, read in zip(
             self._parameters, self._kinds, self._released, self._read, strict=True
         ):
@@ -153,16 +163,58 @@ class ShardedParameters:
             parameter.read = read
         self._whole.untyped_storage().resize_(0)
 
-    def keep(self) -> None:
-        """Takes over into the piece what was written into the whole parameters."""
-        for name, parameter, view in zip(self._names, self._parameters, self._views, strict=True):
-            put_in_place(name, parameter, view)
-        take_over(self.piece, self._whole[self._layout.mine(self._shard.rank)])
+    def read_back(self, *, for_a_while: bool = False) -> None:
+        """What a script has written into the whole parameters is in the piece, too. `for_a_while`: the masters that it
+        replaces are kept until `updated`. See `script_writes`.
+        """
+        if replaced(self._placed):
+            self._renew()
+        own = self._whole[self._layout.mine(self._shard.rank)]
+        masters = self.piece.dtype != own.dtype
+        if for_a_while and masters and self._updated is None and not torch.equal(self.piece.to(own), own):
+            self._updated = self.piece.clone()
+        read_back_masters(self.piece, own, before=self._updated)
 
-    def keep_written(self) -> None:
-        """The same behind a forward, where the whole is what the pieces are."""
-        if self.here and self._codecs == PieceCodecs():
-            self.keep()
+    def updated(self) -> None:
+        """The optimizer has made its update."""
+        self._updated = None
+
+    def before_forward(self) -> None:
+        """The whole parameters are about to be used."""
+        if self._codecs == PieceCodecs() or self._gathered is not None:
+            return
+        self._forwards += 1
+        if self._forwards <= COMPARED_FORWARDS or self._forwards % COMPARED_EVERY == 0:
+            self._gathered = self._fingerprint()
+
+    def read_back_forward(self) -> None:
+        """What a forward has written into the whole is in the piece, too, or raises `UserCodeError`. See the note on
+        weights that a forward writes.
+        """
+        if not self.here:
+            return
+        if self._codecs == PieceCodecs():
+            self.read_back()
+        elif replaced(self._placed) or (self._gathered is not None and self._gathered != self._fingerprint()):
+            raise UserCodeError(
+                f"a forward wrote into its own weights ({self._names[0]} or one beside it), which ZeRO-3 cannot keep "
+                "where pieces are coded or live on the host: write them inside run.full_parameters(), or set "
+                "memory.zero = 2"
+            )
+
+    def _fingerprint(self) -> int:
+        return fingerprint({"": self._whole})
+
+    def _places(self) -> list[Placed]:
+        views = [self._whole[self._layout.slice(n)].view(p.shape) for n, p in enumerate(self._parameters)]
+        return list(map(Placed, self._names, self._parameters, views))
+
+    def _renew(self) -> None:
+        """Another buffer with what the parameters hold; whoever has views of the old one keeps its numbers."""
+        self._whole.data = flattened(self._parameters, self._layout)
+        self._placed = self._places()
+        for _, parameter, place in self._placed:
+            parameter.data = place
 
 
 @dataclass
@@ -205,15 +257,21 @@ class Unit:
         for part in self.parts:
             part.release()
 
-    def keep(self) -> None:
-        """Takes over what was written into its whole parameters."""
+    def read_back(self) -> None:
+        """Takes what was written into its whole parameters into the pieces, until the next update at least."""
         for part in self.parts:
-            part.keep()
+            part.read_back(for_a_while=True)
 
-    def keep_written(self) -> None:
-        """Takes over what a forward has written into them. See the note on weights that a forward writes."""
+    def read_back_forward(self) -> None:
+        """The same behind a forward; inside of `full_parameters` or a schedule not before their end."""
+        if not self.stays:
+            for part in self.parts:
+                part.read_back_forward()
+
+    def updated(self) -> None:
+        """The optimizer has made its update."""
         for part in self.parts:
-            part.keep_written()
+            part.updated()
 
     def watch(self, module: nn.Module) -> list[RemovableHandle]:
         """Gathers it before `module` computes; where it passes, also releases it behind that, and in the backward."""
@@ -238,7 +296,11 @@ class Unit:
                 "weights there: compute inside run.full_parameters(), backward included, or set memory.zero = 2"
             )
         self.gather()
-        if not self.passes or _in_backward():
+        if _in_backward():
+            return
+        for part in self.parts:
+            part.before_forward()
+        if not self.passes:
             return
         if self.following is not None:
             self.following.start_gather()
@@ -260,7 +322,7 @@ class Unit:
                 tensor.register_hook(lambda gradient: self._before_backward(call))
                 if (base := _base_of(tensor)) is not tensor and id(base) not in call.inputs:
                     base.register_hook(lambda gradient: self._before_backward(call))
-        self.keep_written()
+        self.read_back_forward()
         self._pass_on()
 
     def _pass_on(self) -> None:
