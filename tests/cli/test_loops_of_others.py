@@ -131,6 +131,11 @@ SITUATIONS: dict[str, dict[str, str]] = {
         "first = optimizer.register_step_pre_hook(lambda *_: None)",
         "EARLY": "if number == 1: first.remove(); first = optimizer.register_step_pre_hook(clip)",
     },
+    "a moving average of gradients": {
+        "BEFORE": "mean = torch.zeros(7, 7)",
+        "LATE": "there = model.blocks[1].weight.grad\n"
+        "mean.lerp_(there, 0.4); there.copy_(mean) if number % 2 else there.add_(mean, alpha=2.0)",
+    },
     "gradients squared, added up": {
         "BEFORE": "fisher, mean = torch.zeros(7, 7), torch.zeros(7, 7)",
         "LATE": "there = model.blocks[1].weight.grad\n"
