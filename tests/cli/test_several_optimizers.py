@@ -161,7 +161,7 @@ def test_spectral_norm_moves_once_in_each_pass(tmp_path: Path) -> None:
     [
         (ONE_AFTER_THE_OTHER, "another optimizer has made its update between two microbatches of this one"),
         (LAST_ALONE, "1 of 4 microbatches had a backward() for one optimizer"),
-        (AT_ONCE.replace(", optimizer=second)", ")"), "with several optimizers, backward(loss, optimizer=...) is for"),
+        (AT_ONCE.replace(", optimizer=second)", ")"), "for several optimizers, backward(loss, optimizer=...) is for"),
         (ALTERNATING.replace("run.backward(fooled(noise), optimizer=first)", "pass"), "no backward() was called"),
     ],
 )  # fmt: skip
