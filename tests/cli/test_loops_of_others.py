@@ -117,6 +117,31 @@ SITUATIONS: dict[str, dict[str, str]] = {
         "EARLY": "hook = model.side.weight.register_hook(lambda g: g.sign() * 0.01) if number == 2 else None",
         "AFTER": "hook is not None and hook.remove()",
     },
+    "hooks with a memory": {
+        "BEFORE": "seen = torch.zeros(())\n"
+        "model.blocks[0].weight.register_hook(lambda g: g / (1 + seen.add_(g.abs().sum())))\n"
+        "model.blocks[1].weight.register_hook(lambda g: g if number < 2 else g.clamp(-0.001, 0.001))\n"
+        "model.blocks[1].bias.register_hook(lambda g: None if number < 1 else g + 0.1 * g.sign())\n"
+        "model.blocks[2].weight.register_hook(lambda g: (g[0].zero_(), None)[1])\n"
+        "model.blocks[2].weight.register_hook(lambda g: g / (0.1 + g.norm(dim=1, keepdim=True)))",
+    },
+    "hooks of the optimizer": {
+        "BEFORE": "def clip(optimizer, args, kwargs):\n"
+        "    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]['params'], 0.05)\n"
+        "first = optimizer.register_step_pre_hook(lambda *_: None)",
+        "EARLY": "if number == 1: first.remove(); first = optimizer.register_step_pre_hook(clip)",
+    },
+    "a moving average of gradients": {
+        "BEFORE": "mean = torch.zeros(7, 7)",
+        "LATE": "there = model.blocks[1].weight.grad\n"
+        "mean.lerp_(there, 0.4); there.copy_(mean) if number % 2 else there.add_(mean, alpha=2.0)",
+    },
+    "gradients squared, added up": {
+        "BEFORE": "fisher, mean = torch.zeros(7, 7), torch.zeros(7, 7)",
+        "LATE": "there = model.blocks[1].weight.grad\n"
+        "if there is not None: fisher.add_(there.detach() ** 2); torch._foreach_add_([mean], [there], alpha=0.5)",
+        "END": "with run.full_parameters(), torch.no_grad(): model.blocks[1].weight.div_(0.01 + fisher).add_(mean)",
+    },
     "replaced by .data": {
         "AFTER": "if run.update:\n"
         "    with run.full_parameters(): model.blocks[1].weight.data = model.blocks[1].weight.data * 0.5",
@@ -156,9 +181,17 @@ LAYOUTS = {
 OFTEN = {
     "one rank, accumulated": ("zero_grad in place", "clip by value", "replaced", "unfrozen one by one"),
     "3 ranks": ("clip by norm", "frozen"),
-    "ZeRO-1, accumulated": ("zero_grad in place", "clip of the group", "replaced", "replaced by .data"),
+    "2 ranks, accumulated": ("hooks with a memory",),
+    "ZeRO-1": ("gradients squared, added up",),
+    "ZeRO-1, accumulated": (
+        "hooks of the optimizer",
+        "zero_grad in place",
+        "clip of the group",
+        "replaced",
+        "replaced by .data",
+    ),
     "ZeRO-3, accumulated": (
-        "hooks that are not linear",
+        "hooks with a memory",
         "taken away",
         "looked into",
         "moving average",
@@ -271,6 +304,16 @@ REFUSED: dict[str, tuple[dict[str, str], tuple, str]] = {
         (2,),
         "had its gradient changed by the script in the step before",
     ),
+    "a gradient changed by a hook on one rank": (
+        {"BEFORE": "if run.rank == 0: model.blocks[0].weight.register_hook(lambda g: g * 0.5)"},
+        (2,),
+        "step 2: on rank 0 blocks.0.weight had its gradient changed by a hook in the step before, and not on rank 1",
+    ),
+    "a hook on one rank under ZeRO": (
+        {"BEFORE": "if run.rank == 0: model.blocks[0].weight.register_hook(lambda g: None)"},
+        (2, "layout.shard=2", "memory.zero=1"),
+        "step 1: on rank 0 blocks.0.weight has a hook of register_hook, and not on rank 1",
+    ),
     "read under ZeRO-3": (
         {"AFTER": "nn.utils.parameters_to_vector(model.parameters())"},
         (2, "layout.shard=2", "memory.zero=3"),
@@ -302,6 +345,7 @@ RARE = {
     "a rate of each rank under ZeRO",
     "an operator on the whole of a piece",
     "other numbers of another shape",
+    "a hook on one rank under ZeRO",
     "unfrozen that was frozen at the start",
 }
 
@@ -317,3 +361,24 @@ def test_what_cannot_be_right_is_a_sentence_in_the_step_in_which_it_happens(name
     said = " ".join((tmp_path / "rank-0.txt").read_text().split())
     assert set(codes) == {2}, said
     assert sentence in said
+
+
+DRAWING = {
+    "BEFORE": "drawn = []\n"
+    "def noise(g):\n"
+    "    drawn.append(torch.randn_like(g))\n"
+    "    return g + 0.1 * drawn[-1]\n"
+    "for block in model.blocks[:2]: block.weight.register_hook(noise)",
+    "END": "assert len({float(each.sum()) for each in drawn}) == len(drawn) == 8\n"
+    "assert all(abs(run.mean(each.sum()) - float(each.sum())) < 1e-6 for each in drawn)",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["2 ranks, accumulated", "ZeRO-1"])
+def test_hooks_that_draw_draw_alike_on_all_ranks(layout: str, tmp_path: Path) -> None:
+    """Other numbers at each step and for each parameter; copies of the model stay the same, which the run checks."""
+    world, *keys = LAYOUTS[layout]
+    (tmp_path / "mine.py").write_text(script_of(DRAWING))
+    codes = run_script(tmp_path / "mine.py", tmp_path, *keys, world=world)
+    assert codes == [0] * world, (tmp_path / "rank-0.txt").read_text()

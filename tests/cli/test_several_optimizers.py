@@ -65,6 +65,25 @@ for number, microbatches in run.steps():
             run.backward(fooled(noise), optimizer=first)
     second.step(); first.step()
 """
+HALVES = """
+import torch
+from torch import nn
+import shoal
+
+torch.manual_seed(0)
+x, y = torch.randn(24, 5), torch.randn(24, 3)
+x[:, 0] = torch.where(torch.arange(24) % 6 < 3, 1.0, -1.0)
+a, b = nn.Linear(5, 3), nn.Linear(5, 3)
+first, second = torch.optim.SGD(a.parameters(), lr=0.2), torch.optim.SGD(b.parameters(), lr=0.2)
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=6)
+run = shoal.start(model=(a, b), optimizer=(first, second), data=data, epochs=1)
+for x, y in run.batches():
+    outputs = torch.stack([a(one) if float(one[0]) > 0 else b(one) for one in x])
+    run.backward((outputs - y).square().mean())
+    first.step(); second.step()
+    first.zero_grad(); second.zero_grad()
+"""
+"""Of a batch the first rank has the samples of one model, and the second rank those of the other."""
 CHAIN = """
 class Chain(nn.Module):
     def __init__(self, *blocks):
@@ -102,6 +121,16 @@ def test_microbatches_of_several_optimizers_are_one_step(loop: str, layout: str,
     backward, for two optimizers. With dropout, and a clip over what one or both of them train.
     """
     check(LOOPS[loop], tmp_path, *LAYOUTS[layout])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [(), LAYOUTS["ZeRO-1"], ("layout.shard=2", "memory.zero=2", "batch.micro_samples=1")])
+def test_ranks_that_use_different_models_meet_in_one_order(keys: tuple[str, ...], tmp_path: Path) -> None:
+    """One backward for two optimizers, of which each rank computes the gradients of another one."""
+    (tmp_path / "mine.py").write_text(HALVES)
+    verdict = compare_script(tmp_path / "mine.py", tmp_path, *keys, world=2)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.holds, "\n".join(verdict.lines())
 
 
 @pytest.mark.slow

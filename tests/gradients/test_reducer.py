@@ -13,7 +13,7 @@ from shoal.comm.collective import Alone, Collective
 from shoal.comm.conditions import Conditions, Fault
 from shoal.errors import UserCodeError
 from shoal.gradients.bucket import Member, fill_buckets
-from shoal.gradients.reducer import Reducer
+from shoal.gradients.reducer import Reducer, all_at_the_end
 from tests.comm.groups import replicas
 from tests.gradients.buckets import buckets_over
 
@@ -109,6 +109,35 @@ def sent_calls(place, microbatches: int) -> int:
 def test_only_the_last_microbatch_sends(ranks) -> None:
     """Accumulation adds no traffic: as many all-reduces as buckets; gradients end as views of the buckets."""
     assert ranks(2, sent_calls, 3) == [0, 0]
+
+
+def two_in_one_backward(place) -> tuple[float, list[int]]:
+    """Each rank uses one of two nets, each with a reducer: the largest difference, and the calls of the group before
+    and after the backward.
+    """
+    mesh = replicas(place)
+    nets, alone = [Net().double() for _ in range(2)], Net().double()
+    x = torch.ones(1, 5, dtype=torch.float64)
+    alone(x, branch=True).backward()
+    reducers = [reducer_of(net, mesh.world) for net in nets]
+    for reducer in reducers:
+        reducer.start()
+    sent = []
+    with all_at_the_end(), reducers[0].backward(last=True), reducers[1].backward(last=True):
+        nets[place.rank](x, branch=True).backward()
+        sent.append(sum(entry.calls for entry in mesh.ledger.take().values()))
+    for reducer in reducers:
+        reducer.finish()
+    sent.append(mesh.ledger.take()["all_reduce"].calls - sum(len(reducer.buckets) for reducer in reducers))
+    both = [pair for net in nets for pair in zip(net.parameters(), alone.parameters(), strict=True)]
+    return max(float((p.grad - q.grad).abs().max()) for p, q in both), sent
+
+
+def test_reducers_of_one_backward_send_when_it_is_over(ranks) -> None:
+    """One after the other, whichever parameters a rank has used first."""
+    for difference, sent in ranks(2, two_in_one_backward):
+        assert difference < SUM_ORDER
+        assert sent == [0, 0]
 
 
 def with_a_dropped_bucket(place) -> float:

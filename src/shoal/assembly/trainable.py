@@ -7,7 +7,7 @@ would add, update and save them in another way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn import Parameter
 from torch.nn.parameter import is_lazy
 
 from shoal.errors import UserCodeError
+from shoal.gradients.partial_gradient import PartialGradient
 from shoal.models.adapters import adapt, is_adapter, quantise
 from shoal.models.build import draw
 from shoal.models.roles import roles_of
@@ -200,9 +201,10 @@ REPAIR = (
 
 # Hooks that a script has put on parameters by `register_hook`, which a plain loop calls with the gradient of the batch.
 #
-# A backward calls them with the gradient of one rank's microbatch. For one that is linear (a factor, a mask) that is as
-# good, h(a + b) = h(a) + h(b), and autograd goes on to call it. Any other (clamped, normalised, a penalty that is
-# added) would change the sum: it waits until ranks have agreed, and gets the gradient of the global batch.
+# A backward would call them with the gradient of one rank's microbatch, several times a step. So they wait until ranks
+# have agreed, and get the whole gradient of the global batch, once a step, on every rank: one that clamps, counts, or
+# does something else from some step on then does what it does in a plain loop. A parameter without a gradient has no
+# call.
 
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -214,13 +216,17 @@ class GradientHooks:
 
     def __init__(self, trained: Mapping[str, Parameter]) -> None:
         self._trained = trained
-        self._waiting: dict[str, bool] = {}
-        self._known: dict[str, tuple[int, ...]] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters that have one now."""
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter of ZeRO-3 answers slowly
+            return [name for name, parameter in self._trained.items() if parameter._backward_hooks]
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Around a backward, which does not call those that are not linear."""
-        waiting = [(hooks, dict(hooks)) for _, hooks in self._those_that_wait()]
+        """Around a backward, which does not call them."""
+        waiting = [(hooks, dict(hooks)) for hooks in map(self._of, self.names)]
         for hooks, _ in waiting:
             hooks.clear()
         try:
@@ -229,51 +235,39 @@ class GradientHooks:
             for hooks, own in waiting:
                 hooks.update(own)
 
-    def call(self) -> bool:
-        """Calls them with what is in `.grad`, which becomes what they return; whether there were any."""
-        waiting = self._those_that_wait()
-        for parameter, hooks in waiting:
-            for hook in list(hooks.values()):
-                if parameter.grad is not None and (changed := hook(parameter.grad)) is not None:
-                    parameter.grad = changed
-        return bool(waiting)
+    @torch.no_grad()
+    def call(self, drawing: Callable[[str], AbstractContextManager[None]]) -> list[str]:
+        """Calls them with what is in `.grad`, which becomes what they return; the parameters whose gradients changed.
+        Every rank calls it where gradients are divided. `drawing` is around what the hooks of a parameter draw.
 
-    def _those_that_wait(self) -> list[tuple[Parameter, dict[int, Hook]]]:
-        with torch._C.DisableTorchFunctionSubclass():  # a released parameter of ZeRO-3 answers slowly
-            hooked = [name for name, parameter in self._trained.items() if parameter._backward_hooks]
-        found = [(name, self._trained[name], cast(dict, self._trained[name]._backward_hooks)) for name in hooked]
-        return [(parameter, hooks) for name, parameter, hooks in found if self._wait(name, parameter, hooks)]
+        Raises `UserCodeError` for a gradient of another shape.
+        """
+        changed = []
+        for name in reversed(self.names):  # the order of a backward
+            parameter = self._trained[name]
+            if (before := parameter.grad) is None:
+                continue
+            with drawing(name):
+                parameter.grad = _hooked(name, list(self._of(name).values()), before)
+            if parameter.grad is not before:
+                changed.append(name)
+        return changed
 
-    def _wait(self, name: str, parameter: Parameter, hooks: Mapping[int, Hook]) -> bool:
-        """Whether one of them is not linear; their order counts, so that all of them wait then."""
-        if self._known.get(name) != tuple(hooks):
-            self._known[name] = tuple(hooks)
-            self._waiting[name] = not all(_is_linear(hook, parameter) for hook in hooks.values())
-        return self._waiting[name]
-
-
-@torch.no_grad()
-def _is_linear(hook: Hook, parameter: Parameter) -> bool:
-    """Whether it adds up, tried on gradients of small, middling and large numbers."""
-    generator = torch.Generator().manual_seed(0)
-
-    def drawn(size: float) -> Tensor:
-        numbers = torch.randn(parameter.shape, generator=generator) * size
-        return numbers.to(device=parameter.device, dtype=parameter.dtype)
-
-    with torch.random.fork_rng(devices=[]):
-        return all(_adds_up(hook, drawn(size), drawn(size)) for size in (1e-6, 1.0, 1e4))
+    def _of(self, name: str) -> dict[int, Hook]:
+        return cast(dict, self._trained[name]._backward_hooks)
 
 
-def _adds_up(hook: Hook, one: Tensor, other: Tensor) -> bool:
-    """h(a) + h(b) = h(a + b), but for rounding."""
-    first, second, both = _hooked(hook, one), _hooked(hook, other), _hooked(hook, one + other)
-    size = float((first.abs() + second.abs()).max()) if first.numel() else 0.0
-    return bool(((first + second - both).abs() <= 64 * torch.finfo(one.dtype).eps * size).all())
-
-
-def _hooked(hook: Hook, gradient: Tensor) -> Tensor:
-    """What it makes of a gradient, by what it returns or in place."""
-    own = gradient.clone()
-    changed = hook(own)
-    return own if changed is None else changed
+def _hooked(name: str, hooks: Sequence[Hook], gradient: Tensor) -> Tensor:
+    """What they make of it, by what they return or in place; the same object where they have only looked at it."""
+    given = found = gradient.whole() if isinstance(gradient, PartialGradient) else gradient.clone()
+    version = given._version
+    for hook in hooks:
+        answer = hook(found)
+        found = found if answer is None else answer
+    if found.shape != gradient.shape:
+        raise UserCodeError(
+            f"a hook of {name} returned a gradient of shape {list(found.shape)} in the place of {list(gradient.shape)}"
+        )
+    if found is given and given._version == version:
+        return gradient
+    return gradient.like(gradient.run_of(found).clone()) if isinstance(gradient, PartialGradient) else found

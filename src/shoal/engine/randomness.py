@@ -8,8 +8,8 @@ uninterrupted one would have drawn, and no generator state needs saving.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -66,6 +66,19 @@ class Randomness:
     def drawing(self) -> AbstractContextManager[Any]:
         """Around a forward, and every backward, which may repeat one."""
         return nullcontext() if self.draws is None or self.draws.asleep else self.draws
+
+    @contextmanager
+    def alike(self, what: str) -> Iterator[None]:
+        """Inside, every rank draws the same from PyTorch's generators, and other numbers for every step and `what`."""
+        generators = generators_in_use()
+        states = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(key_of(self._seed, "alike", self._step, what))
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
 
     def forward(self, forward: Callable[[], T], *, take_back: Callable[[], None], repeatable: Callable[[], bool]) -> T:
         """What `forward` returns, its draws keyed. See `SleepingDraws`."""

@@ -10,12 +10,13 @@ and between two microbatches of a step nobody has anything yet that such code co
 
 A `PartialGradient` has the shape of the whole and no memory of its own, as a `DTensor`. An operator that treats every
 element alone is applied to the run, with the same run of every whole tensor beside it. A sum, a mean, a norm or an
-extreme of all elements is one all-reduce: every rank has to ask for it. Everything else raises `UserCodeError`.
+extreme of all elements is one all-reduce: every rank has to ask for it. So is the whole that an operator needs which
+writes into a tensor of the script's own, such as `fisher.add_(p.grad**2)`. Everything else raises `UserCodeError`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +57,13 @@ class PartialGradient(Tensor):
         """This rank's elements of a tensor of the parameter's shape."""
         return whole.reshape(-1)[self.start : self.start + self.local.numel()]
 
+    def whole(self) -> Tensor:
+        """All of it, a tensor of its own: one all-reduce, for which every rank has to ask."""
+        flat = torch.zeros(self.numel(), dtype=self.dtype, device=self.device)
+        flat[self.start : self.start + self.local.numel()] = self.local
+        self.group.all_reduce(flat).wait()
+        return flat.view(self.shape)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -78,7 +86,11 @@ class PartialGradient(Tensor):
 
 
 def _on_elements(func: Any, first: PartialGradient, args: Any, kwargs: Any) -> Any:
-    """`func`, which treats every element alone, on this rank's run of every argument of the parameter's shape."""
+    """`func`, which treats every element alone, on this rank's run of every argument of the parameter's shape; on the
+    whole of every gradient where it writes into another tensor, which is whole on every rank.
+    """
+    if first.group.size > 1 and _writes_into_whole(func, args, kwargs):
+        return func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
 
     def run_of(each: Any) -> Any:
         if isinstance(each, PartialGradient):
@@ -91,6 +103,17 @@ def _on_elements(func: Any, first: PartialGradient, args: Any, kwargs: Any) -> A
     if func._schema.is_mutable and isinstance(args[0], PartialGradient):
         return args[0]
     return first.like(found)
+
+
+def _writes_into_whole(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether `func` writes into a tensor that is not divided."""
+    given = {**dict(zip((each.name for each in func._schema.arguments), args, strict=False)), **kwargs}
+    written = [given.get(each.name) for each in func._schema.arguments if each.is_write]
+    return any(isinstance(each, Tensor) and not isinstance(each, PartialGradient) for each in written)
+
+
+def _whole(each: Any) -> Any:
+    return each.whole() if isinstance(each, PartialGradient) else each
 
 
 def _spread(first: PartialGradient, other: Tensor) -> Tensor:

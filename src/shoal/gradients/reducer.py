@@ -21,7 +21,8 @@ Note: order
 -----------
 Buckets leave in one fixed order on every rank: a full bucket waits for those before it. Otherwise ranks that use
 different parameters would pair different buckets. What the backward did not fill is zero, and leaves when it ends,
-before anything else that ranks may tell each other then.
+before anything else that ranks may tell each other then. Of several reducers that one backward fills, none sends while
+it runs (`all_at_the_end`): two ranks may come to their parameters in two orders.
 
 Note: gradients without hooks
 -----------------------------
@@ -34,6 +35,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import torch
@@ -43,6 +45,18 @@ from torch.nn import Parameter
 from shoal.errors import UserCodeError
 from shoal.gradients.bucket import Bucket
 from shoal.maths.norm import two_norm
+
+_HELD = ContextVar("_HELD", default=False)
+
+
+@contextmanager
+def all_at_the_end() -> Iterator[None]:
+    """Reducers whose `backward` begins inside send what it fills when it is over."""
+    held = _HELD.set(True)
+    try:
+        yield
+    finally:
+        _HELD.reset(held)
 
 
 class OwnGradient:
@@ -134,7 +148,7 @@ class Reducer:
         """
         self._begin()
         self._show_sums()
-        self._sending, self._taking = last or self.eager, True
+        self._sending, self._taking = (last or self.eager) and not _HELD.get(), True
         try:
             yield
         finally:

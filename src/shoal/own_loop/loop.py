@@ -44,6 +44,7 @@ from shoal.engine.precision import cast_at_borders
 from shoal.engine.tally import Call, meet
 from shoal.engine.updates import Outcome
 from shoal.errors import UserCodeError
+from shoal.gradients.reducer import all_at_the_end
 from shoal.observe.sink import Ending
 from shoal.own_loop.comparison import Comparison
 from shoal.own_loop.objects import as_number
@@ -184,6 +185,8 @@ class Training:
         last = self._steps.open is not None and self._steps.open.is_last
         inputs = None if len(players) == len(self._players) else players[0].inputs
         with ExitStack() as around:
+            if len(players) > 1:
+                around.enter_context(all_at_the_end())
             for player in players:
                 around.enter_context(player.backward(last=last))
             around.enter_context(self._compute.randomness.drawing())

@@ -43,7 +43,7 @@ from shoal.engine.updates import AgreedUpdate, AtOnce, Outcome, Work
 from shoal.errors import UserCodeError
 from shoal.gradients.gradients import JointGradients, VisibleGradients
 from shoal.gradients.partial_gradient import PartialGradient
-from shoal.optim.adopt import ShownGroups
+from shoal.optim.adopt import ShownGroups, StepHooks
 from shoal.own_loop.declaration import Declaration, named, numbers_of, used_anywhere
 from shoal.own_loop.objects import scaler_in
 from shoal.state import Owned
@@ -108,12 +108,13 @@ def players_of(
     """
     gradients, optimizers = run.generation.gradients, run.workload.optimizers
     trained = {each.holding.name: each.parameter for each in run.trained}
-    for own in optimizers:
-        ShownGroups(own.optimizer, [[trained[name] for name in group] for group in own.groups])
+    shown = [
+        ShownGroups(own.optimizer, [[trained[name] for name in group] for group in own.groups]) for own in optimizers
+    ]
     trained_set = TrainedSet(run.model, trained, [own.optimizer for own in optimizers])
     parts = gradients.parts if isinstance(gradients, JointGradients) else [gradients]
     players = []
-    for own, part in zip(optimizers, parts, strict=True):
+    for own, part, groups in zip(optimizers, parts, shown, strict=True):
         assert isinstance(part, VisibleGradients), "a schedule by priority is refused in a script's own loop"
         players.append(
             Player(
@@ -121,6 +122,7 @@ def players_of(
                 part,
                 run.step.context,
                 {name: trained[name] for name in own.names},
+                shown=groups,
                 trained_set=trained_set,
                 sum_over_ranks=sum_over_ranks,
                 on_update=on_update,
@@ -149,7 +151,7 @@ def _scale(parameters: Sequence[Parameter], factor: float) -> None:
 
 class Player:
     """See above. `trained` are the model's parameters that the optimizer trains, by name; `inputs` are the same, for a
-    backward of this player alone.
+    backward of this player alone. `shown` are the optimizer's groups.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class Player:
         context: RankContext,
         trained: Mapping[str, Parameter],
         *,
+        shown: ShownGroups,
         trained_set: TrainedSet,
         sum_over_ranks: Callable[[float], float],
         on_update: OnUpdate | None = None,
@@ -183,11 +186,10 @@ class Player:
         self._placeholders = {name: _placeholder(name, parameter) for name, parameter in trained.items()}
         self._seen: list[tuple[Tensor | None, int]] = []
         self._norm, self._did, self._frozen = 0.0, list[str](), FrozenParameters(trained)
+        self._changed_by_hooks: list[str] = []
         self._script_hooks = GradientHooks(trained)
-        self._hooks = (
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        )
+        self._shown = shown
+        self._hooks = StepHooks(optimizer, self._before_step, self._after_step)
 
     @property
     def update(self) -> Update | None:
@@ -313,7 +315,13 @@ class Player:
             self._context.lockstep,
             self._loss,
             without=len(self._names - used),
-            decisions=[*numbers_of(self.optimizer.param_groups), *named("is frozen", self._frozen.names), *self._did],
+            decisions=[
+                *numbers_of(self.optimizer.param_groups),
+                *named("is frozen", self._frozen.names),
+                *self._did,
+                *self._changed_by_hooks,
+                *self._hooked(),
+            ],
         )
         work = step.work
         own = Work(work.step, work.batches, None, work.tally, declared, work.on_gradients)
@@ -324,7 +332,10 @@ class Player:
             group, device = self._context.lockstep, self._context.device
             used = used_anywhere(sorted(self._names), used, group, device)
         self.gradients.expose(used)
-        if self._script_hooks.call():
+        hooked, divided = bool(self._script_hooks.names), self.gradients.divided
+        changed = self._script_hooks.call(self._context.forward_backward.compute.randomness.alike)
+        self._changed_by_hooks = named("had its gradient changed by a hook in the step before", changed)
+        if changed or (hooked and divided):
             self.gradients.accept()
             self._agreed = replace(self._agreed, norm=float(self.gradients.norm()))
         self._remember(self._agreed.norm)
@@ -343,8 +354,8 @@ class Player:
 
     def close(self) -> None:
         """Gives the optimizer back as it was."""
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.close()
+        self._shown.close()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._check_unscaled()
@@ -383,6 +394,10 @@ class Player:
         """The parameters whose gradients the script has changed since."""
         both = zip(self._trained, _now(self.inputs), self._seen, strict=False)
         return [name for name, now, seen in both if now[0] is not seen[0] or now[1] != seen[1]]
+
+    def _hooked(self) -> list[str]:
+        """What ranks have to agree on before all of them give hooks the whole of a divided gradient."""
+        return named("has a hook of register_hook", self._script_hooks.names) if self.gradients.divided else []
 
     def _opened(self) -> OpenStep:
         if self._step is None:
