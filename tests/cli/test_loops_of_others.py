@@ -93,6 +93,12 @@ SITUATIONS: dict[str, dict[str, str]] = {
         "AFTER": "if run.update:\n    with run.full_parameters(): average.update_parameters(model)",
         "END": "with run.full_parameters(): model.load_state_dict(average.module.state_dict())",
     },
+    "trained at other weights": {
+        "EARLY": "with run.full_parameters():\n    own = [p.data for p in model.parameters()]\n"
+        "    for p in model.parameters(): p.data = p.data + 0.02 * (number + 1)",
+        "LATE": "run.clip_grad_norm_(0.05)\n"
+        "with run.full_parameters():\n    for p, weights in zip(model.parameters(), own): p.data = weights",
+    },
     "weights clipped": {
         "AFTER": "if run.update:\n"
         "    with run.full_parameters(), torch.no_grad(): [p.clamp_(-0.2, 0.2) for p in model.parameters()]",
@@ -182,7 +188,7 @@ OFTEN = {
     "one rank, accumulated": ("zero_grad in place", "clip by value", "replaced", "unfrozen one by one"),
     "3 ranks": ("clip by norm", "frozen"),
     "2 ranks, accumulated": ("hooks with a memory",),
-    "ZeRO-1": ("gradients squared, added up",),
+    "ZeRO-1": ("gradients squared, added up", "trained at other weights"),
     "ZeRO-1, accumulated": (
         "hooks of the optimizer",
         "zero_grad in place",
@@ -206,17 +212,24 @@ PLACES = ("FIRST", "BEFORE", "EARLY", "LATE", "AFTER", "END")
 
 
 class PlainRun:
-    """What a situation asks a run for, in a plain loop."""
+    """What a situation asks a run for, in a plain loop; `scope` holds its model."""
 
     update = True
+
+    def __init__(self, scope: dict) -> None:
+        self._scope = scope
 
     def full_parameters(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def clip_grad_norm_(self, largest: float) -> None:
+        torch.nn.utils.clip_grad_norm_(self._scope["model"].parameters(), largest)
+
 
 def plain(situation: dict[str, str]) -> dict[str, torch.Tensor]:
     """The weights after the steps of a plain loop."""
-    scope: dict = {"run": PlainRun()}
+    scope: dict = {}
+    scope["run"] = PlainRun(scope)
     first, before, early, late, after, end = (situation.get(place, "") for place in PLACES)
     exec(SETUP, scope)
     exec(first, scope)

@@ -189,7 +189,7 @@ def clipped_in_forwards(place: TestPlace, case: Case, way: str) -> list[Tensor]:
             sync.reduce()
             if way != "other data, unseen":
                 sync.expose([name for name, _ in net.named_parameters()])
-                sync.accept()
+                sync.accept_weights()
             optimizer.step()
             sync.gather()
         with sync.full_parameters():

@@ -126,9 +126,11 @@ class VisibleGradients(Gradients, Protocol):
         ...
 
     def accept(self) -> None:
-        """Before the optimizer's step: what such code has put into `.grad`, and into weights (see `script_writes`), is
-        what the optimizer sees.
-        """
+        """Before the optimizer's step: what such code has put into `.grad` is what the optimizer sees."""
+        ...
+
+    def accept_weights(self) -> None:
+        """The same of what it has written into weights (see `script_writes`)."""
         ...
 
 
@@ -160,6 +162,9 @@ class OfWholeParameters(OverReplica):
 
     def accept(self) -> None:
         """What is in `.grad` is what the optimizer sees."""
+
+    def accept_weights(self) -> None:
+        """The optimizer has the model's own."""
 
     def settle(self) -> None:
         """Nothing is under way between two steps."""

@@ -148,8 +148,11 @@ class MasterWeights(OverReplica):
 
     def accept(self) -> None:
         self._gradients.accept()
-        self._read_back()
         self._show()
+
+    def accept_weights(self) -> None:
+        self._gradients.accept_weights()
+        self._read_back()
 
     def gather(self) -> None:
         check_read_back(self._placed)

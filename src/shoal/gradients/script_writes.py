@@ -7,12 +7,12 @@ buffer again:
 
     weights are              read back
     whole (ZeRO-1, -2,       when a step starts, before the optimizer's step, and before a checkpoint:
-    masters)                 `start`, `accept`, `settle` of `Gradients`
+    masters)                 `start`, `accept_weights`, `settle` of `Gradients`
     in pieces (ZeRO-3)       before they are released: at the end of `full_parameters`, behind the forward of a block,
                              and at the end of a backward or of a pipeline's schedule
 
-Where the optimizer has the model's own parameters there is nothing to read back. `shoal train` does not call `accept`:
-what a forward has given other data there is refused at `gather`.
+Where the optimizer has the model's own parameters there is nothing to read back. `shoal train` does not call
+`accept_weights`: what a forward has given other data there is refused at `gather`.
 
 Note: weights that are swapped for a while
 ------------------------------------------

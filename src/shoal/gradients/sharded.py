@@ -188,6 +188,9 @@ class ShardedBase(OverReplica):
     def accept(self) -> None:
         self._exposed = [place.accept(old) for place, old in zip(self._places, self._exposed, strict=True)]
 
+    def accept_weights(self) -> None:
+        """Pieces are written where the weights are whole; see `script_writes`."""
+
     def settle(self) -> None:
         """Nothing is under way between two steps but what the next use waits for."""
 
@@ -246,9 +249,7 @@ class ShardedGradients(ShardedBase):
         self._read_back()
         super().start()
 
-    def accept(self) -> None:
-        """See `VisibleGradients`; and what it has put into the parameters is what the optimizer updates."""
-        super().accept()
+    def accept_weights(self) -> None:
         self._read_back()
 
     def settle(self) -> None:

@@ -89,6 +89,9 @@ class WithSparseRows(OverReplica):
     def accept(self) -> None:
         self._dense.accept()
 
+    def accept_weights(self) -> None:
+        self._dense.accept_weights()
+
     def gather(self) -> None:
         self._dense.gather()
 

@@ -369,6 +369,7 @@ class Player:
         if agreed is not None:
             self._did = named("had its gradient changed by the script in the step before", self._changed())
             self.gradients.accept()
+            self.gradients.accept_weights()
             if self._on_update is not None and agreed.committed:
                 self._on_update(step.work.step, self.gradients.owned)
         if agreed is None or not agreed.committed:
