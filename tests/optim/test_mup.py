@@ -249,7 +249,7 @@ def test_other_optimizers_are_refused(tmp_path: Path) -> None:
     for kind in ("soap", "kfac", "rmsprop"):
         sentence = refusal(run_file_of(tmp_path, model=model, optimizer={"kind": kind}))
         assert sentence is not None
-        assert "use one of these, or leave model.scaling out" in sentence
+        assert sentence.endswith("or leave model.scaling out")
     assert refusal(run_file_of(tmp_path, model=model, optimizer={"kind": "lion"})) is None
 
 
