@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from shoal.errors import UserCodeError
-from shoal.optim.adopt import ShownGroups, StepHooks, own_optimizers, slots_of, works_on
+from shoal.optim.adopt import own_optimizers, slots_of, works_on
 
 
 @pytest.mark.parametrize(
@@ -73,38 +73,3 @@ def test_the_groups_get_what_this_rank_owns():
         [id(pieces["1.weight"])],
     ]
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
-
-
-def test_shown_groups_leave_nothing_but_the_refusal_of_state():
-    """Between two steps the whole parameters, in a step the pieces, and no hook that steps behind a close."""
-    whole, piece = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([whole], momentum=0.9)
-    optimizer.param_groups[0]["params"] = [piece]
-    shown = ShownGroups(optimizer, [[whole]])
-    piece.grad = torch.ones(2)
-    optimizer.step()
-    assert optimizer.param_groups[0]["params"] == [whole]
-    assert set(optimizer.state) == {piece}
-    shown.close()
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not optimizer._optimizer_step_post_hooks
-    assert optimizer.param_groups[0]["params"] == [whole]
-    with pytest.raises(UserCodeError, match="every rank has that of its own pieces alone"):
-        optimizer.state_dict()
-
-
-def test_step_hooks_are_the_inner_ones():
-    """Inside of those of the script, also of one that is registered after them; nothing is left behind a close."""
-    optimizer, calls = torch.optim.SGD(nn.Linear(1, 1).parameters()), []
-    hooks = [
-        StepHooks(optimizer, lambda *_, n=name: calls.append(n), lambda *_, n=name: calls.append(n)) for name in "ab"
-    ]
-    optimizer.register_step_pre_hook(lambda *_: calls.append("script"))
-    optimizer.register_step_post_hook(lambda *_: calls.append("script"))
-    optimizer.step()
-    assert calls == ["script", "a", "b", "b", "a", "script"]
-    for each in hooks:
-        each.close()
-    calls.clear()
-    optimizer.step()
-    assert calls == ["script", "script"]

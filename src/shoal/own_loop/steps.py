@@ -17,6 +17,7 @@ from torch import nn
 
 from shoal.assembly.profiling import profiled
 from shoal.assembly.run import Run
+from shoal.assembly.trainable import TrainedSet
 from shoal.data.inputs import AsInputs
 from shoal.data.sample import Batch, padding_like
 from shoal.engine.compute import Compute
@@ -24,8 +25,41 @@ from shoal.engine.loop import Job, PendingStep, steps
 from shoal.engine.tally import meet
 from shoal.engine.updates import Outcome, Work
 from shoal.errors import UserCodeError
+from shoal.gradients.gradients import JointGradients, VisibleGradients
 from shoal.models.draw_watch import DrawWatch
-from shoal.own_loop.update import OpenStep, Player
+from shoal.own_loop.shown_optimizer import ShownGroups
+from shoal.own_loop.update import OnUpdate, OpenStep, Player
+
+
+def players_of(
+    run: Run, sum_over_ranks: Callable[[float], float], *, on_update: OnUpdate | None = None
+) -> list[Player]:
+    """A player for each optimizer that the script handed over. What `[optimizer]` says is not theirs: they clip when
+    the script asks for it. `on_update` is called before every update.
+    """
+    gradients, optimizers = run.generation.gradients, run.workload.optimizers
+    trained = {each.holding.name: each.parameter for each in run.trained}
+    shown = [
+        ShownGroups(own.optimizer, [[trained[name] for name in group] for group in own.groups]) for own in optimizers
+    ]
+    trained_set = TrainedSet(run.model, trained, [own.optimizer for own in optimizers])
+    parts = gradients.parts if isinstance(gradients, JointGradients) else [gradients]
+    players = []
+    for own, part, groups in zip(optimizers, parts, shown, strict=True):
+        assert isinstance(part, VisibleGradients), "a schedule by priority is refused in a script's own loop"
+        players.append(
+            Player(
+                own.optimizer,
+                part,
+                run.step.context,
+                {name: trained[name] for name in own.names},
+                shown=groups,
+                trained_set=trained_set,
+                sum_over_ranks=sum_over_ranks,
+                on_update=on_update,
+            )
+        )
+    return players
 
 
 def joint_outcome(players: Sequence[Player]) -> Outcome:

@@ -33,7 +33,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shoal.assembly.run import Run
 from shoal.assembly.trainable import FrozenParameters, GradientHooks, TrainedSet
 from shoal.comm.collective import Alone
 from shoal.data.sample import Batch
@@ -41,11 +40,11 @@ from shoal.engine.compute import Microbatch
 from shoal.engine.rank_context import RankContext
 from shoal.engine.updates import AgreedUpdate, AtOnce, Outcome, Work
 from shoal.errors import UserCodeError
-from shoal.gradients.gradients import JointGradients, VisibleGradients
+from shoal.gradients.gradients import VisibleGradients
 from shoal.gradients.partial_gradient import PartialGradient
-from shoal.optim.adopt import ShownGroups, StepHooks
 from shoal.own_loop.declaration import Declaration, named, numbers_of, used_anywhere
 from shoal.own_loop.objects import scaler_in
+from shoal.own_loop.shown_optimizer import ShownGroups, StepHooks
 from shoal.state import Owned
 
 OnUpdate = Callable[[int, Sequence[Owned]], None]
@@ -98,37 +97,6 @@ class OpenStep:
 
     def enter(self, index: int, microbatch: Microbatch) -> None:
         self._index, self._microbatch, self.begun = index, microbatch, True
-
-
-def players_of(
-    run: Run, sum_over_ranks: Callable[[float], float], *, on_update: OnUpdate | None = None
-) -> list[Player]:
-    """A player for each optimizer that the script handed over. What `[optimizer]` says is not theirs: they clip when
-    the script asks for it. `on_update` is called before every update.
-    """
-    gradients, optimizers = run.generation.gradients, run.workload.optimizers
-    trained = {each.holding.name: each.parameter for each in run.trained}
-    shown = [
-        ShownGroups(own.optimizer, [[trained[name] for name in group] for group in own.groups]) for own in optimizers
-    ]
-    trained_set = TrainedSet(run.model, trained, [own.optimizer for own in optimizers])
-    parts = gradients.parts if isinstance(gradients, JointGradients) else [gradients]
-    players = []
-    for own, part, groups in zip(optimizers, parts, shown, strict=True):
-        assert isinstance(part, VisibleGradients), "a schedule by priority is refused in a script's own loop"
-        players.append(
-            Player(
-                own.optimizer,
-                part,
-                run.step.context,
-                {name: trained[name] for name in own.names},
-                shown=groups,
-                trained_set=trained_set,
-                sum_over_ranks=sum_over_ranks,
-                on_update=on_update,
-            )
-        )
-    return players
 
 
 def _placeholder(name: str, parameter: Parameter) -> PartialGradient:

@@ -1,0 +1,92 @@
+"""What a script sees of its optimizer around and between steps, where a rank steps pieces of parameters (ZeRO).
+
+`StepHooks` stand inside of the script's own hooks, and `ShownGroups` lists whole parameters wherever the script looks.
+So the script's step hooks, and what it does between two steps, see what they see in a plain loop.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, cast
+
+import torch
+from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shoal.errors import UserCodeError
+
+StepHook = Callable[[torch.optim.Optimizer, Any, Any], None]
+"""Of an optimizer and of what its `step` was called with."""
+
+
+class StepHooks:
+    """`before` and `after` each step of `optimizer`, inside of the hooks of the script, also of those that come later:
+    behind its pre-hooks and ahead of its post-hooks. Of two, the one that was made last is the inner one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, before: StepHook, after: StepHook) -> None:
+        self._optimizer = optimizer
+        self._before = optimizer.register_step_pre_hook(before)
+        self._after = optimizer.register_step_post_hook(after)
+        self._ordering = register_optimizer_step_pre_hook(self._put_inside)
+
+    def close(self) -> None:
+        """Takes them off the optimizer."""
+        for handle in (self._before, self._after, self._ordering):
+            handle.remove()
+
+    def _put_inside(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer is self._optimizer:
+            cast(OrderedDict, optimizer._optimizer_step_pre_hooks).move_to_end(self._before.id)
+            cast(OrderedDict, optimizer._optimizer_step_post_hooks).move_to_end(self._after.id, last=False)
+
+
+class ShownGroups:
+    """Between two steps the groups of `optimizer`, which steps pieces of parameters, list the `whole` ones of the
+    model: what a script does with a group's parameters, such as a clip by the norm of their gradients, is then what it
+    is in a plain loop, and the same on every rank. State stays with the pieces, and is refused between two steps.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, whole: Sequence[Sequence[Parameter]]) -> None:
+        self._optimizer, self._whole = optimizer, [list(group) for group in whole]
+        self._pieces = [group["params"] for group in optimizer.param_groups]
+        self._hooks = ExitStack()
+        if all(list(map(id, a)) == list(map(id, b)) for a, b in zip(self._pieces, self._whole, strict=True)):
+            return
+        self._hooks.callback(StepHooks(optimizer, lambda *_: self._hide(), lambda *_: self._show()).close)
+        for handle in (
+            optimizer.register_state_dict_pre_hook(lambda _: self._hide()),
+            optimizer.register_state_dict_post_hook(lambda *_: self._show()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self._hide()),
+            optimizer.register_load_state_dict_post_hook(lambda _: self._show()),
+        ):
+            self._hooks.callback(handle.remove)
+        self._hooks.callback(optimizer.register_state_dict_pre_hook, lambda _: _refuse_state())
+        self._show()
+
+    def close(self) -> None:
+        """Takes the hooks off. The groups go on to list the whole parameters; their state, of which this rank has
+        pieces, goes on to be refused.
+        """
+        self._hooks.close()
+
+    def _show(self) -> None:
+        self._list(self._whole, _refuse_state)
+
+    def _hide(self) -> None:
+        self._list(self._pieces, dict)
+
+    def _list(self, parameters: Sequence[list[Parameter]], missing: Callable[[], Any]) -> None:
+        for group, own in zip(self._optimizer.param_groups, parameters, strict=False):  # groups that are added follow
+            group["params"] = own
+        if isinstance(self._optimizer.state, defaultdict):
+            self._optimizer.state.default_factory = missing
+
+
+def _refuse_state() -> Any:
+    raise UserCodeError(
+        "the optimizer's state of a parameter was asked for outside of step(), and under ZeRO every rank has that of "
+        "its own pieces alone: use layout.replicate, where each has all of it"
+    )
