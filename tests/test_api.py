@@ -119,6 +119,7 @@ def test_plans_are_those_of_the_shell(tmp_path: Path) -> None:
     assert json.loads(done.stdout)["plans"] == json.loads(json.dumps(plans))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("shift", "said"), [("0.0", "holds True 2 replicas\nholds True"), ("0.1", "failed 6 ")])
 def test_a_script_proves_its_own_objects(tmp_path: Path, shift: str, said: str) -> None:
     """Layouts that compute what one process computes hold, one call after the other; a model that computes otherwise on

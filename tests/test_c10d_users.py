@@ -382,6 +382,7 @@ def polled(place: Any, dies: bool) -> tuple[bool, str]:
     return on_shoal(place, program, timeout_s=NEVER_S if dies else STOPPED_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dies", "named"), [(True, "rank 1 of the group is gone"), (False, "Timed out after 3 s")])
 def test_who_polls_learns_of_deaths_and_timeouts(ranks, dies: bool, named: str) -> None:
     worked, (success, said) = ranks.outcomes(2, polled, dies)[0]
@@ -607,6 +608,7 @@ def failed_again(place: Any, hosts: int, dies: bool) -> list[str]:
         return on_shoal(place, program, timeout_s=NEVER_S if dies else STOPPED_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "hosts"), [(2, 1), (3, 1), (3, 2)])
 @pytest.mark.parametrize("dies", [True, False])
 def test_calls_after_a_failure_name_the_same_culprit(ranks, size: int, hosts: int, dies: bool) -> None:

@@ -157,6 +157,7 @@ APART: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", APART)
 def test_replicas_that_agree_otherwise_resume_in_every_bit(ranks, folder: Path, strategy: str) -> None:
     """Servers that step parts of it, replicas with moments of their own, coded gradients."""

@@ -95,6 +95,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("case", CASES)
 def test_a_resumed_run_is_the_same_run(ranks, folder: Path, case: str) -> None:

@@ -226,6 +226,7 @@ USES: dict[str, Callable[[Any, float], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
 def test_a_store_that_falls_silent_at_any_call_is_given_up(use: str) -> None:
     """At the first call of every method, its second, and so on."""

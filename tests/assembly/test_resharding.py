@@ -75,6 +75,7 @@ def straight(ranks, folder: Path) -> dict[str, Leg]:
 PAIRS = [("dense", *pair) for pair in pairwise(DENSE)] + [("moe", *pair) for pair in pairwise(MIXTURES)]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(every=4)
 @pytest.mark.parametrize(("kind", "here", "there"), PAIRS, ids=lambda value: value.replace(" ", "-"))
 def test_a_layout_goes_on_where_another_stopped(

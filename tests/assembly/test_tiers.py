@@ -82,6 +82,7 @@ def trained(place: TestPlace, given: dict[str, Any], folder: str, steps: int) ->
     return losses, figures
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(every=6)
 @pytest.mark.parametrize(("layout", "home"), CASES)
 def test_losses_are_the_same_to_the_bit_and_less_is_on_the_device(ranks, folder: Path, layout: str, home: str) -> None:

@@ -84,6 +84,7 @@ def expect_noticed(directory: Path, path: Path, bits: list[int]) -> None:
     assert newest_verified(directory)[1] == []
 
 
+@pytest.mark.slow
 def test_flips_of_every_file_are_noticed(run):
     """A start resumes from the checkpoint before; where `latest` alone is damaged, from the newest one."""
     for path in files_of_the_newest(run):

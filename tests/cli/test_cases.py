@@ -84,6 +84,7 @@ NEED_TORCH = ("doctor --cluster /dev/full",)
 """Commands that are refused what they write, after their work."""
 
 
+@pytest.mark.slow
 def test_no_other_refusal_needs_torch_and_none_a_process(tmp_path: Path) -> None:
     """All of them in one interpreter, in which torch cannot be imported: what would take seconds does not happen."""
     asked = json.dumps([CASES, {"own.py": OWN, "run.toml": RUN}, str(tmp_path)])

@@ -240,6 +240,7 @@ SAYING = [case for case in CASES if case.command.split()[0] not in OF_THE_USER]
 SAYING_MORE = [pytest.param(case, marks=pytest.mark.stress) for case in LONGER]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(every=5)
 @pytest.mark.parametrize("case", [*SAYING, *SAYING_MORE], ids=lambda case: case.command.replace("/", "-")[:24])
 def test_long_work_says_what_it_does(case: Case, tmp_path: Path) -> None:
@@ -267,6 +268,7 @@ def deaf_training(own: Project) -> None:
     (own.folder / "own.py").write_text(text.replace(TRAINING, DEAF_TRAINING))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "told_in"),
     [

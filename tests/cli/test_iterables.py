@@ -94,6 +94,7 @@ def test_a_loop_goes_on_in_mid_pass(items: str, tmp_path: Path) -> None:
         assert f"begun at {6 * begun}\n" in (tmp_path / "rank-0.txt").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "rank", "sentence"),
     [

@@ -64,6 +64,7 @@ def busy():
 """
 
 
+@pytest.mark.slow
 def test_a_flame_graph_shows_the_function_in_which_the_rank_is(tmp_path: Path) -> None:
     """By py-spy, of the rank that is named: a function of the user's that computes in Python stands in the picture by
     its name and file, with a good part of the samples of the thread that trains; the rest is waiting for its peer."""

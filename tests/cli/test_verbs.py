@@ -47,6 +47,7 @@ def test_a_run_directory_holds_what_the_contract_lists(trained: Project) -> None
     assert apart == [None, *[1] * 8]
 
 
+@pytest.mark.slow
 def test_training_from_the_resolved_file_is_the_same_run(trained: Project) -> None:
     """`runs/own/run.toml` trains to the same losses."""
     done = trained.shoal("train", "runs/own/run.toml", "run.directory=again")
@@ -186,6 +187,7 @@ for name, steps in (("first", 3), ("second", 5)):
 """
 
 
+@pytest.mark.slow
 def test_a_script_trains_its_own_objects_and_goes_on_once(trained: Project) -> None:
     """Each `shoal.train` of a script starts two ranks; what follows runs in the starting process alone."""
     (trained.folder / "script.py").write_text(SCRIPT)
@@ -200,6 +202,7 @@ def test_a_script_trains_its_own_objects_and_goes_on_once(trained: Project) -> N
     assert "were objects of a script" in evaluated.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="a file system that is full is mounted for this, which takes root")
 def test_a_full_disk_stops_no_training(tmp_path: Path) -> None:
     """Checkpoints that do not fit: the run goes on and says so, and ends with code 3, as its last step is not saved."""

@@ -57,6 +57,14 @@ def test_a_right_loop_is_the_same_model(keys: tuple[str, ...], tmp_path: Path) -
     assert {finding.rank for finding in verdict.findings} >= {0, 1}
 
 
+def test_what_the_comparison_leaves_out_is_said(tmp_path: Path) -> None:
+    verdict = compared(SCRIPT, tmp_path, "precision.kind=bfloat16", "codec.kind=sign")
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.holds, "\n".join(verdict.lines())
+    assert any('precision.kind = "bfloat16" was left out' in note for note in verdict.notes)
+    assert any("[codec] and [shard_codec] were left out" in note for note in verdict.notes)
+
+
 LOSS = "F.cross_entropy(call(inputs), targets)"
 FAULTS = {
     "a sum for a mean": (LOSS, "F.cross_entropy(call(inputs), targets, reduction='sum')"),

@@ -26,6 +26,7 @@ def all_tables(kind: Kind, ranks: int) -> tuple[CollectiveTable, ...]:
     return tables.__wrapped__(kind, ranks, local=local, blocks=BLOCKS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_algorithm_is_its_collective_for_any_number_of_ranks(kind: Kind) -> None:
     """1 to 64 ranks: each contribution once in each result, no rank waits for ever although sends wait."""

@@ -49,6 +49,7 @@ def test_mpi_keeps_what_the_seam_promises(tmp_path: Path) -> None:
             assert not wrong, f"{name} on rank {rank}"
 
 
+@pytest.mark.slow
 @needs_mpi
 def test_a_run_over_mpi_has_the_losses_of_gloo(tmp_path: Path) -> None:
     """The stdlib GPT, cut to some steps, under `mpiexec -n 2` and under Shoal's own launcher."""

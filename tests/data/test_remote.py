@@ -196,6 +196,7 @@ def test_a_server_that_fails_loses_nothing(tmp_path: Path):
         server.close()
 
 
+@pytest.mark.slow
 def test_s3_through_a_real_server(tmp_path: Path):
     """The same from a bucket of an S3 server on this machine, by a glob."""
     pytest.importorskip("s3fs")

@@ -108,6 +108,7 @@ def watched(place: TestPlace, folder: str, name: str, stop_after: int | None) ->
     return run.state.progress.step, best.step, Places(directory).steps()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stops", [(), (2,), (4,), (5, 6)])
 def test_a_run_stops_early_at_the_same_step_however_it_was_interrupted(
     ranks, tmp_path: Path, stops: Sequence[int]

@@ -142,6 +142,7 @@ def gone_on(
     return sizes, whole_state(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [

@@ -99,6 +99,7 @@ def test_features_are_taken_out_and_both_models_are_measured(trained: Path) -> N
     assert json.loads(said.stdout) == found["before"]["evaluation"]
 
 
+@pytest.mark.slow
 def test_a_compressed_run_is_not_compressed_again(trained: Path) -> None:
     """Its twin is the run that it came from."""
     text = GPT + "[quantisation]\nbits = 8\n"

@@ -115,6 +115,7 @@ def test_changed_data_is_named(trained: Project) -> None:
     assert named in trained.shoal("diff", "runs/text", "other-text").stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_a_directory_without_a_run_is_one_sentence(trained: Project) -> None:
     """`diff` and `reproduce` say what they need."""
     for verb in (("diff", "runs/own", "cache"), ("reproduce", "cache")):

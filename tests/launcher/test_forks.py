@@ -239,6 +239,7 @@ print("epilogue of rank", run.rank)
 """
 
 
+@pytest.mark.slow
 def test_forked_ranks_train_to_the_same_bits(tmp_path: Path) -> None:
     """As two that run the script each from its beginning; what follows the loop runs in each of them, once."""
     script = tmp_path / "own.py"

@@ -213,6 +213,7 @@ def test_a_failure_is_not_told_to_another_run():
     assert not other.check(["failed"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_wait_at_once(number):
     """A rank that waits for rank 0 is ended by the signal, without a word about Python's own frames."""

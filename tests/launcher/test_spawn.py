@@ -49,6 +49,7 @@ wait_for_ever()
     assert "ended by the launcher" in said.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_an_answer_has_no_traceback_and_its_own_code(launch):
     """What Shoal raises on purpose is shown as its sentence, and gives the launcher's exit code."""
     code, said = launch("if rank == 0: raise errors.Diverged('loss is nan')\nwait_for_ever()").end()

@@ -68,6 +68,7 @@ def test_a_tensor_a_step_is_named_within_sixty_steps() -> None:
     assert "in a list of" in line
 
 
+@pytest.mark.slow
 def test_a_holder_that_was_frozen_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """A list of before the warm-up is none that the collector follows. Each of two leaks is named once, the second of
     them no later for what was frozen when the first one was.

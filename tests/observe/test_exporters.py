@@ -136,6 +136,7 @@ def events(folder: Path) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 def test_mlflow_has_every_finite_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is finished and has each metric's history; what is not finite is left out."""
     pytest.importorskip("mlflow", reason="pip install 'shoal[mlflow]'")

@@ -38,6 +38,7 @@ def readout(page: Any, title: str, *keys: str) -> str:
     return " · ".join(figure.locator("output > span").all_inner_texts())
 
 
+@pytest.mark.slow
 def test_figures_and_curves_are_those_of_the_events(tmp_path: Path, opened: Any) -> None:
     """Newest figures, the first and a middle step of the loss, the held-out loss, a step that was not finite."""
     write_run(tmp_path, steps=60, planned=100, nan_at=31)
@@ -64,6 +65,7 @@ def test_figures_and_curves_are_those_of_the_events(tmp_path: Path, opened: Any)
         )
 
 
+@pytest.mark.slow
 def test_ticks_that_lie_close_together_have_labels_of_their_own(tmp_path: Path, opened: Any) -> None:
     """A held-out accuracy of a single evaluation: the axis spans two percent, in steps of half a percent."""
     write_run(tmp_path, steps=30, planned=99)
@@ -74,6 +76,7 @@ def test_ticks_that_lie_close_together_have_labels_of_their_own(tmp_path: Path, 
         assert len(set(labels)) == len(labels)
 
 
+@pytest.mark.slow
 def test_the_slow_rank_is_named_in_words_and_in_the_map(tmp_path: Path, opened: Any) -> None:
     """The sentence, the table and the cells of the map agree on rank 2, forward and backward, from step 41 on."""
     write_run(tmp_path, steps=90, planned=90, slow={2: 41})
@@ -99,6 +102,7 @@ def test_the_slow_rank_is_named_in_words_and_in_the_map(tmp_path: Path, opened: 
         assert "0.0 % of a median step" in page.locator("#ranks output").inner_text()
 
 
+@pytest.mark.slow
 def test_a_slow_rank_a_lost_rank_and_a_nan_are_told_in_sentences(tmp_path: Path, opened: Any) -> None:
     """While the run goes on: whose work takes longer, who has gone silent, which step was skipped; the skipped step is
     no gap in the others' curves, and the row of the lost rank ends."""
@@ -125,6 +129,7 @@ def test_a_slow_rank_a_lost_rank_and_a_nan_are_told_in_sentences(tmp_path: Path,
         assert page.locator("#ranks output").inner_text() == "rank 1, step 90: nothing recorded"
 
 
+@pytest.mark.slow
 def test_replicas_that_were_lost_are_told_and_not_counted(tmp_path: Path, opened: Any) -> None:
     """Of an elastic run: each change of the membership, the newest first; the ranks that are left are not silent."""
     write_run(tmp_path, steps=60, planned=99, ranks=4)
@@ -143,6 +148,7 @@ def test_replicas_that_were_lost_are_told_and_not_counted(tmp_path: Path, opened
         assert "started" not in page.locator(".run").inner_text()
 
 
+@pytest.mark.slow
 def test_the_verdict_on_a_hang_is_told_and_no_time_is_left(tmp_path: Path, opened: Any) -> None:
     """The sentence of `hang.json` appears when it is written, once, though the log has it too; how much time is left is
     not said any more. When a step follows, both are as before."""
@@ -164,6 +170,7 @@ def test_the_verdict_on_a_hang_is_told_and_no_time_is_left(tmp_path: Path, opene
         expect(page.get_by_text("The run hangs")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_goodput_communication_and_experts(tmp_path: Path, opened: Any) -> None:
     """The waterfall of a restarted run, the collectives of a mean step, and an expert's load over the mean."""
     write_run(tmp_path, steps=60, restart_at=30)
@@ -184,6 +191,7 @@ def test_goodput_communication_and_experts(tmp_path: Path, opened: Any) -> None:
         assert page.locator("#experts output").inner_text() == "expert 2, steps 51 to 60: 1.5 times the mean load"
 
 
+@pytest.mark.slow
 def test_the_page_follows_the_run_without_a_reload(tmp_path: Path, opened: Any) -> None:
     """A new line in the events is shown, and a server that ends is said."""
     write_run(tmp_path, steps=10, planned=99)
@@ -197,6 +205,7 @@ def test_the_page_follows_the_run_without_a_reload(tmp_path: Path, opened: Any) 
         playwright.expect(page.locator("#link")).to_have_text("not connected")
 
 
+@pytest.mark.slow
 def test_several_runs_are_side_by_side(tmp_path: Path, opened: Any) -> None:
     """A card each, curves that name their run, the keys that differ, and the details of the run that is chosen."""
     write_run(tmp_path / "a", name="first", ranks=2)
@@ -212,6 +221,7 @@ def test_several_runs_are_side_by_side(tmp_path: Path, opened: Any) -> None:
         assert page.locator("#ranks .lead").inner_text().startswith("Rank 1 is the slowest now")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_shows_all_of_it(tmp_path: Path, opened: Any, scheme: str) -> None:
     """At 380 pixels nothing is wider than the screen; colours follow the light or dark that the device asks for."""
@@ -223,6 +233,7 @@ def test_a_phone_shows_all_of_it(tmp_path: Path, opened: Any, scheme: str) -> No
         assert dark == (scheme == "dark")
 
 
+@pytest.mark.slow
 def test_a_browser_that_cannot_draw_the_page_is_told_so(tmp_path: Path, browser: Any) -> None:
     """One that is too old for the script reads that it is, one without scripts that they are needed; both are told of
     the report, which needs none. One that draws the page reads neither."""

@@ -98,6 +98,7 @@ def photographed(page: Any, folder: Path, name: str) -> None:
     assert len(picture) > 20_000, name
 
 
+@pytest.mark.slow
 def test_a_run_that_trains_tells_of_its_slow_rank_its_lost_rank_and_its_nan(tmp_path: Path, opened: Any) -> None:
     """`observe.page` of an elastic run of three replicas: one is slowed down, one step is spoilt, one rank is killed;
     each is a sentence on the page, while the run goes on. Pictures of it are in the test's folder."""
@@ -136,6 +137,7 @@ def test_a_run_that_trains_tells_of_its_slow_rank_its_lost_rank_and_its_nan(tmp_
     assert running.returncode == 75, own.said()
 
 
+@pytest.mark.slow
 def test_shoal_watch_beside_a_run_tells_whose_loss_ended_it(tmp_path: Path, opened: Any) -> None:
     """Two ranks that cannot do without each other, one killed: the run's state, and who it was."""
     own, expect = befallen(tmp_path), playwright.expect

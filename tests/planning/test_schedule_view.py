@@ -99,6 +99,7 @@ def test_as_many_microbatches_are_shown_as_run_together(number: int, overrides: 
     assert microbatching(run_file, layout).in_flight == number
 
 
+@pytest.mark.slow
 def test_the_picture_is_written_and_other_formats_are_refused(tmp_path: Path) -> None:
     """By the suffix."""
     path = tmp_path / "schedule.svg"

@@ -101,6 +101,7 @@ def test_frozen_blocks_keep_no_activations() -> None:
     assert two < 0.6 * four
 
 
+@pytest.mark.slow
 def test_a_schedule_freezes_and_thaws(ranks, folder: Path) -> None:
     """Steps 4 to 7 of 12 leave the first block as it is; afterwards its moments begin anew."""
     at = {step: ranks(1, train, BASE | WINDOW, str(folder), 0, step)[0].state for step in (3, 7, 8, 12)}

@@ -96,6 +96,7 @@ def test_a_worker_sends_fewer_bytes_and_goes_nearly_the_same_way(ranks, folder: 
     assert not any(name.startswith("codec/residual/2/") for name in residuals), "a server pushes nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize("sync", [SERVED, DEDICATED], ids=["every rank serves", "a server"])
 def test_a_run_with_coded_pushes_goes_on_bitwise(ranks, folder: Path, sync: Tables, precision: str) -> None:

@@ -80,6 +80,7 @@ def test_a_meeting_changes_no_replica(ranks, folder: Path, sync: Tables) -> None
     assert all(torch.equal(tensor, seldom.state[name]) for name, tensor in often.state.items())
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(
     ("layout", "sync"),

@@ -23,6 +23,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"replicate": 2}, {"replicate": 2, "shard": 2}], ids=str)
 def test_averaging_after_every_step_is_all_reduce(ranks, folder: Path, layout: Tables) -> None:
     """With plain SGD the mean of steps is the step of the mean; replicas have equally many tokens here."""

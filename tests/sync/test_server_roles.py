@@ -118,6 +118,7 @@ def read(place: TestPlace, tables: Tables, folder: str) -> tuple[int, dict[str, 
     return sum(map(len, batches)), run.evaluate()
 
 
+@pytest.mark.slow
 def test_servers_compute_no_gradients_and_take_part_in_evaluations(ranks, folder: Path) -> None:
     """The samples of a step are the workers'; all ranks find the same loss."""
     found = ranks(3, read, MOMENTUM | DIGITS | server(servers=1), str(folder))

@@ -219,6 +219,7 @@ with shoal.start(config, sys.argv[1:], model=net, optimizer=optimizer, data=data
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "processes"), [(TRAIN, 2), (START, 2), (START, 1)])
 def test_a_script_with_another_rate_trains_another_model(text: str, processes: int, tmp_path: Path) -> None:
     """From the first step, on the samples of the first run in their order: other losses, same lengths."""

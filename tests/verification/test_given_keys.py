@@ -89,6 +89,7 @@ def test_every_table_is_among_the_cases() -> None:
     assert len(CASES) > 250
 
 
+@pytest.mark.slow
 def test_a_key_means_the_same_in_a_dictionary_a_file_and_on_the_command_line(tmp_path: Path) -> None:
     """Every key of every table, with objects for model, data and loss: the same run file, or the same refusal."""
     accepted = []

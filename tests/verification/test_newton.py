@@ -176,6 +176,7 @@ def gone_on(place: TestPlace, kind: str, tables: dict[str, Any], directory: str,
     return whole_state(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [("lbfgs", "ZeRO-1"), pytest.param("lbfgs", "ZeRO-3", marks=pytest.mark.stress), ("newton_cg", "replicate")],

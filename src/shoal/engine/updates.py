@@ -1,10 +1,9 @@
-"""When a gradient becomes an update.
+"""When a gradient becomes an update. A policy runs the forward and backward of a step, because what it needs from them
+differs, and makes the update.
 
     AtOnce         all gradients agree, one vote, one update
     ByBucket       each bucket's parameters are updated when their sums are there, in the next forward
     ByMicrobatch   PipeDream: every stage updates after each microbatch, from weights some updates old
-
-A policy runs the forward and backward of a step, because what it needs from them differs, and makes the update.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from shoal.optim.layer_statistics import SeesLayers
 
 OnGradients = Callable[[float], None]
 """Called with the 2-norm of the agreed gradient of the whole model."""
-
 OnMicrobatch = Callable[[int], None]
 """Called with the number of a microbatch when its gradient is agreed, before its update."""
 

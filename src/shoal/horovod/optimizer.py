@@ -24,9 +24,9 @@ from shoal.horovod.operations import (
     broadcast_object,
     grouped_allreduce_async_,
     synchronize,
-    to_device,
 )
 from shoal.horovod.process import ProcessSet, process
+from shoal.horovod.values import to_device
 
 Named = Iterable[tuple[str, Tensor]]
 

@@ -43,6 +43,10 @@ from shoal.topology.holding import whole
 
 NOTE = "one process ran the script's own loop in plain PyTorch, each global batch whole"
 CODED = "[codec] and [shard_codec] were left out: this compares gradients that are sent as they are"
+PRECISION = (
+    'precision.kind = "{}" was left out: this compares a script\'s own loop in {}, where a difference is told from '
+    "rounding"
+)
 LIKELY = (
     ". Is the loss a mean over the samples of the microbatch (else pass weight=), of each sample by itself (else "
     "shoal.gather_samples), and without dropout in attention over sequences that are padded to the longest of the "
@@ -67,14 +71,16 @@ def comparable(run_file: RunFile, check: ScriptCheck) -> tuple[RunFile, list[str
             "to compare them with: verify the script with sync.kind=allreduce"
         )
     coded = run_file.codec != NoCodec() or run_file.shard_codec != ShardCodecConfig()
+    own, compared = run_file.precision, Float64() if check.exact else Float32()
+    left_out = [] if isinstance(own, Float32 | Float64) else [PRECISION.format(own.variant, compared.variant)]
     run_file = msgspec.structs.replace(
         run_file,
         run=msgspec.structs.replace(run_file.run, directory=str(check.path / "run")),
-        precision=Float64() if check.exact else Float32(),
+        precision=compared,
         codec=NoCodec(),
         shard_codec=ShardCodecConfig(),
     )
-    return run_file, [NOTE, *([CODED] if coded else [])]
+    return run_file, [NOTE, *([CODED] if coded else []), *left_out]
 
 
 @torch.no_grad()

@@ -347,6 +347,7 @@ def over_gloo(place: Any) -> bool:
     return bool((memory == 0).all()) and memory.dtype is torch.bfloat16
 
 
+@pytest.mark.slow
 def test_elsewhere_it_is_ordinary_memory(ranks: Any) -> None:
     assert ranks(2, over_gloo) == [True] * 2
 

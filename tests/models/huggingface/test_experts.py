@@ -153,6 +153,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_split_experts_is_one_of_every_layout(ranks, tmp_path: Path) -> None:
     """Parameters and AdamW's state are the same bits where the next layout goes on, and the losses are those of one
     process that never stopped.

@@ -134,6 +134,7 @@ def test_the_loss_is_where_the_last_stage_is(
     assert {None, LARGE.layers + 1} <= held[last]
 
 
+@pytest.mark.slow
 def test_why_not_says_what_the_model_says(both: tuple[Predictor, TracedPredictor]) -> None:
     """A split that was tried and failed, and roles that are missing."""
     plain = traced(subject(Blocks), LENGTH)

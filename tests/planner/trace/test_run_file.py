@@ -58,6 +58,7 @@ def test_a_users_model_is_planned_and_its_plan_is_a_run_file(run: Path, tmp_path
     assert found["written"]["microbatch"] == 4
 
 
+@pytest.mark.slow
 def test_splits_of_operators_stand_beside_the_roles(run: Path) -> None:
     """Every parameter with both, and no choice is dearer than that of the roles."""
     app = typer.Typer()
