@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 
 from shoal.coordinator.client import Address, Client, Connection, NoGeneration
 from shoal.coordinator.journal import Journal
-from shoal.coordinator.service import coordinator_in
+from shoal.coordinator.service import RunningClock, coordinator_in
 from shoal.coordinator.watch import watching
 from shoal.errors import EnvironmentFault
 from shoal.launcher import handshake, sockets
@@ -76,6 +77,34 @@ def test_steps_are_committed_through_a_kill_of_the_coordinator(tmp_path: Path) -
     ledger = audit(journal.read())
     journal.close()
     assert (ledger.step, ledger.position, ledger.redone) == (3, 24, 0)
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_stood_still_fences_nobody(tmp_path: Path) -> None:
+    """SIGSTOP for three times the silence after which a rank is lost."""
+    with (
+        running(tmp_path, "--min", "2", "--max", "2", "--silence", "1") as service,
+        Client(service.address, "a") as a,
+        Client(service.address, "b") as b,
+    ):
+        first_generation(a, b)
+        for client in (a, b):
+            client.applied(stop=8)
+        committed(service.address, 1)
+        service.process.send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        service.process.send_signal(signal.SIGCONT)
+        time.sleep(1)  # for its next ticks
+        for client in (a, b):
+            client.applied(stop=16)
+        view = committed(service.address, 2)
+        assert (view.generation, view.fenced) == (1, {})
+
+
+def test_time_in_which_nobody_looked_at_the_clock_is_left_out() -> None:
+    seconds = iter([0.0, 0.9, 1.9, 7.9, 8.9, 9.9])
+    clock = RunningClock(lambda: next(seconds), period_s=1.0)
+    assert [round(clock(), 6) for _ in range(5)] == [0.9, 1.9, 2.9, 3.9, 4.9]
 
 
 def test_survivors_are_woken_and_form_the_next_generation(tmp_path: Path) -> None:

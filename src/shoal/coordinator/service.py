@@ -51,6 +51,27 @@ class Limits:
     peers: int = 20_000
 
 
+class RunningClock:
+    """Seconds in which this process ran, by a `clock` that is read at least every `period_s`.
+
+    Where it was not read for twice as long, the process itself stood still: it was stopped, or its machine was. Nobody
+    could be heard then, so that nobody was silent.
+    """
+
+    def __init__(self, clock: Callable[[], float], period_s: float) -> None:
+        self._clock, self._period_s = clock, period_s
+        self._read, self._lost = clock(), 0.0
+
+    def __call__(self) -> float:
+        now = self._clock()
+        late = now - self._read - self._period_s
+        if late > self._period_s:
+            LOG.warning("the coordinator stood still for %.1f s: nobody is taken to have been silent", late)
+            self._lost += late
+        self._read = now
+        return now - self._lost
+
+
 class Service:
     """Membership behind a socket. `clock` counts seconds, and never goes back. `told` hears, in the service's thread,
     of every decision that is durable, of every verdict on fingerprints, and of members that stay slow; None: the
@@ -67,8 +88,10 @@ class Service:
         told: Callable[[Decision | Divergence | Slow], None] | None = None,
     ) -> None:
         self._told = told
-        self._journal, self._token, self._limits, self._clock = journal, token, limits, clock
-        self.membership = Membership(rules, clock(), history=journal.read())
+        self._journal, self._token, self._limits = journal, token, limits
+        self._period_s = rules.silence_s / 5
+        self._clock = RunningClock(clock, self._period_s)
+        self.membership = Membership(rules, self._clock(), history=journal.read())
         journal.replace(self.membership.snapshot())
         self._strangers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._peers: set[asyncio.Task[None]] = set()
@@ -102,7 +125,7 @@ class Service:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(self.membership.rules.silence_s / 5)
+            await asyncio.sleep(self._period_s)
             await self._settled(self.membership.tick(self._clock()))
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
