@@ -106,3 +106,24 @@ def test_a_circle_would_be_found() -> None:
     """The check sees an import that is there."""
     known = modules()
     assert "shoal.gradients.bucket" in imports_of(list(known["shoal.gradients.replicated"].body), known)
+
+
+CUDA_ALONE = {
+    "shoal.assembly.process": "one GPU a rank: only CUDA's ranks have a group",
+    "shoal.engine.precision": "float8 asks for a compute capability",
+    "shoal.horovod": "NCCL",
+    "shoal.horovod.engine": "NCCL",
+}
+"""Modules that speak of CUDA where `torch.accelerator` has no word for it, and why."""
+
+
+def test_what_any_accelerator_has_is_not_asked_of_cuda() -> None:
+    """Streams, events, memory and generators are those of `torch.accelerator`, so that they are XPU's and MPS's too."""
+    asking = {
+        name
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and node.attr == "cuda"
+        if isinstance(node.value, ast.Name) and node.value.id == "torch"
+    }
+    assert asking == set(CUDA_ALONE)
