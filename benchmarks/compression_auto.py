@@ -111,7 +111,7 @@ def measure(place: Place, *, chosen: Sequence[str], model: ModelConfig, steps: i
                     side.phases_s[-1] += side.take(min(BLOCK, steps - begin), clock)
         set_rate(FAST_MBIT, clock)
         rows = [side.row() for side in sides]
-    return {"rows": rows, "checks": _checks(rows)} if place.rank == 0 else None
+    return {"rows": rows, "checks": held_against(rows)} if place.rank == 0 else None
 
 
 @dataclass
@@ -143,7 +143,7 @@ class Side:
         }  # fmt: skip
 
 
-def _checks(rows: Sequence[Mapping[str, Any]]) -> list[Check]:
+def held_against(rows: Sequence[Mapping[str, Any]]) -> list[Check]:
     """`auto` beside the best fixed choice of each phase, and of the whole run."""
     fixed = [row for row in rows if row["side"] != AUTO]
     auto = next((row for row in rows if row["side"] == AUTO), None)
