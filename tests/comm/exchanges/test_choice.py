@@ -207,6 +207,10 @@ def test_an_alarm_rings_for_a_wait_that_has_changed_and_less_often_in_vain() -> 
     alarm.looked(changed=False, rang=True)
     assert not any(alarm.rings(waited_s, 1.0) for waited_s in (0.1, 0.1, 0.1, 0.29))
     assert alarm.rings(0.31, 1.0)
+    for _ in range(5):
+        alarm.looked(changed=False, rang=True)
+    assert not any(alarm.rings(waited_s, 1.0) for waited_s in (0.1, 0.1, 0.1, 0.4))
+    assert alarm.rings(0.6, 1.0)
     alarm.looked(changed=True, rang=True)
     assert not any(alarm.rings(waited_s, 1.0) for waited_s in (0.1, 0.1, 0.1))
     assert alarm.rings(0.21, 1.0)

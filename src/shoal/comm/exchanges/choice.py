@@ -108,8 +108,10 @@ PROBE_BYTES = 256 << 10
 TIMINGS, LOOKS, RARER, RAREST = 3, 3, 4, 16
 LONG_ENOUGH_S = 0.02
 """A timing beside which the noise of a processor is small: one is enough."""
-NOTABLE, STEADY = 0.1, 3
-"""Of a step: a change of the wait that calls for a look; steps whose median is the wait that is usual."""
+NOTABLE, LARGE, STEADY = 0.1, 0.4, 3
+"""Of a step: a change of the wait that calls for a look, at first and after many calls in vain. Steps whose median is
+the wait that is usual.
+"""
 SETTLING, ASIDE = 5, 20
 """Looks with a backlog until it has settled, and looks for which a codec is set aside."""
 
@@ -117,7 +119,7 @@ SETTLING, ASIDE = 5, 20
 class Alarm:
     """Says when the wait of a step is not what it was, by a part of the step. Pure: it is told seconds.
 
-    Alarms after which nothing changes become rarer: each doubles the part.
+    Alarms after which nothing changes become rarer: each doubles the part, to `LARGE` at most.
     """
 
     def __init__(self) -> None:
@@ -135,7 +137,7 @@ class Alarm:
         """A look is over: whether it has changed the choice, and whether the alarm had called for it."""
         if changed or rang:
             self._usual.clear()
-            self._part = NOTABLE if changed else 2 * self._part
+            self._part = NOTABLE if changed else min(2 * self._part, LARGE)
 
 
 class Choice:
@@ -229,7 +231,9 @@ class Choice:
         self._look(every)
         changed = self.name != before
         self._alarm.looked(changed=changed, rang=rang)
-        again = changed or rang or bool(self._aside) or not self._steps
+        seconds = [long_s for _, long_s, _ in self._looks]
+        doubtful = not 0.5 < seconds[-1] / max(statistics.median(seconds), 1e-9) < 2
+        again = changed or rang or doubtful or bool(self._aside) or not self._steps
         self._interval = every if again else min(RARER * self._interval, RAREST * every)
         self._next_look = self._steps + self._interval
 
