@@ -5,12 +5,13 @@ layers, so that a codec's work for each matrix counts beside its bytes; `wide` f
 then 50 Mbit/s, then 1 Gbit/s again, for as many steps each. Every fixed choice and `codec.kind = "auto"`, which has to
 notice, take a few steps of a phase in turn.
 
-`--periods`: local steps with fixed periods and with one that follows the link (`sync.wait_share`), at 1 Gbit/s,
-50 Mbit/s and 1 Gbit/s, for as many seconds each.
+`--periods`: local steps with fixed periods and with one that follows the link (`sync.wait_share`), for as many seconds
+at each rate, one side after the other.
 """
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
 from collections import deque
@@ -31,9 +32,10 @@ from shoal.bench.groups import join_group, join_store, slowest_rank
 from shoal.bench.options import AsJson, names
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import Check, Result, check, print_report
-from shoal.bench.training_job import MODEL, Training, corpus_file, gpt_run_file, start_training
+from shoal.bench.training_job import MODEL, Training, gpt_run_file, start_training
 from shoal.codec.config import AutoConfig, BlockwiseConfig, CastConfig, CodecConfig, NoCodec, PowerSGDConfig
 from shoal.comm.collective import Collective
+from shoal.data.config import StdlibText
 from shoal.errors import EnvironmentFault
 from shoal.launcher.environment import Place
 from shoal.launcher.lab.network import INTERFACE, tc, why_not
@@ -54,7 +56,6 @@ SIDES: Mapping[str, CodecConfig] = {
 
 
 WAIT_SHARE, LONGEST = 0.2, 32
-PERIODS_MBIT = (1000, 50, 1000)
 AVERAGING = LocalConfig(outer_lr=1.0, outer_momentum=0.0)
 PERIODS: Mapping[str, LocalConfig] = {
     **{f"period {h}": msgspec.structs.replace(AVERAGING, period=h) for h in (1, 8, 32)},
@@ -79,7 +80,7 @@ def compression_auto(
     names(model, "--model", MODELS)
     if is_rank():
         measured = partial(measure, chosen=chosen, model=MODELS[model], steps=steps)
-        run_as_rank(lambda place: measure_periods(place, periods) if periods else measured(place))
+        run_as_rank(lambda place: measure_periods(place, MODELS[model], periods) if periods else measured(place))
         return
     if reason := why_not():
         raise EnvironmentFault(f"{reason}; this benchmark has no other network")
@@ -94,12 +95,10 @@ def measure(place: Place, *, chosen: Sequence[str], model: ModelConfig, steps: i
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
         store = join_store(place)
         clock = join_group("clock", place, store, transport="gloo")
-        corpus = corpus_file(folder)
-        sides = []
-        for name in chosen:
-            run_file = gpt_run_file(folder, corpus, TOKENS * place.world_size, model=model)
-            run_file = msgspec.structs.replace(run_file, codec=SIDES[name])
-            sides.append(Side(name, start_training(run_file, place, stack, store=PrefixStore(name, store))))
+        sides = [
+            Side(name, _started(place, stack, folder, PrefixStore(name, store), model, codec=SIDES[name]))
+            for name in chosen
+        ]
         for side in sides:
             side.take(WARM_UP_STEPS, clock)
         for mbit in PHASES_MBIT:
@@ -112,6 +111,13 @@ def measure(place: Place, *, chosen: Sequence[str], model: ModelConfig, steps: i
         set_rate(FAST_MBIT, clock)
         rows = [side.row() for side in sides]
     return {"rows": rows, "checks": held_against(rows)} if place.rank == 0 else None
+
+
+def _started(place: Place, stack: ExitStack, folder: Path, store: Store, model: ModelConfig, **tables: Any) -> Training:
+    """A run on the source of Python's standard library, with other `tables`."""
+    run_file = gpt_run_file(folder, folder, TOKENS * place.world_size, model=model)
+    run_file = msgspec.structs.replace(run_file, data=StdlibText(), **tables)
+    return start_training(run_file, place, stack, store=store)
 
 
 @dataclass
@@ -161,42 +167,39 @@ def held_against(rows: Sequence[Mapping[str, Any]]) -> list[Check]:
     ]
 
 
-def measure_periods(place: Place, phase_s: float) -> Result | None:
+def measure_periods(place: Place, model: ModelConfig, phase_s: float) -> Result | None:
     """A row for each period; None on all ranks but rank 0."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
         store = join_store(place)
         clock = join_group("clock", place, store, transport="gloo")
-        rows = [_period_row(name, place, store, folder, clock, phase_s=phase_s) for name in PERIODS]
+        rows = []
+        for name, sync in PERIODS.items():
+            with ExitStack() as own:
+                training = _started(place, own, folder, PrefixStore(name, store), model, sync=sync)
+                rows.append({"side": name, **_periods_taken(training, clock, phase_s=phase_s)})
     return {"rows": rows, "checks": []} if place.rank == 0 else None
 
 
-def _period_row(
-    name: str, place: Place, store: Store, folder: Path, clock: Collective, *, phase_s: float
-) -> dict[str, Any]:
-    """Steps, and the share of the time that was spent on agreements, by phase. Ranks end a phase after an agreement."""
+def _periods_taken(training: Training, clock: Collective, *, phase_s: float) -> dict[str, Any]:
+    """Steps and last losses by phase, and the share of the time spent on agreements. A phase ends with an agreement."""
     steps: list[int] = []
+    losses: list[float] = []
     shares: list[float] = []
-    with ExitStack() as stack:
-        set_rate(PERIODS_MBIT[0], clock)
-        run_file = msgspec.structs.replace(
-            gpt_run_file(folder, corpus_file(folder), TOKENS * place.world_size), sync=PERIODS[name]
-        )
-        training = start_training(run_file, place, stack, store=PrefixStore(name, store))
-        agreement = training.run.generation.agreement
-        for mbit in PERIODS_MBIT:
-            set_rate(mbit, clock)
-            training.run.mesh.ledger.take()
-            begin_s, count, over = time.perf_counter(), 0, False
-            while not over:
-                training.take_step()
-                count += 1
-                over = agreement.equal and slowest_rank(time.perf_counter() - begin_s, clock) > phase_s
-            waited_s = sum(entry.exposed_s for entry in training.run.mesh.ledger.take().values())
-            steps.append(count)
-            shares.append(round(waited_s / (time.perf_counter() - begin_s), 2))
-        set_rate(PERIODS_MBIT[0], clock)
-    return {"side": name, "steps": steps, "waits": shares}
+    agreement, ledger = training.run.generation.agreement, training.run.mesh.ledger
+    for mbit in PHASES_MBIT:
+        set_rate(mbit, clock)
+        ledger.take()
+        begin_s, said, over = time.perf_counter(), [], False
+        while not over:
+            said.append(training.take_step().loss)
+            over = agreement.equal and slowest_rank(time.perf_counter() - begin_s, clock) > phase_s
+        waited_s = sum(entry.exposed_s for entry in ledger.take().values())
+        steps.append(len(said))
+        losses.append(round(statistics.fmean(said[-LAST:]), 3))
+        shares.append(round(waited_s / (time.perf_counter() - begin_s), 2))
+    set_rate(FAST_MBIT, clock)
+    return {"steps": steps, "losses": losses, "waits": shares}
 
 
 def set_rate(mbit: int, clock: Collective) -> None:
