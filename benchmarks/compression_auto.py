@@ -64,9 +64,9 @@ PERIODS: Mapping[str, LocalConfig] = {
 
 
 def compression_auto(
-    steps: Annotated[int, typer.Option(help="Steps of each phase.", min=10)] = 80,
+    steps: Annotated[int, typer.Option(help="Steps of each phase.", min=10)] = 160,
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "thin",
-    sides: Annotated[str, typer.Option(help=f"Of {', '.join(SIDES)}; several, with commas.")] = ",".join(SIDES),
+    sides: Annotated[str, typer.Option(help=f"Of {', '.join(SIDES)}; several, with commas.")] = "int8,power_sgd,auto",
     periods: Annotated[float, typer.Option(help="Seconds of each phase of local steps, in place of codecs.")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
@@ -74,7 +74,7 @@ def compression_auto(
 
     It needs root and iproute2, as hosts are network namespaces.
 
-    Example: python -m benchmarks.compression_auto --steps 12
+    Takes four minutes. Example: python -m benchmarks.compression_auto --steps 40 --sides none,bfloat16,int8,auto
     """
     chosen = names(sides, "--sides", SIDES)
     names(model, "--model", MODELS)
