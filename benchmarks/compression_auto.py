@@ -1,19 +1,24 @@
 """`python -m benchmarks.compression_auto`: training over a link that becomes slow in mid-run, and fast again.
 
-Two hosts of one rank each train a GPT of five million parameters, 256 tokens a rank and step. The link has 10 Gbit/s,
-then 50 Mbit/s, then 10 Gbit/s again, for as many steps each. Every fixed choice and `codec.kind = "auto"` take all
-steps of a phase one after the other. The link changes between two measurements of `auto`, which has to notice.
+Two hosts of one rank each train a GPT, 256 tokens a rank and step: `--model thin` has 1.2 million parameters in 24
+layers, so that a codec's work for each matrix counts beside its bytes; `wide` five million in 6. The link has 1 Gbit/s,
+then 50 Mbit/s, then 1 Gbit/s again, for as many steps each. Every fixed choice and `codec.kind = "auto"`, which has to
+notice, take a few steps of a phase in turn.
 
-`--periods`: local steps with fixed periods and with one that follows the link (`sync.wait_share`), at 1 Gbit/s,
-50 Mbit/s and 1 Gbit/s, for as many seconds each.
+`--periods`: local steps with fixed periods and with one that follows the link (`sync.wait_share`), for as many seconds
+at each rate, one side after the other.
 """
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,20 +29,23 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from benchmarks.command import run
 from benchmarks.compression import TOKENS, two_hosts
 from shoal.bench.groups import join_group, join_store, slowest_rank
-from shoal.bench.options import AsJson
+from shoal.bench.options import AsJson, names
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
-from shoal.bench.report import Result, check, print_report
-from shoal.bench.training_job import Training, corpus_file, gpt_run_file, start_training
+from shoal.bench.report import Check, Result, check, print_report
+from shoal.bench.training_job import MODEL, Training, gpt_run_file, start_training
 from shoal.codec.config import AutoConfig, BlockwiseConfig, CastConfig, CodecConfig, NoCodec, PowerSGDConfig
 from shoal.comm.collective import Collective
+from shoal.data.config import StdlibText
 from shoal.errors import EnvironmentFault
 from shoal.launcher.environment import Place
 from shoal.launcher.lab.network import INTERFACE, tc, why_not
+from shoal.models.config import GPTConfig, ModelConfig
 from shoal.sync.config import LocalConfig
 
-FAST_MBIT, SLOW_MBIT, BURST_BYTES = 10_000, 50, 32 << 10
+FAST_MBIT, SLOW_MBIT, BURST_BYTES = 1000, 50, 32 << 10
 PHASES_MBIT = (FAST_MBIT, SLOW_MBIT, FAST_MBIT)
-AUTO, WARM_UP_STEPS, WITHIN_STEPS = "auto", 2, 20
+AUTO, WARM_UP_STEPS, BLOCK, LAST, LOST = "auto", 12, 10, 20, 1.1
+MODELS = {"thin": GPTConfig(layers=24, width=64, heads=4, feed_forward="gelu", feed_forward_width=256), "wide": MODEL}
 SIDES: Mapping[str, CodecConfig] = {
     "none": NoCodec(),
     "bfloat16": CastConfig(),
@@ -48,7 +56,6 @@ SIDES: Mapping[str, CodecConfig] = {
 
 
 WAIT_SHARE, LONGEST = 0.2, 32
-PERIODS_MBIT = (1000, 50, 1000)
 AVERAGING = LocalConfig(outer_lr=1.0, outer_momentum=0.0)
 PERIODS: Mapping[str, LocalConfig] = {
     **{f"period {h}": msgspec.structs.replace(AVERAGING, period=h) for h in (1, 8, 32)},
@@ -57,7 +64,9 @@ PERIODS: Mapping[str, LocalConfig] = {
 
 
 def compression_auto(
-    steps: Annotated[int, typer.Option(help="Steps of each phase.", min=10)] = 22,
+    steps: Annotated[int, typer.Option(help="Steps of each phase.", min=10)] = 160,
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "thin",
+    sides: Annotated[str, typer.Option(help=f"Of {', '.join(SIDES)}; several, with commas.")] = "int8,power_sgd,auto",
     periods: Annotated[float, typer.Option(help="Seconds of each phase of local steps, in place of codecs.")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
@@ -65,116 +74,132 @@ def compression_auto(
 
     It needs root and iproute2, as hosts are network namespaces.
 
-    Example: python -m benchmarks.compression_auto --steps 12
+    Takes four minutes. Example: python -m benchmarks.compression_auto --steps 40 --sides none,bfloat16,int8,auto
     """
+    chosen = names(sides, "--sides", SIDES)
+    names(model, "--model", MODELS)
     if is_rank():
-        run_as_rank(lambda place: measure_periods(place, periods) if periods else measure(place, steps=steps))
+        measured = partial(measure, chosen=chosen, model=MODELS[model], steps=steps)
+        run_as_rank(lambda place: measure_periods(place, MODELS[model], periods) if periods else measured(place))
         return
     if reason := why_not():
         raise EnvironmentFault(f"{reason}; this benchmark has no other network")
     command = ["benchmarks.compression_auto", "--steps", str(steps), "--periods", str(periods)]
+    command += ["--model", model, "--sides", sides]
     print_report("compression_auto", on_ranks(command, processes=2, lab=two_hosts(FAST_MBIT)), as_json=as_json)
 
 
-def measure(place: Place, *, steps: int) -> Result | None:
-    """A row for each side; None on all ranks but rank 0."""
+def measure(place: Place, *, chosen: Sequence[str], model: ModelConfig, steps: int) -> Result | None:
+    """A row for each side; None on all ranks but rank 0. Sides take `BLOCK` steps in turn."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
         store = join_store(place)
         clock = join_group("clock", place, store, transport="gloo")
-        rows = [_row(name, place, store, folder, clock, steps=steps) for name in SIDES]
-    if place.rank != 0:
-        return None
-    (auto,) = (row for row in rows if row["side"] == AUTO)
-    fixed = min(row["run_s"] for row in rows if row["side"] != AUTO)
-    late = max(steps_until_change(auto["changed_at"], phase * steps, steps) for phase in range(1, len(PHASES_MBIT)))
-    checks = [
-        check("the best fixed choice over auto, the whole run", fixed / auto["run_s"], 1.0),
-        check("steps until auto has followed the link", late, WITHIN_STEPS, at_most=True),
+        sides = [
+            Side(name, _started(place, stack, folder, PrefixStore(name, store), model, codec=SIDES[name]))
+            for name in chosen
+        ]
+        for side in sides:
+            side.take(WARM_UP_STEPS, clock)
+        for mbit in PHASES_MBIT:
+            set_rate(mbit, clock)
+            for side in sides:
+                side.phases_s.append(0.0)
+            for begin in range(0, steps, BLOCK):
+                for side in sides:
+                    side.phases_s[-1] += side.take(min(BLOCK, steps - begin), clock)
+        set_rate(FAST_MBIT, clock)
+        rows = [side.row() for side in sides]
+    return {"rows": rows, "checks": held_against(rows)} if place.rank == 0 else None
+
+
+def _started(place: Place, stack: ExitStack, folder: Path, store: Store, model: ModelConfig, **tables: Any) -> Training:
+    """A run on the source of Python's standard library, with other `tables`."""
+    run_file = gpt_run_file(folder, folder, TOKENS * place.world_size, model=model)
+    run_file = msgspec.structs.replace(run_file, data=StdlibText(), **tables)
+    return start_training(run_file, place, stack, store=store)
+
+
+@dataclass
+class Side:
+    """One training, what its phases took, and its last losses. `said`: when a choice has changed, and why."""
+
+    name: str
+    training: Training
+    phases_s: list[float] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+    losses: deque[float] = field(default_factory=partial(deque, maxlen=LAST))
+    taken: int = 0
+
+    def take(self, steps: int, clock: Collective) -> float:
+        """Seconds of the slowest rank."""
+        begin_s = time.perf_counter()
+        for _ in range(steps):
+            self.losses.append(self.training.take_step().loss)
+            self.taken += 1
+            coded = self.training.run.generation.coded
+            self.said += [] if coded is None else [f"step {self.taken}: {line}" for line in coded.take_lines()]
+        return slowest_rank(time.perf_counter() - begin_s, clock)
+
+    def row(self) -> dict[str, Any]:
+        phases_s = [round(seconds, 2) for seconds in self.phases_s]
+        return {
+            "side": self.name, "steps": self.taken, "phases_s": phases_s, "run_s": round(sum(phases_s), 2),
+            "loss": round(sum(self.losses) / len(self.losses), 3), "said": self.said,
+        }  # fmt: skip
+
+
+def held_against(rows: Sequence[Mapping[str, Any]]) -> list[Check]:
+    """`auto` beside the best fixed choice of each phase, and of the whole run."""
+    fixed = [row for row in rows if row["side"] != AUTO]
+    auto = next((row for row in rows if row["side"] == AUTO), None)
+    if auto is None or not fixed:
+        return []
+    best = [min(row["phases_s"][phase] for row in fixed) for phase in range(len(PHASES_MBIT))]
+    whole_s = min(row["run_s"] for row in fixed)
+    return [
+        *(
+            check(f"auto over the best of phase {phase + 1}", auto["phases_s"][phase] / best_s, LOST, at_most=True)
+            for phase, best_s in enumerate(best)
+        ),
+        check("auto over the best of each phase", auto["run_s"] / sum(best), LOST, at_most=True),
+        check("the best fixed choice over auto, the whole run", whole_s / auto["run_s"], 1.0),
     ]
-    return {"rows": rows, "checks": checks}
 
 
-def measure_periods(place: Place, phase_s: float) -> Result | None:
+def measure_periods(place: Place, model: ModelConfig, phase_s: float) -> Result | None:
     """A row for each period; None on all ranks but rank 0."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
         store = join_store(place)
         clock = join_group("clock", place, store, transport="gloo")
-        rows = [_period_row(name, place, store, folder, clock, phase_s=phase_s) for name in PERIODS]
+        rows = []
+        for name, sync in PERIODS.items():
+            with ExitStack() as own:
+                training = _started(place, own, folder, PrefixStore(name, store), model, sync=sync)
+                rows.append({"side": name, **_periods_taken(training, clock, phase_s=phase_s)})
     return {"rows": rows, "checks": []} if place.rank == 0 else None
 
 
-def _period_row(
-    name: str, place: Place, store: Store, folder: Path, clock: Collective, *, phase_s: float
-) -> dict[str, Any]:
-    """Steps, and the share of the time that was spent on agreements, by phase. Ranks end a phase after an agreement."""
+def _periods_taken(training: Training, clock: Collective, *, phase_s: float) -> dict[str, Any]:
+    """Steps and last losses by phase, and the share of the time spent on agreements. A phase ends with an agreement."""
     steps: list[int] = []
+    losses: list[float] = []
     shares: list[float] = []
-    with ExitStack() as stack:
-        set_rate(PERIODS_MBIT[0], clock)
-        run_file = msgspec.structs.replace(
-            gpt_run_file(folder, corpus_file(folder), TOKENS * place.world_size), sync=PERIODS[name]
-        )
-        training = start_training(run_file, place, stack, store=PrefixStore(name, store))
-        agreement = training.run.generation.agreement
-        for mbit in PERIODS_MBIT:
-            set_rate(mbit, clock)
-            training.run.mesh.ledger.take()
-            begin_s, count, over = time.perf_counter(), 0, False
-            while not over:
-                training.take_step()
-                count += 1
-                over = agreement.equal and slowest_rank(time.perf_counter() - begin_s, clock) > phase_s
-            waited_s = sum(entry.exposed_s for entry in training.run.mesh.ledger.take().values())
-            steps.append(count)
-            shares.append(round(waited_s / (time.perf_counter() - begin_s), 2))
-        set_rate(PERIODS_MBIT[0], clock)
-    return {"side": name, "steps": steps, "waits": shares}
-
-
-def steps_until_change(changed_at: Sequence[int], start: int, steps: int) -> int:
-    """Steps from the start of a phase to the last change in it; the whole phase where there was none."""
-    return max((step - start for step in changed_at if start <= step < start + steps), default=steps)
-
-
-def _row(name: str, place: Place, store: Store, folder: Path, clock: Collective, *, steps: int) -> dict[str, Any]:
-    """All phases of one side, from a model that has taken a few steps."""
-    phase_s: list[float] = []
-    changed_at: list[int] = []
-    lines: list[str] = []
-    with ExitStack() as stack:
-        set_rate(FAST_MBIT, clock)
-        run_file = msgspec.structs.replace(
-            gpt_run_file(folder, corpus_file(folder), TOKENS * place.world_size), codec=SIDES[name]
-        )
-        training = start_training(run_file, place, stack, store=PrefixStore(name, store))
-        for _ in range(WARM_UP_STEPS):
-            _step(training)
-        for number, mbit in enumerate(PHASES_MBIT):
-            set_rate(mbit, clock)
-            begin_s = time.perf_counter()
-            for step in range(steps):
-                if said := _step(training):
-                    changed_at.append(number * steps + step)
-                    lines += said
-            phase_s.append(slowest_rank(time.perf_counter() - begin_s, clock))
-        set_rate(FAST_MBIT, clock)
-    return {
-        "side": name,
-        "steps": steps * len(PHASES_MBIT),
-        "phases_s": [round(seconds, 2) for seconds in phase_s],
-        "run_s": round(sum(phase_s), 2),
-        "changed_at": changed_at,
-        "said": lines,
-    }
-
-
-def _step(training: Training) -> list[str]:
-    """The lines in which a choice says that it has changed."""
-    training.take_step()
-    coded = training.run.generation.coded
-    return [] if coded is None else coded.take_lines()
+    agreement, ledger = training.run.generation.agreement, training.run.mesh.ledger
+    for mbit in PHASES_MBIT:
+        set_rate(mbit, clock)
+        ledger.take()
+        begin_s, said, over = time.perf_counter(), [], False
+        while not over:
+            said.append(training.take_step().loss)
+            over = agreement.equal and slowest_rank(time.perf_counter() - begin_s, clock) > phase_s
+        waited_s = sum(entry.exposed_s for entry in ledger.take().values())
+        steps.append(len(said))
+        losses.append(round(statistics.fmean(said[-LAST:]), 3))
+        shares.append(round(waited_s / (time.perf_counter() - begin_s), 2))
+    set_rate(FAST_MBIT, clock)
+    return {"steps": steps, "losses": losses, "waits": shares}
 
 
 def set_rate(mbit: int, clock: Collective) -> None:

@@ -8,6 +8,9 @@ Measured: seconds until all are connected and through
 the first barrier, seconds of an all-gather of what hosts say, requests of a rank, memory of the process that hosts the
 store. The failure of one rank among so many is reported from real records.
 
+`--saves SHARDS`: what a save costs each rank and rank 0, but for the disk: the plan from what all ranks hold of 100
+tensors in three states each, cut by rows over SHARDS ranks, and the manifest of what they have stored.
+
 `--coordinator`: as many replicas join a coordinator, each over a connection that has proved the token, form a
 generation, commit a step, lose one of them and form the next; and the hang verdict on as many ranks.
 """
@@ -25,9 +28,15 @@ import secrets
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from shoal.checkpoint.encoded import listed
+from shoal.checkpoint.manifest import Manifest, encode
+from shoal.checkpoint.objects import Stored
+from shoal.checkpoint.plan import Item, plan_for
+from shoal.checkpoint.round import tensor_entries, writer
 from shoal.comm.packing import packed, unpacked
 from shoal.coordinator.client import ANSWERS, Address
 from shoal.coordinator.service import Limits, coordinator_in
@@ -41,7 +50,10 @@ from shoal.launcher.store.server import Keys, StoreServer
 from shoal.resilience.events import Accept, Ended, Heartbeat, Join, Report, Restored
 from shoal.resilience.hang_verdict import CodePlace, LastCall, RankReport, hang_verdict
 from shoal.resilience.membership import Rules
+from shoal.topology.holding import Box
 
+TENSORS, ROWS, COLUMNS, OBJECT_BYTES = 100, 8192, 1024, 64 << 20
+"""Of a model of 840 million numbers, whose state with two moments is 10 GB."""
 PROCESSES = 2
 TIMEOUT_S = 40.0
 MOST_THREADS = 1024
@@ -53,9 +65,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", default="64,1024,4096")
     parser.add_argument("--coordinator", action="store_true")
+    parser.add_argument("--saves", type=int, metavar="SHARDS", help="a model's state is cut into so many")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     measure = coordinated if options.coordinator else measured
+    if options.saves:
+        measure = partial(saved, shards=options.saves)
     rows = [measure(int(count)) for count in options.ranks.split(",")]
     if options.json:
         print(json.dumps({"bench": "thousand_ranks", "machine": {"cores": os.cpu_count()}, "rows": rows}))
@@ -268,6 +283,31 @@ def _hang_verdict(ranks: int) -> tuple[float, int]:
     if found.ranks != (stuck,):
         raise RuntimeError(f"the verdict names others: {found.sentence[:300]}")
     return time.perf_counter() - begin_s, len(found.sentence)
+
+
+def saved(ranks: int, *, shards: int) -> dict[str, float]:
+    """Seconds of a rank's plan, which it makes once, of rank 0's manifest, made in every save, and what these take."""
+    rows, names = ROWS // shards, [f"{kind}/layer.{n}.weight" for kind in ("model", "m", "v") for n in range(TENSORS)]
+    groups = {
+        tuple(range(shard, ranks, shards)): [
+            Item(name, "float32", (ROWS, COLUMNS), (Box((shard * rows, 0), (rows, COLUMNS)),)) for name in names
+        ]
+        for shard in range(shards)
+    }
+    before_mb, begin_s = _resident_mb(), time.perf_counter()
+    plan = plan_for(groups, world_size=ranks, object_bytes=OBJECT_BYTES)
+    plan_s, plan_mb, begin_s = time.perf_counter() - begin_s, _resident_mb() - before_mb, time.perf_counter()
+    stored = [Stored(f"{number:064x}", OBJECT_BYTES, written=True) for number in range(len(plan.parcels))]
+    manifest = Manifest(
+        step=1, generation=1, created=time.time(), tensors=tensor_entries(plan.parcels, stored),
+        objects=listed(stored, None)[0], state={}, layout={}, writer=writer(),
+    )  # fmt: skip
+    content = encode(manifest)
+    return {
+        "ranks": ranks, "shards": shards, "plan_s": plan_s, "plan_mb": plan_mb,
+        "manifest_s": time.perf_counter() - begin_s, "manifest_bytes": len(content), "objects": len(stored),
+        "most_objects_of_a_rank": max(map(len, plan.shares)),
+    }  # fmt: skip
 
 
 def _reported(ranks: int) -> tuple[float, int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from pathlib import Path
 
 import shoal
@@ -106,3 +107,19 @@ def test_a_circle_would_be_found() -> None:
     """The check sees an import that is there."""
     known = modules()
     assert "shoal.gradients.bucket" in imports_of(list(known["shoal.gradients.replicated"].body), known)
+
+
+CUDA_ALONE = {
+    "assembly/process.py": "one GPU a rank: only CUDA's ranks have a group",
+    "engine/precision.py": "float8 asks for a compute capability",
+    "horovod/__init__.py": "NCCL",
+    "horovod/engine.py": "NCCL",
+}
+"""Files that speak of CUDA where `torch.accelerator` has no word for it, and why."""
+
+
+def test_what_any_accelerator_has_is_not_asked_of_cuda() -> None:
+    """Streams, events, memory and generators are those of `torch.accelerator`, so that they are XPU's and MPS's too."""
+    code = re.compile(r"^[^#\n]*\btorch\.cuda\b", re.MULTILINE)
+    asking = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if code.search(path.read_text("utf-8"))}
+    assert asking == set(CUDA_ALONE)

@@ -12,6 +12,14 @@ from torch.nn import Parameter
 
 from shoal.topology.holding import Box, Dims, Holding, Ranks, boxes_of_run
 
+
+def works_in_streams(device: torch.device) -> bool:
+    """Whether `device` does its work behind the caller's back, in streams, and copies at full speed to and from pinned
+    memory: GPUs of CUDA, ROCm and XPU. Not so CPUs and MPS, whose memory is the host's.
+    """
+    return device.type not in ("cpu", "meta", "mps")
+
+
 # What a rank trains, and what of it is its own to update and to save.
 #
 # The ranks' holdings say what each trains (`Trained`); how gradients are reduced decides which tensors the optimizer

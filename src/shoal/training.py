@@ -45,7 +45,7 @@ def train_rank(
     directory = run_directory(run_file)
     with ExitStack() as last:
         with sinks_of(run_file, place) as sinks, ExitStack() as stack:
-            rounds = rounds_of(run_file.sync, place.rank, directory, replay)
+            rounds = rounds_of(run_file, place.rank, directory, replay)
             run = open_run(run_file, place, objects, rounds=rounds, activity=sinks.activity)
             stack.enter_context(run.default_group())
             resumed_step = restore(run, directory, sinks)

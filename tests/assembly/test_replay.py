@@ -130,3 +130,23 @@ def test_what_cannot_be_repeated_is_refused(tmp_path: Path, tables: Tables, word
         tables = tables | {"optimizer": {"kind": "sgd", "lr": 0.1}}
     with pytest.raises(ConfigError, match=words):
         replayed(run_file_of(tmp_path, **tables))
+
+
+def test_what_is_decided_by_the_clock_is_repeated_step_by_step(tmp_path: Path) -> None:
+    """Two choices in each of three steps; the run went on after the second one from a checkpoint of the first."""
+    recorded, said = EventFiles(record=tmp_path / "one"), ["wint8", "wnone", "wnone"]
+    one = Rounds(recorded)
+    for step in range(2):
+        one.decide(said[step], first=True)
+        one.decide("wgone", first=False)
+    again = Rounds(recorded)
+    again.resume(1)
+    for step in (1, 2):
+        again.decide(said[step], first=True)
+        again.decide(f"wother-{step}", first=False)
+    repeated = Rounds(EventFiles(record=tmp_path / "two", replay=tmp_path / "one"))
+    found = [repeated.decide("wmine", first=first) for _ in range(3) for first in (True, False)]
+    assert found == ["wint8", "wgone", "wnone", "wother-1", "wnone", "wother-2"]
+    assert read_rounds(tmp_path / "two") == read_rounds(tmp_path / "one")
+    with pytest.raises(ConfigError, match="no order of events is recorded"):
+        repeated.decide("wmine", first=True)

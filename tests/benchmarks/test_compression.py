@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from benchmarks.compression_auto import steps_until_change
+from benchmarks.compression_auto import held_against
 from benchmarks.compression_loss import result_of
 
 
@@ -20,7 +22,17 @@ def test_a_time_to_a_loss_is_that_of_the_side_s_own_steps() -> None:
     assert sooner["holds"]
 
 
-@pytest.mark.parametrize(("changed_at", "steps"), [([], 12), ([3], 12), ([14], 2), ([12, 21], 9), ([25], 12)], ids=repr)
-def test_a_choice_that_never_changes_has_not_followed(changed_at: list[int], steps: int) -> None:
-    """The second of three phases of 12 steps: its last change counts, and no change is as late as can be."""
-    assert steps_until_change(changed_at, 12, 12) == steps
+def test_a_choice_is_held_against_the_best_of_each_phase_and_of_the_run() -> None:
+    """The best of each phase may be another side; the best of the run is one side."""
+
+    def row(side: str, *phases_s: float) -> dict[str, Any]:
+        return {"side": side, "phases_s": list(phases_s), "run_s": sum(phases_s)}
+
+    rows = [row("int8", 2.0, 9.0, 2.0), row("power_sgd", 3.0, 5.0, 3.0), row("auto", 2.0, 6.0, 2.0)]
+    first, second, third, together, whole = held_against(rows)
+    assert [each["value"] for each in (first, second, third)] == [1.0, 1.2, 1.0]
+    assert not second["holds"]
+    assert together["value"] == pytest.approx(10 / 9, rel=1e-3)
+    assert whole["value"] == pytest.approx(11 / 10, rel=1e-3)
+    assert whole["holds"]
+    assert held_against(rows[:2]) == held_against(rows[2:]) == []

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from shoal.checkpoint import agreement
-from shoal.checkpoint.agreement import Chain, LocalExchange, NotTold, hear
+from shoal.checkpoint.agreement import Chain, InventoryAgreement, LocalExchange, NotTold, hear
+from shoal.checkpoint.plan import Item
 from shoal.checkpoint.save import SaveReport
+from shoal.topology.holding import Box
 from tests.checkpoint.states import LAYOUT, on_ranks, saver_for, state_of
 from tests.waiting import HANG_S, NEVER_S
 
@@ -108,3 +111,44 @@ def test_a_disk_that_hangs_ends_every_wait(tmp_path: Path) -> None:
     assert "step 2 was not saved" in str(report.error)
     hold.set()
     assert [report.step for report in saver.wait(HANG_S)] == [1]
+
+
+class CountingExchange(LocalExchange):
+    """One rank's end of `board`, which counts the values that it reads."""
+
+    def __init__(self, board: LocalExchange) -> None:
+        self._values, self._changed, self.read = board._values, board._changed, 0
+
+    def collect(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        self.read += len(keys)
+        return super().collect(keys, timeout_s)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_ranks_read_few_values_however_many_there_are(alike: bool) -> None:
+    """Of 130 ranks all but rank 0 read two values in the first save, or one for each 64 inventories and one more where
+    every rank holds something else, and one in the next; all learn what each rank holds. Nothing of the first save is
+    left then but the inventories.
+    """
+    world, board = 130, LocalExchange()
+    held = [[Item("w", "float32", (world, 4), (Box((0 if alike else rank, 0), (1, 4)),))] for rank in range(world)]
+    exchanges = [CountingExchange(board) for _ in range(world)]
+    found: list[list[object]] = [[] for _ in range(world)]
+
+    def rank(number: int) -> None:
+        own = InventoryAgreement(exchanges[number], rank=number, world_size=world, timeout_s=HANG_S)
+        for call in (1, 2):
+            found[number].append(own.inventories(held[number], generation=0, call=call))
+            found[number].append(exchanges[number].read)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    everyone = {tuple(range(world)): held[0]} if alike else {(number,): held[number] for number in range(world)}
+    groups = 1 if alike else 3
+    for number in range(1, world):
+        assert found[number] == [everyone, 1 + groups, everyone, 2 + groups]
+    assert found[0][0] == everyone
+    assert not [key for key in board._values if key.startswith("checkpoint/0/held/1/")]

@@ -8,6 +8,7 @@ import pytest
 
 from shoal.sync.event_order import event_file
 from tests.cli.project import Project, project
+from tests.launcher.labs import can_lab
 
 SERVED = """
 [sync]
@@ -16,6 +17,7 @@ admission = "async"
 period = 9
 """
 RECORDED = "runs/own"
+__all__ = ["can_lab"]
 
 
 @pytest.fixture(scope="module")
@@ -74,4 +76,23 @@ def test_a_period_that_followed_the_link_is_repeated(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     orders = [event_file(own.folder / name, 0).read_text() for name in (RECORDED, f"{RECORDED}-replay")]
     assert orders[0] == orders[1] != ""
+    assert own.manifest(f"{RECORDED}-replay")["objects"] == own.manifest()["objects"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("can_lab")
+def test_a_codec_that_followed_the_link_is_repeated(tmp_path: Path) -> None:
+    """On one host, where nothing would be coded: every step uses what it used over the slow link, to the bit."""
+    own = project(tmp_path)
+    (own.folder / "lab.toml").write_text("[lab]\nhosts = 2\nrate_mbit = 20\n")
+    keys = ["run.processes=2", "batch.global_samples=6", "codec.kind=auto", "codec.candidates=['sign']"]
+    done = own.shoal(
+        "train", "run.toml", "--lab", "lab.toml", *keys, "codec.measure_every=1", "model.arguments.width=4000"
+    )
+    assert done.returncode == 0, done.stderr
+    done = own.shoal("train", "--replay", RECORDED)
+    assert done.returncode == 0, done.stderr
+    orders = [event_file(own.folder / name, 0).read_text() for name in (RECORDED, f"{RECORDED}-replay")]
+    assert orders[0] == orders[1]
+    assert "wsign" in orders[0]
     assert own.manifest(f"{RECORDED}-replay")["objects"] == own.manifest()["objects"]

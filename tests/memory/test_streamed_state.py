@@ -13,7 +13,7 @@ from shoal.config.check import implementation_of
 from shoal.errors import EnvironmentFault, UserCodeError
 from shoal.memory.spill_file import SpillFile, Traffic, rounded
 from shoal.memory.streamed_state import LEAST_BYTES, StreamedState
-from shoal.memory.tiers import DiskTier, HostTier, Pool
+from shoal.memory.tiers import DiskTier, HostTier, Lane, Pool
 from shoal.optim.config import SGD, AdamW, AdamW8bit, OptimizerConfig
 from shoal.optim.fused import FusedOptimizer
 from shoal.optim.kinds import Lion
@@ -176,3 +176,40 @@ def test_a_pool_lends_what_it_has() -> None:
     assert all(pool.take(1 << 13) is not None for _ in range(2))
     assert pool.take(1) is None
     assert pool.take(1, beyond=True) is not None
+
+
+class PlayedStream:
+    """A stream of a device that is not here; `said` is what it was asked."""
+
+    def __init__(self, said: list[str], name: str) -> None:
+        self._said, self._name = said, name
+
+    def record_event(self) -> str:
+        self._said.append(f"{self._name} records")
+        return self._name
+
+    def wait_event(self, event: str) -> None:
+        self._said.append(f"{self._name} waits for {event}")
+
+    def synchronize(self) -> None:
+        self._said.append(f"{self._name} is done")
+
+    def __enter__(self) -> None:
+        self._said.append(f"on {self._name}")
+
+    def __exit__(self, *_: object) -> None:
+        self._said.append(f"off {self._name}")
+
+
+def test_moves_take_the_streams_of_any_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On XPU as on CUDA: a move waits for what the step has launched, and is over when its stream has done it."""
+    said: list[str] = []
+    monkeypatch.setattr(torch, "Stream", lambda device: PlayedStream(said, f"lane on {device}"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: PlayedStream(said, f"step on {device}"))
+    lane = Lane(torch.device("xpu", 0), "moves")
+    assert lane.submit(lambda: said.append("moved")).result() is None
+    lane.close()
+    assert said == [
+        "step on xpu:0 records", "on lane on xpu:0", "lane on xpu:0 waits for step on xpu:0", "moved",
+        "off lane on xpu:0", "lane on xpu:0 is done",
+    ]  # fmt: skip

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoal.engine.batch_statistics import StepBuffers
 from shoal.engine.randomness import Randomness
+from shoal.models.draw_watch import generators_in_use, seed_all_devices
 from shoal.models.keyed_draws import KeyedDraws
 from shoal.own_loop.steps import DrawsBySample
 
@@ -122,3 +123,21 @@ def test_what_the_model_itself_drops_is_keyed_in_a_loop() -> None:
         randomness.microbatch(torch.tensor(samples))
         outputs.append(model(torch.ones(2, 64)))
     assert torch.equal(outputs[0], outputs[1].flip(0))
+
+
+def test_generators_are_those_of_whatever_accelerator_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the device that this process uses, once it uses one; all of them are seeded where there are several."""
+    own, seeds = torch.Generator(), []
+    module = SimpleNamespace(
+        is_initialized=lambda: True, current_device=lambda: 1, default_generators=[None, own],
+        manual_seed_all=seeds.append,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    assert generators_in_use() == [torch.default_generator, own]
+    seed_all_devices(7)
+    module.is_initialized = lambda: False
+    assert generators_in_use() == [torch.default_generator]
+    seed_all_devices(8)
+    assert seeds == [7]

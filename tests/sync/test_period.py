@@ -60,6 +60,46 @@ def test_a_smaller_learning_rate_allows_a_longer_period() -> None:
     assert period.period == 4, "sqrt(4 / 16) x 16 = 8 is not below 8"
 
 
+REPLICAS, SIZE, LR, AGREEING_STEPS, EARLY, LATE = 4, 40, 0.05, 4.0, 100.0, 700.0
+
+
+def distances(period: Period, seed: int) -> dict[float, float]:
+    """How far the agreed model's loss is above the least one, after so much time, in which a step takes 1 and an
+    agreement `AGREEING_STEPS`: noisy quadratics, another one on each replica.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    curve = torch.linspace(0.2, 1.0, SIZE) * torch.exp(0.5 * torch.randn(REPLICAS, SIZE, generator=draw))
+    centre = torch.randn(REPLICAS, SIZE, generator=draw)
+
+    def losses(x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * (curve * (x - centre) ** 2).sum(dim=1)
+
+    least = losses((curve * centre).sum(dim=0) / curve.sum(dim=0)).mean()
+    x, now, step, since = torch.full((REPLICAS, SIZE), 3.0), 0.0, 0, []
+    found = dict.fromkeys((EARLY, LATE), math.inf)
+    while now < LATE:
+        step, now = step + 1, now + 1
+        since.append(float(losses(x).mean()))
+        x = x - LR * (curve * (x - centre) + 0.6 * torch.randn(REPLICAS, SIZE, generator=draw))
+        if period.due(step):
+            now, x = now + AGREEING_STEPS, x.mean(dim=0).expand(REPLICAS, SIZE)
+            period.agreed(step, loss=sum(since) / len(since), lr=LR)
+            since.clear()
+            found.update({when: float(losses(x).mean() - least) for when in found if now <= when})
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_period_that_follows_the_loss_is_early_and_comes_nearest(seed: int) -> None:
+    """As AdaComm is meant: early on as near as with long periods where short ones have hardly begun, and
+    in the end nearer than with any of them, which stop where replicas drift apart.
+    """
+    fixed = {period: distances(Period(period), seed) for period in (1, 4, 16, 64)}
+    adapted = distances(Period(64, adapt_every=64), seed)
+    assert adapted[EARLY] <= fixed[64][EARLY] < 0.5 * fixed[1][EARLY]
+    assert adapted[LATE] < min(found[LATE] for found in fixed.values())
+
+
 def test_it_goes_on_from_its_state() -> None:
     """By way of JSON; the same agreements follow."""
     loss = [4.0 / (1 + step / 20) for step in range(100)]

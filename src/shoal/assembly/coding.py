@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import count
 from typing import Any, NamedTuple
 
 from shoal.codec.codec import Codec
 from shoal.codec.config import AutoConfig, CodecConfig, DGCConfig, ShardCodecConfig, SignConfig
+from shoal.comm.collective import Collective
 from shoal.comm.exchanges.choice import Choice
 from shoal.comm.exchanges.coded import Coded, CodedExchanges, NewChoice
 from shoal.comm.exchanges.exchange import PieceCodecs
@@ -17,6 +19,7 @@ from shoal.config.check import Table, implementation_of
 from shoal.errors import ConfigError
 from shoal.optim.config import OneBit, OptimizerConfig
 from shoal.runfile.run_file import RunFile
+from shoal.sync.event_order import CODEC, Rounds
 
 
 class _Parts(NamedTuple):
@@ -26,22 +29,38 @@ class _Parts(NamedTuple):
     new: Callable[..., Coded] = Coded
 
 
-def _velocities(config: DGCConfig, mesh: Mesh) -> _Parts:
+def _velocities(config: DGCConfig, mesh: Mesh, rounds: Rounds | None) -> _Parts:
     new = partial(MomentumCorrected, momentum=config.momentum, clip_norm=config.clip_norm)
     return _Parts(implementation_of(config)(config), new)
 
 
-def _choice(config: AutoConfig, mesh: Mesh) -> _Parts:
+def _choice(config: AutoConfig, mesh: Mesh, rounds: Rounds | None) -> _Parts:
     candidates = {name: implementation_of(one)(one) for name, one in config.codecs.items()}
     every = config.measure_every if mesh.spans_hosts else None
-    return _Parts(partial(Choice, candidates, every=every, most_growth=config.most_growth))
+    made = count()
+
+    def new(group: Collective) -> Choice:
+        first, settings = next(made) == 0, {"every": every, "most_growth": config.most_growth}
+        if rounds is None:
+            return Choice(candidates, group, **settings)
+        decided = partial(_decided, rounds, first=first)
+        return Choice(candidates, group, **settings, decided=decided, repeats=rounds.repeats)
+
+    return _Parts(new)
 
 
-def _gradients(config: Table, mesh: Mesh) -> _Parts:
+def _decided(rounds: Rounds, name: str, *, first: bool) -> str:
+    return rounds.decide(f"{CODEC}{name}", first=first).removeprefix(CODEC)
+
+
+def _gradients(config: Table, mesh: Mesh, rounds: Rounds | None) -> _Parts:
     return _Parts(implementation_of(config)(config))
 
 
-_SPECIAL: Mapping[type[Table], Callable[[Any, Mesh], _Parts]] = {DGCConfig: _velocities, AutoConfig: _choice}
+_SPECIAL: Mapping[type[Table], Callable[[Any, Mesh, Rounds | None], _Parts]] = {
+    DGCConfig: _velocities,
+    AutoConfig: _choice,
+}
 """Tables of `[codec]` that need more than their codec; all others are coded sums of gradients."""
 
 
@@ -50,9 +69,9 @@ def is_coded(codec: CodecConfig, optimizer: OptimizerConfig) -> bool:
     return optimizer.sends_momentum or bool(codec.implemented_by) or type(codec) in _SPECIAL
 
 
-def coded_exchanges(run_file: RunFile, mesh: Mesh) -> CodedExchanges | None:
+def coded_exchanges(run_file: RunFile, mesh: Mesh, rounds: Rounds | None) -> CodedExchanges | None:
     """What makes exchanges between ranks of `mesh` with the codec of `[codec]`, or of an optimizer that sends its
-    momentum; None where all is sent as it is.
+    momentum; None where all is sent as it is. `rounds` records what is chosen by the clock, or repeats it.
     """
     if not is_coded(run_file.codec, run_file.optimizer):
         return None
@@ -63,7 +82,7 @@ def coded_exchanges(run_file: RunFile, mesh: Mesh) -> CodedExchanges | None:
         new = partial(MomentumSum, beta=optimizer.beta1, exact=optimizer.exact)
         parts = _Parts(implementation_of(sign)(sign), new)
     else:
-        parts = _SPECIAL.get(type(config), _gradients)(config, mesh)
+        parts = _SPECIAL.get(type(config), _gradients)(config, mesh, rounds)
     # Of the ranks of a host one keeps what all have not sent: which one changes with the members of an elastic run.
     levels = {} if run_file.elastic is not None else {"levels": mesh.levels}
     later = mesh.axis("replicate", lane="later rounds") if run_file.gradients.schedule == "priority" else None

@@ -90,7 +90,7 @@ def build_generation(
             f'optimizer.kind = "{run_file.optimizer.variant}" with an optimizer of the script: '
             "ranks would send momenta that it takes for gradients; leave one of the two out"
         )
-    coded, equal, masks = coded_exchanges(run_file, mesh), sync.keeps_replicas_equal, Masks()
+    coded, equal, masks = coded_exchanges(run_file, mesh, rounds), sync.keeps_replicas_equal, Masks()
     gradients = build_run_gradients(
         run_file,
         parts,

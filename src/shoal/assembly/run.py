@@ -40,7 +40,7 @@ from shoal.launcher.environment import Place
 from shoal.observe.terminal import ProgressBar, track
 from shoal.optim.schedule import peak_rate, rate
 from shoal.runfile.run_file import RunFile, statistics_group
-from shoal.state import Trained
+from shoal.state import Trained, works_in_streams
 from shoal.sync.event_order import Rounds
 
 
@@ -124,7 +124,7 @@ class Run:
             prefetch_steps=run_file.data.prefetch_steps,
             readers=run_file.data.readers,
             slow=slow_reads(run_file.wire, rank=self.mesh.rank, ranks=self.mesh.layout.world_size),
-            open_reader=reader_opener(run_file, self.workload.data, pinned=self.device.type == "cuda"),
+            open_reader=reader_opener(run_file, self.workload.data, pinned=works_in_streams(self.device)),
         )
 
     @property

@@ -15,6 +15,7 @@ import torch
 from shoal.assembly.data_record import record_data
 from shoal.assembly.run import Run
 from shoal.checkpoint.inspect import compare
+from shoal.codec.config import AutoConfig
 from shoal.config.load import dumps, parse
 from shoal.config.load import read as read_tables
 from shoal.errors import ConfigError, VerificationFailed
@@ -23,7 +24,6 @@ from shoal.observe.facts import differing_keys, replace_file
 from shoal.observe.provenance import provenance
 from shoal.observe.sink import Sinks
 from shoal.runfile.run_file import RunFile
-from shoal.sync.config import SyncConfig
 from shoal.sync.event_order import EventFiles, Rounds, event_file
 
 
@@ -110,12 +110,12 @@ def replayed(run_file: RunFile) -> RunFile:
     return run_file
 
 
-def rounds_of(sync: SyncConfig, rank: int, directory: Path, replay: Path | None) -> Rounds | None:
+def rounds_of(run_file: RunFile, rank: int, directory: Path, replay: Path | None) -> Rounds | None:
     """What records the order of events of this rank in the run `directory`, or repeats that of `replay`.
 
     None where the order changes nothing.
     """
-    if sync.events_are != "recorded":
+    if run_file.sync.events_are != "recorded" and not isinstance(run_file.codec, AutoConfig):
         return None
     return Rounds(EventFiles(event_file(directory, rank), None if replay is None else event_file(replay, rank)))
 

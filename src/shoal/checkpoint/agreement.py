@@ -2,8 +2,9 @@
 
 Before a save each rank publishes the hash of its inventory and reads those of the others; an inventory itself lies on
 the board under its hash, and is read once. So no rank has to guess whether another one's tensors have changed, and
-ranks that hold the same publish the same (`InventoryAgreement`). After its writes each rank publishes a `Share`; rank 0
-answers with one `SaveOutcome` for all.
+ranks that hold the same publish the same (`InventoryAgreement`). From `MANY` ranks on, rank 0 alone reads what each has
+published, and publishes it once more, put together: N ranks that read N keys each are N^2 answers. After its writes
+each rank publishes a `Share`; rank 0 answers with one `SaveOutcome` for all.
 
 Signs of life: a rank that still writes says so, and nobody waits longer than `timeout_s` for one that does not.
 
@@ -28,6 +29,7 @@ import msgspec
 
 from shoal.checkpoint.objects import Stored
 from shoal.checkpoint.plan import Inventory, decode, digest, encode
+from shoal.comm.packing import MANY, packed, unpacked
 
 Ranks = tuple[int, ...]
 Message = TypeVar("Message")
@@ -118,7 +120,8 @@ class InventoryAgreement:
         self._rank, self._world_size, self._timeout_s = rank, world_size, timeout_s
         self._known: dict[str, Inventory] = {}
         self._published: tuple[Inventory, str] | None = None
-        self._last_key: str | None = None
+        self._last_keys: list[str] = []
+        self._collected: set[str] = set()
 
     def inventories(self, own: Inventory, *, generation: int, call: int) -> dict[Ranks, Inventory]:
         """What each group of ranks that hold the same holds; raises what the exchange raises.
@@ -131,11 +134,11 @@ class InventoryAgreement:
         prefix = f"checkpoint/{generation}/held/{call}"
         self._exchange.publish(f"{prefix}/{self._rank}", mine.encode())
         keys = [f"{prefix}/{rank}" for rank in range(self._world_size)]
-        digests = [value.decode() for value in self._exchange.collect(keys, self._timeout_s)]
+        digests = [value.decode() for value in self._collect(keys, f"{prefix}/all")]
         self._learn(digests)
-        # A rank that has published here has read what was published before, so nobody needs the last key any more.
-        self._exchange.forget([self._last_key] if self._last_key is not None else [])
-        self._last_key = keys[self._rank]
+        # A rank that has published here has read what was published before, so nobody needs the last keys any more.
+        self._exchange.forget(self._last_keys)
+        self._last_keys = [keys[self._rank], *([f"{prefix}/all"] if self._rank == 0 else [])]
         groups: dict[str, list[int]] = defaultdict(list)
         for rank, found in enumerate(digests):
             groups[found].append(rank)
@@ -151,10 +154,25 @@ class InventoryAgreement:
         return self._published[1]
 
     def _learn(self, digests: list[str]) -> None:
-        unknown = [found for found in dict.fromkeys(digests) if found not in self._known]
-        if unknown:
-            values = self._exchange.collect([_key(found) for found in unknown], self._timeout_s)
-            self._known.update(zip(unknown, map(decode, values), strict=True))
+        names = list(dict.fromkeys(digests))
+        if self._world_size < MANY:
+            names = [name for name in names if name not in self._known]
+        for together in (names[at : at + MANY] for at in range(0, len(names), MANY)):
+            whole = _key(digest("".join(together).encode()))
+            if whole not in self._collected:
+                values = self._collect([_key(name) for name in together], whole)
+                self._known.update(zip(together, map(decode, values), strict=True))
+                self._collected.add(whole)
+
+    def _collect(self, keys: Sequence[str], whole: str) -> list[bytes]:
+        """The values of `keys`. Of many ranks rank 0 publishes them together under `whole`; the others read that."""
+        if self._world_size < MANY:
+            return self._exchange.collect(keys, self._timeout_s)
+        if self._rank != 0:
+            return unpacked(self._exchange.collect([whole], self._timeout_s)[0])
+        values = self._exchange.collect(keys, self._timeout_s)
+        self._exchange.publish(whole, packed(values))
+        return values
 
 
 def _key(name: str) -> str:

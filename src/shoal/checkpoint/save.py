@@ -38,7 +38,7 @@ from shoal.checkpoint.plan import Inventory, SavePlan, inventory_of, plan_for
 from shoal.checkpoint.round import Round, Seat, sentence
 from shoal.checkpoint.tensorfile import Staging
 from shoal.errors import EnvironmentFault
-from shoal.state import Held, Target, parts_of
+from shoal.state import Held, Target, parts_of, works_in_streams
 from shoal.topology.holding import Box
 
 STUCK_AFTER = 2.0
@@ -223,7 +223,7 @@ class Saver:
         self._ready = None  # The old memory goes before the new is asked for.
         plan = plan_for(held.by_ranks, world_size=self._seat.world_size, object_bytes=self._object_bytes)
         boxes: dict[str, Sequence[Box]] = {item.name: item.boxes for item in held.own}
-        pinned = any(target.tensor.is_cuda for targets in parts.values() for target in targets)
+        pinned = any(works_in_streams(target.tensor.device) for targets in parts.values() for target in targets)
         self._ready = _Ready(held, plan, Staging(plan.share(self._seat.rank), boxes, pinned=pinned))
         return self._ready
 

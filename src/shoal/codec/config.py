@@ -238,7 +238,9 @@ class AutoConfig(_Codec, frozen=True, tag_field="kind", tag="auto"):
         tuple[Literal["bfloat16", "float8", "int8", "int4", "sign", "top_k", "power_sgd", "acp_sgd"], ...],
         says("What it chooses from, beside none; each with its defaults."),
     ] = ("bfloat16", "int8", "power_sgd")
-    measure_every: Annotated[int, says("Steps from one measurement of the links to the next.", ge=1, le=100_000)] = 5
+    measure_every: Annotated[
+        int, says("Steps from a measurement of the links to the next; later ones are rarer.", ge=1, le=100_000)
+    ] = 5
     most_growth: Annotated[
         float,
         says(

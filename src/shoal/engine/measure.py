@@ -23,6 +23,7 @@ from shoal.engine.tally import StepResult
 from shoal.gradients.gradients import Gradients
 from shoal.models.mixture import Mixture, expert_loads, load_figures
 from shoal.resilience.detection import Lasting, Slow, Stragglers, ranks_of
+from shoal.state import works_in_streams
 
 
 def measurements(
@@ -83,7 +84,7 @@ def peak_bytes(device: torch.device) -> int:
     """The most memory this rank has held: allocated on the accelerator, resident in the process on a CPU or under MPS,
     whose memory is the host's.
     """
-    if device.type in ("cuda", "xpu"):
+    if works_in_streams(device):
         return torch.accelerator.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

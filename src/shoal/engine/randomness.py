@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.maths.counter import bits, key_of
-from shoal.models.draw_watch import SleepingDraws, generators_in_use
+from shoal.models.draw_watch import SleepingDraws, generators_in_use, seed_all_devices
 from shoal.models.keyed_draws import KeyedDraws
 from shoal.models.layers import KeyedDropout, set_sample_keys
 
@@ -49,8 +49,7 @@ class Randomness:
         seed = self._step_seed = key_of(self._seed, "step", step, self._replica)
         for generator in generators_in_use():  # `torch.manual_seed` takes a millisecond to note it for absent GPUs
             generator.manual_seed(seed)
-        if torch.cuda.is_initialized():  # a model may lie on several
-            torch.cuda.manual_seed_all(seed)
+        seed_all_devices(seed)
 
     def microbatch(self, positions: Tensor, *, tokens: int = 0) -> None:
         """Before the forward of a microbatch whose samples stand at `positions` (int64 [samples]).

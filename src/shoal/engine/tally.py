@@ -19,6 +19,7 @@ from shoal.data.sample import Batch
 from shoal.engine.growing_batch import BatchGrowth
 from shoal.errors import DataError, UserCodeError
 from shoal.gradients.reducer import OwnGradient
+from shoal.state import works_in_streams
 from shoal.sync.strategy import Agreed
 
 # What a step counts before its backward: the denominator of the loss, samples, tokens, who wants to stop, and whose
@@ -172,15 +173,13 @@ class DeviceVote:
         return math.isfinite(norm) and math.isfinite(loss)
 
 
-def _to_host(numbers: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+def _to_host(numbers: Tensor) -> tuple[Tensor, torch.Event | None]:
     """The numbers in memory of the host, and the event after which they are there."""
-    if numbers.device.type != "cuda":
+    if not works_in_streams(numbers.device):
         return numbers, None
     there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     there.copy_(numbers, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    return there, copied
+    return there, torch.accelerator.current_stream(numbers.device).record_event()
 
 
 # Measures the gradient noise scale while training: the gradient of a part of the batch beside that of all of it.

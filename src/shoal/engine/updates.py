@@ -30,6 +30,7 @@ from shoal.models.batch_norm import StepStatistics
 from shoal.optim.build import part_of, set_rate
 from shoal.optim.fused import FusedOptimizer
 from shoal.optim.layer_statistics import SeesLayers
+from shoal.state import works_in_streams
 
 OnGradients = Callable[[float], None]
 """Called with the 2-norm of the agreed gradient of the whole model."""
@@ -240,7 +241,7 @@ class AtOnce:
 
     def _ahead(self, context: RankContext, work: Work) -> Outcome | None:
         """The vote and the update, launched before the outcome is known; None where that cannot be."""
-        wanted = context.device.type == "cuda" if self._votes_ahead is None else self._votes_ahead
+        wanted = works_in_streams(context.device) if self._votes_ahead is None else self._votes_ahead
         limits = [transform.limit for transform in self._transforms if isinstance(transform, ClipByGlobalNorm)]
         measured = self._noise is not None or work.on_gradients is not None or len(limits) < len(self._transforms)
         if not wanted or measured or self._leaves_out or self._fused is None or not self._fused.takes_vote:

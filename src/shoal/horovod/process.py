@@ -219,7 +219,7 @@ class _Gpu:
         options.reduceOp = getattr(dist.ReduceOp, op.upper())
         options.timeout = timedelta(seconds=TIMEOUT_S)
         self._group.allreduce([tensor], options).wait()
-        torch.cuda.current_stream().synchronize()
+        torch.accelerator.current_stream(tensor.device).synchronize()
 
 
 @cache

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, NamedTuple, NoReturn
+from typing import IO, Any, NamedTuple, NoReturn
 
 # How much freed memory a CPU rank keeps for its next step, where the allocator is glibc's.
 #
@@ -138,7 +138,13 @@ def may_fork(command: Sequence[str]) -> bool:
     """Whether `command` is one of Shoal's own, and this process has made the imports and may be forked."""
     torch = sys.modules.get("torch")
     own = command[0] == sys.executable and is_shoals_own(command)
-    return own and torch is not None and sys.platform == "linux" and not torch.cuda.is_initialized()
+    return own and torch is not None and sys.platform == "linux" and not _uses_accelerator(torch)
+
+
+def _uses_accelerator(torch: Any) -> bool:
+    """Whether this process has begun to: a fork could not go on."""
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is not None and torch.get_device_module(accelerator).is_initialized()
 
 
 def is_shoals_own(command: Sequence[str]) -> bool:

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import UserCodeError
 from shoal.memory.recompute_budget import Numbering, Operator, Profile, RecomputeBudget, profiled, sizes_of
+from shoal.models.draw_watch import DrawWatch
 from shoal.models.keyed_draws import active_draws
 from shoal.models.layers import CausalAttention
 
@@ -341,9 +342,12 @@ class Recomputed:
         """At one forward that leaves no trace."""
         own = [x for x in tree_leaves((inputs, named)) if isinstance(x, Tensor)]
         apart = [*own, *self.module.parameters(), *self.module.buffers()]
-        devices = sorted({x.device.index or 0 for x in apart if x.device.type == "cuda"})
-        with torch.random.fork_rng(devices), Replay(self.module):
-            return profiled(partial(self.inner, *inputs, **named), apart)
+        draws = DrawWatch()
+        try:
+            with Replay(self.module):
+                return profiled(partial(self.inner, *inputs, **named), apart)
+        finally:
+            draws.rewind()
 
 
 def _contexts(

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from shoal import units
 from shoal.errors import EnvironmentFault, VerificationFailed
+from shoal.state import works_in_streams
 
 BLOCK_BYTES = 4096
 """What offsets, lengths and addresses are multiples of under `O_DIRECT`."""
@@ -39,8 +40,8 @@ def rounded(size_bytes: int) -> int:
 
 
 def aligned_buffer(size_bytes: int, device: torch.device) -> Tensor:
-    """Host memory of whole blocks, uint8, aligned to them; pinned where `device` is a GPU."""
-    if device.type == "cuda":
+    """Host memory of whole blocks, uint8, aligned to them; pinned where `device` works in streams."""
+    if works_in_streams(device):
         return torch.empty(rounded(size_bytes), dtype=torch.uint8, pin_memory=True)
     return torch.from_numpy(np.frombuffer(mmap.mmap(-1, rounded(size_bytes)), dtype=np.uint8))
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from shoal.errors import ShoalError, UserCodeError
 from shoal.memory.spill_file import Piece, SpillFile, Traffic, aligned_buffer, rounded
+from shoal.state import works_in_streams
 
 T = TypeVar("T")
 
@@ -257,7 +258,7 @@ class Lane:
 
     def __init__(self, device: torch.device, name: str, *, threads: int = 1) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.Stream(device) if works_in_streams(device) else None
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closed = False
         own = [threading.Thread(target=_work, args=(self._queue,), name=name, daemon=True) for _ in range(threads)]
@@ -271,7 +272,7 @@ class Lane:
         """
         self.check_open()
         future: Future[T] = Future()
-        launched = None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+        launched = None if self._stream is None else torch.accelerator.current_stream(self._device).record_event()
         self._queue.put(partial(_fulfil, future, partial(self._moved, move, launched)))
         return future
 
@@ -286,7 +287,7 @@ class Lane:
     def _moved(self, move: Callable[[], T], launched: Any) -> T:
         if self._stream is None:
             return move()
-        with torch.cuda.stream(self._stream):
+        with self._stream:
             self._stream.wait_event(launched)
             found = move()
         self._stream.synchronize()

@@ -26,13 +26,22 @@ T = TypeVar("T")
 def generators_in_use() -> list[torch.Generator]:
     """PyTorch's, of the CPU and of the accelerator that this process uses."""
     found = [torch.default_generator]
-    if torch.cuda.is_initialized():
-        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
-    elif torch.xpu.is_initialized():
-        found.append(torch.xpu.default_generators[torch.xpu.current_device()])
-    elif torch.backends.mps.is_available():
-        found.append(torch.mps._get_default_mps_generator())
-    return found
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return found
+    module = torch.get_device_module(accelerator)
+    if accelerator.type == "mps":
+        return [*found, module._get_default_mps_generator()]
+    return [*found, module.default_generators[module.current_device()]] if module.is_initialized() else found
+
+
+def seed_all_devices(seed: int) -> None:
+    """Seeds the generators of all accelerators of this process, where it uses any: a model may lie on several."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.accelerator.device_count() > 1:
+        module = torch.get_device_module(accelerator)
+        if module.is_initialized():
+            module.manual_seed_all(seed)
 
 
 class DrawWatch:

@@ -8,7 +8,8 @@ number of a worker,
     t0   worker 0 looks rows of a table up                  l0   worker 0 leaves
 
 Under asynchronous gossip the events of a replica are its own: a0, a share of replica 0 is added, and g, the step is
-over. Where the period of local steps follows the link, p20 says that the next agreement is 20 steps away.
+over. Where the period of local steps follows the link, p20 says that the next agreement is 20 steps away; where a codec
+is chosen by the link, wint8 says with what the step sums.
 
 Each rank has a file of its own, with a line of JSON for each round: {"first": 1, "last": 50, "events": ["c0", ...]}. A
 run that went on from a checkpoint records rounds again; the last line of a step counts.
@@ -24,7 +25,7 @@ from typing import NamedTuple, Protocol
 
 from shoal.errors import ConfigError
 
-CONTRIBUTE, READ, LOOK_UP, LEAVE = "c", "r", "t", "l"
+CONTRIBUTE, READ, LOOK_UP, LEAVE, CODEC = "c", "r", "t", "l", "w"
 
 
 class EventFiles(NamedTuple):
@@ -127,13 +128,20 @@ class Rounds:
 
     def end(self, step: int) -> None:
         """The round has ended with `step`."""
-        first, self._step = self._step + 1, step
+        first, self._step = min(self._step + 1, step), step
         if self._record is None:
             return
         self._record.parent.mkdir(parents=True, exist_ok=True)
         line = json.dumps({"first": first, "last": step, "events": self._order.events}, separators=(",", ":"))
         with self._record.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+    def decide(self, event: str, *, first: bool) -> str:
+        """What is decided of the next step by the clock, or was in the recorded run; `first` of what that step asks."""
+        order = self.begin() if first else self._order
+        found = order.decided(event)
+        self.end(self._step + 1 if first else self._step)
+        return found
 
     def resume(self, step: int) -> None:
         """The run goes on after `step`."""
@@ -152,7 +160,7 @@ def read_rounds(path: Path) -> dict[int, list[str]]:
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is not there: the run recorded no order of events on this rank; replay one whose sync.kind is "
-            '"server" or asynchronous gossip, or whose period follows the link, on as many processes'
+            '"server" or asynchronous gossip, or whose period or codec follows the link, on as many processes'
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -77,7 +77,7 @@ class TopK:
 
     def encode(self, x: Array) -> Array:
         count = self._count(x.size)
-        kept = np.sort(np.argsort(-np.abs(x), kind="stable")[:count]).astype(np.int32)
+        kept = _largest(np.abs(x), count).astype(np.int32)
         return _joined(kept, x[kept].astype(np.float32))
 
     def decode(self, payload: Array, numel: int, dtype: np.dtype[Any]) -> Array:
@@ -89,6 +89,17 @@ class TopK:
 
     def _count(self, numel: int) -> int:
         return min(numel, max(1, round(self._share * numel)))
+
+
+def _largest(sizes: Array, count: int) -> Array:
+    """The places of the `count` largest, in order; of equal ones the first. What is no number counts as the least."""
+    if np.isnan(sizes.max(initial=0)):
+        return np.sort(np.argsort(-sizes, kind="stable")[:count])
+    if not sizes.size:
+        return np.zeros(0, np.int64)
+    least = np.partition(sizes, sizes.size - count)[sizes.size - count]
+    above = np.flatnonzero(sizes > least)
+    return np.sort(np.concatenate([above, np.flatnonzero(sizes == least)[: count - above.size]]))
 
 
 class ErrorFeedback:

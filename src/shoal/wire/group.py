@@ -239,12 +239,13 @@ def _check_reduction(op: str) -> None:
 #     t_w = c_w + b_w / r
 #
 # Every sum, by whichever way, shows r. So a change of the link is answered without trials: the median of the last
-# `window` rates counts, and the way with the smallest t_w is next, if it saves more than `gain`. Regret against the
-# best way of each phase: at most (window + 1) / 2 sums by the old way after a change, and `gain` of the time.
+# `window` rates counts, and the way with the smallest t_w is next, if it saves more than `gain`. A rate that is not
+# between half and twice that median is another link, of which it is the first. Regret against the best way of each
+# phase: one sum by the old way after a change, and `gain` of the time.
 #
-# All ranks choose alike, because they agree on the two numbers of a sum with the next one: the longest coding, and the
-# shortest exchange, which is that of the rank that came last and waited for nobody. The choices follow from these
-# numbers alone (`log`).
+# All ranks choose alike, because they agree on the numbers of a sum with the next one: the longest coding, and the
+# shortest exchange, which is that of the rank that came last and waited for nobody, less what a message without content
+# takes (such is the agreement itself). The choices follow from these numbers alone (`log`).
 
 
 class Way(NamedTuple):
@@ -269,7 +270,10 @@ class Choice:
         """What a sum by `name` took; `name` is then the way of the next one."""
         way = self._ways[self.name]
         self._ways[self.name] = way._replace(coding_s=coding_s)
-        self._rates.append(way.sent_bytes / max(exchange_s, 1e-9))
+        rate = way.sent_bytes / max(exchange_s, 1e-9)
+        if self._rates and not 0.5 < rate / statistics.median(self._rates) < 2:
+            self._rates.clear()
+        self._rates.append(rate)
         seconds = {name: self.predicted_s(name) for name in self._ways}
         best = min(seconds, key=lambda name: seconds[name])
         if seconds[best] < (1 - self._gain) * seconds[self.name]:
@@ -293,6 +297,7 @@ class Adaptive:
         self.choice: Choice | None = None
         self.log: list[tuple[str, float, float]] = []
         self._last: tuple[float, float] | None = None
+        self._empty_s = 0.0
         self._numel = 0
 
     def all_reduce(self, array: Any, op: Reduction = "sum", *, out: Any = None) -> Array:
@@ -303,15 +308,23 @@ class Adaptive:
         if given.size != self._numel:
             raise UsageError(f"an adaptive sum of {given.size} numbers, after {self._numel}: use one for each length")
         if self._last is not None:
-            coding_s, less_exchange_s = self._group.all_reduce(np.array([self._last[1], -self._last[0]]), op="max")
-            self.log.append((self.choice.name, -float(less_exchange_s), float(coding_s)))
-            self.choice.note(-float(less_exchange_s), float(coding_s))
+            self._agree(self.choice, *self._last)
         waited_s, begin_s = self._group.ledger.total().exposed_s, time.perf_counter()
         found = self._group.all_reduce(given, op, out=out, codec=self._codecs[self.choice.name])
         whole_s = time.perf_counter() - begin_s
         exchange_s = self._group.ledger.total().exposed_s - waited_s
         self._last = exchange_s, max(0.0, whole_s - exchange_s)
         return found
+
+    def _agree(self, choice: Choice, own_exchange_s: float, own_coding_s: float) -> None:
+        """All ranks on what the last sum took, and on the way of the next one."""
+        begin_s = time.perf_counter()
+        said = np.array([own_coding_s, -own_exchange_s, -self._empty_s])
+        coding_s, less_exchange_s, less_empty_s = map(float, self._group.all_reduce(said, op="max"))
+        self._empty_s = time.perf_counter() - begin_s
+        exchange_s = max(-less_exchange_s + less_empty_s, -less_exchange_s / 10)
+        self.log.append((choice.name, exchange_s, coding_s))
+        choice.note(exchange_s, coding_s)
 
     def _priced(self, given: Array) -> dict[str, Way]:
         """What each way costs for such an array, from one coding of zeros; the slowest rank's counts."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,8 @@ from shoal.codec.config import BlockwiseConfig, TopKConfig
 from shoal.codec.quantise import Blockwise
 from shoal.codec.top_k import TopK
 from shoal.comm.collective import Collective, Handle, Reduction
-from shoal.comm.exchanges.choice import ASIDE, Choice
+from shoal.comm.exchanges import choice as choice_module
+from shoal.comm.exchanges.choice import ASIDE, Alarm, Choice
 from shoal.comm.exchanges.coded import CodedExchanges
 from shoal.comm.exchanges.exchange import Exchange, Segment
 from tests.comm.exchanges.test_coded import on_ranks
@@ -24,6 +27,9 @@ FLOAT32 = 1e-3
 """Sums of 40 float32 numbers, at most 10."""
 
 
+WHOLE = Segment("a", 0, (NUMEL,))
+
+
 class World:
     """The time of one rank, and its link."""
 
@@ -34,6 +40,17 @@ class World:
         return self.now_s
 
 
+class Arriving:
+    """A collective that is there when the link has carried its bytes: whoever waits for it waits so long."""
+
+    def __init__(self, inner: Handle, world: World, size_bytes: int) -> None:
+        self._inner, self._world, self._end_s = inner, world, world.now_s + size_bytes / world.bytes_s
+
+    def wait(self) -> None:
+        self._inner.wait()
+        self._world.now_s = max(self._world.now_s, self._end_s)
+
+
 class Paced:
     """A group that takes the time of the link."""
 
@@ -41,11 +58,10 @@ class Paced:
         self._group, self._world, self.rank, self.size = group, world, group.rank, group.size
 
     def all_reduce(self, tensor: Tensor, op: Reduction = "sum") -> Handle:
-        self._world.now_s += tensor.nbytes / self._world.bytes_s
-        return self._group.all_reduce(tensor, op)
+        return Arriving(self._group.all_reduce(tensor, op), self._world, tensor.nbytes)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Handle:
-        return self._group.all_gather(output, input)
+        return Arriving(self._group.all_gather(output, input), self._world, input.nbytes)
 
     def barrier(self) -> Handle:
         return self._group.barrier()
@@ -91,7 +107,7 @@ def over_a_changing_link(group: Collective) -> tuple[list[str], Tensor, Tensor |
         return made[0]
 
     new = CodedExchanges(new_choice, feedback=True, seed=0)
-    exchange = new(Paced(group, world), torch.zeros(NUMEL), [Segment("a", 0, (NUMEL,))])  # type: ignore[arg-type]
+    exchange = new(Paced(group, world), torch.zeros(NUMEL), [WHOLE])  # type: ignore[arg-type]
     used, lines, total = [], [], torch.zeros(NUMEL)
     for number, bytes_s in enumerate((FAST, SLOW, FAST)):
         world.bytes_s = bytes_s
@@ -109,6 +125,97 @@ def test_the_codec_follows_the_link() -> None:
         assert [line.split()[1] for line in lines] == ["none", "int8", "none"]
 
 
+PHASE_STEPS, COMPUTING_S, LOST = 100, 0.02, 1.1
+LARGE, WAN, PROBE = 50_000, 1.25e6, 52 << 10
+"""Numbers, bytes a second and bytes of a look: numbers take 160 ms as they are, a quarter of it coded, a look 42 ms."""
+SEGMENT = Segment("a", 0, (LARGE,))
+
+
+def over_long_phases(group: Collective, *, fixed: str | None) -> list[float]:
+    """Seconds of three phases: a fast, a slow, a fast link. `fixed`: what every step uses; None: what is chosen."""
+    world = World()
+    paced: Collective = Paced(group, world)  # type: ignore[assignment]
+    candidates = {"int8": Timed(world, group.rank)}
+    choice = Choice(candidates, paced, every=None if fixed else 10, clock=world.clock)
+    choice.name = fixed or choice.name
+    exchange = CodedExchanges(lambda group: choice, feedback=True, seed=0)(paced, torch.zeros(LARGE), [SEGMENT])
+    taken_s = []
+    for bytes_s in (FAST, WAN, FAST):
+        world.bytes_s, begin_s = bytes_s, world.now_s
+        for _ in range(PHASE_STEPS):
+            exchange.start()
+            world.now_s += COMPUTING_S
+            exchange.send(exchange.result)
+            exchange.settle()
+            exchange.wait()
+            exchange.commit()
+        taken_s.append(world.now_s - begin_s)
+    return taken_s
+
+
+def test_what_is_lost_to_the_best_of_each_phase_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenth in each of three phases at most; the choice takes less time in all than any way that stays."""
+    monkeypatch.setattr(choice_module, "PROBE_BYTES", PROBE)
+    none, int8, chosen = (
+        torch.tensor(on_ranks(RANKS, partial(over_long_phases, fixed=fixed))).max(dim=0).values
+        for fixed in ("none", "int8", None)
+    )
+    assert none[0] < int8[0]
+    assert int8[1] < none[1]
+    assert (chosen <= LOST * torch.minimum(none, int8)).all(), (none, int8, chosen)
+    assert chosen.sum() < min(none.sum(), int8.sum())
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_run_repeats_what_another_has_chosen(repeats: bool) -> None:
+    """Whatever its own link does, and without a look at it; every step says what it uses."""
+    recorded = ["int8", "none", "none", "int8"]
+
+    def work(group: Collective) -> tuple[list[str], list[str]]:
+        asked: list[str] = []
+
+        def decided(name: str) -> str:
+            asked.append(name)
+            return recorded[len(asked) - 1] if repeats else name
+
+        world = World()
+        paced: Collective = Paced(group, world)  # type: ignore[assignment]
+        int8 = Timed(world, group.rank)
+        choice = Choice({"int8": int8}, paced, every=1, clock=world.clock, decided=decided, repeats=repeats)
+        exchange = CodedExchanges(lambda group: choice, feedback=True, seed=0)(paced, torch.zeros(NUMEL), [WHOLE])
+        used: list[str] = []
+        for step in range(len(recorded)):
+            exchange.start()
+            used.append(choice.name)
+            exchange.result.copy_(term(group.rank, step))
+            exchange.send(exchange.result)
+            exchange.wait()
+            exchange.commit()
+        return asked, used
+
+    for asked, used in on_ranks(RANKS, work):
+        assert used == (recorded if repeats else ["none"] * len(recorded))
+        assert asked == (["none", "int8", "none", "none"] if repeats else used)
+
+
+def test_an_alarm_rings_for_a_wait_that_has_changed_and_less_often_in_vain() -> None:
+    """By a tenth of a step, then by a fifth; what is usual is what the first steps waited."""
+    alarm = Alarm()
+    assert not any(alarm.rings(waited_s, 1.0) for waited_s in (0.1, 0.1, 5.0, 0.1, 0.19, 0.01))
+    assert alarm.rings(0.21, 1.0)
+    assert not alarm.rings(0.21, 2.0)
+    alarm.looked(changed=False, rang=True)
+    assert not any(alarm.rings(waited_s, 1.0) for waited_s in (0.1, 0.1, 0.1, 0.29))
+    assert alarm.rings(0.31, 1.0)
+    for _ in range(5):
+        alarm.looked(changed=False, rang=True)
+    assert not any(alarm.rings(waited_s, 1.0) for waited_s in (0.1, 0.1, 0.1, 0.4))
+    assert alarm.rings(0.6, 1.0)
+    alarm.looked(changed=True, rang=True)
+    assert not any(alarm.rings(waited_s, 1.0) for waited_s in (0.1, 0.1, 0.1))
+    assert alarm.rings(0.21, 1.0)
+
+
 def test_what_the_codec_has_not_sent_leaves_when_it_is_left() -> None:
     """The sum of all results is that of all terms: no residual is lost on the way from one codec to none."""
     ranks = on_ranks(RANKS, over_a_changing_link)
@@ -124,7 +231,7 @@ def test_ranks_of_one_host_do_not_measure() -> None:
     def work(group: Collective) -> tuple[str, list[str], Tensor]:
         choice = Choice({"int8": Timed(World(), group.rank)}, group, every=None)
         new = CodedExchanges(lambda group: choice, feedback=True, seed=0)
-        exchange = new(group, torch.zeros(NUMEL), [Segment("a", 0, (NUMEL,))])
+        exchange = new(group, torch.zeros(NUMEL), [WHOLE])
         total = steps(exchange, [], choice, group.rank, first=0, stop=1)
         return choice.name, new.take_lines(), total
 
@@ -144,7 +251,7 @@ def test_a_link_that_stays_keeps_its_codec(every: int) -> None:
         paced: Collective = Paced(group, world)  # type: ignore[assignment]
         choice = Choice({"int8": Timed(world, group.rank)}, paced, every=every, clock=world.clock)
         new = CodedExchanges(lambda group: choice, feedback=True, seed=0)
-        exchange = new(paced, torch.zeros(NUMEL), [Segment("a", 0, (NUMEL,))])
+        exchange = new(paced, torch.zeros(NUMEL), [WHOLE])
         lines = []
         for step in range(30):
             steps(exchange, [], choice, group.rank, first=step, stop=step + 1)
@@ -167,7 +274,7 @@ def test_a_codec_that_falls_behind_is_set_aside() -> None:
         candidates = {"top_k": TopK(TopKConfig(fraction=0.05)), "int8": Timed(world, group.rank)}
         choice = Choice(candidates, paced, every=1, most_growth=4.0, clock=world.clock)
         new = CodedExchanges(lambda group: choice, feedback=True, seed=0)
-        exchange = new(paced, torch.zeros(NUMEL), [Segment("a", 0, (NUMEL,))])
+        exchange = new(paced, torch.zeros(NUMEL), [WHOLE])
         used, lines = [], []
         steep = torch.where(torch.arange(NUMEL) % 40 == 0, 1.0, 1e-3)
         for step in range(230):

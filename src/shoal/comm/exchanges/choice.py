@@ -1,11 +1,14 @@
 """`Choice`: which codec the ranks of a group use, or none, by what their link and their processors are measured to do.
 
-Every few steps, before the first bucket is filled, the ranks time an empty all-reduce and one of 256 KiB. At the first
-time each also times the coding of a bucket with every candidate. The slowest rank counts, so that all compare the same
+A look: before the first bucket of a step is filled, the ranks time an empty all-reduce and one of 256 KiB. At the first
+one each also times the coding of a bucket with every candidate. The slowest rank counts, so that all compare the same
 numbers, and choose alike. What the last codec has not sent yet leaves with the next sum.
 
-One look may be off by much where processes share cores: the median of three counts, so that a link that has changed is
-followed at the second look.
+One look may be off by much where processes share cores: the median of three counts. While they find nothing new they
+become rarer, `RAREST` times at most. When they are due is said by the sums themselves (`Alarm`): with every step ranks
+agree on the shortest wait among them, which is that of the rank that came last and waited for the link alone. A wait
+that has changed calls for a look at once, and that one look counts. So a link that becomes slow costs one or two steps
+by the old way; one that becomes fast saves less than a tenth of a step as long as nobody notices, and regular looks do.
 
 With error feedback a rank keeps back e of g + e. In units of the gradient that is
 
@@ -27,7 +30,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.codec.codec import Codec
-from shoal.comm.collective import Collective
+from shoal.comm.collective import Collective, Handle
 from shoal.comm.exchanges.exchange import Segment
 
 # What a sum of gradients costs a step, with a codec and without, on a link that was measured.
@@ -102,14 +105,45 @@ Clock = Callable[[], float]
 NONE = "none"
 PROBE_BYTES = 256 << 10
 """Long beside what a shaped link lets through at once, and 40 ms at 50 Mbit/s."""
-TIMINGS, LOOKS = 3, 3
+TIMINGS, LOOKS, RARER, RAREST = 3, 3, 4, 16
+LONG_ENOUGH_S = 0.02
+"""A timing beside which the noise of a processor is small: one is enough."""
+NOTABLE, LARGE, STEADY = 0.1, 0.4, 3
+"""Of a step: a change of the wait that calls for a look, at first and after many calls in vain. Steps whose median is
+the wait that is usual.
+"""
 SETTLING, ASIDE = 5, 20
 """Looks with a backlog until it has settled, and looks for which a codec is set aside."""
+
+
+class Alarm:
+    """Says when the wait of a step is not what it was, by a part of the step. Pure: it is told seconds.
+
+    Alarms after which nothing changes become rarer: each doubles the part, to `LARGE` at most.
+    """
+
+    def __init__(self) -> None:
+        self._part = NOTABLE
+        self._usual: list[float] = []
+
+    def rings(self, waited_s: float, step_s: float) -> bool:
+        """Whether this step's wait calls for a look. The first steps after one say what is usual."""
+        if len(self._usual) < STEADY:
+            self._usual.append(waited_s)
+            return False
+        return abs(waited_s - statistics.median(self._usual)) > self._part * step_s
+
+    def looked(self, *, changed: bool, rang: bool) -> None:
+        """A look is over: whether it has changed the choice, and whether the alarm had called for it."""
+        if changed or rang:
+            self._usual.clear()
+            self._part = NOTABLE if changed else min(2 * self._part, LARGE)
 
 
 class Choice:
     """Of `candidates` by name. `every` is the number of steps from one look to the next; None: there is no choice, and
     nothing is measured. `clock` counts seconds. `name` is what the next step uses, and `why` says so in a line.
+    `decided` records what each step uses; if it `repeats` a run, it says what that used, and nothing is measured.
     """
 
     def __init__(
@@ -120,11 +154,14 @@ class Choice:
         every: int | None,
         most_growth: float = math.inf,
         clock: Clock = time.perf_counter,
+        decided: Callable[[str], str] | None = None,
+        repeats: bool = False,
     ) -> None:
+        self._decided, self._repeats = decided, repeats
         self.name, self.why = NONE, "none: all ranks share a host, where a sum is faster than any codec"
         self.changed = every is None
         self._candidates, self._group, self._every, self._steps = candidates, group, every, 0
-        self._clock = clock
+        self.clock = clock
         self._buffers: list[tuple[int, Sequence[Segment]]] = []
         self._ways: list[Way] = []
         self._looks: deque[tuple[float, float, float]] = deque(maxlen=LOOKS)
@@ -132,11 +169,20 @@ class Choice:
         self._most_growth, self._term, self._error = most_growth, 0.0, 0.0
         self._backlogs: list[float] = []
         self._aside: dict[str, int] = {}
+        self._alarm, self._agreed = Alarm(), None
+        self._next_look, self._interval = 0, every or 0
+        self._waits, self._waited_s, self._begun_s = 0, 0.0, clock()
+
+    _agreed: tuple[torch.Tensor, Handle] | None
 
     @property
     def codec(self) -> Codec | None:
         """What the next step uses; None: gradients leave as they are."""
         return self._candidates.get(self.name)
+
+    @property
+    def _measures(self) -> bool:
+        return self._every is not None and self._group.size > 1 and not self._repeats
 
     def add(self, numel: int, segments: Sequence[Segment]) -> int:
         """One more buffer takes part; its number."""
@@ -145,15 +191,51 @@ class Choice:
 
     def begin(self) -> None:
         """A step begins: looks at the link where that is due. All ranks of the group call it."""
-        if self._every is not None and self._group.size > 1 and self._steps % self._every == 0:
-            self._look(self._every)
+        if self._measures and self._every is not None:
+            rang = self._rings()
+            if rang or self._steps >= self._next_look:
+                self._look_now(self._every, rang=rang)
+        if self._decided is not None:
+            self.name = self._decided(self.name)
         self._steps += 1
-        self._first_s = self._last_s = 0.0
+        self._first_s = self._last_s = self._waited_s = 0.0
+        self._waits, self._begun_s = 0, self.clock()
 
     def sent(self) -> None:
         """A buffer has been sent."""
-        self._last_s = self._clock()
+        self._last_s = self.clock()
         self._first_s = self._first_s or self._last_s
+
+    def waited(self, seconds: float) -> None:
+        """For one of the buffers. After the last one ranks begin to agree on the wait of the step."""
+        self._waits, self._waited_s = self._waits + 1, self._waited_s + seconds
+        if not self._measures or self._waits < len(self._buffers):
+            return
+        said = torch.tensor([-self._waited_s, self.clock() - self._begun_s], dtype=torch.float64)
+        self._agreed = said, self._group.all_reduce(said, "max")
+
+    def _rings(self) -> bool:
+        """Whether the last step's wait, as ranks agreed on it, calls for a look."""
+        if self._agreed is None:
+            return False
+        said, handle = self._agreed
+        handle.wait()
+        self._agreed = None
+        less_waited_s, step_s = said.tolist()
+        return self._alarm.rings(-less_waited_s, step_s)
+
+    def _look_now(self, every: int, *, rang: bool) -> None:
+        if rang:
+            self._looks.clear()
+        before = self.name
+        self._look(every)
+        changed = self.name != before
+        self._alarm.looked(changed=changed, rang=rang)
+        seconds = [long_s for _, long_s, _ in self._looks]
+        doubtful = not 0.5 < seconds[-1] / max(statistics.median(seconds), 1e-9) < 2
+        again = changed or rang or doubtful or bool(self._aside) or not self._steps
+        self._interval = every if again else min(RARER * self._interval, RAREST * every)
+        self._next_look = self._steps + self._interval
 
     def note_norms(self, term: float, error: float) -> None:
         """Squared norms of what a rank had to send of a buffer, and of what it has not sent."""
@@ -165,7 +247,9 @@ class Choice:
         short, long = torch.zeros(1), torch.zeros(PROBE_BYTES // 4)
         self._group.barrier().wait()
         short_s, _ = min(self._seconds_of(short) for _ in range(TIMINGS))
-        long_s, processor_s = min(self._seconds_of(long) for _ in range(TIMINGS))
+        long_s, processor_s = self._seconds_of(long)
+        if self._slowest(long_s) < LONG_ENOUGH_S:
+            long_s, processor_s = min((long_s, processor_s), *(self._seconds_of(long) for _ in range(TIMINGS - 1)))
         worst = torch.tensor(
             [short_s, long_s, processor_s, self._first_s - self._last_s, self._take_backlog()], dtype=torch.float64
         )
@@ -219,9 +303,15 @@ class Choice:
 
     def _seconds_of(self, tensor: torch.Tensor) -> tuple[float, float]:
         """Of an all-reduce: by the clock, and of this process's processors."""
-        begin_s, busy_s = self._clock(), time.process_time()
+        begin_s, busy_s = self.clock(), time.process_time()
         self._group.all_reduce(tensor).wait()
-        return self._clock() - begin_s, time.process_time() - busy_s
+        return self.clock() - begin_s, time.process_time() - busy_s
+
+    def _slowest(self, own_s: float) -> float:
+        """The largest of the ranks' numbers."""
+        seconds = torch.tensor(own_s, dtype=torch.float64)
+        self._group.all_reduce(seconds, "max").wait()
+        return float(seconds)
 
     def _timed_ways(self) -> list[Way]:
         """What every candidate costs, by the bytes of all buffers and the seconds of the largest one."""
@@ -230,8 +320,7 @@ class Choice:
         ways = [Way(NONE, calls=len(self._buffers), sent_bytes=share * 4 * numbers, coding_s=0.0)]
         largest = max(self._buffers, key=lambda buffer: buffer[0])
         for name, codec in self._candidates.items():
-            seconds = torch.tensor(_coding_s(codec, *largest, clock=self._clock), dtype=torch.float64)
-            self._group.all_reduce(seconds, "max").wait()
+            coding_s = self._slowest(_coding_s(codec, *largest, clock=self.clock))
             sent = calls = 0.0
             for numel, segments in self._buffers:
                 bound = codec.bound([segment.place for segment in segments], key=0, rank=self._group.rank, ranks=ranks)
@@ -241,7 +330,7 @@ class Choice:
                 else:
                     two_shot = halves * bound.wire_bytes(-(-numel // ranks))
                     sent, calls = sent + min(gathered, two_shot), calls + (1 if gathered <= two_shot else 2)
-            ways.append(Way(name, calls, sent, float(seconds) * numbers / largest[0]))
+            ways.append(Way(name, calls, sent, coding_s * numbers / largest[0]))
         return ways
 
 

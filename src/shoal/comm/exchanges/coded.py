@@ -234,7 +234,9 @@ class Chosen:
         self._coded.settle()
 
     def wait(self) -> None:
+        begin_s = self._choice.clock()
         self._coded.wait()
+        self._choice.waited(self._choice.clock() - begin_s)
         self._choice.note_norms(*self._coded.norms)
 
     def commit(self) -> None:

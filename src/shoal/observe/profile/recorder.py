@@ -21,6 +21,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from shoal.comm.clock import ClockOffset
 from shoal.comm.ledger import Journal, Ledger
 from shoal.observe.profile.recording import Called, Recording, Slice, Step, Waited
+from shoal.state import works_in_streams
 
 MARK = "shoal: the thread that trains"
 _NANO = 1e-9
@@ -57,8 +58,8 @@ class Recorder:
     def recording(self) -> Iterator[None]:
         """All calls of the group have ended when this is entered, and when it is left."""
         activities = [ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
+        if works_in_streams(self.device):
+            activities.append(_activity(self.device))
         with profile(activities=activities) as profiler:
             self._unix_s = time.time() - time.perf_counter()
             with record_function(MARK):
@@ -116,7 +117,7 @@ class Recorder:
             if event.name() == MARK:
                 self._thread = event.start_thread_id()
                 continue
-            on_device = event.device_type() == DeviceType.CUDA
+            on_device = event.device_type() != DeviceType.CPU
             begin_ns, end_ns = event.start_ns() - origin_ns, event.end_ns() - origin_ns
             if (end_ns - begin_ns) * _NANO < _SHORTEST_S or (on_device and event.is_user_annotation()):
                 continue
@@ -126,8 +127,14 @@ class Recorder:
             self._slices.append(Slice(event.name(), thread, begin_s, end_s, device))
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+def _activity(device: torch.device) -> ProfilerActivity:
+    """What PyTorch's profiler calls kernels of `device`."""
+    own = {"cuda": ProfilerActivity.CUDA, "xpu": ProfilerActivity.XPU}
+    return own.get(device.type, ProfilerActivity.PrivateUse1)
 
 
 def events_of(profiler: profile) -> list[Any]:
