@@ -16,7 +16,7 @@ from shoal.assembly.run import Run, open_run
 from shoal.launcher.environment import Place
 from shoal.runfile.run_file import RunFile
 from tests.ranks import TestPlace
-from tests.verification.layouts import corpus, run_file_of
+from tests.verification.layouts import MOE, corpus, run_file_of
 
 LLAMA = {
     "vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -138,14 +138,28 @@ def test_a_step_is_that_of_a_model_built_whole(ranks: Any, tmp_path: Path) -> No
     assert np.isfinite(by_parts[0]).all()
 
 
-@pytest.mark.parametrize("layout", [pytest.param("pipeline", marks=pytest.mark.stress), "zero 3"])
+ON_TWO: dict[str, dict[str, Any]] = {
+    "zero 3": {"layout": {"shard": 2}},
+    "pipeline": {"layout": {"pipeline": 2}, "pipeline": {"microbatches": 2}},
+    "tensor": {"layout": {"tensor": 2}},
+    "sequence": {"layout": {"tensor": 2, "sequence_parallel": True}},
+    "context": {"layout": {"context": 2}},
+    "expert": {"model": MOE, "layout": {"shard": 2, "expert": 2}},
+}
+"""From `tensor` on, blocks exchange something with other ranks, and once more when they are computed again."""
+
+
+@pytest.mark.parametrize(
+    "layout", [name if name == "zero 3" else pytest.param(name, marks=pytest.mark.slow) for name in ON_TWO]
+)
 def test_recompute_by_budget_is_the_same_to_the_last_bit(ranks: Any, tmp_path: Path, layout: str) -> None:
     """Losses of three steps on two ranks: blocks are looked at in the first, and keep a part from the second on."""
     corpus(tmp_path)
-    _, tables = LAYOUTS[layout]
-    budget = {"recompute": "budget", "recompute_budget": "300 KiB"}
+    tables = {"model": MODELS["own"], **ON_TWO[layout]}
+    model = tables.pop("model")
+    budget = {"recompute": "budget", "recompute_budget": "100 KiB" if model is MOE else "300 KiB"}
     found, wanted = (
-        ranks(2, _losses, _tables(tmp_path, MODELS["own"], {**tables, "memory": memory})) for memory in (budget, {})
+        ranks(2, _losses, _tables(tmp_path, model, {**tables, "memory": memory})) for memory in (budget, {})
     )
     assert found == wanted
 

@@ -9,6 +9,7 @@ from typing import cast
 
 from torch import nn
 
+from shoal.comm.collective import exchanged
 from shoal.comm.mesh import Mesh
 from shoal.cost.activations import in_flight
 from shoal.engine.compute import (
@@ -32,6 +33,7 @@ from shoal.engine.microbatches import GlobalBatch, Uniform, cut_sequences
 from shoal.engine.precision import Precision, use_float8
 from shoal.engine.randomness import Randomness
 from shoal.memory.recompute import check_recompute, recompute
+from shoal.memory.recompute_budget import Exchange
 from shoal.models.config import ForeignModel
 from shoal.models.draw_watch import key_checkpoints, repeats_alike
 from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
@@ -162,16 +164,19 @@ def divided(run_file: RunFile, model: nn.Module, mesh: Mesh, *, in_flight: int) 
         memory.recompute,
         layers=memory.recompute_layers,
         budget_bytes=memory.recompute_budget_bytes // held,
-        looks_again=not _mixes_inputs(run_file),
+        exchange=_exchange(run_file, mesh),
     )
     return Divided(split, table, stages)
 
 
-def _mixes_inputs(run_file: RunFile) -> bool:
-    """Whether blocks exchange something with ranks whose inputs may have other sizes."""
-    layout = run_file.layout
+def _exchange(run_file: RunFile, mesh: Mesh) -> Exchange | None:
+    """Among ranks that exchange something inside of blocks, whose inputs may have other sizes; None where none do."""
+    layout, norms = run_file.layout, synchronises_norms(run_file.model)
     parts = layout.context > 1 or (layout.sequence_parallel and layout.tensor > 1)
-    return parts or layout.expert > 1 or synchronises_norms(run_file.model)
+    if not (parts or layout.expert > 1 or norms):
+        return None
+    group = mesh.axis(*(("replicate",) if norms else ()), "shard", "context", "tensor")
+    return lambda own: exchanged(own, group, mesh.device)  # copied with the module, unlike what a partial holds
 
 
 def trained_in(parts: Divided) -> list[Trained]:
