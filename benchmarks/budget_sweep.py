@@ -3,6 +3,8 @@
 The plain peak is that of the first steps on a simulated device that refuses nothing. At each share of it, the planner
 chooses a mixture or refuses. A choice is run, held to the budget: its peak and its losses are compared with those of
 the plain run, to the bit. A refusal says what the least is: a budget 5 % above has to be met, and one 5 % below not.
+With `--results` a file has what was found, a line for each run, and what it has is not run again: a sweep takes half an
+hour, in as many pieces as one likes.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -25,10 +28,10 @@ from benchmarks.command import run
 from shoal import units
 from shoal.assembly.start import RANK
 from shoal.bench.options import AsJson, names, numbers
-from shoal.bench.report import Check, Result, Row, check, print_report
+from shoal.bench.report import Check, Row, check, print_report
 from shoal.errors import LayoutError
 from shoal.launcher import warm
-from shoal.planning.memory_budget import BOUNDLESS, first_steps, with_budget
+from shoal.planning.memory_budget import BOUNDLESS, FirstSteps, first_steps, with_budget
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 
@@ -67,6 +70,7 @@ def resnet(classes: int = 10) -> nn.Module:
 def budget_sweep(
     models: Annotated[str, typer.Option(help=f"Some of {', '.join(CASES)}; default: all.")] = "",
     shares: Annotated[str, typer.Option(help="Of the plain peak, in per cent.")] = "100,75,50,35",
+    results: Annotated[Path | None, typer.Option(help="File of what was found, which is not run again.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """What `memory.budget` chooses at shares of the plain peak, and whether that is right.
@@ -74,59 +78,109 @@ def budget_sweep(
     Example: python -m benchmarks.budget_sweep --models gpt --shares 50
     """
     os.environ |= warm.preload(RANK, os.environ)  # trials are forks
-    rows: list[Row] = []
-    checks: list[Check] = []
+    kept = _kept(results)
     for model in names(models, "--models", CASES):
         folder = Path(tempfile.mkdtemp(prefix="shoal-bench-"))  # not one that ends with the first fork that does
         try:
-            found = measure(folder, model, numbers(shares, "--shares", most=100))
+            measure(folder, model, numbers(shares, "--shares", most=100), kept)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-        rows += found["rows"]
-        checks += found["checks"]
-    print_report("budget_sweep", {"rows": rows, "checks": checks}, as_json=as_json)
+    rows = list(kept.rows.values())
+    print_report(
+        "budget_sweep", {"rows": rows, "checks": [one for row in rows for one in _checks(row)]}, as_json=as_json
+    )
 
 
-def measure(folder: Path, model: str, shares: Sequence[int]) -> Result:
-    """A row for each share."""
+class Plain(msgspec.Struct, frozen=True):
+    """The first steps of a model with nothing in the way."""
+
+    model: str
+    peak_bytes: int
+    losses: list[float]
+
+
+@dataclass
+class Kept:
+    """What was found so far, and the file that has it."""
+
+    path: Path | None
+    plain: dict[str, Plain] = field(default_factory=dict)
+    rows: dict[tuple[str, int], Row] = field(default_factory=dict)
+
+    def add(self, found: Plain | Row) -> None:
+        """Keeps it, and writes it down."""
+        if isinstance(found, Plain):
+            self.plain[found.model] = found
+        else:
+            self.rows[str(found["model"]), int(found["share"] or 0)] = found
+        if self.path is not None:
+            with self.path.open("ab") as file:
+                file.write(msgspec.json.encode(found) + b"\n")
+
+
+def _kept(path: Path | None) -> Kept:
+    kept = Kept(None)
+    for line in path.read_bytes().splitlines() if path is not None and path.exists() else ():
+        found = msgspec.json.decode(line)
+        kept.add(found if "share" in found else msgspec.convert(found, Plain))
+    kept.path = path
+    return kept
+
+
+def measure(folder: Path, model: str, shares: Sequence[int], kept: Kept) -> None:
+    """A row for each share that has none."""
     recipe, overrides = CASES[model]
 
     def opened(*keys: str) -> RunFile:
         return load_run(Path(f"recipes/{recipe}.toml"), [*COMMON, *overrides, f"run.directory={folder / 'run'}", *keys])
 
     file = opened()
-    plain_bytes, plain_losses = _ran(_with(file, simulate_device=BOUNDLESS), folder / "plain")
-    rows: list[Row] = []
-    checks: list[Check] = []
+    if model not in kept.plain:
+        found = _ran(_with(file, simulate_device=BOUNDLESS), folder / "plain")
+        kept.add(Plain(model, found.peak_bytes, found.losses))
     for share in shares:
-        budget = plain_bytes * share // 100
-        begin_s = time.perf_counter()
-        row: Row = {"model": model, "share": share, "budget_bytes": budget}
-        try:
-            chosen, said = with_budget(_with(file, budget=f"{budget} B"), None)
-        except LayoutError as refused:
-            row |= {"found": f"refused: {refused}"} | _refusal(opened, str(refused))
-            checks.append(
-                check(f"{model}, {share} %: the least of the refusal is right", float(bool(row["right"])), 1.0)
-            )
-        else:
-            peak, losses = _ran(chosen, folder / f"chosen-{share}")
-            row |= {"found": said.split(": ", 1)[1], "peak_bytes": peak, "losses_differ": losses != plain_losses}
-            checks.append(check(f"{model}, {share} %: peak of the budget", peak / budget, 1.0, at_most=True))
-            checks.append(check(f"{model}, {share} %: losses differ", float(losses != plain_losses), 0.0, at_most=True))
-        rows.append(row | {"seconds": round(time.perf_counter() - begin_s, 1)})
-        print(f"{model}, {share} %: {row['found']}", file=sys.stderr, flush=True)
-    return {"rows": rows, "checks": checks}
+        if (model, share) not in kept.rows:
+            begin_s = time.perf_counter()
+            row = _row(file, opened, folder / f"chosen-{share}", share, kept.plain[model])
+            kept.add(row | {"seconds": round(time.perf_counter() - begin_s, 1)})
+            print(f"{model}, {share} %: {row['found']}", file=sys.stderr, flush=True)
 
 
-def _refusal(opened: Callable[..., RunFile], said: str) -> Row:
-    """Whether the mixture that the refusal names meets a budget 5 % above the least, and not one 5 % below."""
-    match = _LEAST.search(said)
-    if match is None:
-        return {"right": False}
-    least, keys = units.memory_bytes(match[1]), [key.replace(" ", "") for key in match[2].split(" and ")]
-    above, below = (opened(*keys, f"memory.budget={least * part // 100} B") for part in (105, 95))
-    return {"least_bytes": least, "right": _is_met(above) and not _is_met(below)}
+def _row(file: RunFile, opened: Callable[..., RunFile], folder: Path, share: int, plain: Plain) -> Row:
+    """What the budget came to; of a refusal, whether the mixture that it names meets 5 % above the least, and not 5 %
+    below.
+    """
+    budget = plain.peak_bytes * share // 100
+    row: Row = {"model": plain.model, "share": share, "budget_bytes": budget}
+    try:
+        chosen, said = with_budget(_with(file, budget=f"{budget} B"), None)
+    except LayoutError as refused:
+        match = _LEAST.search(str(refused))
+        if match is None:
+            return row | {"found": f"refused: {refused}", "right": False}
+        least, keys = units.memory_bytes(match[1]), [key.replace(" ", "") for key in match[2].split(" and ")]
+        above, below = (opened(*keys, f"memory.budget={least * part // 100} B") for part in (105, 95))
+        right = _is_met(above) and not _is_met(below)
+        return row | {"found": f"refused: {match[2]}", "least_bytes": least, "right": right}
+    used, _, others = said.split(": ", 1)[1].partition(" (")
+    ran = _ran(chosen, folder)
+    return row | {
+        "found": used,
+        "tried": 1 + (others.count(";") + 1 if others else 0),
+        "peak_bytes": ran.peak_bytes,
+        "losses_differ": ran.losses != plain.losses,
+    }
+
+
+def _checks(row: Row) -> Iterator[Check]:
+    name = f"{row['model']}, {row['share']} %"
+    if "right" in row:
+        yield check(f"{name}: the least of the refusal is right", float(bool(row["right"])), 1.0)
+        return
+    yield check(
+        f"{name}: peak of the budget", int(row["peak_bytes"] or 0) / int(row["budget_bytes"] or 1), 1.0, at_most=True
+    )
+    yield check(f"{name}: losses differ", float(bool(row["losses_differ"])), 0.0, at_most=True)
 
 
 def _is_met(file: RunFile) -> bool:
@@ -141,13 +195,12 @@ def _with(file: RunFile, **memory: str) -> RunFile:
     return msgspec.structs.replace(file, memory=msgspec.structs.replace(file.memory, **memory))
 
 
-def _ran(file: RunFile, folder: Path) -> tuple[int, list[float]]:
-    """The peak and the losses of some steps."""
+def _ran(file: RunFile, folder: Path) -> FirstSteps:
     folder.mkdir()
     found = first_steps(file, folder, steps=STEPS)
     if isinstance(found, str):
         raise LayoutError(f"a run that was chosen did not run: {found}")
-    return found.peak_bytes, found.losses
+    return found
 
 
 if __name__ == "__main__":
