@@ -46,7 +46,7 @@ from shoal.runfile.run_file import RunFile, default_micro_samples, synchronises_
 from shoal.schedules.build import build
 from shoal.schedules.table import Schedule, ScheduleTable
 from shoal.state import Trained
-from shoal.topology.layout import Layout
+from shoal.topology.layout import Axis, Layout
 
 # How a rank's samples of a step become microbatches.
 #
@@ -164,18 +164,28 @@ def divided(run_file: RunFile, model: nn.Module, mesh: Mesh, *, in_flight: int) 
         memory.recompute,
         layers=memory.recompute_layers,
         budget_bytes=memory.recompute_budget_bytes // held,
-        exchange=_exchange(run_file, mesh),
+        exchange=_exchange(run_file, mesh) if memory.recompute == "budget" else None,
+        looks_again=not _mixes_inputs(run_file),
     )
     return Divided(split, table, stages)
 
 
-def _exchange(run_file: RunFile, mesh: Mesh) -> Exchange | None:
-    """Among ranks that exchange something inside of blocks, whose inputs may have other sizes; None where none do."""
-    layout, norms = run_file.layout, synchronises_norms(run_file.model)
+def _mixes_inputs(run_file: RunFile) -> bool:
+    """Whether blocks exchange something with ranks whose inputs may have other sizes."""
+    layout = run_file.layout
     parts = layout.context > 1 or (layout.sequence_parallel and layout.tensor > 1)
-    if not (parts or layout.expert > 1 or norms):
+    return parts or layout.expert > 1 or synchronises_norms(run_file.model)
+
+
+def _exchange(run_file: RunFile, mesh: Mesh) -> Exchange | None:
+    """Among the ranks that blocks exchange something with; None where there are none."""
+    axes: tuple[Axis, ...] = ("tensor",)
+    if _mixes_inputs(run_file):
+        norms = synchronises_norms(run_file.model)
+        axes = ("replicate", "shard", "context", "tensor") if norms else ("shard", "context", "tensor")
+    group = mesh.axis(*axes)
+    if group.size == 1:
         return None
-    group = mesh.axis(*(("replicate",) if norms else ()), "shard", "context", "tensor")
     return lambda own: exchanged(own, group, mesh.device)  # copied with the module, unlike what a partial holds
 
 

@@ -279,9 +279,11 @@ def recompute(
     layers: Collection[int] | None = None,
     budget_bytes: int = 0,
     exchange: Exchange | None = None,
+    looks_again: bool = True,
 ) -> None:
     """Has `model` compute again what `kind` says, in the blocks numbered `layers`, from 0 (None: all). `budget_bytes`:
-    what these may keep beside their inputs, of a microbatch, under "budget"; `exchange`: see `RecomputeBudget`.
+    what these may keep beside their inputs, of a microbatch, under "budget"; for `exchange` and `looks_again` see
+    `RecomputeBudget`.
 
     Names of parameters stay. Call it once, after what replaces its modules; a rank that holds a part of the model has
     its whole checked beforehand, by `check_recompute`.
@@ -290,7 +292,7 @@ def recompute(
         return
     blocks = chosen_blocks(model, layers)
     _without_cache(model)
-    budget = RecomputeBudget(budget_bytes, exchange=exchange) if kind == "budget" else None
+    budget = RecomputeBudget(budget_bytes, exchange=exchange, looks_again=looks_again) if kind == "budget" else None
     for number, module in enumerate(_attention_cores(blocks) if kind == "selective" else blocks.values()):
         module.forward = Recomputed(module, module.forward, kind == "operators", number, budget)
 

@@ -175,12 +175,14 @@ class RecomputeBudget:
     nothing but their inputs.
 
     With `exchange`, all its ranks choose alike: what a block repeats, it exchanges again, so that a rank which kept all
-    of it would be missed. They look once, as larger inputs may come on one rank alone.
+    of it would be missed. `looks_again`: at larger inputs; not where these may come on one rank alone, which would wait
+    for the others in its look.
     """
 
     bytes: int
     profiles: dict[int, Profile] = field(default_factory=dict)
     exchange: Exchange | None = None
+    looks_again: bool = True
     _choices: dict[int, Choice] = field(default_factory=dict)
     _seen: dict[int, list[Sizes]] = field(default_factory=dict)
 
@@ -189,7 +191,7 @@ class RecomputeBudget:
         if none that it was profiled with were as large.
         """
         seen = self._seen.setdefault(block, [])
-        if not seen or (self.exchange is None and not any(_within(sizes, larger) for larger in seen)):
+        if not seen or (self.looks_again and not any(_within(sizes, larger) for larger in seen)):
             found = look()
             self.profiles[block] = self.profiles.get(block, found).covering(found)
             self._seen[block] = [*(smaller for smaller in seen if not _within(smaller, sizes)), sizes]
