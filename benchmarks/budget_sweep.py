@@ -3,8 +3,8 @@
 The plain peak is that of the first steps on a simulated device that refuses nothing. At each share of it, the planner
 chooses a mixture or refuses. A choice is run, held to the budget: its peak and its losses are compared with those of
 the plain run, to the bit. A refusal says what the least is: a budget 5 % above has to be met, and one 5 % below not.
-With `--results` a file has what was found, a line for each run, and what it has is not run again: a sweep takes half an
-hour, in as many pieces as one likes.
+With `--results` a file has what was found, a line for each trial and row, and what it has is not tried again. A part of
+the state has the same size under all budgets, so that a mixture is tried once for all of them.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Annotated
 
 import msgspec
 import typer
+from blake3 import blake3
 from torch import Tensor, nn
 
 from benchmarks.command import run
@@ -29,9 +30,10 @@ from shoal import units
 from shoal.assembly.start import RANK
 from shoal.bench.options import AsJson, names, numbers
 from shoal.bench.report import Check, Row, check, print_report
+from shoal.config.load import dumps
 from shoal.errors import LayoutError
 from shoal.launcher import warm
-from shoal.planning.memory_budget import BOUNDLESS, FirstSteps, first_steps, with_budget
+from shoal.planning.memory_budget import BOUNDLESS, FirstSteps, first_steps, peak_of, with_budget
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 
@@ -42,7 +44,7 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "mixture": ("stdlib-moe", ["batch.global_samples=8", "layout.shard=1", "layout.expert=1"]),
     "encoder": ("encoder", ["model.arguments={width=128,depth=4,heads=4}"]),
 }
-COMMON = ["run.processes=1", "run.device=cpu"]
+COMMON = ["run.processes=1", "run.device=cpu", "memory.offload.part=256KiB"]
 STEPS = 3
 _LEAST = re.compile(r"the least that is met is ([0-9.]+ [KMGi]*B), with (.*?); raise it")
 
@@ -99,30 +101,50 @@ class Plain(msgspec.Struct, frozen=True):
     losses: list[float]
 
 
+class Trial(msgspec.Struct, frozen=True):
+    """The peak of a run file, but for where it runs; None: it did not run, for `why`."""
+
+    digest: str
+    trial_bytes: int | None
+    why: str
+
+
 @dataclass
 class Kept:
     """What was found so far, and the file that has it."""
 
     path: Path | None
     plain: dict[str, Plain] = field(default_factory=dict)
+    trials: dict[str, Trial] = field(default_factory=dict)
     rows: dict[tuple[str, int], Row] = field(default_factory=dict)
 
-    def add(self, found: Plain | Row) -> None:
+    def add(self, found: Plain | Trial | Row) -> None:
         """Keeps it, and writes it down."""
         if isinstance(found, Plain):
             self.plain[found.model] = found
+        elif isinstance(found, Trial):
+            self.trials[found.digest] = found
         else:
             self.rows[str(found["model"]), int(found["share"] or 0)] = found
         if self.path is not None:
             with self.path.open("ab") as file:
                 file.write(msgspec.json.encode(found) + b"\n")
 
+    def peak(self, file: RunFile) -> tuple[int | None, str]:
+        """That of a run file's first steps, which are taken once."""
+        nowhere = msgspec.structs.replace(file, run=msgspec.structs.replace(file.run, directory=None))
+        digest = blake3(dumps(nowhere).encode()).hexdigest()
+        if digest not in self.trials:
+            self.add(Trial(digest, *peak_of(file)))
+        return self.trials[digest].trial_bytes, self.trials[digest].why
+
 
 def _kept(path: Path | None) -> Kept:
     kept = Kept(None)
     for line in path.read_bytes().splitlines() if path is not None and path.exists() else ():
         found = msgspec.json.decode(line)
-        kept.add(found if "share" in found else msgspec.convert(found, Plain))
+        kind = next((kind for key, kind in (("losses", Plain), ("digest", Trial)) if key in found), None)
+        kept.add(found if kind is None else msgspec.convert(found, kind))
     kept.path = path
     return kept
 
@@ -141,26 +163,27 @@ def measure(folder: Path, model: str, shares: Sequence[int], kept: Kept) -> None
     for share in shares:
         if (model, share) not in kept.rows:
             begin_s = time.perf_counter()
-            row = _row(file, opened, folder / f"chosen-{share}", share, kept.plain[model])
+            row = _row(file, opened, folder / f"chosen-{share}", share, model, kept)
             kept.add(row | {"seconds": round(time.perf_counter() - begin_s, 1)})
             print(f"{model}, {share} %: {row['found']}", file=sys.stderr, flush=True)
 
 
-def _row(file: RunFile, opened: Callable[..., RunFile], folder: Path, share: int, plain: Plain) -> Row:
+def _row(file: RunFile, opened: Callable[..., RunFile], folder: Path, share: int, model: str, kept: Kept) -> Row:
     """What the budget came to; of a refusal, whether the mixture that it names meets 5 % above the least, and not 5 %
     below.
     """
+    plain = kept.plain[model]
     budget = plain.peak_bytes * share // 100
-    row: Row = {"model": plain.model, "share": share, "budget_bytes": budget}
+    row: Row = {"model": model, "share": share, "budget_bytes": budget}
     try:
-        chosen, said = with_budget(_with(file, budget=f"{budget} B"), None)
+        chosen, said = with_budget(_with(file, budget=f"{budget} B"), None, peak=kept.peak)
     except LayoutError as refused:
         match = _LEAST.search(str(refused))
         if match is None:
             return row | {"found": f"refused: {refused}", "right": False}
         least, keys = units.memory_bytes(match[1]), [key.replace(" ", "") for key in match[2].split(" and ")]
         above, below = (opened(*keys, f"memory.budget={least * part // 100} B") for part in (105, 95))
-        right = _is_met(above) and not _is_met(below)
+        right = _is_met(above, kept) and not _is_met(below, kept)
         return row | {"found": f"refused: {match[2]}", "least_bytes": least, "right": right}
     used, _, others = said.split(": ", 1)[1].partition(" (")
     ran = _ran(chosen, folder)
@@ -183,9 +206,9 @@ def _checks(row: Row) -> Iterator[Check]:
     yield check(f"{name}: losses differ", float(bool(row["losses_differ"])), 0.0, at_most=True)
 
 
-def _is_met(file: RunFile) -> bool:
+def _is_met(file: RunFile, kept: Kept) -> bool:
     try:
-        with_budget(file, None)
+        with_budget(file, None, peak=kept.peak)
     except LayoutError:
         return False
     return True

@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
@@ -81,8 +81,13 @@ class Bill(msgspec.Struct, frozen=True):
     tried: list[Tried]
 
 
-def with_budget(run_file: RunFile, place: Place | None) -> tuple[RunFile, str]:
-    """The run file with the mixture, and a sentence on it. `place` is None in the process that starts the ranks.
+Peak = Callable[[RunFile], tuple[int | None, str]]
+"""Of the fullest rank in some steps of a run; or None, and why there is none."""
+
+
+def with_budget(run_file: RunFile, place: Place | None, *, peak: Peak | None = None) -> tuple[RunFile, str]:
+    """The run file with the mixture, and a sentence on it. `place` is None in the process that starts the ranks. `peak`
+    tries a mixture; None: by `first_steps` in processes of their own.
 
     Raises `ConfigError` where nothing can be tried, `LayoutError` where nothing fits.
     """
@@ -94,7 +99,7 @@ def with_budget(run_file: RunFile, place: Place | None) -> tuple[RunFile, str]:
                 f"memory.budget under {place.launcher}: what fits is tried once, by whoever starts the ranks; start "
                 "the run with shoal train, or write the keys that its run.toml has"
             )
-        bill = _try(run_file, digest)
+        bill = _try(run_file, digest, peak or peak_of)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, msgspec.json.encode(bill) + b"\n")
     return _replaced(run_file, bill.tried[-1].memory, run_file.memory.budget), _said(bill)
@@ -114,7 +119,7 @@ def mixtures(run_file: RunFile) -> Iterator[tuple[str, dict[str, Any], RunFile]]
             yield keys, memory, changed
 
 
-def _try(run_file: RunFile, digest: str) -> Bill:
+def _try(run_file: RunFile, digest: str, peak: Peak) -> Bill:
     budget = run_file.memory.budget_bytes or 0
     if run_file.run.device == "cuda" or (run_file.run.device == "auto" and gpus(os.environ)):
         raise ConfigError(
@@ -122,7 +127,7 @@ def _try(run_file: RunFile, digest: str) -> Bill:
         )
     tried: list[Tried] = []
     for keys, memory, changed in mixtures(run_file):
-        peak_bytes, why = _peak_of(changed)
+        peak_bytes, why = peak(changed)
         tried.append(Tried(keys, memory, peak_bytes, why))
         if peak_bytes is not None and peak_bytes <= budget:
             return Bill(run_file.memory.budget or "", digest, tried)
@@ -133,10 +138,10 @@ def _try(run_file: RunFile, digest: str) -> Bill:
     if not ran:
         raise LayoutError(f"memory.budget: none of {len(tried)} mixtures ran; the first: {tried[0].why}")
     least = min(ran, key=lambda one: one.peak_bytes or 0)
-    raise LayoutError(_short(run_file, least, _met_by(run_file, least)))
+    raise LayoutError(_short(run_file, least, _met_by(run_file, least, peak)))
 
 
-def _met_by(run_file: RunFile, least: Tried) -> str:
+def _met_by(run_file: RunFile, least: Tried, peak: Peak) -> str:
     """A budget that the mixture meets, as one writes it. Parts of the state grow with the budget, and the peak with
     them: where they would, the budget is tried.
     """
@@ -146,7 +151,7 @@ def _met_by(run_file: RunFile, least: Tried) -> str:
         raised = msgspec.structs.replace(run_file.memory, budget=budget)
         if (mixture := _memory_with(raised, least.memory)) == memory:
             return budget
-        found, why = _peak_of(_replaced(run_file, mixture, BOUNDLESS))
+        found, why = peak(_replaced(run_file, mixture, BOUNDLESS))
         if found is None:
             raise LayoutError(f"memory.budget: {least.keys} ran with less, and does not with {budget}: {why}")
         if found <= units.memory_bytes(budget):
@@ -224,8 +229,8 @@ def _kept(path: Path) -> Bill | None:
     return read_json(path, Bill, limit_bytes=MOST_BYTES, error=ConfigError, repair="remove it; it is written anew")
 
 
-def _peak_of(run_file: RunFile) -> tuple[int | None, str]:
-    """The peak of the fullest rank in some steps of the run, in a folder that is thrown away; or why there is none."""
+def peak_of(run_file: RunFile) -> tuple[int | None, str]:
+    """`Peak`, in processes and a folder of their own."""
     folder = Path(mkdtemp(prefix="shoal-budget-"))  # a TemporaryDirectory would end with the first fork that does
     try:
         found = first_steps(run_file, folder, steps=TRIED_STEPS)
