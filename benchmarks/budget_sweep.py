@@ -46,6 +46,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
 }
 COMMON = ["run.processes=1", "run.device=cpu", "memory.offload.part=256KiB"]
 STEPS = 3
+LOOKS = "torch._dynamo"
+"""What PyTorch imports when a ledger first looks at an operator."""
 _LEAST = re.compile(r"the least that is met is ([0-9.]+ [KMGi]*B), with (.*?); raise it")
 
 
@@ -79,7 +81,7 @@ def budget_sweep(
 
     Example: python -m benchmarks.budget_sweep --models gpt --shares 50
     """
-    os.environ |= warm.preload(RANK, os.environ)  # trials are forks
+    os.environ |= warm.preload([*RANK, LOOKS], os.environ)  # trials are forks
     kept = _kept(results)
     for model in names(models, "--models", CASES):
         folder = Path(tempfile.mkdtemp(prefix="shoal-bench-"))  # not one that ends with the first fork that does
