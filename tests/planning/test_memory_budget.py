@@ -13,7 +13,7 @@ from shoal import units
 from shoal.errors import ConfigError, LayoutError
 from shoal.launcher.environment import Place
 from shoal.planning import memory_budget
-from shoal.planning.memory_budget import FILE_NAME, Bill, mixtures, with_budget
+from shoal.planning.memory_budget import FILE_NAME, Bill, mixtures, needed, with_budget
 from shoal.runfile.run_file import RunFile
 from tests.verification.layouts import corpus, run_file_of
 
@@ -131,3 +131,11 @@ def test_a_real_budget_is_met(tmp_path: Path) -> None:
     assert plain is not None
     chosen, _ = with_budget(run_file_of(tmp_path, **given, memory={"budget": f"{plain // 2048} KiB"}), None)
     assert memory_budget.peak_of(chosen)[0] is not None
+
+
+def test_what_steps_differ_by_is_asked_for_once_more() -> None:
+    """Not what the first, in which state is made, has less or more."""
+    assert needed([50.0]) == 50
+    assert needed([50.0, 70.0, 70.0]) == 70
+    assert needed([90.0, 70.0, 70.0]) == 90
+    assert needed([50.0, 70.0, 64.0]) == 76

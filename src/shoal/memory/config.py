@@ -120,7 +120,7 @@ class MemoryConfig(Table, frozen=True):
         Size | None,
         says(
             'On CPUs: what a rank\'s device may hold, such as "512 MiB". Before any rank starts, mixtures of recompute '
-            "and offload are tried from the cheapest on, by two steps each; the first that fits is used. "
+            "and offload are tried from the cheapest on, by three steps each; the first that fits is used. "
             "Losses stay the same to the last bit. The bill is memory.json in the run directory."
         ),
     ] = None

@@ -1,9 +1,10 @@
 """`memory.budget`: the cheapest mixture that fits, measured before any rank starts; what was chosen is written down.
 
 A mixture is a set of keys of `[memory]` that leaves every bit of the losses as it is: recomputation, and where state,
-activations and parameters live. They are tried from the cheapest on, each by two steps of the run itself on a simulated
-device that refuses nothing. Its peak is that of every later step, because what a step allocates does not depend on its
-data, and the run is then held to the budget by the same ledger.
+activations and parameters live. They are tried from the cheapest on, each by three steps of the run itself on a
+simulated device that refuses nothing. Its peak is that of every later step where what a step allocates does not depend
+on its data. Where it does, as experts get other numbers of tokens, the later steps of a trial differ: what they differ
+by is asked for once more. The run is then held to the budget by the same ledger.
 
 The choice lies in `memory.json` of the run directory, with the bill: ranks read it, and a run that goes on keeps it.
 """
@@ -14,7 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
@@ -37,8 +38,8 @@ from shoal.runfile.run_file import RunFile, run_directory
 
 FILE_NAME = "memory.json"
 MOST_BYTES = 1 << 20
-TRIED_STEPS = 2
-"""State is made in the first, and comes and goes in the second."""
+TRIED_STEPS = 3
+"""State is made in the first, and comes and goes in the others."""
 PART_SHARE, LEAST_PART, MOST_PART = 32, 64 << 10, 32 << 20
 """A part of the state is such a share of the budget, within bounds: three of them are on the device."""
 BOUNDLESS = "1024 GiB"
@@ -67,7 +68,7 @@ class Tried(msgspec.Struct, frozen=True):
 
 
 class FirstSteps(NamedTuple):
-    """The peak of the fullest rank, and the loss of each step."""
+    """What the fullest rank needs, and the loss of each step."""
 
     peak_bytes: int
     losses: list[float]
@@ -254,6 +255,12 @@ def first_steps(run_file: RunFile, folder: Path, *, steps: int) -> FirstSteps | 
     if process.returncode != 0:
         return said.splitlines()[-1] if said else f"exit code {process.returncode}"
     ranks = [read_events(directory, rank=rank) for rank in range(run_file.run.processes or 1)]
-    peaks = [peak for own in ranks for event in own if (peak := event.get("memory/device_peak_bytes")) is not None]
+    peaks = [[peak for event in own if (peak := event.get("memory/device_peak_bytes")) is not None] for own in ranks]
     losses = [loss for event in ranks[0] if (loss := event.get("loss/train")) is not None]
-    return FirstSteps(int(max(peaks)), losses) if peaks else "it took no step"
+    return FirstSteps(max(map(needed, peaks)), losses) if all(peaks) else "it took no step"
+
+
+def needed(peaks: Sequence[float]) -> int:
+    """Bytes of a device in whose steps these were the peaks: the highest, and what those after the first differ by."""
+    later = peaks[1:] or peaks
+    return int(max(peaks) + max(later) - min(later))
