@@ -3,11 +3,19 @@
 All runs are of one process and take their steps in turn, so that whatever else the machine does strikes all of them:
 plain, plain once more (A/A), and the homes. Peaks and losses are those of a second pass, in which a simulated device
 counts. PyTorch's `save_on_cpu` is no peer here: on a CPU it moves nothing.
+
+Where DeepSpeed is installed, its engine takes steps of the same model in the same turns, under ZeRO-3: as it is, and
+with `offload_optimizer` on the CPU and its own AdamW for it, which it compiles when it is first asked for. Each is held
+against its own plain step. Its offload to NVMe is tried, and left out where its `async_io` cannot be built (it needs
+libaio); the reason is said.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -17,6 +25,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 import torch
+import torch.nn.functional as F
 import typer
 from torch._C._distributed_c10d import HashStore
 
@@ -27,6 +36,8 @@ from shoal.bench.options import AsJson
 from shoal.bench.report import Result, Row, check, print_report
 from shoal.launcher.environment import Place
 from shoal.memory.streamed_state import LEAST_BYTES
+from shoal.models.build import build, initialise
+from shoal.models.config import GPTConfig
 from shoal.runfile.run_file import RunFile
 
 HOMES: dict[str, dict[str, Any]] = {
@@ -38,6 +49,13 @@ HOMES: dict[str, dict[str, Any]] = {
     "activations in 8 bits": {"offload": {"activation_bits": 8}},
     "recompute": {"recompute": "full"},
     "all on disk and host": {"recompute": "full", "offload": {"optimizer": "disk", "activations": "host"}},
+    "parameters on the host": {"offload": {"optimizer": "host", "parameters": "host"}},
+    "parameters on disk": {"offload": {"optimizer": "disk", "parameters": "disk"}},
+}
+PEERS: dict[str, dict[str, Any]] = {
+    "DeepSpeed": {},
+    "DeepSpeed, optimizer on the host": {"device": "cpu"},
+    "DeepSpeed, optimizer on disk": {"device": "nvme"},
 }
 HOST_BOUND, DISK_BOUND, BYTES_BOUND = 1.25, 1.6, 0.02
 BYTES_OF_MOMENTS = 8
@@ -71,9 +89,14 @@ def measure(folder: Path, sizes: dict[str, int], batch: dict[str, int], *, turns
     draws = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
     (folder / "tokens.bin").write_bytes(draws.tobytes())
     files = {name: _run_file(folder, name, sizes, batch, home, part) for name, home in HOMES.items()}
-    seconds = _in_turn(files, turns)
+    seconds = _in_turn(files, turns, _peers(folder, sizes, batch))
     counted = {name: _counted(file) for name, file in files.items()}
     rows = [_row(name, seconds, counted) for name in HOMES]
+    rows += [
+        {"home": name, "step_s": round(statistics.median(seconds[name]), 4),
+         "of_plain": round(_ratio(seconds, name, plain="DeepSpeed"), 3)}
+        for name in PEERS if name in seconds
+    ]  # fmt: skip
     state_bytes = counted["plain"]["state_bytes"]
     checks = [
         check("a step with the optimizer on the host, of the plain one", _ratio(seconds, "optimizer on the host"),
@@ -117,11 +140,63 @@ def _steps(one: Run) -> Iterator[float]:
         yield one.step(one.state.progress.step, fed.microbatches, lr=1e-3).loss
 
 
-def _in_turn(files: dict[str, RunFile], turns: int) -> dict[str, list[float]]:
+def _peers(folder: Path, sizes: dict[str, int], batch: dict[str, int]) -> dict[str, Iterator[float]]:
+    """Those that run here; why others do not is printed."""
+    if importlib.util.find_spec("deepspeed") is None:
+        print("DeepSpeed is left out: pip install deepspeed", file=sys.stderr)
+        return {}
+    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0"}
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    found: dict[str, Iterator[float]] = {}
+    for name, offload in PEERS.items():
+        try:
+            found[name] = _deepspeed_steps(folder, sizes, batch, offload)
+        except RuntimeError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+    return found
+
+
+def _deepspeed_steps(
+    folder: Path, sizes: dict[str, int], batch: dict[str, int], offload: dict[str, Any]
+) -> Iterator[float]:
+    import deepspeed  # pyright: ignore[reportMissingImports]
+
+    model = build(msgspec.convert({"vocabulary": 256, **sizes}, GPTConfig))
+    initialise(model, seed=0, device="cpu")
+    micro, sequence = batch["micro_samples"], batch["sequence"]
+    rounds = batch["global_samples"] // micro
+    home = {"offload_optimizer": {**offload, "nvme_path": str(folder)}} if offload else {}
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": rounds,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 3, **home},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "steps_per_print": 1 << 30,
+        },
+    )
+    draws = torch.Generator().manual_seed(0)
+
+    def steps() -> Iterator[float]:
+        while True:
+            loss = torch.zeros(())
+            for _ in range(rounds):
+                tokens = torch.randint(0, 256, (micro, sequence + 1), generator=draws)
+                loss = F.cross_entropy(engine(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+                engine.backward(loss)
+                engine.step()
+            yield float(loss.detach())
+
+    return steps()
+
+
+def _in_turn(files: dict[str, RunFile], turns: int, peers: dict[str, Iterator[float]]) -> dict[str, list[float]]:
     """Seconds of the steps of every run, the first two left out: state is made in one, and read in the next."""
     runs = {name: _opened(file) for name, file in files.items()}
-    steps = {name: _steps(one) for name, one in runs.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in files}
+    steps = {name: _steps(one) for name, one in runs.items()} | peers
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(turns + 2):
         for name, own in steps.items():
             begin_s = time.perf_counter()
@@ -145,9 +220,9 @@ def _counted(file: RunFile) -> dict[str, Any]:
     return {"losses": losses, "state_bytes": sum(BYTES_OF_MOMENTS * p.numel() for p in large), **figures}
 
 
-def _ratio(seconds: dict[str, list[float]], name: str) -> float:
+def _ratio(seconds: dict[str, list[float]], name: str, *, plain: str = "plain") -> float:
     """The median of the ratios to the plain step of the same turn."""
-    return statistics.median(own / plain for own, plain in zip(seconds[name], seconds["plain"], strict=True))
+    return statistics.median(own / without for own, without in zip(seconds[name], seconds[plain], strict=True))
 
 
 def _row(name: str, seconds: dict[str, list[float]], counted: dict[str, dict[str, Any]]) -> Row:

@@ -14,9 +14,10 @@ from torch import nn
 from shoal.assembly.objects import UserObjects, model_of
 from shoal.assembly.run import Run, open_run
 from shoal.launcher.environment import Place
+from shoal.memory.recompute import Recomputed
 from shoal.runfile.run_file import RunFile
 from tests.ranks import TestPlace
-from tests.verification.layouts import corpus, run_file_of
+from tests.verification.layouts import MOE, corpus, run_file_of
 
 LLAMA = {
     "vocab_size": 256, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -72,10 +73,18 @@ def _opened(place: TestPlace, run_file: RunFile) -> Run:
 
 def _losses(place: TestPlace, run_file: RunFile) -> list[float]:
     """Of three steps."""
+    return _losses_and_kept(place, run_file)[0]
+
+
+def _losses_and_kept(place: TestPlace, run_file: RunFile) -> tuple[list[float], bool]:
+    """Of three steps; and whether blocks keep something for their backwards, and not all, by a budget."""
     run = _opened(place, run_file)
     feed = run.feed()
     try:
-        return [run.step(number, feed.next().microbatches, lr=1e-3).loss for number in (1, 2, 3)]
+        losses = [run.step(number, feed.next().microbatches, lr=1e-3).loss for number in (1, 2, 3)]
+        forwards = [module.__dict__.get("forward") for module in run.model.modules()]
+        budgets = [each.budget for each in forwards if isinstance(each, Recomputed) and each.budget is not None]
+        return losses, any(budget.kept_bytes and not budget.keeps_all for budget in budgets)
     finally:
         feed.close()
         run.end()
@@ -138,16 +147,37 @@ def test_a_step_is_that_of_a_model_built_whole(ranks: Any, tmp_path: Path) -> No
     assert np.isfinite(by_parts[0]).all()
 
 
-@pytest.mark.parametrize("layout", [pytest.param("pipeline", marks=pytest.mark.stress), "zero 3"])
+ON_TWO: dict[str, dict[str, Any]] = {
+    "zero 3": {"layout": {"shard": 2}, "budget": "1000 KiB"},
+    "pipeline": {
+        "model": MODELS["own"] | {"layers": 4},
+        "layout": {"pipeline": 2},
+        "pipeline": {"microbatches": 2},
+        "budget": "1400 KiB",
+    },
+    "tensor": {"layout": {"tensor": 2}, "budget": "1000 KiB"},
+    "sequence": {"layout": {"tensor": 2, "sequence_parallel": True}, "budget": "1000 KiB"},
+    "context": {"layout": {"context": 2}, "budget": "1000 KiB"},
+    "expert": {"model": MOE, "layout": {"shard": 2, "expert": 2}, "budget": "230 KiB"},
+}
+"""From `tensor` on, blocks exchange something with other ranks, and once more when they are computed again. Of experts,
+each rank alone would keep another block.
+"""
+
+
+@pytest.mark.parametrize(
+    "layout", [name if name == "zero 3" else pytest.param(name, marks=pytest.mark.slow) for name in ON_TWO]
+)
 def test_recompute_by_budget_is_the_same_to_the_last_bit(ranks: Any, tmp_path: Path, layout: str) -> None:
     """Losses of three steps on two ranks: blocks are looked at in the first, and keep a part from the second on."""
     corpus(tmp_path)
-    _, tables = LAYOUTS[layout]
-    budget = {"recompute": "budget", "recompute_budget": "300 KiB"}
-    found, wanted = (
-        ranks(2, _losses, _tables(tmp_path, MODELS["own"], {**tables, "memory": memory})) for memory in (budget, {})
-    )
-    assert found == wanted
+    tables = {"model": MODELS["own"], **ON_TWO[layout]}
+    model, size = tables.pop("model"), tables.pop("budget")
+    budget = {"recompute": "budget", "recompute_budget": size}
+    kept = ranks(2, _losses_and_kept, _tables(tmp_path, model, {**tables, "memory": budget}))
+    wanted = ranks(2, _losses, _tables(tmp_path, model, tables))
+    assert [losses for losses, _ in kept] == wanted
+    assert any(in_part for _, in_part in kept), "else this shows nothing"
 
 
 def asks_for_memory() -> nn.Module:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.codec.config import MOMENT_BLOCK as BLOCK
 from shoal.codec.moments import TINIEST, Quantised, map_of, quantised, zeros
+from tests.codec.test_kernels import kernels_built
 
 CPU = torch.device("cpu")
 CODES = {True: torch.int8, False: torch.uint8}
@@ -159,6 +160,17 @@ def test_a_part_is_encoded_as_in_the_whole(signed: bool) -> None:
         assert torch.equal(whole.part(start, stop).decoded(), whole.decoded()[start:stop])
         other.part(start, stop).encode_(x[start:stop])
     assert all(torch.equal(a, b) for a, b in zip(bits(whole), bits(other), strict=True))
+
+
+@kernels_built
+@signs
+@pytest.mark.parametrize("numel", LENGTHS)
+def test_the_kernels_are_the_torch_forms_to_the_bit(signed: bool, numel: int) -> None:
+    """Codes, scales and what they are decoded to."""
+    x = numbers(numel, signed=signed, seed=3)
+    found, wanted = quantised(x, signed=signed), zeros(x, signed=signed).encode_in_torch_(x)
+    assert all(torch.equal(a, b) for a, b in zip(bits(found), bits(wanted), strict=True))
+    assert torch.equal(found.decoded().view(torch.int32), wanted.decoded_in_torch().view(torch.int32))
 
 
 def test_what_is_no_number_stays_none() -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
 
 from shoal.memory import recompute_budget
 from shoal.memory.recompute import Recomputed, recompute
-from shoal.memory.recompute_budget import Candidate, Choice, Profile, RecomputeBudget, chosen, profiled
+from shoal.memory.recompute_budget import Candidate, Choice, Exchange, Profile, RecomputeBudget, chosen, profiled
 from shoal.memory.tracker import SavedActivations, measured_activation_bytes
 
 WIDTH, SAMPLES = 24, 16
@@ -181,6 +183,24 @@ def test_blocks_behind_one_that_is_looked_at_keep_nothing() -> None:
     assert forward(((4, 10),), ((4, 10),), ((4, 10),)) == kept, "other ranks would have to look, too"
     budget.looks_again = True
     assert forward(((2, 8),), small, ((4, 8), (4, 8)))[2] == Choice(), "one tensor more"
+
+
+def test_ranks_that_exchange_something_choose_alike() -> None:
+    """From the larger of what each has seen, as an expert has other numbers of tokens on each rank."""
+    seen = [drawn(seed, blocks=3, operators=4) for seed in (1, 2)]
+    every = [msgspec.to_builtins(dict(enumerate(profiles))) for profiles in seen]
+    size = max(sum(profile.saved_bytes for profile in profiles) for profiles in seen) // 2
+
+    def second(own: Sequence[Profile], exchange: Exchange | None) -> list[Choice]:
+        budget = RecomputeBudget(size, exchange=exchange)
+        forwards = [[budget.choice(n, ((4, 8),), lambda: p) for n, p in enumerate(own)] for _ in range(2)]  # noqa: B023
+        return forwards[1]
+
+    alone = [second(own, None) for own in seen]
+    one, other = (second(own, lambda _: every) for own in seen)
+    assert alone[0] != alone[1]
+    assert one == other
+    assert 0 < sum(choice.bytes for choice in one) <= size
 
 
 def test_small_blocks_are_kept_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

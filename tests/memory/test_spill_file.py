@@ -66,11 +66,38 @@ def test_a_file_that_may_not_grow_is_refused_before_anything_is_written(tmp_path
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SIZE, hard))
     try:
-        with pytest.raises(EnvironmentFault, match="could not grow by"):
-            file.allocate(1 << 20)
+        for grow in (file.allocate, file.mapped):
+            with pytest.raises(EnvironmentFault, match="could not grow by"):
+                grow(1 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_mapped_places_are_memory_that_lies_in_the_file(tmp_path: Path) -> None:
+    """They begin as zeros, keep what is written, apart from each other and from other pieces, and outlive the file's
+    descriptor; what they say of the process's memory is that it is a file's.
+    """
+    file = SpillFile(tmp_path)
+    places, piece = [file.mapped(SIZE) for _ in range(2)], file.allocate(SIZE)
+    assert all(place.tensor.shape == (SIZE,) and not place.tensor.any() for place in places)
+    file.write(piece, filled(9))
+    for number, place in enumerate(places):
+        place.tensor.fill_(number + 1)
+        place.ahead()
+    large = file.mapped(8 << 20)
+    before = file_bytes()
+    large.tensor.fill_(1)
+    assert file_bytes() - before > 7 << 20
+    file.close()
+    assert [int(place.tensor.float().mean()) for place in places] == [1, 2]
+    assert not list(tmp_path.iterdir())
+
+
+def file_bytes() -> int:
+    """Of this process's memory, those that belong to files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("RssFile"))) << 10
 
 
 def test_other_bytes_than_were_written_are_refused(tmp_path: Path) -> None:

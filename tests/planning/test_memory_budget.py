@@ -13,7 +13,7 @@ from shoal import units
 from shoal.errors import ConfigError, LayoutError
 from shoal.launcher.environment import Place
 from shoal.planning import memory_budget
-from shoal.planning.memory_budget import FILE_NAME, Bill, mixtures, with_budget
+from shoal.planning.memory_budget import FILE_NAME, Bill, mixtures, needed, with_budget
 from shoal.runfile.run_file import RunFile
 from tests.verification.layouts import corpus, run_file_of
 
@@ -33,7 +33,7 @@ def peaks(monkeypatch: pytest.MonkeyPatch, found: list[int | None]) -> list[RunF
         tried.append(run_file)
         return found[min(len(tried), len(found)) - 1], "why not"
 
-    monkeypatch.setattr(memory_budget, "_peak_of", peak_of)
+    monkeypatch.setattr(memory_budget, "peak_of", peak_of)
     return tried
 
 
@@ -82,7 +82,7 @@ def test_the_least_is_one_that_is_met(budgeted: RunFile, monkeypatch: pytest.Mon
         tried.append(run_file)
         return 38 * MIB + 3 * run_file.memory.offload.part_bytes, ""
 
-    monkeypatch.setattr(memory_budget, "_peak_of", peak_of)
+    monkeypatch.setattr(memory_budget, "peak_of", peak_of)
     with pytest.raises(LayoutError) as refused:
         with_budget(budgeted, None)
     found = re.search(r"the least that is met is ([0-9.]+ MiB), with", str(refused.value))
@@ -127,7 +127,15 @@ def test_a_real_budget_is_met(tmp_path: Path) -> None:
     corpus(tmp_path)
     model = {"kind": "gpt", "vocabulary": 61, "layers": 6, "width": 64, "heads": 4}
     given = {"model": model, "run": {"processes": 1, "device": "cpu"}, "batch": {"sequence": 64}}
-    plain, _ = memory_budget._peak_of(run_file_of(tmp_path, **given, memory={"simulate_device": "1 GiB"}))
+    plain, _ = memory_budget.peak_of(run_file_of(tmp_path, **given, memory={"simulate_device": "1 GiB"}))
     assert plain is not None
     chosen, _ = with_budget(run_file_of(tmp_path, **given, memory={"budget": f"{plain // 2048} KiB"}), None)
-    assert memory_budget._peak_of(chosen)[0] is not None
+    assert memory_budget.peak_of(chosen)[0] is not None
+
+
+def test_what_steps_differ_by_is_asked_for_once_more() -> None:
+    """Not what the first, in which state is made, has less or more."""
+    assert needed([50.0]) == 50
+    assert needed([50.0, 70.0, 70.0]) == 70
+    assert needed([90.0, 70.0, 70.0]) == 90
+    assert needed([50.0, 70.0, 64.0]) == 76

@@ -9,6 +9,7 @@ from typing import cast
 
 from torch import nn
 
+from shoal.comm.collective import exchanged
 from shoal.comm.mesh import Mesh
 from shoal.cost.activations import in_flight
 from shoal.engine.compute import (
@@ -32,6 +33,7 @@ from shoal.engine.microbatches import GlobalBatch, Uniform, cut_sequences
 from shoal.engine.precision import Precision, use_float8
 from shoal.engine.randomness import Randomness
 from shoal.memory.recompute import check_recompute, recompute
+from shoal.memory.recompute_budget import Exchange
 from shoal.models.config import ForeignModel
 from shoal.models.draw_watch import key_checkpoints, repeats_alike
 from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
@@ -44,7 +46,7 @@ from shoal.runfile.run_file import RunFile, default_micro_samples, synchronises_
 from shoal.schedules.build import build
 from shoal.schedules.table import Schedule, ScheduleTable
 from shoal.state import Trained
-from shoal.topology.layout import Layout
+from shoal.topology.layout import Axis, Layout
 
 # How a rank's samples of a step become microbatches.
 #
@@ -162,6 +164,7 @@ def divided(run_file: RunFile, model: nn.Module, mesh: Mesh, *, in_flight: int) 
         memory.recompute,
         layers=memory.recompute_layers,
         budget_bytes=memory.recompute_budget_bytes // held,
+        exchange=_exchange(run_file, mesh) if memory.recompute == "budget" else None,
         looks_again=not _mixes_inputs(run_file),
     )
     return Divided(split, table, stages)
@@ -172,6 +175,18 @@ def _mixes_inputs(run_file: RunFile) -> bool:
     layout = run_file.layout
     parts = layout.context > 1 or (layout.sequence_parallel and layout.tensor > 1)
     return parts or layout.expert > 1 or synchronises_norms(run_file.model)
+
+
+def _exchange(run_file: RunFile, mesh: Mesh) -> Exchange | None:
+    """Among the ranks that blocks exchange something with; None where there are none."""
+    axes: tuple[Axis, ...] = ("tensor",)
+    if _mixes_inputs(run_file):
+        norms = synchronises_norms(run_file.model)
+        axes = ("replicate", "shard", "context", "tensor") if norms else ("shard", "context", "tensor")
+    group = mesh.axis(*axes)
+    if group.size == 1:
+        return None
+    return lambda own: exchanged(own, group, mesh.device)  # copied with the module, unlike what a partial holds
 
 
 def trained_in(parts: Divided) -> list[Trained]:

@@ -43,12 +43,13 @@ class Tiers:
                 "keys that its run.toml has"
             )
         self._state: StreamedState | HostUpdates | None = None
-        self.home = HostPieces(self._traffic) if memory.offload.parameters == "host" else None
-        if self.home is not None and device.type != "cpu":
+        if memory.offload.parameters != "device" and device.type != "cpu":
             raise ConfigError(
-                f'memory.offload.parameters = "host" on a {device.type} device: it runs on CPUs, with '
-                "memory.simulate_device; split them over ranks by layout.shard and memory.zero = 3"
+                f'memory.offload.parameters = "{memory.offload.parameters}" on a {device.type} device: it runs on '
+                "CPUs, with memory.simulate_device; split them over ranks by layout.shard and memory.zero = 3"
             )
+        self._pieces: SpillFile | None = None
+        self.home = None if memory.offload.parameters == "device" else self._home_of_pieces()
         self._activations: SavedTensors | None = None
         self._collector = None if memory.collect_every_steps == 0 else Collector(memory.collect_every_steps)
         self.device = None
@@ -172,9 +173,14 @@ class Tiers:
 
     def close(self) -> None:
         """Ends threads, and gives the spill file's space and Python's collector back."""
-        for each in (self._state, self._activations, self._collector):
+        for each in (self._state, self._activations, self._collector, self._pieces):
             if each is not None:
                 each.close()
+
+    def _home_of_pieces(self) -> HostPieces:
+        if self._config.parameters == "disk":
+            self._pieces = SpillFile(self._folder)
+        return HostPieces(self._traffic, self._pieces)
 
     def _home_of_state(self) -> StreamedState | HostUpdates:
         config, on_disk = self._config, self._config.optimizer == "disk"

@@ -8,6 +8,9 @@ import msgspec
 
 from shoal.config.check import Table, says
 
+MOMENT_SLOTS = ("exp_avg", "exp_avg_sq")
+"""Slots of optimizers that `checkpoint.moments` may write in 8 bits: with signs, and without."""
+
 
 class Goal(Table, frozen=True):
     """A measurement of evaluations, and which values of it are the better ones."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from shoal.checkpoint import planes, tensorfile
-from shoal.checkpoint.config import CheckpointConfig
+from shoal.checkpoint.config import MOMENT_SLOTS, CheckpointConfig
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
 from shoal.checkpoint.objects import Places, Stored
 from shoal.checkpoint.tensorfile import BY_NAME, Parcel, Piece, Staging
@@ -36,8 +36,7 @@ from shoal.topology.holding import Box
 
 THREADS = max(1, min(4, len(os.sched_getaffinity(0)) // 2))
 """That code and decode objects: half of the cores, as the rest train, and no more than fill a disk."""
-MOMENTS: dict[str, planes.Form] = {"exp_avg": planes.SIGNED, "exp_avg_sq": planes.UNSIGNED}
-"""Slots of optimizers that `checkpoint.moments` may write in 8 bits."""
+MOMENTS: dict[str, planes.Form] = dict(zip(MOMENT_SLOTS, (planes.SIGNED, planes.UNSIGNED), strict=True))
 _SLOT = re.compile(rf"(?:replica-\d+/)?optimizer/({'|'.join(MOMENTS)})/")
 LEAST_NUMEL = 4096
 """Numbers of a parameter from which on its moments are written in 8 bits, as `adamw_8bit` keeps them."""

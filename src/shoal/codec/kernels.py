@@ -1,5 +1,5 @@
-"""The hot loops in C of the codecs (`core/kernels.c`), of AdamW in 8 bits (`core/adam.c`), and of LAMB and LARS
-(`core/layerwise.c`), as Python sees them: loaded with ctypes, so that calls leave the interpreter lock.
+"""The hot loops in C of the codecs (`core/kernels.c`), of moments in 8 bits and AdamW (`core/adam.c`), and of LAMB and
+LARS (`core/layerwise.c`), as Python sees them: loaded with ctypes, so that calls leave the interpreter lock.
 
 They work on float32 vectors in the memory of a CPU. For all others, and where Shoal was installed without a C compiler,
 `kernels_for` returns None, and the torch forms run: these are also the oracle of the tests.
@@ -31,6 +31,8 @@ _FUNCTIONS = {
     "from_bfloat16": (None, (*_VECTOR, c_void_p)),
     "select": (c_uint64, (*_VECTOR, c_float, c_void_p, c_uint64)),
     "adam": (None, (c_void_p, *_VECTOR, c_uint64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "encode_moment": (None, (*_VECTOR, c_uint64, c_void_p, c_int, c_void_p, c_void_p)),
+    "decode_moment": (None, (c_void_p, *_VECTOR, c_uint64, c_void_p, c_int, c_void_p)),
     "lamb_moments": (None, (c_void_p, c_void_p, c_void_p, *_VECTOR, c_void_p, c_void_p)),
     "lamb_step": (None, (c_void_p, c_void_p, *_VECTOR, c_void_p, c_float, c_float)),
     "lars_norms": (None, (c_void_p, *_VECTOR, c_void_p)),
@@ -125,6 +127,22 @@ class Kernels:
             x.data_ptr(), gradient.data_ptr(), x.numel(), block, maps.data_ptr(), first.data_ptr(),
             first_scales.data_ptr(), second.data_ptr(), second_scales.data_ptr(),
             _floats(factors),
+        )  # fmt: skip
+
+    def encode_moment(self, x: Tensor, moment: Moment, *, block: int) -> None:
+        """Writes the codes and scales of `x`."""
+        codes, scales, form = moment
+        self._library.shoal_codec_encode_moment(
+            x.data_ptr(), x.numel(), block, form.data_ptr(), codes.dtype == torch.int8, codes.data_ptr(),
+            scales.data_ptr(),
+        )  # fmt: skip
+
+    def decode_moment(self, moment: Moment, out: Tensor, *, block: int) -> None:
+        """The inverse: writes `out`, float32 `[numel]`."""
+        codes, scales, form = moment
+        self._library.shoal_codec_decode_moment(
+            codes.data_ptr(), scales.data_ptr(), out.numel(), block, form.data_ptr(), codes.dtype == torch.int8,
+            out.data_ptr(),
         )  # fmt: skip
 
     def lamb_moments(

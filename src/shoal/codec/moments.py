@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from shoal.codec.config import MOMENT_BLOCK
+from shoal.codec.kernels import Moment, kernels_for
 
 DECADES = {torch.int8: 7, torch.uint8: 8}
 """By the dtype of the codes: numbers with signs, and numbers that are at least 0."""
@@ -97,7 +98,7 @@ def _form(codes: torch.dtype) -> tuple[Form, Tensor]:
 
 
 @functools.cache
-def packed_form(codes: torch.dtype) -> Tensor:
+def _packed_form(codes: torch.dtype) -> Tensor:
     """The form of the map of these codes, for the kernel."""
     return _form(codes)[0].packed()
 
@@ -136,13 +137,35 @@ class Quantised(NamedTuple):
 
     def decoded(self) -> Tensor:
         """The numbers, float32."""
+        kernels = kernels_for(self.scales) if self.codes.is_contiguous() else None
+        if kernels is None:
+            return self.decoded_in_torch()
+        out = torch.empty(self.codes.shape)
+        kernels.decode_moment(self.kernel_form, out, block=MOMENT_BLOCK)
+        return out
+
+    def encode_(self, x: Tensor) -> Quantised:
+        """Becomes `x`, float32 of the same shape."""
+        kernels = kernels_for(x, self.scales) if self.codes.is_contiguous() else None
+        if kernels is None:
+            return self.encode_in_torch_(x)
+        kernels.encode_moment(x.contiguous(), self.kernel_form, block=MOMENT_BLOCK)
+        return self
+
+    @property
+    def kernel_form(self) -> Moment:
+        """As the kernels take it."""
+        return Moment(self.codes, self.scales, _packed_form(self.codes.dtype))
+
+    def decoded_in_torch(self) -> Tensor:
+        """The same as `decoded`, by torch's operators."""
         flat = self.codes.view(-1)
         values = map_of(self.codes.dtype, flat.device).values
         found = _blocks(values[flat.int()]).mul_(self.scales[:, None])
         return found.view(-1)[: flat.numel()].view(self.codes.shape)
 
-    def encode_(self, x: Tensor) -> Quantised:
-        """Becomes `x`, float32 of the same shape."""
+    def encode_in_torch_(self, x: Tensor) -> Quantised:
+        """The same as `encode_`, by torch's operators."""
         if x.numel():
             blocks = _blocks(x.reshape(-1))
             torch.clamp(torch.linalg.vector_norm(blocks, torch.inf, dim=1), min=TINIEST, out=self.scales)

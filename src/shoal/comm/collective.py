@@ -345,3 +345,17 @@ def gather_lines(lines: Sequence[str], group: Collective, device: torch.device) 
         parts = gather_texts(text[start : start + part], group, device=device)
         found = [before + more for before, more in zip(found, parts, strict=True)]
     return [text.split("\n") for text in found]
+
+
+def exchanged(own: Any, group: Collective, device: torch.device) -> list[Any]:
+    """What each rank of `group` passed, which JSON can hold, in rank order. All ranks call it."""
+    if group.size == 1:
+        return [own]
+    text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8).to(device)
+    longest = torch.tensor(text.numel(), dtype=torch.int64, device=device)
+    group.all_reduce(longest, "max").wait()
+    padded = torch.full((int(longest),), ord(" "), dtype=torch.uint8, device=device)
+    padded[: text.numel()] = text
+    every = torch.empty(group.size * int(longest), dtype=torch.uint8, device=device)
+    group.all_gather(every, padded).wait()
+    return [json.loads(bytes(one.cpu().numpy())) for one in every.view(group.size, -1)]

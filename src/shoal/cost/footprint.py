@@ -41,9 +41,10 @@ class StateBytes:
     """Bytes a parameter has in each kind of state; `wire` is the dtype in which gradients are summed over ranks.
 
     `stream` are those of the residual stream, which autocast leaves in the parameters' dtype; `saved` those of what the
-    optimizer keeps, in a checkpoint, where they are others. `streamed_bytes`: so much of the optimizer's at most is on
-    the device, in all, because the rest lives elsewhere; None: all of it. `masters`: a float32 copy of the weights is
-    among the optimizer's, which under ZeRO-3 is all that is kept of them.
+    optimizer keeps, in a checkpoint, where they are others; `written` those of all of it on the disk, where they are
+    fewer. `streamed_bytes`: so much of the optimizer's at most is on the device, in all, because the rest lives
+    elsewhere; None: all of it. `masters`: a float32 copy of the weights is among the optimizer's, which under ZeRO-3 is
+    all that is kept of them.
     """
 
     weight: float
@@ -53,6 +54,7 @@ class StateBytes:
     wire: float
     stream: float = 2
     saved: float | None = None
+    written: float | None = None
     streamed_bytes: float | None = None
     masters: bool = False
 
@@ -64,6 +66,11 @@ class StateBytes:
             self.gradient / (ranks if zero >= 2 else 1),
             self.optimizer / (ranks if zero >= 1 else 1),
         )
+
+    @property
+    def in_checkpoint(self) -> float:
+        """Bytes of a parameter and what the optimizer keeps of it, as a checkpoint takes them."""
+        return self.weight + (self.optimizer if self.saved is None else self.saved)
 
     def on_device(self, optimizer_bytes: float) -> float:
         """What of a rank's optimizer state its device holds at its peak."""

@@ -26,10 +26,11 @@ class OffloadConfig(Table, frozen=True):
         ),
     ] = "device"
     parameters: Annotated[
-        Literal["device", "host"],
+        Literal["device", "host", "disk"],
         says(
             "Home of parameters and gradients: a block's come to the device for its forward and its backward, by "
-            "memory.zero = 3, and its gradient leaves (arXiv:2104.07857). Their update is the host's; on CPUs."
+            "memory.zero = 3, and its gradient leaves (arXiv:2104.07857). Their update is the host's; on CPUs. disk: "
+            "they are mapped from the spill file, and the kernel keeps in the host's memory what there is room for."
         ),
     ] = "device"
     activations: Annotated[
@@ -119,7 +120,7 @@ class MemoryConfig(Table, frozen=True):
         Size | None,
         says(
             'On CPUs: what a rank\'s device may hold, such as "512 MiB". Before any rank starts, mixtures of recompute '
-            "and offload are tried from the cheapest on, by two steps each; the first that fits is used. "
+            "and offload are tried from the cheapest on, by three steps each; the first that fits is used. "
             "Losses stay the same to the last bit. The bill is memory.json in the run directory."
         ),
     ] = None

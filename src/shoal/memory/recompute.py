@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import UserCodeError
-from shoal.memory.recompute_budget import Numbering, Operator, Profile, RecomputeBudget, profiled, sizes_of
+from shoal.memory.recompute_budget import Exchange, Numbering, Operator, Profile, RecomputeBudget, profiled, sizes_of
 from shoal.models.draw_watch import DrawWatch
 from shoal.models.keyed_draws import active_draws
 from shoal.models.layers import CausalAttention
@@ -279,10 +279,12 @@ def recompute(
     *,
     layers: Collection[int] | None = None,
     budget_bytes: int = 0,
+    exchange: Exchange | None = None,
     looks_again: bool = True,
 ) -> None:
     """Has `model` compute again what `kind` says, in the blocks numbered `layers`, from 0 (None: all). `budget_bytes`:
-    what these may keep beside their inputs, of a microbatch, under "budget"; `looks_again`: see `RecomputeBudget`.
+    what these may keep beside their inputs, of a microbatch, under "budget"; for `exchange` and `looks_again` see
+    `RecomputeBudget`.
 
     Names of parameters stay. Call it once, after what replaces its modules; a rank that holds a part of the model has
     its whole checked beforehand, by `check_recompute`.
@@ -291,7 +293,7 @@ def recompute(
         return
     blocks = chosen_blocks(model, layers)
     _without_cache(model)
-    budget = RecomputeBudget(budget_bytes, looks_again=looks_again) if kind == "budget" else None
+    budget = RecomputeBudget(budget_bytes, exchange=exchange, looks_again=looks_again) if kind == "budget" else None
     for number, module in enumerate(_attention_cores(blocks) if kind == "selective" else blocks.values()):
         module.forward = Recomputed(module, module.forward, kind == "operators", number, budget)
 

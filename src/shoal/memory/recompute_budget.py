@@ -13,7 +13,8 @@ the hull. Checkmate (arXiv:1910.02653) and Rockmate solve the general problem by
 repeats as a whole what it has not kept, so that times add up and nothing else has to be ordered.
 
 Blocks are looked at in the first forward, by one more forward that leaves no trace, and again when an input is larger
-than any before it. Choices are those of the largest inputs so far: smaller ones keep less than the budget. Times are
+than any before it. Choices are those of the largest inputs so far: smaller ones keep less than the budget. Ranks that
+exchange something inside of blocks choose alike, from the larger of what each has seen. Times are
 not measured but computed, so that every run of the same shapes keeps the same outputs: bytes moved, and products by the
 arithmetic that a device makes while it moves a byte. Keeping some outputs of a block costs a look at each of its calls,
 so that small blocks are kept whole or not at all.
@@ -24,10 +25,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, reduce
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -162,16 +164,24 @@ def _above(a: Choice, b: Choice, c: Choice) -> bool:
     return (b.time - a.time) * (c.bytes - a.bytes) >= (c.time - a.time) * (b.bytes - a.bytes)
 
 
+Exchange = Callable[[Any], Sequence[Any]]
+"""From a JSON value to those of all ranks that exchange something inside of blocks, in the same order on each."""
+
+
 @dataclass
 class RecomputeBudget:
     """What the blocks of one rank keep, together at most `bytes`, if each runs once in a forward, in order, and what it
     computes has sizes that follow from those of its inputs. Where one is looked at, it and the blocks behind it keep
-    nothing but their inputs. `looks_again`: at larger inputs, which may come on one rank alone: a look at a block that
-    exchanges something with ranks of other inputs would wait for them for ever. Without it the first look counts.
+    nothing but their inputs.
+
+    With `exchange`, all its ranks choose alike: what a block repeats, it exchanges again, so that a rank which kept all
+    of it would be missed. `looks_again`: at larger inputs; not where these may come on one rank alone, which would wait
+    for the others in its look.
     """
 
     bytes: int
     profiles: dict[int, Profile] = field(default_factory=dict)
+    exchange: Exchange | None = None
     looks_again: bool = True
     _choices: dict[int, Choice] = field(default_factory=dict)
     _seen: dict[int, list[Sizes]] = field(default_factory=dict)
@@ -188,6 +198,8 @@ class RecomputeBudget:
             self._choices = {}
             return Choice()
         if not self._choices and block == min(self.profiles):
+            if self.exchange is not None:
+                self.profiles = _covering(self.exchange(msgspec.to_builtins(self.profiles)))
             order = sorted(self.profiles)
             self._choices = dict(zip(order, chosen([self.profiles[n] for n in order], self.bytes), strict=True))
         return self._choices.get(block, Choice())
@@ -201,6 +213,12 @@ class RecomputeBudget:
     def keeps_all(self) -> bool:
         """Whether the choices leave nothing to compute again; False before they are made."""
         return bool(self._choices) and all(choice.whole for choice in self._choices.values())
+
+
+def _covering(found: Sequence[Any]) -> dict[int, Profile]:
+    """The larger of what all ranks have seen, of each block."""
+    every = [msgspec.convert(each, dict[int, Profile], strict=False) for each in found]
+    return {block: reduce(Profile.covering, [each[block] for each in every]) for block in every[0]}
 
 
 def profiled(forward: Callable[[], Any], apart: Collection[Tensor]) -> Profile:

@@ -55,6 +55,18 @@ class Piece:
     digest: bytes = b""
 
 
+class Mapped:
+    """A place in a file that is memory, uint8."""
+
+    def __init__(self, memory: mmap.mmap, size_bytes: int) -> None:
+        self._memory = memory
+        self.tensor = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))[:size_bytes]
+
+    def ahead(self) -> None:
+        """Has the kernel begin to read it."""
+        self._memory.madvise(mmap.MADV_WILLNEED)
+
+
 class SpillFile:
     """A file in `folder`, which is made where it is missing. `direct` says whether it goes past the page cache.
 
@@ -80,6 +92,16 @@ class SpillFile:
             raise self._fault(f"grow by {units.memory_size(size_bytes)}", error) from error
         self.size_bytes += rounded(size_bytes)
         return piece
+
+    def mapped(self, size_bytes: int) -> Mapped:
+        """Zeros in a new place, as memory that the kernel reads and writes through its page cache: without a checksum.
+        Raises `EnvironmentFault` where the disk is full.
+        """
+        piece = self.allocate(size_bytes)
+        try:
+            return Mapped(mmap.mmap(self._fd, rounded(size_bytes), offset=piece.offset), size_bytes)
+        except OSError as error:
+            raise self._fault("be mapped into memory", error) from error
 
     def write(self, piece: Piece, buffer: Tensor) -> int:
         """Writes `buffer`, from `aligned_buffer`. The bytes that went to the disk. Raises `EnvironmentFault`."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from shoal.memory.spill_file import Traffic, aligned_buffer
+from shoal.memory.spill_file import Mapped, SpillFile, Traffic, aligned_buffer
 from shoal.memory.tiers import Image, Lane, Tier, exposed
 
 LEAST_BYTES = 16 << 10
@@ -160,19 +160,32 @@ def _nothing() -> None:
 
 
 class HostPieces:
-    """Allocates them outside of the device, and counts what comes and goes."""
+    """Allocates them outside of the device, and counts what comes and goes. With a `file` they are mapped from it, so
+    that the host needs no memory for all of them: those beside the one in use are read ahead.
+    """
 
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
+    def __init__(self, traffic: Traffic, file: SpillFile | None = None) -> None:
+        self._traffic, self._file = traffic, file
+        self._mapped: list[Mapped] = []
+        self._places: dict[int, int] = {}
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros on the host, one-dimensional."""
         size_bytes = numel * dtype.itemsize
-        return aligned_buffer(max(1, size_bytes), torch.device("cpu"))[:size_bytes].view(dtype)
+        if self._file is None:
+            return aligned_buffer(max(1, size_bytes), torch.device("cpu"))[:size_bytes].view(dtype)
+        self._mapped.append(self._file.mapped(max(1, size_bytes)))
+        memory = self._mapped[-1].tensor
+        self._places[memory.data_ptr()] = len(self._mapped) - 1
+        return memory[:size_bytes].view(dtype)
 
-    def fetched(self, size_bytes: int) -> None:
-        """A piece of parameters came to the device."""
-        self._traffic.add(to_device_bytes=size_bytes)
+    def fetched(self, piece: Tensor) -> None:
+        """A piece of parameters came to the device; its neighbours come next, in the forward or in the backward."""
+        self._traffic.add(to_device_bytes=piece.nbytes)
+        place = self._places.get(piece.data_ptr())
+        if place is not None:
+            for each in self._mapped[max(0, place - 1) : place + 2]:
+                each.ahead()
 
     def kept(self, size_bytes: int) -> None:
         """A piece of gradients left it."""

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.codec.config import MOMENT_BLOCK
-from shoal.codec.kernels import Kernels, Moment, kernels_for
-from shoal.codec.moments import Quantised, packed_form, quantised, zeros
+from shoal.codec.kernels import Kernels, kernels_for
+from shoal.codec.moments import Quantised, quantised, zeros
 from shoal.optim.config import AdamW8bit
 from shoal.optim.fused import FusedAdamW
 
@@ -115,7 +115,7 @@ def step_(x: Tensor, gradient: Tensor, moments: tuple[Quantised, Quantised], fac
 
 def step_in_c(kernels: Kernels, x: Tensor, gradient: Tensor, moments: Iterable[Quantised], factors: _Factors) -> None:
     """The same by the kernel: both float32, contiguous and on the CPU."""
-    first, second = (_moment(moment) for moment in moments)
+    first, second = (moment.kernel_form for moment in moments)
     kernels.adam(x, gradient, (first, second), factors, block=MOMENT_BLOCK)
 
 
@@ -126,9 +126,11 @@ def step_in_torch(x: Tensor, gradient: Tensor, moments: tuple[Quantised, Quantis
     for start in range(0, flat.numel(), chunk):
         stop = min(start + chunk, flat.numel())
         first, second = (moment.part(start, stop) for moment in moments)
-        found = _moved(flat[start:stop], gradients[start:stop], first.decoded(), second.decoded(), factors)
-        first.encode_(found[0])
-        second.encode_(found[1])
+        found = _moved(
+            flat[start:stop], gradients[start:stop], first.decoded_in_torch(), second.decoded_in_torch(), factors
+        )
+        first.encode_in_torch_(found[0])
+        second.encode_in_torch_(found[1])
     if flat.data_ptr() != x.data_ptr():
         x.detach().copy_(flat.view(x.shape))
 
@@ -149,7 +151,3 @@ def _moved(x: Tensor, gradient: Tensor, first: Tensor, second: Tensor, f: _Facto
 def _root(x: Tensor) -> Tensor:
     """The square root, rounded to nearest: on a CPU, MKL's of float32 is off by a last bit for one number in twelve."""
     return x.double().sqrt().to(x.dtype) if x.device.type == "cpu" else x.sqrt()
-
-
-def _moment(moment: Quantised) -> Moment:
-    return Moment(moment.codes, moment.scales, packed_form(moment.codes.dtype))

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shoal.comm.collective import Collective, Handle
+from shoal.comm.collective import Collective, Handle, exchanged
 from shoal.optim.declared import Dims, Granularity
 from shoal.optim.fused import FusedAdamW, FusedOptimizer, Work
-from shoal.optim.parts import Parts, exchanged
+from shoal.optim.parts import Parts
 from shoal.topology.holding import Box, whole
 
 Cost = Callable[[Dims], float]

@@ -8,16 +8,15 @@ makes of them what it needs: sums over all numbers of each parameter (`PartSums`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shoal.comm.collective import Collective
+from shoal.comm.collective import Collective, exchanged
 from shoal.state import Owned, is_counted
 
 
@@ -49,20 +48,6 @@ class SeesParts(Protocol):
     def connect(self, parts: Parts) -> None:
         """Before the first step, on all ranks together."""
         ...
-
-
-def exchanged(own: Any, group: Collective, device: torch.device) -> list[Any]:
-    """What each rank of `group` passed, which JSON can hold, in rank order. All ranks call it."""
-    if group.size == 1:
-        return [own]
-    text = torch.frombuffer(bytearray(json.dumps(own).encode()), dtype=torch.uint8).to(device)
-    longest = torch.tensor(text.numel(), dtype=torch.int64, device=device)
-    group.all_reduce(longest, "max").wait()
-    padded = torch.full((int(longest),), ord(" "), dtype=torch.uint8, device=device)
-    padded[: text.numel()] = text
-    every = torch.empty(group.size * int(longest), dtype=torch.uint8, device=device)
-    group.all_gather(every, padded).wait()
-    return [json.loads(bytes(one.cpu().numpy())) for one in every.view(group.size, -1)]
 
 
 class PartSums:

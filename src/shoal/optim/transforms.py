@@ -19,10 +19,11 @@ from math import prod
 import torch
 from torch import Tensor
 
+from shoal.comm.collective import exchanged
 from shoal.config.check import implementation_of
 from shoal.maths.counter import indices, key_of, normal
 from shoal.optim.declared import AddNoise, Centralise, ClipAdaptively, ClipLayer, ClipValue, Dims, TransformConfig
-from shoal.optim.parts import Parts, exchanged
+from shoal.optim.parts import Parts
 from shoal.state import Owned, Region, is_counted
 
 # Sums over the rows of whole parameters, of which ranks have parts: one all-reduce for all rows of all parameters.

@@ -1,9 +1,10 @@
 """`memory.budget`: the cheapest mixture that fits, measured before any rank starts; what was chosen is written down.
 
 A mixture is a set of keys of `[memory]` that leaves every bit of the losses as it is: recomputation, and where state,
-activations and parameters live. They are tried from the cheapest on, each by two steps of the run itself on a simulated
-device that refuses nothing. Its peak is that of every later step, because what a step allocates does not depend on its
-data, and the run is then held to the budget by the same ledger.
+activations and parameters live. They are tried from the cheapest on, each by three steps of the run itself on a
+simulated device that refuses nothing. Its peak is that of every later step where what a step allocates does not depend
+on its data. Where it does, as experts get other numbers of tokens, the later steps of a trial differ: what they differ
+by is asked for once more. The run is then held to the budget by the same ledger.
 
 The choice lies in `memory.json` of the run directory, with the bill: ranks read it, and a run that goes on keeps it.
 """
@@ -14,7 +15,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
@@ -37,8 +38,8 @@ from shoal.runfile.run_file import RunFile, run_directory
 
 FILE_NAME = "memory.json"
 MOST_BYTES = 1 << 20
-TRIED_STEPS = 2
-"""State is made in the first, and comes and goes in the second."""
+TRIED_STEPS = 3
+"""State is made in the first, and comes and goes in the others."""
 PART_SHARE, LEAST_PART, MOST_PART = 32, 64 << 10, 32 << 20
 """A part of the state is such a share of the budget, within bounds: three of them are on the device."""
 BOUNDLESS = "1024 GiB"
@@ -67,7 +68,7 @@ class Tried(msgspec.Struct, frozen=True):
 
 
 class FirstSteps(NamedTuple):
-    """The peak of the fullest rank, and the loss of each step."""
+    """What the fullest rank needs, and the loss of each step."""
 
     peak_bytes: int
     losses: list[float]
@@ -81,8 +82,13 @@ class Bill(msgspec.Struct, frozen=True):
     tried: list[Tried]
 
 
-def with_budget(run_file: RunFile, place: Place | None) -> tuple[RunFile, str]:
-    """The run file with the mixture, and a sentence on it. `place` is None in the process that starts the ranks.
+Peak = Callable[[RunFile], tuple[int | None, str]]
+"""Of the fullest rank in some steps of a run; or None, and why there is none."""
+
+
+def with_budget(run_file: RunFile, place: Place | None, *, peak: Peak | None = None) -> tuple[RunFile, str]:
+    """The run file with the mixture, and a sentence on it. `place` is None in the process that starts the ranks. `peak`
+    tries a mixture; None: by `first_steps` in processes of their own.
 
     Raises `ConfigError` where nothing can be tried, `LayoutError` where nothing fits.
     """
@@ -94,7 +100,7 @@ def with_budget(run_file: RunFile, place: Place | None) -> tuple[RunFile, str]:
                 f"memory.budget under {place.launcher}: what fits is tried once, by whoever starts the ranks; start "
                 "the run with shoal train, or write the keys that its run.toml has"
             )
-        bill = _try(run_file, digest)
+        bill = _try(run_file, digest, peak or peak_of)
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, msgspec.json.encode(bill) + b"\n")
     return _replaced(run_file, bill.tried[-1].memory, run_file.memory.budget), _said(bill)
@@ -114,7 +120,7 @@ def mixtures(run_file: RunFile) -> Iterator[tuple[str, dict[str, Any], RunFile]]
             yield keys, memory, changed
 
 
-def _try(run_file: RunFile, digest: str) -> Bill:
+def _try(run_file: RunFile, digest: str, peak: Peak) -> Bill:
     budget = run_file.memory.budget_bytes or 0
     if run_file.run.device == "cuda" or (run_file.run.device == "auto" and gpus(os.environ)):
         raise ConfigError(
@@ -122,7 +128,7 @@ def _try(run_file: RunFile, digest: str) -> Bill:
         )
     tried: list[Tried] = []
     for keys, memory, changed in mixtures(run_file):
-        peak_bytes, why = _peak_of(changed)
+        peak_bytes, why = peak(changed)
         tried.append(Tried(keys, memory, peak_bytes, why))
         if peak_bytes is not None and peak_bytes <= budget:
             return Bill(run_file.memory.budget or "", digest, tried)
@@ -133,10 +139,10 @@ def _try(run_file: RunFile, digest: str) -> Bill:
     if not ran:
         raise LayoutError(f"memory.budget: none of {len(tried)} mixtures ran; the first: {tried[0].why}")
     least = min(ran, key=lambda one: one.peak_bytes or 0)
-    raise LayoutError(_short(run_file, least, _met_by(run_file, least)))
+    raise LayoutError(_short(run_file, least, _met_by(run_file, least, peak)))
 
 
-def _met_by(run_file: RunFile, least: Tried) -> str:
+def _met_by(run_file: RunFile, least: Tried, peak: Peak) -> str:
     """A budget that the mixture meets, as one writes it. Parts of the state grow with the budget, and the peak with
     them: where they would, the budget is tried.
     """
@@ -146,7 +152,7 @@ def _met_by(run_file: RunFile, least: Tried) -> str:
         raised = msgspec.structs.replace(run_file.memory, budget=budget)
         if (mixture := _memory_with(raised, least.memory)) == memory:
             return budget
-        found, why = _peak_of(_replaced(run_file, mixture, BOUNDLESS))
+        found, why = peak(_replaced(run_file, mixture, BOUNDLESS))
         if found is None:
             raise LayoutError(f"memory.budget: {least.keys} ran with less, and does not with {budget}: {why}")
         if found <= units.memory_bytes(budget):
@@ -224,8 +230,8 @@ def _kept(path: Path) -> Bill | None:
     return read_json(path, Bill, limit_bytes=MOST_BYTES, error=ConfigError, repair="remove it; it is written anew")
 
 
-def _peak_of(run_file: RunFile) -> tuple[int | None, str]:
-    """The peak of the fullest rank in some steps of the run, in a folder that is thrown away; or why there is none."""
+def peak_of(run_file: RunFile) -> tuple[int | None, str]:
+    """`Peak`, in processes and a folder of their own."""
     folder = Path(mkdtemp(prefix="shoal-budget-"))  # a TemporaryDirectory would end with the first fork that does
     try:
         found = first_steps(run_file, folder, steps=TRIED_STEPS)
@@ -249,6 +255,12 @@ def first_steps(run_file: RunFile, folder: Path, *, steps: int) -> FirstSteps | 
     if process.returncode != 0:
         return said.splitlines()[-1] if said else f"exit code {process.returncode}"
     ranks = [read_events(directory, rank=rank) for rank in range(run_file.run.processes or 1)]
-    peaks = [peak for own in ranks for event in own if (peak := event.get("memory/device_peak_bytes")) is not None]
+    peaks = [[peak for event in own if (peak := event.get("memory/device_peak_bytes")) is not None] for own in ranks]
     losses = [loss for event in ranks[0] if (loss := event.get("loss/train")) is not None]
-    return FirstSteps(int(max(peaks)), losses) if peaks else "it took no step"
+    return FirstSteps(max(map(needed, peaks)), losses) if all(peaks) else "it took no step"
+
+
+def needed(peaks: Sequence[float]) -> int:
+    """Bytes of a device in whose steps these were the peaks: the highest, and what those after the first differ by."""
+    later = peaks[1:] or peaks
+    return int(max(peaks) + max(later) - min(later))

@@ -1,4 +1,4 @@
-/* AdamW whose moments have 8 bits (shoal.optim.dynamic and shoal.optim.adamw_8bit, which are the oracle, bit by bit): the
+/* Moments in 8 bits, and AdamW with such (shoal.codec.moments and shoal.optim.adamw_8bit, the oracle, bit by bit): the
    weights and the gradient are read once and the weights written once, block by block, while a block of both moments lies
    decoded in the innermost cache.
 
@@ -82,6 +82,31 @@ CLONES static void encode_unsigned(const float *restrict x, uint64_t n, const st
                                    uint8_t *restrict codes) {
     struct map map = *given;
     for (uint64_t i = 0; i < n; i++) codes[i] = (uint8_t)level_of(x[i] / scale, &map, 8);
+}
+
+/* Scales and codes of `n` numbers, `block` by block; `is_signed` says which of the two maps `map` is. */
+EXPORT void shoal_codec_encode_moment(const float *x, uint64_t n, uint64_t block, const struct map *map, int is_signed,
+                                      void *codes, float *scales) {
+    for (uint64_t at = 0, number = 0; at < n; at += block, number++) {
+        uint64_t size = n - at < block ? n - at : block;
+        scales[number] = scale_of_block(x + at, size, map->tiniest);
+        if (is_signed)
+            encode_signed(x + at, size, map, scales[number], (int8_t *)codes + at);
+        else
+            encode_unsigned(x + at, size, map, scales[number], (uint8_t *)codes + at);
+    }
+}
+
+/* The inverse: writes `n` numbers to `out`. */
+EXPORT void shoal_codec_decode_moment(const void *codes, const float *scales, uint64_t n, uint64_t block,
+                                      const struct map *map, int is_signed, float *out) {
+    for (uint64_t at = 0, number = 0; at < n; at += block, number++) {
+        uint64_t size = n - at < block ? n - at : block;
+        if (is_signed)
+            decode_signed((const int8_t *)codes + at, size, map, scales[number], out + at);
+        else
+            decode_unsigned((const uint8_t *)codes + at, size, map, scales[number], out + at);
+    }
 }
 
 CLONES static void update(float *restrict p, const float *restrict g, float *restrict m, float *restrict v, uint64_t n,

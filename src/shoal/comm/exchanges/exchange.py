@@ -208,7 +208,7 @@ class PieceHome(Protocol):
         """Zeros, one-dimensional."""
         ...
 
-    def fetched(self, size_bytes: int) -> None:
+    def fetched(self, piece: Tensor) -> None:
         """A piece of parameters came to the device."""
         ...
 
@@ -248,7 +248,7 @@ class PieceCodecs:
         `[size * numel]`. Pieces that are not coded travel in the type of `whole`.
         """
         if self.home is not None:
-            self.home.fetched(piece.nbytes)
+            self.home.fetched(piece)
         if self.weights is None or shard.size == 1:
             return shard.all_gather(whole, piece.to(whole.dtype))
         packed = pack(self.weights, self.weights.encode(piece))
