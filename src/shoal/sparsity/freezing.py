@@ -221,7 +221,6 @@ class Freezing:
             if own.name in self._masks.frozen:
                 own.parameter.grad = None
                 self._optimizer.state.pop(own.parameter, None)
-                self._references.pop(id(own), None)
             elif self._by_gradient:
                 total = self._references.setdefault(id(own), torch.zeros_like(own.parameter))
                 total.add_(own.gradient)
@@ -236,7 +235,7 @@ class Freezing:
             progress.observe(self._norms(self._squares_of_gradient)[0].tolist(), self._rate(step))
             self._references = {}
             return
-        if self._references:
+        if step > progress.config.every:  # there is something to compare with, on all ranks
             progress.observe(self._plasticity(step, progress.config.every), self._rate(step))
         self._references = {id(own): own.parameter.detach().clone() for own in self._owned}
 
