@@ -191,7 +191,8 @@ def _forward_alone(inputs: Sequence[torch.Tensor], turns: int) -> list[Row]:
     """Gathered blocks and FlexAttention, which has no backward on CPUs; its compilation is not counted."""
     masks = {form: SlidingWindow(window=128, form=form) for form in ("blocks", "flex")}
     cores = {form: SparseAttention(mask) for form, mask in masks.items()}
-    times = interleaved({form: lambda core=core: core(*inputs) for form, core in cores.items()}, turns)
+    given = [each.detach() for each in inputs]
+    times = interleaved({form: lambda core=core: core(*given) for form, core in cores.items()}, turns)
     return [
         {
             "attention": f"window 128, forward, {form}",

@@ -205,7 +205,7 @@ def takes_flex(config: SparseAttentionConfig, query: Tensor) -> bool:
     """Whether FlexAttention computes it. Raises `UserCodeError` where it shall and cannot."""
     if config.form == "blocks":
         return False
-    backward = torch.is_grad_enabled() and query.requires_grad and query.device.type == "cpu"
+    backward = query.requires_grad and query.device.type == "cpu"  # it asks for no more, whatever is recorded
     able = not backward and query.dtype != torch.float64 and query.shape[-1] >= LEAST_FLEX_HEAD
     if config.form == "flex" and not able:
         raise UserCodeError(
