@@ -131,19 +131,19 @@ class Plasticity:
             self.frozen, self.settled, self.before = 0, [0] * self.blocks, []
             return
         trained = range(self.frozen, self.blocks)
-        by_gradient = self.config.criterion == "gradient"
-        for block, below in zip(trained, (self._quiet if by_gradient else self._slow)(measured, trained), strict=True):
+        settled = self._settled_by_gradient if self.config.criterion == "gradient" else self._settled_by_movement
+        for block, below in zip(trained, settled(measured, trained), strict=True):
             self.settled[block] = self.settled[block] + 1 if below else 0
         most = int(self.config.most * self.blocks)
         while self.frozen < most and self.settled[self.frozen] >= self.config.patience:
             self.frozen, self.lr = self.frozen + 1, lr
 
-    def _slow(self, plasticity: Sequence[float], blocks: Sequence[int]) -> list[bool]:
+    def _settled_by_movement(self, plasticity: Sequence[float], blocks: Sequence[int]) -> list[bool]:
         for block in blocks:
             self.largest[block] = max(self.largest[block], plasticity[block])
         return [plasticity[block] < self.config.share * self.largest[block] for block in blocks]
 
-    def _quiet(self, norms: Sequence[float], blocks: Sequence[int]) -> list[bool]:
+    def _settled_by_gradient(self, norms: Sequence[float], blocks: Sequence[int]) -> list[bool]:
         before, self.before = self.before, list(norms)
         if not before:
             return [False for _ in blocks]
