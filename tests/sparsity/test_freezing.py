@@ -265,7 +265,7 @@ def half_frozen_bert() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("kind", ["gpt", "bert"])
+@pytest.mark.parametrize("kind", ["gpt", pytest.param("bert", marks=pytest.mark.slow)])
 def test_frozen_blocks_compute_a_sample_once_and_gradients_stay(kind: str) -> None:
     """And once more when the first batch is found whole, in whatever order and company samples come then."""
     model = half_frozen_gpt() if kind == "gpt" else half_frozen_bert()
