@@ -30,6 +30,7 @@ from benchmarks.command import run
 from shoal.bench.options import AsJson
 from shoal.bench.report import Result, Row, check, merged, print_report
 from shoal.bench.training_job import MODEL, Training, corpus_file, gpt_run_file, start_alone
+from shoal.data.config import Tokens
 from shoal.errors import EnvironmentFault
 from shoal.memory.tracker import measured_activation_bytes, model_state
 from shoal.models.attention_config import BigBird, SlidingWindow
@@ -37,7 +38,7 @@ from shoal.models.config import LoRA
 from shoal.models.layers import CausalAttention
 from shoal.models.sparse_attention import SparseAttention
 from shoal.observe.events import read_events, series
-from shoal.sparsity.config import FreezeConfig
+from shoal.sparsity.config import FreezeConfig, Magnitude, MaskSchedule
 
 RECIPES = Path("recipes")
 MOST_FROZEN_STEP, MOST_LORA_STEP, MOST_LORA_STATE = 0.7, 0.75, 0.02
@@ -61,8 +62,11 @@ TENTH: dict[str, dict[str, Any]] = {
     "rows, half": {"kind": "magnitude", "density": 0.5, "pattern": "rows", "schedule": PRUNE},
     "2:4": {"kind": "magnitude", "pattern": "2:4", "schedule": PRUNE, "layers": ["layers.[1-9].conv.weight"]},
 }
+CACHED = "first half frozen, cached"
 OTHER_WEIGHTS = "its mask, other weights"
 LONG, WINDOW = "1,024 bytes", "1,024 bytes, window 128"
+SMALL_GPT = {"model.layers": 3, "model.width": 96, "model.feed_forward_width": 288, "optimizer.lr": 3e-3}
+"""0.4 million weights beside their embedding: a training takes half a minute."""
 PARTS = ("steps", "attention", "digits", "gpt")
 
 
@@ -94,16 +98,20 @@ def sparsity(
 
 def compare_steps(turns: int) -> Result:
     """A row for each way of training a GPT of five million parameters on one thread."""
+    tenth = Magnitude(density=0.1, schedule=MaskSchedule(shape="one_shot"))
     half = ("embedding", *(f"blocks.{index}" for index in range(MODEL.layers // 2)))
     ways: dict[str, dict[str, Any]] = {
         "all": {},
         "all again": {},
         "first half frozen": {"freeze": FreezeConfig(layers=half)},
         "LoRA": {"adapter": LoRA(rank=8, layers=("*.query", "*.value"))},
+        "a tenth": {"sparsity": tenth},
+        "a tenth, packed state": {"sparsity": msgspec.structs.replace(tenth, packed_state=True)},
     }
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
         base = gpt_run_file(folder, corpus_file(folder), 1024)
+        ways[CACHED] = {"freeze": FreezeConfig(layers=half, cache="1 GiB"), "data": _short(folder)}
         started = {name: start_alone(msgspec.structs.replace(base, **keys), stack) for name, keys in ways.items()}
         times = interleaved({name: training.take_step for name, training in started.items()}, turns)
         rows = [_row_of(name, started[name], times) for name in ways]
@@ -121,6 +129,13 @@ def compare_steps(turns: int) -> Result:
             ),
         ],
     }
+
+
+def _short(folder: Path) -> Tokens:
+    """An epoch of two steps."""
+    path = folder / "short.bin"
+    path.write_bytes((folder / "tokens.bin").read_bytes()[:2000])
+    return Tokens(path=str(path), dtype="uint8")
 
 
 def _row_of(name: str, training: Training, times: Mapping[str, Sequence[float]]) -> Row:
@@ -166,8 +181,27 @@ def compare_attention(turns: int) -> Result:
             gain = statistics.median(a / b for a, b in zip(times["causal"], times[name], strict=True))
             ms = round(1e3 * statistics.median(times[name]), 2)
             rows.append({"attention": name, "tokens": length, "ms": ms, "times_faster": round(gain, 2)})
+        rows += _forward_alone(inputs, turns)
     gain = next(r["times_faster"] for r in rows if r["attention"] == "window 128" and r["tokens"] == 4096)
     return {"rows": rows, "checks": [check("window 128 of 4,096 tokens, faster", gain, LEAST_ATTENTION_GAIN)]}
+
+
+@torch.no_grad()
+def _forward_alone(inputs: Sequence[torch.Tensor], turns: int) -> list[Row]:
+    """Gathered blocks and FlexAttention, which has no backward on CPUs; its compilation is not counted."""
+    masks = {form: SlidingWindow(window=128, form=form) for form in ("blocks", "flex")}
+    cores = {form: SparseAttention(mask) for form, mask in masks.items()}
+    given = [each.detach() for each in inputs]
+    times = interleaved({form: lambda core=core: core(*given) for form, core in cores.items()}, turns)
+    return [
+        {
+            "attention": f"window 128, forward, {form}",
+            "tokens": inputs[0].shape[2],
+            "ms": round(1e3 * statistics.median(times[form]), 2),
+            "times_faster": round(statistics.median(a / b for a, b in zip(times["blocks"], each, strict=True)), 2),
+        }
+        for form, each in times.items()
+    ]
 
 
 def compare_digits(trainings: Trainings, seeds: int) -> Result:
@@ -199,7 +233,7 @@ def compare_digits(trainings: Trainings, seeds: int) -> Result:
 
 
 def compare_gpt(trainings: Trainings, seeds: int, steps: int) -> Result:
-    """Held-out loss of a byte-level GPT, and of one that reads 1,024 bytes."""
+    """Held-out loss of a small byte-level GPT, and of one that reads 1,024 bytes."""
     schedules = {"begin": steps // 10, "end": steps * 3 // 5, "every": max(1, steps // 20)}
     grown = {"end": steps * 3 // 4, "every": max(1, steps // 20)}
     long = {"batch.sequence": 1024, "batch.global_samples": 2}
@@ -216,6 +250,7 @@ def compare_gpt(trainings: Trainings, seeds: int, steps: int) -> Result:
     for seed in range(seeds):
         for kind, keys in runs.items():
             given = {"run.seed": seed, "run.steps": steps, "observe.evaluate_samples": 64, "observe.sample_bytes": 0}
+            given |= SMALL_GPT | {"observe.evaluate_every_steps": steps}
             folder = trainings.directory("stdlib-gpt", given | keys)
             found.setdefault(kind, []).append(last_of(folder, "loss/eval"))
     share = statistics.fmean(found[WINDOW]) / statistics.fmean(found[LONG])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from shoal.models.attention_config import BigBird, BlockLists, SlidingWindow, Sp
 from shoal.models.huggingface.build import build
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.models.layers import CausalAttention
-from shoal.models.sparse_attention import SparseAttention, kept_blocks
+from shoal.models.sparse_attention import SparseAttention, kept_blocks, takes_flex
 from shoal.runfile.layout_rules import layout_refusal
 from tests.models.huggingface.architectures import BERT, GPT2, LLAMA
 from tests.sync.steps import ADAM, gap, train
@@ -80,6 +81,58 @@ def test_gathered_blocks_are_attention_under_the_mask(name: str, length: int, do
     assert all(torch.allclose(one, other, rtol=1e-9, atol=1e-12) for one, other in zip(ours, theirs, strict=True))
 
 
+IN_TF32 = 5e-3
+"""Products of float32 on a GPU may be of 10 bits."""
+
+
+def in_blocks_of(config: SparseAttentionConfig) -> SparseAttentionConfig:
+    return msgspec.structs.replace(config, form="blocks")
+
+
+FLEX: dict[str, tuple[SparseAttentionConfig, int, bool]] = {
+    "window": (SlidingWindow(window=40, global_tokens=3, block=48, form="flex"), 300, True),
+    "bigbird": (BigBird(block=8, form="flex"), 77, False),
+    "lists": (BlockLists(kept=((), (0,), (), (1,)), block=80, form="flex"), 300, True),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FLEX)
+def test_flex_attention_is_attention_under_the_mask(case: str) -> None:
+    """Compiled, without gradients, which it has on GPUs alone; of blocks that its own do not divide."""
+    config, length, documents = FLEX[case]
+    numbers = (torch.arange(length) // 50).expand(2, -1) if documents else None
+    query, key, value = (torch.randn(2, heads, length, 16) for heads in (4, 2, 2))
+    with torch.no_grad():
+        found = SparseAttention(config)(query, key, value, numbers)
+    blocks = SparseAttention(in_blocks_of(config))(query, key, value, numbers)
+    assert (found - blocks).abs().max() < 1e-5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+def test_gpus_take_flex_attention_and_its_gradients(documents: bool) -> None:
+    numbers = (torch.arange(300, device="cuda") // 50).expand(2, -1) if documents else None
+    inputs = [torch.randn(2, heads, 300, 64, device="cuda").requires_grad_() for heads in (4, 2, 2)]
+    weights = torch.randn(2, 4, 300, 64, device="cuda")
+    for config in (SlidingWindow(window=40, global_tokens=3), BigBird(block=32)):
+        assert takes_flex(config, inputs[0])
+        found = [SparseAttention(each)(*inputs, numbers) for each in (config, in_blocks_of(config))]
+        ours, theirs = (torch.autograd.grad((each * weights).sum(), inputs) for each in found)
+        for one, other in zip((found[0], *ours), (found[1], *theirs), strict=True):
+            assert (one - other).norm() < IN_TF32 * other.norm(), config
+
+
+def test_flex_attention_is_refused_where_it_has_no_kernel() -> None:
+    config, query = SlidingWindow(window=4, form="flex"), torch.randn(1, 2, 8, 16)
+    with torch.no_grad(), pytest.raises(UserCodeError, match=r'form = "flex": .* this is torch.float64 on a cpu'):
+        SparseAttention(config)(*(query.double(),) * 3)
+    with pytest.raises(UserCodeError, match="no backward on CPUs"):
+        SparseAttention(config)(query.requires_grad_(), query, query)
+    assert SparseAttention(SlidingWindow(window=4))(query, query, query).requires_grad
+
+
 def test_a_window_of_everything_is_causal_attention() -> None:
     inputs = drawn(20, 4), drawn(20, 4), drawn(20, 4)
     found = SparseAttention(SlidingWindow(window=20, block=4))(*inputs)
@@ -103,7 +156,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", ["tensor", "pipeline", "shard"])
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "shard", "context"])
 def test_every_layout_trains_under_a_mask_as_one_process(ranks, folder: Path, layout: str) -> None:
     mask = {"kind": "window", "window": 5, "global_tokens": 1, "block": 4}
     tables = ADAM | {"model": GPT | {"layers": 2, "attention": mask}}
@@ -157,7 +210,7 @@ def test_decoders_of_transformers_compute_it(table: dict[str, Any], mask: str, g
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tensor", "pipeline", "shard"])
+@pytest.mark.parametrize("layout", ["tensor", "pipeline", "shard", "context"])
 def test_every_layout_trains_a_decoder_of_transformers_under_a_mask(ranks, folder: Path, layout: str) -> None:
     mask = {"kind": "window", "window": 5, "global_tokens": 1, "block": 4}
     tables = ADAM | {"model": LLAMA | {"attention": mask}}
@@ -197,13 +250,14 @@ def test_what_a_mask_cannot_compute_is_refused() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "parts of sequences": (
+    "blocks on two ranks": (
         {"model": GPT | {"attention": {"kind": "bigbird"}}, "layout": {"context": 2}},
-        'model.attention.kind = "bigbird" with layout.context = 2',
+        "model.attention.block = 64 does not divide the two chunks of 4 tokens of batch.sequence = 16 that a rank of "
+        'layout.context = 2 holds: set it to 4, or context.kind = "ulysses"',
     ),
-    "parts of sequences of Llama": (
-        {"model": LLAMA | {"attention": {"kind": "window", "window": 4}}, "layout": {"context": 2}},
-        'model.attention.kind = "window" with layout.context = 2',
+    "flex over parts of sequences": (
+        {"model": GPT | {"attention": {"kind": "bigbird", "block": 4, "form": "flex"}}, "layout": {"context": 2}},
+        'model.attention.form = "flex" with layout.context = 2: ranks compute with the blocks that they have fetched',
     ),
     "too few lists": (
         {"model": GPT | {"attention": {"kind": "blocks", "kept": [[]]}}, "batch": {"sequence": 65}},

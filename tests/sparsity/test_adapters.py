@@ -156,6 +156,18 @@ def test_bitfit_trains_biases_alone() -> None:
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["0.bias", "1.weight"]
 
 
+def test_bitfit_trains_the_biases_that_layers_names() -> None:
+    """Of a model of transformers: those of its queries, as in section 4 of the paper, and of norms."""
+    model = build(TransformersConfig(architecture=BERT["architecture"], config=BERT["config"]))
+    adapt(model, BitFit(layers=("*.query", "*.LayerNorm")))
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    wanted = [n for n, _ in model.named_parameters() if n.endswith((".query.bias", ".LayerNorm.bias"))]
+    assert trained == wanted
+    assert 2 <= len(wanted) < sum(name.endswith("bias") for name, _ in model.named_parameters())
+    with pytest.raises(ConfigError, match=r'adapter.layers: "\*.querry" matches no layer that has a bias; this model'):
+        adapt(model, BitFit(layers=("*.query", "*.querry")))
+
+
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [

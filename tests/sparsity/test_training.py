@@ -17,6 +17,7 @@ from shoal.assembly.job import restore
 from shoal.assembly.sparse import left_out_in
 from shoal.comm.collective import gather_named
 from shoal.errors import ConfigError, Diverged
+from shoal.memory.tracker import model_state
 from shoal.observe.sink import Sinks
 from shoal.sparsity.masks import unpacked
 from shoal.sparsity.training import SparseTraining
@@ -356,6 +357,54 @@ def test_a_run_resumes_in_the_middle_of_its_schedule(
         )
         < SUM_ORDER
     )
+
+
+def packed(kind: str, layout: str = "") -> dict[str, Any]:
+    tables = LAYOUTS[layout][1] if layout else {}
+    return masked(kind, **tables, sparsity=KINDS[kind] | {"packed_state": True})
+
+
+PACKED = [("magnitude", "replicate"), ("rigl", "ZeRO-3"), ("top_kast", "ZeRO-1"), ("l0", "pipeline")]
+
+
+@pytest.mark.matrix(every=2)
+@pytest.mark.parametrize(("kind", "layout"), PACKED)
+def test_packed_state_is_that_of_trained_weights_and_changes_no_bit(
+    ranks, folder: Path, kind: str, layout: str
+) -> None:
+    """Of all that is saved. What is held falls with the share of weights that are trained."""
+    world, tables = LAYOUTS[layout]
+    dense = ranks(world, train, masked(kind, **tables), str(folder))[0]
+    found = ranks(world, train, packed(kind, layout), str(folder))[0]
+    assert found.state.keys() == dense.state.keys()
+    assert all(torch.equal(found.state[name], tensor) for name, tensor in dense.state.items())
+    share = KINDS[kind].get("trained", KINDS[kind]["density"])
+    for held, whole in ranks(world, moments_held, packed(kind, layout), str(folder)):
+        assert held / whole == pytest.approx(share, abs=0.02)
+
+
+def moments_held(place: TestPlace, tables: dict[str, Any], folder: str) -> tuple[int, int]:
+    """Bytes that this rank holds of both moments of masked layers after ten steps of AdamW, and those of the layers."""
+    run = opened(place, tables, folder, Path(folder) / "held")
+    with closing(run.feed()) as feed:
+        for step in range(1, 11):
+            run.step(step, feed.next().microbatches, lr=0.01)
+    (sparse,), (optimizer,) = left_out_in(run.state), run.state.optimizers
+    assert isinstance(sparse, SparseTraining)
+    parameters = [own.parameter for own in sparse.owners.owned]
+    held = model_state(run.model, [optimizer]).optimizer_bytes
+    others = [p for group in optimizer.param_groups for p in group["params"] if all(p is not q for q in parameters)]
+    apart = sum(slot.nbytes for p in others for slot in optimizer.state[p].values())
+    counters = sum(optimizer.state[p]["step"].nbytes for p in parameters)
+    return held - apart - counters, sum(2 * p.nbytes for p in parameters)
+
+
+def test_packed_state_goes_on_from_a_dense_one_and_back(ranks, tmp_path: Path, alone: dict[str, Trained]) -> None:
+    """In every bit: a checkpoint holds both alike."""
+    corpus(tmp_path)
+    for first, last, tables in [(0, 4, masked("rigl")), (4, 7, packed("rigl")), (7, 12, masked("rigl"))]:
+        found = ranks(1, train, tables, str(tmp_path), first, last, "to and fro")[0]
+    assert all(torch.equal(found.state[name], tensor) for name, tensor in alone["rigl"].state.items())
 
 
 def test_replicas_send_the_gradients_of_kept_weights_alone(ranks, folder: Path) -> None:

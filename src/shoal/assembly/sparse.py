@@ -23,6 +23,7 @@ from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig, ModelConfig
 from shoal.models.huggingface.config import TransformersConfig, config_keys
 from shoal.models.roles import Role
+from shoal.optim.fused import FusedOptimizer
 from shoal.optim.schedule import peak_rate, rate
 from shoal.parallel.split import Split
 from shoal.runfile.run_file import RunFile
@@ -30,7 +31,7 @@ from shoal.sparsity.changes import MaskPlan, Ticket
 from shoal.sparsity.config import Lottery, Sparse
 from shoal.sparsity.freezing import Freezing
 from shoal.sparsity.masks import Masks, Owners, PackedBy, unit_groups
-from shoal.sparsity.training import SparseTraining, WholeNorm
+from shoal.sparsity.training import PackedState, SparseTraining, WholeNorm
 from shoal.state import Owned
 from shoal.topology.holding import Dims
 
@@ -138,6 +139,9 @@ def build_sparse(
     heads = key_heads(run_file.model) if config.pattern == "heads" else None
     groups = unit_groups(layers, kinds, pattern=config.pattern, heads=heads) if config.removes else []
     stepped = [own for own in owned if own.name in layers]
+    home = None
+    if config.packed_state and isinstance(optimizer, FusedOptimizer):  # the reference of `shoal verify` may be another
+        optimizer.home = home = PackedState()
     return SparseTraining(
         MaskPlan(config, run_file.run.steps),
         Owners(stepped, layers, group, placed.device, placed.dtype, groups),
@@ -147,6 +151,7 @@ def build_sparse(
         held={own.name for own in owned} | {holding.name for holding, _ in split.held},
         whole_norm=WholeNorm(owned, replica or group, placed.device),
         ticket=_ticket(config, placed.device),
+        state_home=home,
     )
 
 

@@ -25,6 +25,8 @@ from shoal.memory.tiers import DiskTier, HostTier
 from shoal.optim.config import kinds_whose
 from shoal.optim.fused import FusedOptimizer
 from shoal.runfile.run_file import RunFile, run_directory
+from shoal.sparsity.freezing import CachedBlocks
+from shoal.units import memory_bytes
 
 SPILL_FOLDER = "spill"
 
@@ -35,6 +37,7 @@ class Tiers:
     def __init__(self, run_file: RunFile, device: torch.device) -> None:
         memory = run_file.memory
         self._config, self._torch_device = memory.offload, device
+        self._block_cache = None if run_file.freeze is None else run_file.freeze.cache
         self._folder = Path(memory.offload.folder or run_directory(run_file) / SPILL_FOLDER)
         self._traffic = Traffic()
         if memory.budget is not None:
@@ -89,8 +92,13 @@ class Tiers:
             optimizer.home = self._state = self._home_of_state()
 
     def keep_activations(self, parts: Divided, rank: int) -> None:
-        """Gives what the blocks of this rank's part of the model save its home. Raises `ConfigError` without blocks."""
+        """Gives what the blocks of this rank's part of the model save its home, and what frozen ones give theirs.
+        Raises `ConfigError` without blocks.
+        """
         config = self._config
+        if self._block_cache is not None:
+            model = parts.split.model
+            CachedBlocks(model, blocks_in(model, parts.stages, rank), memory_bytes(self._block_cache))
         if config.activations == "device" and config.activation_bits is None:
             return
         blocks = blocks_in(parts.split.model, parts.stages, rank)

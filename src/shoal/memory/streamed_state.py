@@ -57,6 +57,8 @@ class _Home:
 class StreamedState:
     """Keeps the state of an optimizer in `tier`; parts have `part_bytes` of parameters, or one that is larger."""
 
+    reads_to_host = True
+
     def __init__(self, tier: Tier, device: torch.device, traffic: Traffic, *, part_bytes: int) -> None:
         self._tier, self._device, self._traffic, self.part_bytes = tier, device, traffic, part_bytes
         self._homes: dict[Parameter, _Home] = {}
@@ -199,6 +201,7 @@ class HostUpdates:
     """
 
     part_bytes: int
+    reads_to_host = True
 
     def __init__(
         self, on_host: Callable[[], AbstractContextManager[None]], disk: StreamedState | None, *, part_bytes: int

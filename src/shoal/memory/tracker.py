@@ -154,6 +154,8 @@ def _tensors(state: Any) -> Iterator[Tensor]:
     elif isinstance(state, dict | tuple):
         for value in state.values() if isinstance(state, dict) else state:
             yield from _tensors(value)
+    elif isinstance(values := getattr(state, "values", None), Tensor):  # what stands for a tensor in fewer numbers
+        yield values
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ backward, as in section 4.3 of its paper.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Protocol, runtime_checkable
 
@@ -153,9 +153,11 @@ def adapt(model: nn.Module, config: AdapterConfig) -> None:
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    trained = ("*.bias", "bias") if isinstance(config, BitFit) else ()
-    _unfreeze(model, config, (*trained, *config.train))
+    for pattern in config.train:
+        if not _unfreeze(model, [pattern]):
+            raise ConfigError(f'adapter.train: "{pattern}" matches no parameter of this model; correct it')
     if isinstance(config, BitFit):
+        _unfreeze_biases(model, config)
         return
     if isinstance(config, PromptTuning):
         if not isinstance(model, TakesPrompt):
@@ -187,15 +189,24 @@ def chosen_layers(model: nn.Module, patterns: tuple[str, ...], *, key: str) -> d
     return {n: layer for n, layer in layers.items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
 
 
-def _unfreeze(model: nn.Module, config: AdapterConfig, patterns: tuple[str, ...]) -> None:
-    for pattern in patterns:
-        found = [p for name, p in model.named_parameters() if fnmatchcase(name, pattern)]
-        if not found and pattern in config.train:
-            raise ConfigError(f'adapter.train: "{pattern}" matches no parameter of this model; correct it')
-        for parameter in found:
-            parameter.requires_grad_(True)
-    if isinstance(config, BitFit) and not any(parameter.requires_grad for parameter in model.parameters()):
+def _unfreeze(model: nn.Module, patterns: Sequence[str]) -> bool:
+    """Has what the patterns name trained. Whether that is anything."""
+    found = [p for name, p in model.named_parameters() if any(fnmatchcase(name, pattern) for pattern in patterns)]
+    for parameter in found:
+        parameter.requires_grad_(True)
+    return bool(found)
+
+
+def _unfreeze_biases(model: nn.Module, config: BitFit) -> None:
+    having = [name for name, _ in model.named_parameters() if name.rpartition(".")[2] == "bias"]
+    if not having:
         raise ConfigError('adapter.kind = "bitfit": this model has no biases; use adapter.kind = "lora"')
+    for pattern in config.layers:
+        if not _unfreeze(model, [f"{pattern}.bias", "bias"] if pattern == "*" else [f"{pattern}.bias"]):
+            some = ", ".join(name.removesuffix(".bias") for name in having[:3])
+            raise ConfigError(
+                f'adapter.layers: "{pattern}" matches no layer that has a bias; this model has {some}, ...'
+            )
 
 
 def is_adapter(name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from shoal.config.check import Positive, Table, says
 
@@ -15,6 +15,14 @@ class SparseMask(Table, frozen=True, kw_only=True):
     """The keys of every kind that leaves tokens out."""
 
     block: Annotated[int, says("Tokens whose queries are computed together.", ge=1, le=1 << 12)] = 64
+    form: Annotated[
+        Literal["auto", "blocks", "flex"],
+        says(
+            "Kept blocks are gathered and multiplied by PyTorch's attention, or given to FlexAttention, which is "
+            "compiled at the first step and has no backward on CPUs. auto: flex on GPUs, for numbers of 32 bits or "
+            "fewer and without run.compile; else blocks."
+        ),
+    ] = "auto"
 
 
 class SlidingWindow(SparseMask, frozen=True, kw_only=True, tag_field="kind", tag="window"):

@@ -70,6 +70,11 @@ class Bottleneck(Adapter, frozen=True, tag_field="kind", tag="bottleneck"):
 class BitFit(Adapter, frozen=True, tag_field="kind", tag="bitfit"):
     """Trains biases alone (arXiv:2106.10199)."""
 
+    layers: Annotated[
+        tuple[str, ...],
+        says("Patterns of names of layers (`encoder.*.query`) whose biases are trained; default: all.", min_length=1),
+    ] = ("*",)
+
 
 AdapterConfig = LoRA | DoRA | Bottleneck | BitFit | PromptTuning
 

@@ -33,11 +33,12 @@ class Part(NamedTuple):
 
 
 class StateHome(Protocol):
-    """Where the state of an optimizer lives between updates, if not on the device. Parts have `part_bytes` of
-    parameters, or one that is larger.
+    """Where the state of an optimizer lives between updates, if not on the device as it is. Parts have `part_bytes` of
+    parameters, or one that is larger. `reads_to_host`: a checkpoint is read into the host's memory.
     """
 
     part_bytes: int
+    reads_to_host: bool
 
     def stream(self, parts: Sequence[Any], state: Any) -> None:
         """Runs all updates in order, each with its state on the device."""

@@ -41,7 +41,7 @@ class KeepsWhole(Protocol):
 
 @runtime_checkable
 class StoredElsewhere(Protocol):
-    """What stands in the state for a tensor that is on disk."""
+    """What stands in the state for a tensor that is on disk, or that is held in another form."""
 
     def read(self) -> Tensor: ...
 
@@ -69,7 +69,8 @@ def make_slots(
     `UsageError` for a saved slot that it does not have.
     """
     owners, declared, made = dict(parameters), {slot.name: slot for slot in slots}, {}
-    device = None if _home(optimizer) is None else torch.device("cpu")
+    home = _home(optimizer)
+    device = torch.device("cpu") if home is not None and home.reads_to_host else None
     for key, dtype in saved.items():
         slot, name = slot_and_parameter(key)
         if name not in owners:

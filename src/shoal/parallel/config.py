@@ -69,6 +69,7 @@ class ContextConfig(Table, frozen=True):
         Literal["ring", "ulysses", "allgather"],
         says(
             "Keys and values travel round a ring (arXiv:2310.01889), heads are exchanged for sequence "
-            "(arXiv:2309.14509), or keys and values are gathered (arXiv:2407.21783)."
+            "(arXiv:2309.14509), or keys and values are gathered (arXiv:2407.21783). Under a mask of "
+            "`[model.attention]` ranks fetch the blocks that they need, unless it is ulysses."
         ),
     ] = "ring"

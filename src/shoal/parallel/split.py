@@ -23,7 +23,7 @@ from shoal.comm.mesh import Mesh
 from shoal.errors import LayoutError, UserCodeError
 from shoal.models.keyed_draws import Inside
 from shoal.models.roles import EmbeddingTable, Role, roles_of, tables_in
-from shoal.parallel.context import ContextKind, check_context, put_context
+from shoal.parallel.context_cores import ContextKind, check_context, put_context
 from shoal.parallel.expert import ExpertGroups, ExpertPart, split_experts
 from shoal.parallel.pipeline.stages import Stages
 from shoal.parallel.tensor.plan import TensorPart, split_tensor

@@ -7,6 +7,7 @@ all panels of a matrix one width (`shoal.parallel.tensor.summa`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import lcm
@@ -112,18 +113,27 @@ def _heads(run_file: RunFile) -> str | None:
 
 
 def _sparse_attention(run_file: RunFile) -> str | None:
-    """A mask counts tokens from the start of a sequence, of which a context rank has a part; lists have an end."""
+    """Context ranks fetch whole blocks of keys, each from one rank; lists have an end."""
     mask, context = attention_mask_of(run_file.model), run_file.layout.context
     if isinstance(mask, BlockLists) and run_file.batch.sequence > mask.tokens:
         return (
             f"model.attention.kept has {len(mask.kept)} lists of blocks of {mask.block} tokens, and batch.sequence = "
             f"{run_file.batch.sequence}: give {-(-run_file.batch.sequence // mask.block)} lists"
         )
-    if mask is None or context == 1:
+    if mask is not None and mask.form == "flex" and context > 1 and run_file.context.kind != "ulysses":
+        return (
+            f'model.attention.form = "flex" with layout.context = {context}: ranks compute with the blocks that they '
+            'have fetched; leave form out, or set context.kind = "ulysses"'
+        )
+    if mask is None or context == 1 or run_file.context.kind == "ulysses" or run_file.batch.sequence % (2 * context):
+        return None
+    chunk = run_file.batch.sequence // (2 * context)
+    if chunk % mask.block == 0:
         return None
     return (
-        f'model.attention.kind = "{mask.variant}" with layout.context = {context}: ranks that hold parts of '
-        'a sequence exchange all keys; set layout.context = 1, or model.attention.kind = "causal"'
+        f"model.attention.block = {mask.block} does not divide the two chunks of {chunk} tokens of batch.sequence = "
+        f"{run_file.batch.sequence} that a rank of layout.context = {context} holds: set it to "
+        f'{math.gcd(mask.block, chunk)}, or context.kind = "ulysses"'
     )
 
 

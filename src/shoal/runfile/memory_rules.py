@@ -60,9 +60,12 @@ def _parameters_rule(run_file: RunFile) -> str | None:
 
 
 def _state_rule(run_file: RunFile) -> str | None:
-    home = run_file.memory.offload.optimizer
-    found = None if home == "device" else next(_against_streams(run_file), None)
-    return None if found is None else f'memory.offload.optimizer = "{home}" with {found[0]}: {found[1]}'
+    home, sparsity = run_file.memory.offload.optimizer, run_file.sparsity
+    if home != "device":
+        found = next(_against_streams(run_file), None)
+        return None if found is None else f'memory.offload.optimizer = "{home}" with {found[0]}: {found[1]}'
+    found = None if sparsity is None or not sparsity.packed_state else next(_against_streams(run_file), None)
+    return None if found is None else f"sparsity.packed_state with {found[0]}: {found[1]}"
 
 
 def _against_streams(run_file: RunFile) -> Iterator[tuple[str, str]]:

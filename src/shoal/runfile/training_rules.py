@@ -298,11 +298,28 @@ def _masks_rule(run_file: RunFile) -> str | None:
 
 
 def _freeze_rule(run_file: RunFile) -> str | None:
+    if run_file.freeze is not None and run_file.freeze.cache is not None:
+        found = next(_against_cached_blocks(run_file), None)
+        return found and f"freeze.cache with {found[0]}: {found[1]}; leave one of the two out"
     if run_file.freeze is None or not run_file.freeze.changes:
         return None
     key = "freeze.later" if run_file.freeze.later else "freeze.progress"
     found = next(_against_changes(run_file), None)
     return found and f"{key} with {found[0]}: {found[1]}; use freeze.layers, or leave one of the two out"
+
+
+def _against_cached_blocks(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why blocks cannot be left out on one rank alone)"""
+    layout = run_file.layout
+    for axis in ("pipeline", "context", "tensor", "expert"):
+        if getattr(layout, axis) > 1:
+            yield f"layout.{axis} = {getattr(layout, axis)}", "its ranks compute a block together"
+    if layout.shard > 1 and run_file.memory.zero not in (1, 2):
+        yield f"layout.shard = {layout.shard} and ZeRO-3", "ranks gather the weights of a block together"
+    if run_file.run.compile is not False:
+        yield run_file.run.compile_said, "a compiled program computes all blocks"
+    if run_file.elastic is not None:
+        yield "[elastic]", "a new membership builds its model anew"
 
 
 def _sparse_layers_rule(run_file: RunFile) -> str | None:
@@ -356,3 +373,8 @@ def _against_masks(run_file: RunFile) -> Iterator[tuple[str, str]]:
         yield "observe.noise_every_steps", "it computes the gradient of a step three times"
     if isinstance(run_file.optimizer, AdamW8bit):
         yield 'optimizer.kind = "adamw_8bit"', "moments of masked weights share their scale with others"
+    home = run_file.memory.offload.optimizer
+    if home == "disk":
+        yield f'memory.offload.optimizer = "{home}"', "state on disk cannot be set to zero where masks change"
+    if home == "host" and run_file.sparsity is not None and run_file.sparsity.packed_state:
+        yield 'memory.offload.optimizer = "host" and packed_state', "state lies on the host, or is packed on the device"

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
+import msgspec
+
 from shoal.config.check import Positive, Table, says
+from shoal.units import MEMORY_SIZE
+
+Size = Annotated[str, msgspec.Meta(pattern=MEMORY_SIZE)]
 
 
 class MaskSchedule(Table, frozen=True):
@@ -75,6 +80,13 @@ class Sparse(Table, frozen=True, kw_only=True):
     packed: Annotated[bool, says("Replicas send the gradients of unmasked weights alone; false: all, with zeros.")] = (
         True
     )
+    packed_state: Annotated[
+        bool,
+        says(
+            "The optimizer holds its state of unmasked weights alone, and brings a part of it at a time into the shape "
+            "of its parameters to update them; checkpoints hold it as ever."
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         kept = self.kept_of
@@ -231,21 +243,32 @@ class FreezeLater(Table, frozen=True, kw_only=True):
 class FreezeByProgress(Table, frozen=True, kw_only=True):
     """Blocks are frozen from the front when they hardly change any more."""
 
+    criterion: Annotated[
+        Literal["movement", "gradient"],
+        says(
+            "What says that a block has settled: how far its weights move (after Egeria, arXiv:2201.06227), or how "
+            "much the norm of its gradient changes (AutoFreeze, arXiv:2102.01386)."
+        ),
+    ] = "movement"
     every: Annotated[int, says("Every so many steps blocks are compared with what they were.", ge=1)] = 100
     below: Annotated[
-        float,
+        Annotated[float, says("", gt=0, lt=1)] | None,
         says(
-            "A block has settled when it moves less, for its size and the learning rate, than this share of the most "
-            "that it ever did.",
-            gt=0,
-            lt=1,
+            "movement: a block has settled when it moves less, for its size and the learning rate, than this share of "
+            "the most that it ever did; default 0.2. gradient: when its norm changes less than that of all but this "
+            "share of the trained blocks; default 0.5."
         ),
-    ] = 0.2
+    ] = None
     patience: Annotated[int, says("Comparisons in a row after which a settled block is frozen.", ge=1)] = 3
     most: Annotated[float, says("Share of the blocks that may be frozen.", gt=0, lt=1)] = 0.75
     thaw: Annotated[
         float, says("Frozen blocks are trained again when the learning rate has fallen by this factor.", gt=1)
     ] = 10.0
+
+    @property
+    def share(self) -> float:
+        """`below`, the default resolved."""
+        return self.below or (0.2 if self.criterion == "movement" else 0.5)
 
 
 class FreezeConfig(Table, frozen=True, kw_only=True):
@@ -261,9 +284,19 @@ class FreezeConfig(Table, frozen=True, kw_only=True):
         FreezeByProgress | None, says("Freezes blocks from the front when they hardly change any more.")
     ] = None
 
+    cache: Annotated[
+        Size | None,
+        says(
+            'What each rank may keep, such as "4 GiB", of what the frozen blocks at the front of a model give for a '
+            "sample, so that an epoch after the first does not compute them. They may not depend on chance."
+        ),
+    ] = None
+
     def __post_init__(self) -> None:
         if not (self.layers or self.later or self.progress):
             raise ValueError("nothing is frozen: give layers, later or progress, or leave the table out")
+        if self.cache is not None and self.changes:
+            raise ValueError("cache with later or progress, which change what is frozen: leave one of the two out")
 
     @property
     def changes(self) -> bool:

@@ -13,30 +13,40 @@ a copy of its weights that is some steps old, for its size and the learning rate
 
     p = |w - w_ref| / (|w_ref| lr every)
 
-A block has settled when p is below a share of the largest that it ever had. Blocks are frozen from the front, each when
-those before it are, because only then its backward is saved; they thaw when the learning rate has fallen.
+A block has settled when p is below a share of the largest that it ever had. By `criterion = "gradient"`, as AutoFreeze
+has it (arXiv:2102.01386, section 3.2), g is the sum of a block's gradients since the last comparison, and the block has
+settled when the change of its norm
+
+    c = | |g_before| - |g| | / |g_before|
+
+is not above the quantile of all trained blocks that `below` says. Blocks are frozen from the front, each when those
+before it are, because only then its backward is saved; they thaw when the learning rate has fallen.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
 
 from shoal.comm.collective import Collective
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UserCodeError
 from shoal.sparsity.config import FreezeByProgress, FreezeConfig
 from shoal.sparsity.masks import Masks
 from shoal.state import Held, Owned, is_counted, views
 
-REFERENCE = "freeze/reference/"
+REFERENCE, GRADIENT = "freeze/reference/", "freeze/gradient/"
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
 
@@ -98,8 +108,9 @@ def blocks_of(names: Iterable[str]) -> list[list[str]]:
 class Plasticity:
     """How blocks settle, one after the other. Pure: measurements come in, the number of frozen blocks goes out.
 
-    `largest` is the largest plasticity of each block so far, `settled` comparisons in a row in which it was below;
-    `frozen` blocks at the front are frozen, at the learning rate `lr`.
+    `largest` is the largest plasticity of each block so far, `before` the norms of their gradients at the last
+    comparison, `settled` comparisons in a row in which a block was below; `frozen` blocks at the front are frozen, at
+    the learning rate `lr`.
     """
 
     config: FreezeByProgress
@@ -108,28 +119,44 @@ class Plasticity:
     lr: float = 0.0
     largest: list[float] = field(default_factory=list)
     settled: list[int] = field(default_factory=list)
+    before: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.largest = self.largest or [0.0] * self.blocks
         self.settled = self.settled or [0] * self.blocks
 
-    def observe(self, plasticity: Sequence[float], lr: float) -> None:
-        """The plasticity of every block, at a comparison; frozen ones have none."""
+    def observe(self, measured: Sequence[float], lr: float) -> None:
+        """The plasticity of every block, or the norm of its gradient, at a comparison; frozen ones have none."""
         if self.frozen and lr * self.config.thaw <= self.lr:
-            self.frozen, self.settled = 0, [0] * self.blocks
+            self.frozen, self.settled, self.before = 0, [0] * self.blocks, []
             return
-        for block in range(self.frozen, self.blocks):
-            self.largest[block] = max(self.largest[block], plasticity[block])
-            below = plasticity[block] < self.config.below * self.largest[block]
+        trained = range(self.frozen, self.blocks)
+        settled = self._settled_by_gradient if self.config.criterion == "gradient" else self._settled_by_movement
+        for block, below in zip(trained, settled(measured, trained), strict=True):
             self.settled[block] = self.settled[block] + 1 if below else 0
         most = int(self.config.most * self.blocks)
         while self.frozen < most and self.settled[self.frozen] >= self.config.patience:
             self.frozen, self.lr = self.frozen + 1, lr
 
+    def _settled_by_movement(self, plasticity: Sequence[float], blocks: Sequence[int]) -> list[bool]:
+        for block in blocks:
+            self.largest[block] = max(self.largest[block], plasticity[block])
+        return [plasticity[block] < self.config.share * self.largest[block] for block in blocks]
+
+    def _settled_by_gradient(self, norms: Sequence[float], blocks: Sequence[int]) -> list[bool]:
+        before, self.before = self.before, list(norms)
+        if not before:
+            return [False for _ in blocks]
+        changes = [abs(before[block] - norms[block]) / max(before[block], 1e-300) for block in blocks]
+        limit = sorted(changes)[max(0, math.ceil(self.config.share * len(changes)) - 1)]
+        return [change <= limit for change in changes]
+
     def to_state(self) -> dict[str, Any]:
-        return {"frozen": self.frozen, "lr": self.lr, "largest": self.largest, "settled": self.settled}
+        names = ("frozen", "lr", "largest", "settled", "before")
+        return {name: getattr(self, name) for name in names}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        self.before = list(map(float, state.get("before", ())))  # earlier versions saved none
         self.frozen, self.lr = int(state["frozen"]), float(state["lr"])
         self.largest, self.settled = list(map(float, state["largest"])), list(map(int, state["settled"]))
 
@@ -161,6 +188,9 @@ class Freezing:
         self._blocks = blocks_of(names)
         self._progress = None if config.progress is None else Plasticity(config.progress, len(self._blocks))
         self._references: dict[int, Tensor] = {}
+        """Weights at the last comparison, or sums of the gradients since then."""
+        self._by_gradient = config.progress is not None and config.progress.criterion == "gradient"
+        self._prefix = GRADIENT if self._by_gradient else REFERENCE
         if config.progress is not None and len(self._blocks) < 2:
             raise ConfigError(
                 "freeze.progress: this model has no blocks that follow each other (blocks.0, blocks.1, ...); use "
@@ -191,6 +221,9 @@ class Freezing:
             if own.name in self._masks.frozen:
                 own.parameter.grad = None
                 self._optimizer.state.pop(own.parameter, None)
+            elif self._by_gradient:
+                total = self._references.setdefault(id(own), torch.zeros_like(own.parameter))
+                total.add_(own.gradient)
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
@@ -198,7 +231,11 @@ class Freezing:
         progress = self._progress
         if progress is None or step % progress.config.every:
             return
-        if self._references:
+        if self._by_gradient:
+            progress.observe(self._norms(self._squares_of_gradient)[0].tolist(), self._rate(step))
+            self._references = {}
+            return
+        if step > progress.config.every:  # there is something to compare with, on all ranks
             progress.observe(self._plasticity(step, progress.config.every), self._rate(step))
         self._references = {id(own): own.parameter.detach().clone() for own in self._owned}
 
@@ -208,16 +245,26 @@ class Freezing:
 
     def _plasticity(self, step: int, every: int) -> list[float]:
         """That of every block, the same on all ranks."""
+        moved, size = self._norms(self._squares_moved)
+        return (moved / (size * self._rate(step) * every).clamp(min=1e-300)).tolist()
+
+    def _norms(self, squares: Callable[[Owned], list[Tensor]]) -> tuple[Tensor, ...]:
+        """The roots of the sums of some `squares` over every block, the same on all ranks."""
         sums = torch.zeros(len(self._blocks), 2, dtype=torch.float64, device=self._device)
         block_of = {name: number for number, block in enumerate(self._blocks) for name in block}
         for own in self._owned:
-            if own.name in block_of and is_counted(own):
-                reference = self._references[id(own)].double()
-                moved = (own.parameter.double() - reference).square().sum()
-                sums[block_of[own.name]] += torch.stack([moved, reference.square().sum()])
+            if own.name in block_of and id(own) in self._references and is_counted(own):
+                sums[block_of[own.name]] += torch.stack(squares(own))
         self._replica.all_reduce(sums).wait()
-        moved, size = sums.sqrt().unbind(1)
-        return (moved / (size * self._rate(step) * every).clamp(min=1e-300)).tolist()
+        return sums.sqrt().unbind(1)
+
+    def _squares_moved(self, own: Owned) -> list[Tensor]:
+        reference = self._references[id(own)].double()
+        return [(own.parameter.double() - reference).square().sum(), reference.square().sum()]
+
+    def _squares_of_gradient(self, own: Owned) -> list[Tensor]:
+        square = self._references[id(own)].double().square().sum()
+        return [square, square]
 
     @property
     def _device(self) -> torch.device:
@@ -232,7 +279,7 @@ class Freezing:
     def tensors(self) -> dict[str, Held]:
         """The references."""
         return {
-            f"{REFERENCE}{own.name}": views(
+            f"{self._prefix}{own.name}": views(
                 self._references[id(own)],
                 ((region.box, region.start) for region in own.regions),
                 global_shape=own.holding.global_shape,
@@ -243,13 +290,13 @@ class Freezing:
 
     def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
         """What a checkpoint that holds `saved` is read into."""
-        there = [own for own in self._owned if f"{REFERENCE}{own.name}" in saved]
+        there = [own for own in self._owned if f"{self._prefix}{own.name}" in saved]
         self._references = {id(own): torch.zeros_like(own.parameter) for own in there}
         return self.tensors()
 
     def elsewhere(self, saved: Mapping[str, torch.dtype]) -> set[str]:
         """Those of other ranks."""
-        return {name for name in saved if name.startswith(REFERENCE)}
+        return {name for name in saved if name.startswith((REFERENCE, GRADIENT))}
 
     def facts(self) -> dict[str, Any]:
         """How blocks have settled."""
@@ -259,3 +306,100 @@ class Freezing:
         """Goes on from there."""
         if self._progress is not None:
             self._progress.load(facts)
+
+
+# What frozen blocks at the front of a model give for a sample is the same in every epoch, and may be kept
+# (`freeze.cache`): of a batch whose samples have all been seen, they are not computed. A sample is known by a hash of
+# what the model is called with, so that one which is augmented otherwise is another. Which blocks these are autograd
+# says: what they give requires no gradient.
+
+
+class CachedBlocks:
+    """What the last of the frozen `blocks` gives, by sample, in the host's memory: `budget_bytes` at most.
+
+    It replaces the `forward` of each block. The first batch that is found whole is computed once more: `UserCodeError`
+    where that gives something else, and where there are no frozen blocks at the front, or more bytes than allowed.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], budget_bytes: int) -> None:
+        self._budget_bytes, self._held_bytes = budget_bytes, 0
+        self._kept: dict[bytes, Tensor] = {}
+        self._keys: list[bytes] = []
+        self._found: Tensor | None = None
+        self._last: int | None = None
+        self._given: tuple[int, Tensor] | None = None
+        self._checked = False
+        for number, block in enumerate(blocks):
+            block.forward = partial(self._block, number, block.forward)
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end)
+
+    def _begin(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._keys, self._found, self._given = [], None, None
+        if not (model.training and torch.is_grad_enabled()):
+            return
+        self._keys = keys_of_samples([x for x in tree_leaves((args, named)) if isinstance(x, Tensor)])
+        if self._keys and all(key in self._kept for key in self._keys):
+            self._found = torch.stack([self._kept[key] for key in self._keys])
+
+    def _block(self, number: int, forward: Callable[..., Any], x: Tensor, *args: Any, **named: Any) -> Any:
+        leaves_out = self._found is not None and self._checked and self._last is not None and number <= self._last
+        if leaves_out:
+            assert self._found is not None, "it was found"
+            return self._found.to(x.device) if number == self._last else x
+        given = forward(x, *args, **named)
+        if self._keys and isinstance(given, Tensor) and not given.requires_grad:
+            self._given = number, given
+        return given
+
+    def _end(self, model: nn.Module, args: tuple[Any, ...], found: Any) -> None:
+        if not self._keys or (self._found is not None and self._checked):
+            return
+        if self._given is None:
+            raise UserCodeError(
+                f"freeze.cache: {type(model).__name__} has no frozen blocks at its front that give one tensor; name "
+                "all that comes before the trained blocks in freeze.layers, or leave cache out"
+            )
+        self._last, given = self._given
+        if self._found is not None:
+            self._check(self._found, given.cpu())
+            return
+        for key, row in zip(self._keys, given.cpu(), strict=True):
+            if key not in self._kept:
+                self._kept[key] = row.clone()
+                self._held_bytes += row.nbytes
+        if self._held_bytes > self._budget_bytes:
+            each = self._held_bytes // len(self._kept)
+            raise UserCodeError(
+                f"freeze.cache: {len(self._kept)} samples of {each:,} bytes are more than it may hold, and there are "
+                "others: give it what all samples of a rank take, or leave it out"
+            )
+
+    def _check(self, before: Tensor, now: Tensor) -> None:
+        if not torch.allclose(before, now, rtol=SAME_SAMPLE, atol=SAME_SAMPLE * float(now.abs().max())):
+            raise UserCodeError(
+                "freeze.cache: frozen blocks gave something else for the same samples than before, as dropout or a "
+                "batch norm in training does; turn it off in them (dropout = 0, eval), or leave cache out"
+            )
+        self._checked = True
+
+
+SAME_SAMPLE = 1e-2
+"""How far a sample's features may be from those in another batch, for their size: bfloat16 rounds."""
+
+
+def keys_of_samples(inputs: Sequence[Tensor]) -> list[bytes]:
+    """A hash of what each sample has of `inputs`, whose first dim counts samples; what has another length is all of
+    it every sample's. Of no inputs, none.
+    """
+    samples = len(inputs[0]) if inputs and inputs[0].ndim else 0
+    own = [x.detach().cpu().contiguous() for x in inputs]
+    shared = [x for x in own if not x.ndim or len(x) != samples]
+    keys = []
+    for number in range(samples):
+        digest = hashlib.blake2b(digest_size=16)
+        for part in [*(x[number] for x in own if x.ndim and len(x) == samples), *shared]:
+            digest.update(str((part.dtype, tuple(part.shape))).encode())
+            digest.update(part.reshape(-1).view(torch.uint8).numpy().tobytes())
+        keys.append(digest.digest())
+    return keys

@@ -18,12 +18,13 @@ numbers that lie as the weights do, `sparsity/movement/<name>` (sums of -gradien
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from shoal.comm.collective import Collective
 from shoal.errors import Diverged
@@ -32,6 +33,77 @@ from shoal.sparsity.config import L0, Grasp, Movement, Sparse, TopKAST
 from shoal.sparsity.gates import Gates
 from shoal.sparsity.masks import Masks, Owners, packed_bytes, taken
 from shoal.state import Held, Owned, is_counted, views
+
+# What an optimizer keeps for masked weights is zero, and need not be held (`sparsity.packed_state`).
+
+
+class Update(Protocol):
+    """Parameters that are updated together, and what updates them."""
+
+    @property
+    def parameters(self) -> Sequence[Parameter]: ...
+
+    @property
+    def update(self) -> Callable[[], None]: ...
+
+
+@dataclass(frozen=True)
+class KeptNumbers:
+    """Stands in an optimizer's state for a slot that is zero but where the mask `kept`, of its shape, is set: its other
+    numbers are the flat `values`.
+    """
+
+    values: Tensor
+    kept: Tensor
+
+    def read(self, places: Tensor | None = None) -> Tensor:
+        """The slot. `places`: those of its numbers, where they are known."""
+        slot = torch.zeros(self.kept.shape, dtype=self.values.dtype, device=self.values.device)
+        slot.view(-1).index_copy_(0, places_of(self.kept) if places is None else places, self.values)
+        return slot
+
+
+def places_of(kept: Tensor) -> Tensor:
+    """Where a mask is set, int64, counted row by row."""
+    return kept.flatten().nonzero().squeeze(1)
+
+
+class PackedState:
+    """Where the state of an optimizer lives between updates: the numbers of trained weights alone.
+
+    A part of it at a time is brought into the shape of its parameters, which the optimizer's own kernel then updates,
+    so that weights are the same to the last bit. `masks` say what of a parameter is trained. Where the numbers of a
+    part belong is found anew in every step: to keep the places would take as much as they do.
+    """
+
+    part_bytes = 4 << 20
+    reads_to_host = False
+
+    def __init__(self) -> None:
+        self.masks: dict[Parameter, Tensor] = {}
+
+    def stream(self, parts: Sequence[Update], state: MutableMapping[Parameter, dict[str, Any]]) -> None:
+        """Runs all updates in order, each with its state in the shape of its parameters."""
+        for part in parts:
+            places = {p: places_of(self.masks[p]) for p in part.parameters if p in self.masks}
+            for parameter, own in places.items():
+                slots = state.get(parameter, {})
+                slots.update({name: slot.read(own) for name, slot in slots.items() if isinstance(slot, KeptNumbers)})
+            part.update()
+            for parameter, own in places.items():
+                self.pack(parameter, state[parameter], own)
+
+    def put_away(self, state: MutableMapping[Parameter, dict[str, Any]]) -> None:
+        """After a checkpoint was read into it. Masks are put on when the first step begins, and it is packed then."""
+
+    def pack(self, parameter: Parameter, slots: dict[str, Any], places: Tensor | None = None) -> None:
+        """Leaves the numbers that are trained alone of `slots`, which are those of `parameter`. `places`: see above."""
+        kept = self.masks[parameter]
+        places = places_of(kept) if places is None else places
+        for name, slot in slots.items():
+            if isinstance(slot, Tensor) and slot.shape == parameter.shape:
+                slots[name] = KeptNumbers(slot.flatten().index_select(0, places), kept)
+
 
 PREFIX = "sparsity/"
 MASK, TRAINED = f"{PREFIX}mask/", f"{PREFIX}trained/"
@@ -61,7 +133,8 @@ class WholeNorm:
 
 
 class SparseTraining:
-    """Masks of the layers that `owners` knows, over the parts that `optimizer` steps. `masks` are what the wire reads.
+    """Masks of the layers that `owners` knows, over the parts that `optimizer` steps. `masks` are what the wire reads,
+    `state_home` is where the optimizer's state lives (None: where it leaves it).
 
     `held` are the layers of which this rank has a part; `whole_norm` measures the gradient of the whole model;
     `ticket`: see `Lottery`. Raises `ConfigError` where the pattern
@@ -81,8 +154,9 @@ class SparseTraining:
         held: Iterable[str],
         whole_norm: WholeNorm,
         ticket: Ticket | None = None,
+        state_home: PackedState | None = None,
     ) -> None:
-        self._whole_norm = whole_norm
+        self._whole_norm, self._state_home = whole_norm, state_home
         self.owners, self.masks, self._optimizer = owners, masks, optimizer
         self._held = frozenset(held) | {name for name in owners.shapes if owners.owns(name)}
         self._plan, self._wider = plan, Masks()
@@ -138,6 +212,7 @@ class SparseTraining:
             self.updated(step)
         else:
             self._take_over()
+            self._forget()
             self._mask()
         return bool(self.masks.bits)
 
@@ -311,11 +386,22 @@ class SparseTraining:
         if wider is not None:
             self._share(wider, self._wider)
         self._take_over()
+        self._forget()
+
+    def _forget(self) -> None:
+        """What the optimizer keeps for weights that are not trained becomes zero."""
         for own in self.owners.owned:
-            trained = self._trained.get(id(own), self._kept[id(own)])
-            for slot in self._optimizer.state.get(own.parameter, {}).values():
-                if isinstance(slot, Tensor) and slot.shape == own.parameter.shape:
-                    slot.mul_(trained)
+            trained = self._trained.get(id(own), self._kept.get(id(own)))
+            if trained is None:
+                continue
+            slots = self._optimizer.state.get(own.parameter, {})
+            for name, slot in slots.items():
+                whole = slot.read() if isinstance(slot, KeptNumbers) else slot
+                if isinstance(whole, Tensor) and whole.shape == own.parameter.shape:
+                    slots[name] = whole.mul_(trained.to(whole.device))
+            if self._state_home is not None:
+                self._state_home.masks[own.parameter] = trained
+                self._state_home.pack(own.parameter, slots)
 
     def _mask(self) -> None:
         """Masked weights are zero."""

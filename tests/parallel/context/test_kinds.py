@@ -12,11 +12,14 @@ from torch import Tensor, nn
 
 from shoal.comm.collective import Alone, Collective
 from shoal.errors import LayoutError, UserCodeError
+from shoal.models.attention_config import BigBird, BlockLists, SlidingWindow, SparseAttentionConfig
 from shoal.models.layers import CausalAttention
+from shoal.models.sparse_attention import SparseAttention
 from shoal.parallel import attention_tiles
 from shoal.parallel import attention_tiles as rows_of_tiles
 from shoal.parallel.attention_tiles import Plain
-from shoal.parallel.context import KINDS, check_context, positions, put_context
+from shoal.parallel.context import positions
+from shoal.parallel.context_cores import KINDS, FetchedAttention, check_context, fetch_of, put_context
 from tests.comm.local import local_group
 from tests.waiting import HANG_S
 
@@ -68,15 +71,18 @@ def with_gradients(core: nn.Module, tensors: list[Tensor], documents: Tensor | N
 
 
 def split_and_whole(
-    kind: str, size: int, tensors: list[Tensor], documents: Tensor | None
+    kind: Any, size: int, tensors: list[Tensor], documents: Tensor | None, whole_core: CausalAttention | None = None
 ) -> list[tuple[Tensor, Tensor]]:
     """(every rank's slice, the same slice of the unsplit result) for the result and three gradients."""
-    whole = with_gradients(CausalAttention(), tensors, documents)
+    plain = whole_core or CausalAttention()
+    whole = with_gradients(plain, tensors, documents)
 
     def run(group: Collective) -> list[tuple[Tensor, Tensor]]:
         here = positions(tensors[0].shape[2], size=size, rank=group.rank)
         parts = [x[:, :, here] for x in tensors]
-        own = with_gradients(KINDS[kind](group), parts, None if documents is None else documents[:, here])
+        model = nn.Sequential(plain)
+        put_context(model, group, kind)
+        own = with_gradients(model[0], parts, None if documents is None else documents[:, here])
         return [(mine, all_[:, :, here]) for mine, all_ in zip(own, whole, strict=True)]
 
     return [pair for pairs in on_threads(size, run) for pair in pairs]
@@ -160,3 +166,42 @@ def test_only_causal_attention_is_replaced_and_a_group_of_one_changes_nothing() 
 def test_a_model_without_the_module_is_refused() -> None:
     with pytest.raises(UserCodeError, match=r"Linear has no module of type .*CausalAttention.*; or|Linear has no"):
         check_context(nn.Linear(2, 2), local_group(2)[0])
+
+
+MASKS: dict[str, SparseAttentionConfig] = {
+    "window": SlidingWindow(window=5, block=4),
+    "dilated, global": SlidingWindow(window=3, dilation=3, global_tokens=2, block=2),
+    "own tokens alone": SlidingWindow(window=1, block=4),
+    "bigbird": BigBird(window_blocks=2, global_blocks=1, random_blocks=1, block=4),
+    "lists": BlockLists(kept=((), (0,), (), (1, 2), (3, 0), (5,), (), (7, 2), (), (), (1,), (9,)), block=4),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("size", "heads", "kv_heads"), [(2, 6, 3), (3, 6, 2)])
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_under_a_mask_the_slices_are_those_of_the_unsplit_attention(
+    mask: str, kind: str, size: int, heads: int, kv_heads: int, packed: bool
+) -> None:
+    tensors, documents = inputs(batch=3, heads=heads, kv_heads=kv_heads, seq=48, packed=packed)
+    for mine, whole in split_and_whole(kind, size, tensors, documents, SparseAttention(MASKS[mask])):
+        torch.testing.assert_close(mine, whole, **F64)
+
+
+def test_a_rank_fetches_what_its_queries_see_and_nothing_else() -> None:
+    """Of a window the block before each of its chunks, whatever the length; what one sends the other fetches."""
+    window = SlidingWindow(window=64, block=64)
+    for blocks in (16, 256):
+        plans = [fetch_of(window, blocks, size=4, rank=rank) for rank in range(4)]
+        assert [len(plan.coming) for plan in plans] == [1, 2, 2, 1]  # the ends meet: rank 3 has both middle chunks
+        for rank, plan in enumerate(plans):
+            assert plan.from_each == [other.to_each[rank] for other in plans]
+    everything = fetch_of(SlidingWindow(window=1024, block=64), 16, size=4, rank=3)
+    assert sorted(everything.own + everything.coming) == list(range(10))  # what follows the later chunk is not seen
+
+
+def test_blocks_that_lie_on_two_ranks_are_refused() -> None:
+    tensors, _ = inputs(batch=1, heads=2, kv_heads=2, seq=24, packed=False)
+    with pytest.raises(LayoutError, match=r"block = 4 does not divide the two chunks of 6 tokens .* 2 context ranks"):
+        on_threads(2, lambda group: FetchedAttention(group, MASKS["window"])(*(x[:, :, :12] for x in tensors[:3])))

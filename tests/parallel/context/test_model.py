@@ -14,10 +14,18 @@ from shoal.comm.config import WireConfig
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.memory.recompute import recompute
 from shoal.memory.tracker import measured_activation_bytes
+from shoal.models.attention_config import AttentionConfig, Causal, SlidingWindow
 from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
 from shoal.models.layers import set_sample_keys
-from shoal.parallel.context import KINDS, AttentionSizes, attention_bytes_sent, positions, put_context, slice_sequence
+from shoal.parallel.context import positions, slice_sequence
+from shoal.parallel.context_cores import (
+    KINDS,
+    AttentionSizes,
+    attention_bytes_sent,
+    fetched_bytes_sent,
+    put_context,
+)
 from shoal.topology.layout import Layout
 from tests.ranks import TestPlace
 
@@ -30,8 +38,11 @@ RELATIVE = 1e-12
 QUARTER = {"ring": 0.252, "allgather": 0.252, "ulysses": 0.27}
 
 
-def gpt() -> nn.Module:
-    model = build(GPTConfig(vocabulary=VOCABULARY, **SIZES))
+MASK = SlidingWindow(window=3, block=2)
+
+
+def gpt(attention: AttentionConfig = Causal()) -> nn.Module:
+    model = build(GPTConfig(vocabulary=VOCABULARY, attention=attention, **SIZES))
     initialise(model, seed=0, device="cpu", dtype=torch.float64)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -65,8 +76,9 @@ def loss_and_gradients(model: nn.Module, parts: dict[str, Any]) -> tuple[Tensor,
 def on_a_rank(place: TestPlace, kind: Any, *, packed: bool, variant: Any) -> tuple[Tensor, dict[str, Tensor], int]:
     """Loss and gradients summed over the ranks, and the bytes that this rank sent for them."""
     mesh = mesh_of(place)
-    model = gpt()
+    model = gpt(MASK if "mask" in variant else Causal())
     put_context(model, mesh.axis("context"), kind)
+    variant = variant.removeprefix("mask, ")
     if variant in ("selective", "operators", "full"):
         recompute(model, variant)
     here = positions(SEQ, size=place.size, rank=place.rank)
@@ -116,6 +128,21 @@ def test_loss_and_every_gradient_are_those_of_one_process(ranks: Any, size: int)
             if not packed:
                 form = attention_bytes_sent(kind, sizes, size=size, backend="shm")
                 assert sent == SIZES["layers"] * form, kind
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_under_a_mask_they_are_as_well_and_the_wire_carries_what_is_seen(ranks: Any, size: int) -> None:
+    """Packed or not, recomputed or not; by blocks that are fetched, and by Ulysses."""
+    every = [("ring", False, "mask"), ("ring", True, "mask, full"), ("ulysses", True, "mask, selective")]
+    wanted = {packed: loss_and_gradients(gpt(MASK), batch(packed=packed)) for packed in (False, True)}
+    sizes = AttentionSizes(tokens=BATCH * SEQ // size, heads=4, kv_heads=2, head_size=8, element_bytes=8)
+    for rank, results in enumerate(ranks(size, cases, every, timeout_s=SLOW_S)):
+        for (_, packed, _), (loss, gradients, _) in zip(every, results, strict=True):
+            torch.testing.assert_close(loss, wanted[packed][0], rtol=RELATIVE, atol=0)
+            assert worst(gradients, wanted[packed][1]) < RELATIVE
+        form = fetched_bytes_sent(MASK, sizes, size=size, rank=rank, tokens=SEQ // size)
+        assert results[0][2] == SIZES["layers"] * form
+        assert form < attention_bytes_sent("ring", sizes, size=size, backend="shm") / 2
 
 
 def test_recomputed_attention_calls_the_ranks_again_and_gives_the_same(ranks: Any) -> None:
