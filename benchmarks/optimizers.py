@@ -53,6 +53,7 @@ KINDS: dict[str, OptimizerConfig] = {
     "lion": Lion(),
     "adafactor": Adafactor(),
     "muon": Muon(),
+    "muon, bfloat16": Muon(precision="bfloat16"),
     "dion": Dion(),
     "soap": SOAP(),
     "soap, bfloat16": SOAP(precision="bfloat16"),
@@ -65,6 +66,7 @@ OWNED, REDUNDANT, BASE = "muon, replicas", "redundant", "adamw"
 MOST = {
     "lamb": 1.2,
     "muon": 1.15,
+    "muon, bfloat16": 1.15,
     "soap": 1.3,
     "soap, bfloat16": 1.3,
     "shampoo": 1.3,

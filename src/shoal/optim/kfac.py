@@ -36,7 +36,7 @@ from shoal.comm.collective import Alone, Collective
 from shoal.errors import UserCodeError
 from shoal.optim.declared import Dims
 from shoal.optim.layer_statistics import Factors, LayerStatistics, WeightSharing
-from shoal.optim.owners import Owners, Whole, WholeOptimizer, as_matrix
+from shoal.optim.owners import Owners, Whole, WholeOptimizer, as_matrix, product
 from shoal.optim.parts import Parts
 from shoal.optim.preconditioned_config import KFAC, sides
 
@@ -251,17 +251,17 @@ def _by_eigenvalues(x: Tensor, state: Mapping[str, Tensor], damping: float) -> T
     rows, columns = (state.get(f"values_{name}") for name in _SIDES)
     rows = state.get("mean_tokens", x.new_ones(x.shape[0])) if rows is None else rows
     columns = x.new_ones(x.shape[1]) if columns is None else columns
-    x = state["basis_rows"].mT @ x if "basis_rows" in state else x
-    x = x @ state["basis_columns"] if "basis_columns" in state else x
+    x = product(state["basis_rows"].mT, x) if "basis_rows" in state else x
+    x = product(x, state["basis_columns"]) if "basis_columns" in state else x
     x = x / (rows[:, None] * columns + damping)
-    x = state["basis_rows"] @ x if "basis_rows" in state else x
-    return x @ state["basis_columns"].mT if "basis_columns" in state else x
+    x = product(state["basis_rows"], x) if "basis_rows" in state else x
+    return product(x, state["basis_columns"].mT) if "basis_columns" in state else x
 
 
 def _by_inverses(x: Tensor, state: Mapping[str, Tensor]) -> Tensor:
     x = state["inverse_tokens"][:, None] * x if "inverse_tokens" in state else x
-    x = state["inverse_rows"] @ x if "inverse_rows" in state else x
-    return x @ state["inverse_columns"] if "inverse_columns" in state else x
+    x = product(state["inverse_rows"], x) if "inverse_rows" in state else x
+    return product(x, state["inverse_columns"]) if "inverse_columns" in state else x
 
 
 def _average(one: Whole, factors: Factors, *, beta: float) -> None:

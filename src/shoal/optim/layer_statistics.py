@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
+from shoal.optim.owners import symmetric_product
 from shoal.optim.parts import SeesParts
 
 WeightSharing = Literal["expand", "reduce"]
@@ -199,8 +200,8 @@ class LayerStatistics:
         sums.rows += len(taken[1])
         for total, values in zip((sums.inputs, sums.outputs), taken, strict=True):
             if total is not None and values is not None:
-                wide = values.to(total.dtype)
-                total.addmm_(wide.mT, wide)
+                wide = values.to(total.dtype).mT
+                total += symmetric_product(wide, wide)
 
 
 def _widths(module: nn.Module) -> tuple[int, int]:

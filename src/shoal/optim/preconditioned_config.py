@@ -231,9 +231,10 @@ class SOAP(_Preconditioned, frozen=True, tag_field="kind", tag="soap"):
     largest_side: Annotated[Positive, says("Sides of more rows or columns stay as they are.")] = 4096
 
     def matrix_flops(self, rows: int, columns: int) -> float:
-        """Four products with each side, and its share of two more and of a QR decomposition."""
+        """Three products with each side, and its share of two more, of one of the side and of a QR decomposition."""
         lengths = [length for length in (rows, columns) if length <= self.largest_side]
-        return 8.0 * rows * columns * sum(lengths) + 7.0 * sum(n**3 for n in lengths) / self.every
+        products = 6.0 + 4.0 / self.every
+        return products * rows * columns * sum(lengths) + 5.0 * sum(n**3 for n in lengths) / self.every
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -250,8 +251,8 @@ class SOAP(_Preconditioned, frozen=True, tag_field="kind", tag="soap"):
             Slot("exp_avg", of="rest"),
             Slot("exp_avg_sq", of="rest"),
             counter("step"),
-            Slot("soap_avg", of="hidden", planned=1.0, whole=True),
-            Slot("soap_avg_sq", of="hidden", planned=1.0, whole=True),
+            Slot("turned_avg", of="hidden", planned=1.0, whole=True),
+            Slot("turned_avg_sq", of="hidden", planned=1.0, whole=True),
             *(Slot(f"{of}_{name}", side(n), of="hidden", planned=1.0, whole=True)
               for n, name in enumerate(("rows", "columns")) for of in ("mean", "basis")),
         )  # fmt: skip
