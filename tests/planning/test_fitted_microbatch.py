@@ -138,7 +138,7 @@ def test_a_device_is_filled_and_losses_stay(tmp_path: Path) -> None:
     """
     corpus(tmp_path)
     given = {
-        "batch": {"global_samples": 16, "sequence": 32},
+        "batch": {"global_samples": 16, "sequence": 64},
         "layout": {"replicate": 2},
         "run": {"processes": 2, "device": "cpu", "steps": 3},
     }

@@ -69,6 +69,7 @@ def watch_layers(optimizer: torch.optim.Optimizer, run_file: RunFile, generation
     axes: list[Axis] = [axis for axis in SAME_LAYERS if axis in generation.sync.lockstep_axes]
     optimizer.watch(layers_in(generation.parts.split.model, names), generation.mesh.axis(*axes))
     generation.forward_backward.compute.announces.append(optimizer.microbatch)
+    generation.forward_backward.compute.looks.append(optimizer.look)
 
 
 def _update_policy(

@@ -176,12 +176,9 @@ class Group(Table, frozen=True):
         """That of its own optimizer; None: the run's steps them."""
         if self.kind is None:
             return None
-        from shoal.optim.config import SGD, AdamW  # made of what is here
-        from shoal.optim.kinds import Lion
-
-        kinds: dict[str, type[Common]] = {"adamw": AdamW, "sgd": SGD, "lion": Lion}
+        tables = {table.__struct_config__.tag: table for table in Common.__subclasses__()}
         given: dict[str, Any] = {"lr": self.lr, "momentum": self.momentum}
-        return kinds[self.kind](**{key: value for key, value in given.items() if value is not None})
+        return tables[self.kind](**{key: value for key, value in given.items() if value is not None})
 
 
 class Common(Table, frozen=True):

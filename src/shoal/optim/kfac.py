@@ -34,6 +34,7 @@ from torch.nn import Parameter
 
 from shoal.comm.collective import Alone, Collective
 from shoal.errors import UserCodeError
+from shoal.maths.counter import key_of
 from shoal.optim.declared import Dims
 from shoal.optim.layer_statistics import Factors, LayerStatistics, WeightSharing
 from shoal.optim.owners import Owners, Whole, WholeOptimizer, as_matrix, product
@@ -52,6 +53,7 @@ def build(config: KFAC, groups: list[dict[str, Any]], lr: float) -> torch.optim.
         momentum=config.momentum,
         damping=config.damping,
         kl_clip=config.kl_clip,
+        fisher=config.fisher,
         every=config.every,
         factor_beta=config.factor_beta,
         weight_sharing=config.weight_sharing,
@@ -70,7 +72,7 @@ class OwnedKFAC(WholeOptimizer):
     Args:
         params: Dictionaries with `params` and their options; of plain parameters those of two dimensions are `whole`.
         lr: The learning rate.
-        options: `momentum`, `damping`, `kl_clip` (None: no limit), `every`, `factor_beta`, `weight_sharing`,
+        options: `momentum`, `damping`, `kl_clip` (None: no limit), `fisher`, `every`, `factor_beta`, `weight_sharing`,
             `decompositions`, `inverse` and `largest_side` are the keys of `[optimizer]`, with its defaults; `betas`,
             `eps` and `weight_decay` are AdamW's, and `adamw_rate` what the rate is multiplied by of weights that turn
             out to have no layer.
@@ -82,6 +84,7 @@ class OwnedKFAC(WholeOptimizer):
             "momentum",
             "damping",
             "kl_clip",
+            "fisher",
             "every",
             "factor_beta",
             "weight_sharing",
@@ -110,7 +113,9 @@ class OwnedKFAC(WholeOptimizer):
 
     def watch(self, layers: Mapping[str, nn.Module], group: Collective) -> None:
         """Measures `layers` over the ranks of `group`. Weights of none of them become AdamW's."""
-        self._statistics = LayerStatistics(layers, group, self.weight_sharing, self.defaults["largest_side"])
+        drawn_by = key_of(0, "fisher") if self.defaults["fisher"] == "sampled" else None
+        largest = self.defaults["largest_side"]
+        self._statistics = LayerStatistics(layers, group, self.weight_sharing, largest, drawn_by)
         self._names = {id(module.weight): name for name, module in layers.items()}
 
     def connect(self, parts: Parts) -> None:
@@ -135,6 +140,10 @@ class OwnedKFAC(WholeOptimizer):
     def microbatch(self, weights: Tensor) -> None:
         """The weights of the samples of the next forward."""
         self._watching.microbatch(weights)
+
+    def look(self, outputs: Any, targets: Any, weights: Tensor, positions: Tensor) -> None:
+        """What the next backward begins with: targets are drawn from it, if they are to be."""
+        self._watching.look(outputs, targets, weights, positions)
 
     def agree(self, *, scale: float, terms: float) -> None:
         """Sums over ranks what a step has measured, if it has."""

@@ -315,6 +315,13 @@ class KFAC(HiddenMatrices, frozen=True, tag_field="kind", tag="kfac"):
         PositiveFloat | None,
         says("The most that an update may change the model's outputs, as a divergence (arXiv:2007.00784, 3.3)."),
     ] = 1e-3
+    fisher: Annotated[
+        Literal["empirical", "sampled"],
+        says(
+            "Whose targets the Fisher matrix is of: the data's own; or drawn from what the model predicts, by a second "
+            "backward in the steps that measure, for classes."
+        ),
+    ] = "empirical"
     every: Annotated[Positive, says("Steps between two measurements of the factors, and decompositions.")] = 10
     factor_beta: Annotated[float, says("Decay of the factors, for each measurement.", ge=0, lt=1)] = 0.95
     weight_sharing: Annotated[
