@@ -205,8 +205,8 @@ class LayerStatistics:
         """The factors of all ranks' samples, by layer; without those that no sample has passed. All ranks call it."""
         if self._seen:
             raise UserCodeError(
-                'fisher = "sampled" draws targets from outputs that shoal train has computed, and this loop is a script '
-                'of your own: use "empirical"'
+                'fisher = "sampled" draws targets from outputs that shoal train has computed, and this loop is a '
+                'script of your own: use "empirical"'
             )
         scale = scale if self.drawn_by is None else 1.0
         sums, self._sums, self._weights = self._sums, None, None
