@@ -24,7 +24,15 @@ from torch.nn import Parameter
 from shoal.maths.counter import indices, key_of, normal
 from shoal.optim.declared import Dims
 from shoal.optim.owners import WholeOptimizer, as_matrix, product, symmetric_product
-from shoal.optim.preconditioned_config import Dion, Muon, dion_rank, muon_scale, orthogonalising_flops, sides
+from shoal.optim.preconditioned_config import (
+    Dion,
+    Muon,
+    dion_rank,
+    followed,
+    muon_scale,
+    orthogonalising_flops,
+    sides,
+)
 
 # Newton-Schulz iterations: from a matrix to the nearest one whose singular values are all near 1.
 #
@@ -42,9 +50,6 @@ from shoal.optim.preconditioned_config import Dion, Muon, dion_rank, muon_scale,
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 POLISH = (15 / 8, -10 / 8, 3 / 8)
-FOLLOWED = 3
-WIDE = 2
-"""Columns for a row from which on G is followed."""
 _TINY = 1e-7
 
 Quintic = tuple[float, float, float]
@@ -64,7 +69,7 @@ def orthogonalised(x: Tensor, *, iterations: int = 5, polish: int = 0, dtype: to
         for step in steps:
             wide = _rounded(wide, *step)
     else:
-        length = FOLLOWED if wide.size(-1) >= WIDE * wide.size(-2) else 1
+        length = followed(*wide.shape[-2:], precision="parameter")
         for first in range(0, len(steps), length):
             wide = _iterated(wide, steps[first : first + length])
     return (wide.mT if tall else wide).to(x.dtype)
@@ -171,7 +176,8 @@ class OwnedMuon(WholeOptimizer):
     def cost(self, shape: Dims) -> float:
         """Floating-point operations."""
         how: NewtonSchulz = self.defaults["newton_schulz"]
-        return orthogonalising_flops(*sides(shape), iterations=how.iterations + how.polish)
+        iterations = how.iterations + how.polish
+        return orthogonalising_flops(*sides(shape), iterations=iterations, precision=how.precision)
 
 
 # Dion (Ahn et al., arXiv:2504.05295, algorithm 1): orthonormal updates of low rank, by a power iteration that goes

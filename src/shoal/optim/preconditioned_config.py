@@ -109,7 +109,8 @@ class Muon(HiddenMatrices, frozen=True, tag_field="kind", tag="muon"):
         return {**options, "stacked": options["whole"] and parameter.kind == "expert", "heads": heads}
 
     def matrix_flops(self, rows: int, columns: int) -> float:
-        return orthogonalising_flops(rows, columns, iterations=self.iterations + self.polish)
+        iterations = self.iterations + self.polish
+        return orthogonalising_flops(rows, columns, iterations=iterations, precision=self.precision)
 
     def own_width_factor(self, parameter: Described, grows: str, times: float) -> float | None:
         """Of matrices sqrt(outputs / inputs) over the scale of updates, each beside its value at the base width."""
@@ -126,10 +127,22 @@ class Muon(HiddenMatrices, frozen=True, tag_field="kind", tag="muon"):
         return wanted * muon_scale(self.adjust, *before) / muon_scale(self.adjust, rows, columns)
 
 
-def orthogonalising_flops(rows: int, columns: int, *, iterations: int) -> float:
-    """Of Newton-Schulz: two products with the matrix and one of its Gram matrix in each iteration."""
+FOLLOWED, WIDE = 3, 2
+"""Iterations for which the Gram matrix is followed in the place of a matrix that is so many times as wide as high."""
+
+
+def followed(short: int, long: int, *, precision: str) -> int:
+    """Iterations from one product with the matrix itself to the next."""
+    return FOLLOWED if long >= WIDE * short and precision != "bfloat16" else 1
+
+
+def orthogonalising_flops(rows: int, columns: int, *, iterations: int, precision: str = "parameter") -> float:
+    """Of Newton-Schulz: two products with the matrix whenever it is computed; of its Gram matrix one in each iteration,
+    and three between two in which it is followed.
+    """
     short, long = min(rows, columns), max(rows, columns)
-    return iterations * (4.0 * short * short * long + 2.0 * short**3)
+    times = -(-iterations // followed(short, long, precision=precision))
+    return times * 4.0 * short * short * long + (4 * iterations - 3 * times) * 2.0 * short**3
 
 
 def muon_scale(adjust: str, rows: float, columns: float) -> float:
