@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.optim.declared import Dims
-from shoal.optim.owners import Owners, product, symmetric_product
+from shoal.optim.owners import Owners, dense, product, symmetric_product
 from shoal.optim.parts import Parts, PartSums
 from shoal.state import Trained, owned_run, owned_whole
 from shoal.topology.holding import AlongTensor, Box, held
@@ -131,5 +131,16 @@ def test_symmetric_products_are_whole(shape: tuple[int, ...]) -> None:
     wanted = a.double() @ a.double().mT
     found = symmetric_product(a, a)
     assert float((found - wanted).norm() / wanted.norm()) < FLOAT32
+    assert torch.equal(symmetric_product(a.mT.contiguous().mT, a), found)
     cube = wanted @ wanted @ wanted
     assert float((symmetric_product((wanted @ wanted).float(), found) - cube).norm() / cube.norm()) < 3 * FLOAT32
+
+
+def test_matrices_are_multiplied_without_gaps() -> None:
+    """Rows of one that lies by columns, and columns of one that lies by rows, are copied; whole ones are not."""
+    x = torch.randn(6, 8)
+    for whole in (x, x.mT, x[2:4], x.mT[:, 1:3]):
+        assert dense(whole) is whole
+    for part in (x[:, 2:4], x.mT[1:3], x.mT[:2]):
+        assert dense(part).is_contiguous()
+        assert torch.equal(dense(part), part)
