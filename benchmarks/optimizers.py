@@ -1,6 +1,6 @@
 """`python -m benchmarks.optimizers`: steps of training with each optimizer, beside AdamW by PyTorch's fused kernel.
 
-Each trains the same GPT as AdamW in the same loop, in turn with it, under ZeRO-1; one side is AdamW itself (A/A). Muon
+All train the same GPT in the same loop, in turn with AdamW, under ZeRO-1; one side is AdamW itself (A/A). Muon
 is also measured on replicas, with owners and computed redundantly, on every rank. A step of SOAP, Shampoo or K-FAC that
 decomposes is dearer than the others, so their cost is that of all steps: the mean. `update` is the optimizer's part of
 a step alone.
@@ -53,6 +53,7 @@ KINDS: dict[str, OptimizerConfig] = {
     "lion": Lion(),
     "adafactor": Adafactor(),
     "muon": Muon(),
+    "muon, bfloat16": Muon(precision="bfloat16"),
     "dion": Dion(),
     "soap": SOAP(),
     "soap, bfloat16": SOAP(precision="bfloat16"),
@@ -65,6 +66,7 @@ OWNED, REDUNDANT, BASE = "muon, replicas", "redundant", "adamw"
 MOST = {
     "lamb": 1.2,
     "muon": 1.15,
+    "muon, bfloat16": 1.15,
     "soap": 1.3,
     "soap, bfloat16": 1.3,
     "shampoo": 1.3,
@@ -110,22 +112,25 @@ def measure(place: Place, model: GPTConfig, *, tokens: int, pairs: int, kinds: S
         sharded = join_mesh(Layout(shard=place.world_size), place, store)
         replicas = join_mesh(Layout(replicate=place.world_size), place, store)
         of = partial(_Side, model, corpus=corpus, samples=tokens // SEQUENCE)
-        for name in kinds:  # two or three models at a time
-            if name == OWNED:
-                apart = {OWNED: of(Muon(), replicas), REDUNDANT: of(Muon(), replicas, connected=False)}
-                sides = {BASE: of(AdamW(), replicas)} | apart
-            else:
-                sides = {BASE: of(AdamW(), sharded), name: of(KINDS[name], sharded)}
-            rows.append(_row(name, sides, clock, pairs=pairs))
+        if OWNED in kinds:
+            apart = {OWNED: of(Muon(), replicas), REDUNDANT: of(Muon(), replicas, connected=False)}
+            rows += _rows([OWNED], {BASE: of(AdamW(), replicas)} | apart, clock, pairs=pairs)
+        if named := [name for name in kinds if name != OWNED]:
+            sides = {BASE: of(AdamW(), sharded)} | {name: of(KINDS[name], sharded) for name in named}
+            rows += _rows(named, sides, clock, pairs=pairs)
     return _result(rows) if place.rank == 0 else None
 
 
-def _row(name: str, sides: Mapping[str, _Side], clock: Collective, *, pairs: int) -> dict[str, Any]:
+def _rows(names: Sequence[str], sides: Mapping[str, _Side], clock: Collective, *, pairs: int) -> list[dict[str, Any]]:
     turns = interleaved({each: side.step for each, side in sides.items()}, clock, pairs=pairs, always=list(sides))
     mean = {each: statistics.fmean(seconds) for each, seconds in columns(turns).items()}
+    return [_row(name, sides, mean, pairs=len(turns)) for name in names]
+
+
+def _row(name: str, sides: Mapping[str, _Side], mean: Mapping[str, float], *, pairs: int) -> dict[str, Any]:
     row = {
         "side": name,
-        "pairs": len(turns),
+        "pairs": pairs,
         "step_ms": round(1e3 * mean[name], 1),
         "adamw_ms": round(1e3 * mean[BASE], 1),
         "times_adamw": round(mean[name] / mean[BASE], 3),

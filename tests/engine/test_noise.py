@@ -12,7 +12,8 @@ import torch
 from shoal.assembly.run import Run, open_run
 from shoal.comm.collective import Alone
 from shoal.data.sample import Batch
-from shoal.engine.tally import NoiseMeter, NoiseReading, Tally, moments
+from shoal.engine.measure import layer_of
+from shoal.engine.tally import Moments, NoiseMeter, NoiseReading, Tally, moments
 from shoal.errors import ConfigError
 from shoal.launcher.environment import Place
 from shoal.runfile.rules import check_across
@@ -63,8 +64,10 @@ def measured(place: TestPlace, folder: str, tables: dict[str, Any]) -> tuple[flo
     return result.noise.step.signal, result.noise.step.trace
 
 
-def expected(place: TestPlace, folder: str, tables: dict[str, Any], shares: int, whole: bool) -> tuple[float, float]:
-    """The same from gradients of each share's part by itself, in one process that holds the unsplit model."""
+def expected(place: TestPlace, folder: str, tables: dict[str, Any], shares: int, whole: bool) -> dict[str, Moments]:
+    """The same of each layer from gradients of each share's part by itself, in one process that holds the unsplit
+    model.
+    """
     model = {"model": tables["model"]} if "model" in tables else {}
     run = _opened(place, folder, {**model, "batch": {"micro_samples": 2, **tables.get("batch", {})}})
     run.generation.gradients.close()  # the oracle takes gradients by itself
@@ -74,10 +77,12 @@ def expected(place: TestPlace, folder: str, tables: dict[str, Any], shares: int,
         own = _samples(run, share, shares)
         batches += own
         parts.append(own if whole or micro is None else own[:micro])
-    small = [_square(run, part) for part in parts]
-    inverse = sum(1 / len(part) for part in parts) / shares
-    found = moments(sum(small) / shares, _square(run, batches), small_inverse=inverse, big_inverse=1 / len(batches))
-    return found.signal, found.trace
+    small, big = [_squares(run, part) for part in parts], _squares(run, batches)
+    inverse, share = sum(1 / len(part) for part in parts) / shares, 1 / len(batches)
+    return {
+        layer: moments(sum(part[layer] for part in small) / shares, square, small_inverse=inverse, big_inverse=share)
+        for layer, square in big.items()
+    }
 
 
 def _samples(run: Run, share: int, shares: int) -> list[Batch]:
@@ -94,15 +99,19 @@ def _sample(batch: Batch, row: int) -> Batch:
     return Batch(batch.inputs[keep], batch.targets[keep], weights=batch.weights[keep], positions=batch.positions[keep])
 
 
-def _square(run: Run, samples: list[Batch]) -> float:
-    """|G|^2 of the mean loss over `samples`."""
+def _squares(run: Run, samples: list[Batch]) -> dict[str, float]:
+    """|G|^2 of the mean loss over `samples`, by layer."""
     run.model.zero_grad(set_to_none=True)
     weight = sum(sample.weight for sample in samples)
     for sample in samples:
         compute = run.generation.forward_backward.compute
         _, losses = compute.losses(compute.prepared(sample).batch)
         ((losses * sample.weights).sum() / weight).backward()
-    return sum(float(p.grad.double().square().sum()) for p in run.model.parameters() if p.grad is not None)
+    found: dict[str, float] = {}
+    for name, p in run.model.named_parameters():
+        if p.grad is not None:
+            found[layer_of(name)] = found.get(layer_of(name), 0.0) + float(p.grad.double().square().sum())
+    return found
 
 
 @pytest.mark.matrix(every=3)
@@ -113,8 +122,36 @@ def test_the_noise_is_that_of_the_samples(ranks, folder: Path, world: int, table
     shares = world // (layout.get("tensor", 1) * layout.get("pipeline", 1))
     found = ranks(world, measured, str(folder), tables)
     assert len(set(found)) == 1
-    wanted, *_ = ranks(1, expected, str(folder), tables, shares, "pipeline" in layout)
+    layers, *_ = ranks(1, expected, str(folder), tables, shares, "pipeline" in layout)
+    wanted = sum(own.signal for own in layers.values()), sum(own.trace for own in layers.values())
     assert found[0] == pytest.approx(wanted, rel=SUM_ORDER)
+
+
+def measured_by_layer(place: TestPlace, folder: str, tables: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    """The trace of the first step, and those of the layers."""
+    by_layer = {"observe": EVERY_STEP | {"noise_by_layer": True}}
+    run = _opened(place, folder, tables | by_layer)
+    with run.feed() as feed:
+        result = run.step(1, feed.next().microbatches, lr=0.0)
+    assert result.noise is not None
+    assert {name for name in result.noise.values() if name.startswith("noise/scale/")} == {
+        f"noise/scale/{layer}" for layer in result.noise.layers
+    }
+    return result.noise.step.trace, {layer: own.trace for layer, own in result.noise.layers.items()}
+
+
+@pytest.mark.parametrize(("world", "tables"), [CASES[1], CASES[5], CASES[7], CASES[8]], ids=str)
+def test_layers_have_noise_of_their_own(ranks, folder: Path, world: int, tables: dict[str, Any]) -> None:
+    """That of one process; together they are that of the whole."""
+    layout = tables.get("layout", {})
+    shares = world // (layout.get("tensor", 1) * layout.get("pipeline", 1))
+    found = ranks(world, measured_by_layer, str(folder), tables)
+    assert all(each == found[0] for each in found)
+    whole, layers = found[0]
+    assert {"blocks.0", "blocks.1"} < layers.keys()
+    assert sum(layers.values()) == pytest.approx(whole, rel=SUM_ORDER)
+    wanted, *_ = ranks(1, expected, str(folder), tables, shares, "pipeline" in layout)
+    assert layers == pytest.approx({layer: own.trace for layer, own in wanted.items()}, abs=SUM_ORDER * abs(whole))
 
 
 @pytest.mark.parametrize(
@@ -143,8 +180,8 @@ def test_a_step_of_one_part_has_no_noise() -> None:
     class Own:
         wanted = True
 
-        def square(self, device: torch.device) -> torch.Tensor:
-            return torch.ones((), dtype=torch.float64, device=device)
+        def squares(self, places: dict[str, int], device: torch.device) -> torch.Tensor:
+            return torch.ones(1, dtype=torch.float64, device=device)
 
     own: Any = Own()
     meter = NoiseMeter(own, Alone(), every=1, counts=True, separates_microbatches=True, device=torch.device("cpu"))

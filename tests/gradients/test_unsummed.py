@@ -50,7 +50,7 @@ def agreed(gradients: Gradients, model: nn.Module, *, wiping: bool = False) -> t
             model.zero_grad(set_to_none=False)
         with gradients.backward(last=index == 2):
             model(batch).square().sum().backward()
-    norm, first = float(gradients.reduce()), float(gradients.own.square(torch.device("cpu")))
+    norm, first = float(gradients.reduce()), float(gradients.own.squares({}, torch.device("cpu"))[0])
     gradients.scale(0.5)
     gradients.gather()
     return norm, first, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

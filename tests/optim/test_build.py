@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import copy
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 
 from shoal.errors import ConfigError
-from shoal.optim.build import build_optimizer, layer_rates, set_rate
+from shoal.optim.build import build_optimizer, layer_rates, part_of, set_rate
 from shoal.optim.config import SGD, AdamW
 from shoal.optim.declared import Group
+from shoal.optim.kinds import LAMB, Lion, NAdam
+from shoal.optim.preconditioned_config import Muon
 from shoal.optim.slots import make_slots, named_slots
 
 ROUNDING = 1e-6  # fused and unfused kernels differ in the order of operations
@@ -127,3 +130,58 @@ def test_layers_that_no_list_counts_are_refused(names: list[str], said: str) -> 
     """With what to do."""
     with pytest.raises(ConfigError, match=said + ": it takes the layers of one list; give rates by patterns"):
         layer_rates(names, 0.9)
+
+
+@pytest.mark.parametrize("config", [AdamW(lr=0.02), SGD(lr=0.05, momentum=0.9), LAMB(lr=0.01), Muon(lr=0.02)])
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_a_group_of_another_kind_steps_as_an_optimizer_of_its_own(config, in_parts: bool) -> None:
+    """Beside two optimizers: the other kind's rate and decay are its own, and the schedule scales both."""
+    if in_parts and not config.updates_apart:
+        return
+    groups = {"0.*": Group(kind="lion", lr=1e-3, weight_decay=0.2), "1.*": Group(kind="sgd", momentum=0.5, rate=0.5)}
+    own = msgspec.structs.replace(config, groups=groups)
+    ours, theirs = net(), net()
+    whole = build_optimizer(own, [(n, p, p.ndim > 1) for n, p in ours.named_parameters()], lr=config.lr)
+    parts = [part_of(whole, [p]) for p in ours.parameters()] if in_parts else [whole]
+    named = [(n, p, p.ndim > 1) for n, p in theirs.named_parameters()]
+    tables = {
+        "0.": Lion(lr=1e-3, groups={"*": Group(weight_decay=0.2)}),
+        "1.": SGD(lr=0.05, momentum=0.5),
+        "2.": config,
+    }
+    apart = [
+        (build_optimizer(table, [one for one in named if one[0].startswith(prefix)], lr=table.lr), table.lr)
+        for prefix, table in tables.items()
+    ]
+    generator = torch.Generator().manual_seed(1)
+    for step in range(4):
+        x = torch.randn(5, 4, generator=generator)
+        for model in (ours, theirs):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        for part in parts:
+            set_rate(part, config.lr / (1 + step))
+            part.step()
+        for optimizer, lr in apart:
+            set_rate(optimizer, lr / (1 + step))
+            optimizer.step()
+    for (name, p), (_, q) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        assert torch.allclose(p, q, rtol=ROUNDING, atol=ROUNDING), name
+    slots = {slot.name for slot in own.all_slots}
+    assert slots >= {slot for p in ours.parameters() for slot in whole.state[p]}
+
+
+@pytest.mark.parametrize("config", [NAdam(), SGD(lr=0.1)])
+def test_what_steps_all_itself_has_no_groups_of_another_kind(config) -> None:
+    """With what to choose; nor has a kind keys that are another's."""
+    own = msgspec.structs.replace(config, groups={"0.*": Group(kind="lion")})
+    built = lambda: build_optimizer(own, [(n, p, True) for n, p in net().named_parameters()], lr=1.0)  # noqa: E731
+    if isinstance(config, SGD):
+        built()
+    else:
+        with pytest.raises(ConfigError, match=r'optimizer.kind = "nadam": it steps all parameters itself; choose'):
+            built()
+    with pytest.raises(ValueError, match=r"lr = 0\.1 without kind"):
+        Group(lr=0.1)
+    with pytest.raises(ValueError, match=r'momentum = 0\.9 without kind = "sgd"'):
+        Group(kind="lion", momentum=0.9)

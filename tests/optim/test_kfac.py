@@ -111,6 +111,48 @@ def test_positions_count_one_by_one_or_together(form: str) -> None:
     assert close(factors.outputs, outputs)
 
 
+def test_drawn_targets_give_the_fisher_matrix_itself() -> None:
+    """Of classes with probabilities p the gradients of -log p(y) have the moments diag(p) - p p^T; the gradient of the
+    loss is left alone, and the same targets are drawn in whatever microbatches samples come.
+    """
+    layer, samples = nn.Linear(3, 4).double(), 8000
+    x, weights = drawn(1, 3).expand(samples, 3), torch.ones(samples, dtype=torch.float64)
+    targets, positions, found = torch.zeros(samples, dtype=torch.int64), torch.arange(samples), []
+    for parts in (1, 4):
+        statistics = LayerStatistics({"w": layer}, Alone(), weight_sharing="expand", largest=100, drawn_by=5)
+        statistics.begin()
+        layer.zero_grad()
+        for part in torch.arange(samples).chunk(parts):
+            statistics.microbatch(weights[part])
+            out = layer(x[part])
+            statistics.look(out, targets[part], weights[part], positions[part])
+            F.cross_entropy(out, targets[part], reduction="sum").backward()
+        found.append(statistics.agree(scale=0.5, terms=samples)["w"])
+    p = layer(x[:1]).detach().softmax(-1)[0]
+    assert close(found[0].outputs, found[1].outputs if found[1].outputs is not None else p)
+    assert close(found[0].inputs, outer([x[0]]))
+    assert found[0].outputs is not None
+    assert float((found[0].outputs - (p.diag() - torch.outer(p, p))).abs().max()) < 0.01
+    wanted = torch.outer(p - F.one_hot(targets[0], 4), x[0]) * samples
+    assert layer.weight.grad is not None
+    assert close(layer.weight.grad, wanted)
+
+
+def test_targets_are_drawn_for_logits_of_classes_in_a_run() -> None:
+    """A regression has none; and a loop of one's own shows no outputs."""
+    layer, x, weights = nn.Linear(3, 1).double(), drawn(SAMPLES, 3), torch.ones(SAMPLES)
+    statistics = LayerStatistics({"w": layer}, Alone(), weight_sharing="expand", largest=100, drawn_by=5)
+    statistics.begin()
+    statistics.microbatch(weights)
+    out = layer(x)
+    with pytest.raises(UserCodeError, match=r"the model gives \[6, 1\] for targets of \[6, 1\]"):
+        statistics.look(out, torch.zeros(SAMPLES, 1), weights, torch.arange(SAMPLES))
+    statistics.begin()
+    layer(x).sum().backward()
+    with pytest.raises(UserCodeError, match="this loop is a script of your own"):
+        statistics.agree(scale=1.0, terms=SAMPLES)
+
+
 def test_a_convolution_has_those_of_its_patches() -> None:
     """With a stride, padding and dilation."""
     layer = nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=1, dilation=(1, 2)).double()

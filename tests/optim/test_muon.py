@@ -121,6 +121,24 @@ def test_singular_values_become_equal(shape: tuple[int, ...]) -> None:
     assert float((ours - theirs).abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize("shape", [(96, 384), (40, 60)])
+def test_small_singular_values_survive_rounding(shape: tuple[int, int]) -> None:
+    """In float32, down to 1e-6 of the largest, whether X or its Gram matrix is followed: as near to the iterations on
+    the singular values themselves as 5 digits allow, grown 485 times.
+    """
+    generator = torch.Generator().manual_seed(2)
+    rows, columns = (
+        torch.linalg.qr(torch.randn(n, shape[0], generator=generator, dtype=torch.float64))[0] for n in shape
+    )
+    s = torch.logspace(0, -6, shape[0], dtype=torch.float64)
+    x = (rows * s) @ columns.mT
+    wanted = s / s.norm()
+    for _ in range(5):
+        wanted = 3.4445 * wanted - 4.775 * wanted**3 + 2.0315 * wanted**5
+    found = orthogonalised(x.float()).double()
+    assert float((found - (rows * wanted) @ columns.mT).norm() / wanted.norm()) < 5e-5
+
+
 def test_a_script_builds_it_of_plain_parameters() -> None:
     """Matrices are orthogonalised, the rest is AdamW's; the options of a group count before its own."""
     held = parameters()

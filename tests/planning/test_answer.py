@@ -94,14 +94,15 @@ def in_place(total: Any, a: Any, b: Any, *_: Any, **keys: Any) -> int:
     return 2 * a[0] * a[1] * b[1]
 
 
+@pytest.mark.parametrize("rows", [72, 120])
 @pytest.mark.parametrize("config", MATRICES, ids=lambda config: config.variant)
-def test_products_of_an_update_are_those_that_torch_counts(config: OptimizerConfig) -> None:
-    """Of one matrix, in a step that decomposes nothing."""
-    layer = torch.nn.Linear(48, 72, bias=False)
+def test_products_of_an_update_are_those_that_torch_counts(config: OptimizerConfig, rows: int) -> None:
+    """Of one matrix, in a step that decomposes nothing; one of them is more than twice as high as wide."""
+    layer = torch.nn.Linear(48, rows, bias=False)
     optimizer = build_optimizer(config, [("w", layer.weight, True)], lr=0.1, kinds={"w": "column"})
     if isinstance(optimizer, OwnedKFAC):
         optimizer.watch({"w": layer}, Alone())
-        own = [owned_whole(Trained(held(Layout(), 0, "w", (72, 48)), layer.weight))]
+        own = [owned_whole(Trained(held(Layout(), 0, "w", (rows, 48)), layer.weight))]
         optimizer.connect(Parts(own, Alone(), Alone()))
     for step in (1, 2, 3):
         if isinstance(optimizer, OwnedKFAC):
@@ -111,7 +112,7 @@ def test_products_of_an_update_are_those_that_torch_counts(config: OptimizerConf
             optimizer.agree(scale=1.0, terms=5.0)
         with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place}) as counted:
             optimizer.step()
-    assert counted.get_total_flops() == pytest.approx(config.matrix_flops(72, 48), rel=1e-6)
+    assert counted.get_total_flops() == pytest.approx(config.matrix_flops(rows, 48), rel=1e-6)
 
 
 def test_whole_matrices_are_priced_where_ranks_divide_them() -> None:

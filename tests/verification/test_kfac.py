@@ -50,7 +50,11 @@ def folder(tmp_path_factory) -> Path:
 
 EXPAND, ALL, REDUCE = {}, {"decompositions": "all"}, {"weight_sharing": "reduce"}
 CHOLESKY = {"inverse": "cholesky"}
+SAMPLED = {"fisher": "sampled"}
 FEW = [
+    ("uneven", SAMPLED),
+    ("ZeRO-2", SAMPLED),
+    ("microbatches", SAMPLED),
     ("uneven", EXPAND),
     ("microbatches", REDUCE),
     ("recomputed", EXPAND),
@@ -69,8 +73,9 @@ FEW = [
     [
         pytest.param(layout, keys, marks=[] if (layout, keys) in FEW else pytest.mark.stress)
         for layout in LAYOUTS
-        for keys in (EXPAND, ALL, REDUCE, CHOLESKY, CHOLESKY | ALL)
+        for keys in (EXPAND, ALL, REDUCE, CHOLESKY, CHOLESKY | ALL, SAMPLED)
         if (layout, keys) != ("context", REDUCE)
+        and not (keys == SAMPLED and any(word in layout for word in ("ZeRO-3", "context", "pipeline", "recomputed")))
     ],
     ids=str,
 )
@@ -130,6 +135,9 @@ REFUSED = [
     ({"sync": {"kind": "local"}}, 'use "allreduce"'),
     ({"gradients": {"schedule": "priority"}, "wire": {"check_collectives": False}}, 'use "order"'),
     ({"run": {"compile": True}}, "leave run.compile out"),
+    ({"layout": {"shard": 2}, "optimizer": KFAC | SAMPLED}, "use 1 or 2, or set"),
+    ({"layout": {"pipeline": 2}, "optimizer": KFAC | SAMPLED}, 'or set it to "empirical"'),
+    ({"memory": {"recompute": "full"}, "optimizer": KFAC | SAMPLED}, "a block is computed again for one backward"),
 ]
 
 

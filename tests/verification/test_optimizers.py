@@ -172,6 +172,7 @@ def test_norms_of_parts_would_be_found(ranks, folder: Path, layout: str) -> None
 
 
 TRAVELLING = ("nadam", "muon", "soap")
+MIXED = {"optimizer": {"kind": "muon", "groups": {"*embedding*": {"kind": "sgd", "momentum": 0.9}}}}
 JOURNEY = ["ZeRO-3", "one", "tensor", "replicate", "pipeline", "ZeRO-1"]
 
 
@@ -196,12 +197,41 @@ def test_a_checkpoint_goes_on_in_other_layouts(ranks, folder: Path, kind: str) -
     assert straight.left.keys() == legs[-1].left.keys()
 
 
+@pytest.mark.slow
+def test_state_of_several_kinds_goes_on_in_other_layouts(ranks, folder: Path) -> None:
+    """Muon's, AdamW's and SGD's."""
+    legs: list[Leg] = []
+    for layout in JOURNEY:
+        world, tables = LAYOUTS[layout]
+        legs.append(ranks(world, travel, MIXED | tables | FLOAT64, str(folder), "journey-mixed", 2)[0])
+    straight = ranks(1, travel, MIXED | FLOAT64, str(folder), "straight-mixed", 2 * len(JOURNEY))[0]
+    assert any(name.startswith("optimizer/momentum_buffer/") and "embedding" in name for name in straight.left)
+    for here, there in pairwise(legs):
+        assert all(torch.equal(there.came[name], tensor) for name, tensor in here.left.items())
+    assert [loss for leg in legs for loss in leg.losses] == pytest.approx(straight.losses, rel=SAME_MATH)
+
+
 @pytest.mark.parametrize("layout", ["ZeRO-1", "pipeline"])
 def test_parameters_have_rates_and_decays_by_pattern(ranks, folder: Path, layout: str) -> None:
     """Groups and layers are those of the unsplit model, wherever ZeRO and pipelines cut."""
     groups = {"*embedding*": {"rate": 0.5, "weight_decay": 0.0}, "blocks.0.*": {"rate": 2.0}}
     tables = {"optimizer": {"kind": "adamw", "groups": groups, "layer_decay": 0.5}, **LAYOUTS[layout][1]}
     verdict, *_ = ranks(2, verified, tables, str(folder), True, 2)
+    assert verdict["holds"], verdict["sentence"]
+
+
+KINDS = {"*embedding*": {"kind": "sgd", "lr": 0.1, "momentum": 0.9}, "*.bias": {"kind": "lion"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [("adamw", "ZeRO-1"), ("muon", "pipeline")]
+    + [pytest.param(k, n, marks=pytest.mark.stress) for k in ("adamw", "muon", "lamb", "soap") for n in LAYOUTS],
+)
+def test_groups_have_optimizers_of_their_own(ranks, folder: Path, kind: str, layout: str) -> None:
+    """SGD and Lion beside the run's own, in every layout; planned state is that of all."""
+    world, tables = LAYOUTS[layout]
+    verdict, *_ = ranks(world, verified, {"optimizer": {"kind": kind, "groups": KINDS}} | tables, str(folder), True, 3)
     assert verdict["holds"], verdict["sentence"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tomllib
-from math import prod
 from pathlib import Path
 
 from shoal.assembly.run import Run
@@ -54,10 +53,9 @@ def _unsaid(sentence: str) -> None:
 
 def layer_norms(run: Run) -> LayerNorms | None:
     """Of what the ranks in lock-step sum; None unless the run file asks for it."""
-    every, split = run.run_file.observe.layer_norms_every_steps, run.generation.parts.split
+    every, sizes = run.run_file.observe.layer_norms_every_steps, run.generation.parts.split.trained_sizes
     if every == 0:
         return None
-    sizes = {name: prod(shape) for name, shape in split.shapes.items() if name not in split.frozen}
     return LayerNorms(run.generation.gradients, run.step.lockstep, sizes, every=every, device=run.device)
 
 

@@ -52,10 +52,12 @@ that has made these imports once."""
 class Planner:
     """What the planner does for a start. `arrange` completes the layout of a run file on a known number of ranks
     (`layout.auto`; no place: in the process that starts the ranks), `memory_advice` says what would free memory.
+    `made_smaller` makes the next start of a run that ran out of memory need less, and says how; None: it cannot.
     """
 
     arrange: Callable[[RunFile, Place | None], RunFile]
     memory_advice: Callable[[RunFile], str]
+    made_smaller: Callable[[RunFile], str | None]
 
 
 def processes_of(run_file: RunFile, environ: Mapping[str, str] = os.environ) -> int:
@@ -131,7 +133,8 @@ def run(
             else:
                 if is_shoals_own(command) and processes > 1:
                     environ = preload(RANK, environ)
-                code = run_ranks(
+                started = partial(
+                    run_ranks,
                     command,
                     processes=processes,
                     run_directory=logs,
@@ -139,6 +142,10 @@ def run(
                     keep_fds=keep_fds,
                     patience=patience,
                 )
+                code = started()
+                while code == OutOfMemory.exit_code and planner is not None and (how := planner.made_smaller(sized)):
+                    say(f"shoal: {how}")
+                    code = started()
         if code == OutOfMemory.exit_code and planner is not None:
             print(planner.memory_advice(run_file), file=sys.stderr, flush=True)
         if writes and not goes_on_elsewhere and code not in (0, Stopped.exit_code):

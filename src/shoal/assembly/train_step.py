@@ -14,6 +14,7 @@ from shoal.assembly.splitting import trained_in
 from shoal.engine.closures import ByClosure
 from shoal.engine.forward_backward import PipelinedForwardBackward
 from shoal.engine.growing_batch import BatchGrowth
+from shoal.engine.measure import LayerNorms
 from shoal.engine.precision import LossScaler
 from shoal.engine.rank_context import RankContext
 from shoal.engine.state import TrainState
@@ -68,6 +69,7 @@ def watch_layers(optimizer: torch.optim.Optimizer, run_file: RunFile, generation
     axes: list[Axis] = [axis for axis in SAME_LAYERS if axis in generation.sync.lockstep_axes]
     optimizer.watch(layers_in(generation.parts.split.model, names), generation.mesh.axis(*axes))
     generation.forward_backward.compute.announces.append(optimizer.microbatch)
+    generation.forward_backward.compute.looks.append(optimizer.look)
 
 
 def _update_policy(
@@ -99,7 +101,7 @@ def _update_policy(
         gradients,
         optimizer,
         transforms=transforms,
-        noise=_noise_meter(generation, every=run_file.observe.noise_every_steps, growth=growth),
+        noise=_noise_meter(run_file, generation, growth=growth),
         leaves_out=leaves_out,
     )
 
@@ -113,9 +115,9 @@ def _check_untied(stages: Stages) -> None:
         )
 
 
-def _noise_meter(generation: Generation, *, every: int, growth: BatchGrowth | None) -> NoiseMeter | None:
+def _noise_meter(run_file: RunFile, generation: Generation, *, growth: BatchGrowth | None) -> NoiseMeter | None:
     """None unless asked for. Raises `ConfigError` for a parameter whose gradient is whole only once it is summed."""
-    mesh = generation.mesh
+    mesh, every = generation.mesh, run_file.observe.noise_every_steps
     if every == 0:
         return None
     layout = mesh.layout
@@ -126,6 +128,10 @@ def _noise_meter(generation: Generation, *, every: int, growth: BatchGrowth | No
                 f"observe.noise_every_steps: the gradient of {trained.holding.name} is summed over other ranks than "
                 "those that see other samples; measure the noise under another layout, or leave the key out"
             )
+    layers = None
+    if run_file.observe.noise_by_layer:
+        sizes = generation.parts.split.trained_sizes
+        layers = LayerNorms(generation.gradients, mesh.world, sizes, every=every, device=mesh.device)
     return NoiseMeter(
         generation.gradients.own,
         mesh.world,
@@ -134,4 +140,5 @@ def _noise_meter(generation: Generation, *, every: int, growth: BatchGrowth | No
         separates_microbatches=layout.pipeline == 1,
         device=mesh.device,
         growth=growth,
+        layers=layers,
     )

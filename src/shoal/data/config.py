@@ -177,7 +177,10 @@ class BatchConfig(Table, frozen=True):
     ] = None
     micro_samples: Annotated[
         Annotated[int, msgspec.Meta(ge=1)] | None,
-        says("Samples of one forward and backward on one replica; default: all of its share."),
+        says(
+            "Samples of one forward and backward on one replica; default: all of its share. `memory.fit_microbatch` "
+            "finds the largest that fits."
+        ),
     ] = None
     division: Annotated[
         Literal["even", "by_speed"],

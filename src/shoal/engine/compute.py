@@ -129,7 +129,8 @@ class Compute:
     `gathered` the outputs over all classes, where ranks have parts of them; `global_batch` the samples of other ranks,
     for losses that couple samples (None: this process computes all of them); `programs` are what model and loss were
     compiled to, None: they are called as they are; `announces` are called before each forward of a step with the
-    weights of this rank's part of its samples; `distillation` adds a teacher's part to losses that are trained on.
+    weights of this rank's part of its samples, `looks` behind it with outputs, targets, weights and positions;
+    `distillation` adds a teacher's part to losses that are trained on.
     """
 
     model: nn.Module
@@ -142,6 +143,7 @@ class Compute:
     global_batch: GlobalBatch | None = None
     programs: LossPrograms | None = None
     announces: list[Callable[[Tensor], None]] = field(default_factory=list)
+    looks: list[Callable[[Any, Any, Tensor, Tensor], None]] = field(default_factory=list)
     distillation: Distillation | None = None
     frozen: Sequence[nn.Module] = field(init=False)
     buffers: StepBuffers = field(init=False)
@@ -199,10 +201,17 @@ class Compute:
         """`sum(losses * weights)` of a prepared microbatch, of which a backward follows."""
         batch, programs = microbatch.batch, self.programs
         if programs is None:
-            return weighted_sum(self.losses(batch)[1], batch.weights, ones=microbatch.ones)
+            outputs, losses = self.losses(batch)
+            self.look(outputs, batch)
+            return weighted_sum(losses, batch.weights, ones=microbatch.ones)
         with self.coupled(), self.precision.autocast(self.device):
             inputs = self.precision.cast(batch.inputs)
             return programs.loss_sum(inputs, batch.targets, batch.weights, ones=microbatch.ones)
+
+    def look(self, outputs: Any, batch: Batch) -> None:
+        """Shows the outputs of a forward of a step to who asked for them, before its backward."""
+        for look in self.looks:
+            look(outputs, batch.targets, batch.weights, batch.positions)
 
     def coupled(self) -> AbstractContextManager[None]:
         """Around a forward and its loss: `gather_samples` gathers the samples that were announced."""

@@ -114,7 +114,9 @@ class LayerNorms:
         self._gradients, self._group, self._device, self._every = gradients, group, device, every
         self._sizes = torch.tensor(list(sizes.values()), dtype=torch.float64)
         self._index = {name: index for index, name in enumerate(sizes)}
-        self._layers = [layer_of(name) for name in sizes]
+        self.of_parameters: Mapping[str, str] = {name: layer_of(name) for name in sizes}
+        """The layer of each parameter."""
+        self._layers = list(self.of_parameters.values())
         self._figures: dict[str, float] = {}
 
     def due(self, step: int) -> Callable[[float], None] | None:
@@ -127,6 +129,12 @@ class LayerNorms:
         return found
 
     def _measure(self, norm: float) -> None:
+        found = self.norms(norm)
+        if self._group.rank == 0:
+            self._figures = {PREFIX + layer: own for layer, own in found.items()}
+
+    def norms(self, norm: float) -> dict[str, float]:
+        """Those of the layers, `norm` being that of the whole gradient. All ranks of the group call it."""
         squares = self._squares()
         totals = torch.zeros(len(self._layers), dtype=torch.float64)
         known = squares[1] > 0
@@ -136,11 +144,7 @@ class LayerNorms:
             if is_known:  # not a part that a server updates
                 by_layer[layer] = by_layer.get(layer, 0.0) + square
         whole = math.fsum(by_layer.values())
-        if self._group.rank == 0:
-            self._figures = {
-                PREFIX + layer: norm * math.sqrt(square / whole) if whole > 0 else norm
-                for layer, square in by_layer.items()
-            }
+        return {layer: norm * math.sqrt(square / whole) if whole > 0 else norm for layer, square in by_layer.items()}
 
     def _squares(self) -> Tensor:
         """`[2, parameters]`: squared norms, and elements, of what all ranks own of each parameter."""

@@ -109,7 +109,9 @@ class Reference:
         for raw in self._arranged(batches):
             microbatch = self.compute.prepared(raw)
             self.compute.announce(microbatch, lambda: 1.0 / denominator)
-            yield weighted_sum(self.compute.losses(microbatch.batch)[1], microbatch.batch.weights)
+            outputs, losses = self.compute.losses(microbatch.batch)
+            self.compute.look(outputs, microbatch.batch)
+            yield weighted_sum(losses, microbatch.batch.weights)
 
     def rounding(self, batches: Sequence[Batch], gradient: ReferenceGradient) -> dict[str, float]:
         """What the order of summation changes: the 2-norm of each gradient's difference when samples come in reverse.

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -186,7 +186,8 @@ def _to_host(numbers: Tensor) -> tuple[Tensor, torch.Event | None]:
 #
 # Each rank takes the norm of what it computed alone (`gradients.reducer.OwnGradient`); their mean over the ranks, and
 # that of the sum, which every step computes anyway, are the two batch sizes of `cost.noise_scale`. It costs one pass
-# over the gradients and an all-reduce of three numbers, in the steps in which it is due.
+# over the gradients and an all-reduce of three numbers, in the steps in which it is due; layer by layer, another pass
+# and two numbers a parameter.
 #
 # A gradient is a sum divided by the global denominator D, so that a part of weight D_r holds D_r / D of a mean.
 
@@ -197,21 +198,37 @@ DECAY = 0.95
 
 @dataclass(frozen=True)
 class NoiseReading:
-    """The moments of one step, and their averages over this life of the run."""
+    """The moments of one step, their averages over this life of the run, and those of each layer where asked for."""
 
     step: Moments
     mean: Moments
+    layers: Mapping[str, Moments] = field(default_factory=dict)
 
     def values(self) -> dict[str, float]:
         """Under the names of measurements; `noise/scale` counts samples."""
-        return {"noise/scale": self.mean.scale, "noise/signal": self.step.signal, "noise/trace": self.step.trace}
+        whole = {"noise/scale": self.mean.scale, "noise/signal": self.step.signal, "noise/trace": self.step.trace}
+        return whole | {f"noise/scale/{layer}": own.scale for layer, own in self.layers.items()}
+
+
+class MeasuresLayers(Protocol):
+    """What knows the layers of a model, and measures a gradient layer by layer."""
+
+    @property
+    def of_parameters(self) -> Mapping[str, str]:
+        """The layer of each parameter, by name; the same on all ranks, in one order."""
+        ...
+
+    def norms(self, norm: float) -> Mapping[str, float]:
+        """The 2-norms of the layers' gradients, `norm` being that of all. All ranks call it."""
+        ...
 
 
 class NoiseMeter:
     """Measures every `every` steps. `group`: all ranks; `counts`: is this rank the one that counts its samples?
 
     `separates_microbatches`: is a rank's first microbatch its part (else all that it has)? The averages are not in
-    checkpoints: they start anew where a run goes on. `growth` is told of every reading.
+    checkpoints: they start anew where a run goes on. `growth` is told of every reading. `layers`: each of them is
+    measured, too.
     """
 
     def __init__(
@@ -224,9 +241,14 @@ class NoiseMeter:
         separates_microbatches: bool,
         device: torch.device,
         growth: BatchGrowth | None = None,
+        layers: MeasuresLayers | None = None,
     ) -> None:
         self._own, self._group, self._device = own, group, device
-        self._growth = growth
+        self._growth, self._layers = growth, layers
+        of_parameters = {} if layers is None else layers.of_parameters
+        self._means = dict.fromkeys(dict.fromkeys(of_parameters.values()), MovingMoments(decay=DECAY))
+        rows = {layer: row for row, layer in enumerate(self._means, start=1)}
+        self._places = {name: rows[layer] for name, layer in of_parameters.items()}
         self._every, self._counts, self._separates_microbatches = every, counts, separates_microbatches
         self._mean = MovingMoments(decay=DECAY)
 
@@ -242,28 +264,37 @@ class NoiseMeter:
         """
         if not self._own.wanted:
             return None
-        square, inverse, parts = self._over_ranks(
+        squares, inverse, parts = self._over_ranks(
             batches[:1] if self._separates_microbatches else batches, tally, scale
         )
         if inverse * tally.samples <= parts:
             return None
-        one = moments(square / parts, norm**2, small_inverse=inverse / parts, big_inverse=1 / tally.samples)
+
+        def of(square: float, whole: float) -> Moments:
+            return moments(square / parts, whole**2, small_inverse=inverse / parts, big_inverse=1 / tally.samples)
+
+        one = of(squares[0], norm)
         self._mean = self._mean.after(one)
         if self._growth is not None:
             self._growth.note(one)
-        return NoiseReading(step=one, mean=self._mean.mean)
+        norms = {} if self._layers is None else self._layers.norms(norm)
+        for (layer, mean), square in zip(self._means.items(), squares[1:], strict=True):
+            self._means[layer] = mean.after(of(square, norms.get(layer, 0.0)))
+        return NoiseReading(one, self._mean.mean, {layer: mean.mean for layer, mean in self._means.items()})
 
-    def _over_ranks(self, part: Sequence[Batch], tally: Tally, scale: float) -> tuple[float, float, float]:
-        """Sums over all parts: squared norms of their mean gradients, inverses of their samples, and how many."""
+    def _over_ranks(self, part: Sequence[Batch], tally: Tally, scale: float) -> tuple[list[float], float, float]:
+        """Sums over all parts: squared norms of their mean gradients, of all and by layer, inverses of their samples,
+        and how many.
+        """
         weight, samples = sum(batch.weight for batch in part), sum(len(batch) for batch in part)
-        own = self._own.square(self._device)
-        square = own * (tally.denominator / (weight * scale)) ** 2 if weight else torch.zeros_like(own)
+        own = self._own.squares(self._places, self._device)
+        squares = own * (tally.denominator / (weight * scale)) ** 2 if weight else torch.zeros_like(own)
         counts = float(self._counts and weight > 0)
         mine = torch.tensor([counts / max(1, samples), counts], dtype=torch.float64, device=self._device)
-        sums = torch.cat([square.reshape(1), mine])
+        sums = torch.cat([squares, mine])
         if self._group.size > 1:
             self._group.all_reduce(sums).wait()
-        total, inverse, parts = sums.tolist()
+        *total, inverse, parts = sums.tolist()
         return total, inverse, parts
 
 

@@ -119,8 +119,8 @@ class UnsummedGradients(OfWholeParameters):
 
     def _look(self) -> None:
         """The first part of this rank's samples is over: takes its norm."""
-        counted = [self._parameters[index].grad for index in self._counted]
-        self.own.add(two_norm(gradient) for gradient in counted if gradient is not None)
+        counted = [(self._trained[index].holding.name, self._parameters[index].grad) for index in self._counted]
+        self.own.add((name, two_norm(gradient)) for name, gradient in counted if gradient is not None)
         self.own.close()
 
 

@@ -33,7 +33,7 @@ from those of activations. Inside `schedule()` hooks do nothing, and `finish` ta
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -70,7 +70,7 @@ class OwnGradient:
     def __init__(self) -> None:
         self.wanted = False
         self._open = False
-        self._squares: list[Tensor] = []
+        self._squares: list[tuple[str, Tensor]] = []
 
     @property
     def open(self) -> bool:
@@ -82,20 +82,26 @@ class OwnGradient:
         self._open = self.wanted
         self._squares = []
 
-    def add(self, norms: Iterable[Tensor]) -> None:
-        """2-norms, scalars, of gradients that this rank counts."""
+    def add(self, norms: Iterable[tuple[str, Tensor]]) -> None:
+        """Parameters' names, and the 2-norms of their gradients, scalars, that this rank counts."""
         if self._open:
-            self._squares += [norm.double().square() for norm in norms]
+            self._squares += [(name, norm.double().square()) for name, norm in norms]
 
     def close(self) -> None:
         """The first part is over: what comes is not added."""
         self._open = False
 
-    def square(self, device: torch.device) -> Tensor:
-        """The sum, a float64 scalar; 0 where this rank counts nothing or nothing was wanted."""
-        if not self._squares:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        return torch.stack([square.to(device) for square in self._squares]).sum()
+    def squares(self, places: Mapping[str, int], device: torch.device) -> Tensor:
+        """Their sums at the `places` of parameters, float64 `[1 + places]`, whose first number is the sum of all; zeros
+        where this rank counts nothing or nothing was wanted.
+        """
+        sums = torch.zeros(1 + max(places.values(), default=0), dtype=torch.float64, device=device)
+        if self._squares:
+            own = torch.stack([square.to(device) for _, square in self._squares])
+            at = [places.get(name, 0) for name, _ in self._squares]
+            sums.index_add_(0, torch.tensor(at, device=device), own)
+            sums[0] = own.sum()
+        return sums
 
 
 def check_empty(name: str, gradient: Tensor) -> None:
@@ -282,7 +288,7 @@ class Reducer:
         """Takes the norms of gradients that nothing was added to yet, if they are wanted."""
         if self.own.open:
             counted = (index for index in indices if index in self._home[index].counted)
-            self.own.add(two_norm(self._home[index].slice(index)) for index in counted)
+            self.own.add((self.parameters[i][0], two_norm(self._home[i].slice(i))) for i in counted)
 
     def _send(self, bucket: Bucket) -> None:
         self._look_at(bucket.indices)

@@ -124,6 +124,14 @@ class MemoryConfig(Table, frozen=True):
             "Losses stay the same to the last bit. The bill is memory.json in the run directory."
         ),
     ] = None
+    fit_microbatch: Annotated[
+        bool,
+        says(
+            "Before any rank starts, the largest microbatch that fits is found, by the planner and then by trials of "
+            "two steps. It becomes `batch.micro_samples`; updates are the same with any. On CPUs it wants "
+            "`simulate_device`. What was tried is in microbatch.json of the run directory."
+        ),
+    ] = False
     collect_every_steps: Annotated[
         int,
         says(

@@ -37,6 +37,9 @@ class ObserveConfig(Table, frozen=True):
         int,
         says("Steps between two measurements of the gradient noise scale (arXiv:1812.06162); 0: none.", ge=0),
     ] = 0
+    noise_by_layer: Annotated[
+        bool, says("Whether the noise scale is also measured layer by layer, in the same steps.")
+    ] = False
     layer_norms_every_steps: Annotated[
         int, says("Steps between two measurements of the gradient's norm layer by layer; 0: none.", ge=0)
     ] = 0

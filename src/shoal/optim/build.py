@@ -16,8 +16,8 @@ from shoal.errors import ConfigError
 from shoal.models.roles import Widened
 from shoal.optim.average import keep_average, look_ahead
 from shoal.optim.config import SGD, Adagrad, AdamW, OptimizerConfig
-from shoal.optim.declared import Described, Dims
-from shoal.optim.fused import FusedAdamW, FusedSGD
+from shoal.optim.declared import Common, Described, Dims
+from shoal.optim.fused import FusedAdamW, FusedOptimizer, FusedSGD
 from shoal.optim.mup import factor_of
 
 
@@ -39,8 +39,10 @@ def build_optimizer(
     The gradients of those named `sparse` have the rows that a step touched alone, and form a last group. Without any
     parameter, as on a rank whose piece of a sharded model is empty, its step does nothing.
 
-    Raises `ConfigError` for an optimizer that moves rows which a step has not touched, and for `layer_decay` where the
-    names do not count layers.
+    Groups of another `kind` are updated by an optimizer of that kind, within the step of the first.
+
+    Raises `ConfigError` for an optimizer that moves rows which a step has not touched, for `layer_decay` where the
+    names do not count layers, and for a group of another kind where the optimizer does not step beside others.
     """
     parameters, tables = list(parameters), set(sparse)
     of_layers = layer_rates(kinds or [name for name, *_ in parameters], config.layer_decay)
@@ -55,7 +57,7 @@ def build_optimizer(
         if name not in tables:
             shape = (shapes or {}).get(name, tuple(parameter.shape))
             described = Described(name, shape, (kinds or {}).get(name, "replicated"), decays)
-            by_width = factor_of(config, described, (widened or {}).get(name))
+            by_width = factor_of(config.group_of(name).table or config, described, (widened or {}).get(name))
             options = _options(config, described, by_width, of_layers.get(name, 1.0))
             key = tuple(sorted(options.items()))
             found.setdefault(key, {"params": [], **options})["params"].append(parameter)
@@ -64,11 +66,34 @@ def build_optimizer(
         groups.append({"params": of_tables, "weight_decay": 0.0, "fused": False})
     groups = groups or [{"params": [], "weight_decay": config.weight_decay}]
     optimizer = implementation_of(config)(config, groups, lr)
+    if config.others:
+        _step_others(optimizer, config)
     if config.lookahead is not None:
         look_ahead(optimizer, config.lookahead)
     if config.average is not None:
         keep_average(optimizer, config.average)
     return optimizer
+
+
+def _step_others(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
+    """Gives `optimizer` those that update its groups of another kind, whose options are in the groups."""
+    if not isinstance(optimizer, FusedOptimizer) or config.sends_momentum:
+        raise ConfigError(
+            f'optimizer.groups with a kind of their own, and optimizer.kind = "{config.variant}": it steps all '
+            'parameters itself; choose "adamw", "sgd", "lion", "muon" or another of matrices, or leave kind out'
+        )
+    optimizer.others = {_kind_of(t): implementation_of(t)(t, [{"params": []}], 1.0) for t in config.others}
+    for other in optimizer.others.values():
+        other.state = optimizer.state
+    for group in optimizer.param_groups:
+        if "kind" in group:
+            kept = {key: group[key] for key in ("lr", "weight_decay")}
+            group |= {**optimizer.others[group["kind"]].defaults, **kept}
+
+
+def _kind_of(table: Common) -> str:
+    """What tells optimizers of groups apart: their kind and keys."""
+    return repr(table)
 
 
 def layer_rates(names: Iterable[str], decay: float) -> dict[str, float]:
@@ -101,8 +126,10 @@ def _options(config: OptimizerConfig, parameter: Described, factor: float, of_la
     """What the group of a parameter says, whose rate is multiplied by `factor`, and by `of_layer` with what decay takes
     off; what it does not say is the optimizer's own.
     """
-    group, decay = config.group_of(parameter.name), config.weight_decay if parameter.decays else 0.0
-    own = config.options(parameter)
+    group = config.group_of(parameter.name)
+    table = group.table or config
+    decay = table.weight_decay if parameter.decays else 0.0
+    own = config.options(parameter) if group.table is None else _of_another_kind(config, group.table)
     rate = own.pop("rate", 1.0) * group.rate * factor * of_layer
     small = math.prod(parameter.shape) < config.least_numbers
     return {
@@ -111,6 +138,12 @@ def _options(config: OptimizerConfig, parameter: Described, factor: float, of_la
         **({} if rate == 1 else {"rate": rate}),
         **({"small": True} if small else {}),
     }
+
+
+def _of_another_kind(config: OptimizerConfig, table: Common) -> dict[str, Any]:
+    """What says that a parameter's group is another optimizer's, and its rate."""
+    own, others = getattr(config, "lr"), getattr(table, "lr")  # noqa: B009
+    return {"kind": _kind_of(table), **({} if own == 0 else {"rate": others / own})}
 
 
 def adamw(config: AdamW, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
@@ -144,4 +177,6 @@ def part_of(optimizer: torch.optim.Optimizer, parameters: Collection[Parameter])
     part = copy.copy(optimizer)
     groups = [{**g, "params": [p for p in g["params"] if id(p) in wanted]} for g in optimizer.param_groups]
     part.param_groups = [group for group in groups if group["params"]]
+    if isinstance(part, FusedOptimizer) and isinstance(optimizer, FusedOptimizer):
+        part.others = optimizer.others
     return part

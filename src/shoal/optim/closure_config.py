@@ -46,6 +46,7 @@ class Searching(Common, frozen=True):
     def _against_the_loss(self) -> list[tuple[str, Any]]:
         """Keys that make another gradient, or another direction, of the loss's."""
         rates = [f"{pattern!r}: rate = {group.rate:g}" for pattern, group in self.groups.items() if group.rate != 1]
+        rates += [f"{pattern!r}: kind = {group.kind}" for pattern, group in self.groups.items() if group.kind]
         kinds = [transform.variant for transform in self.transforms]
         layers = self.layer_decay if self.layer_decay != 1 else None
         found = [("clip_norm", self.clip_norm), ("transforms", kinds), ("groups", rates), ("layer_decay", layers)]

@@ -153,6 +153,32 @@ class Group(Table, frozen=True):
     weight_decay: Annotated[
         float | None, says("Weight decay in the place of the optimizer's, whatever their shape.")
     ] = None
+    kind: Annotated[
+        Literal["adamw", "sgd", "lion"] | None,
+        says(
+            "Another optimizer for them, with its defaults but for `lr`, `momentum` and `weight_decay` here; default: "
+            "the run's own."
+        ),
+    ] = None
+    lr: Annotated[PositiveFloat | None, says("With `kind`: their peak rate; without it, that kind's default.")] = None
+    momentum: Annotated[
+        Annotated[float, msgspec.Meta(ge=0, lt=1)] | None, says('With `kind = "sgd"`: the momentum; default: 0.')
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.lr is not None and self.kind is None:
+            raise ValueError(f"lr = {self.lr:g} without kind; say kind, or rate, what the run's lr is multiplied by")
+        if self.momentum is not None and self.kind != "sgd":
+            raise ValueError(f'momentum = {self.momentum:g} without kind = "sgd"; leave it out')
+
+    @property
+    def table(self) -> Common | None:
+        """That of its own optimizer; None: the run's steps them."""
+        if self.kind is None:
+            return None
+        tables = {table.__struct_config__.tag: table for table in Common.__subclasses__()}
+        given: dict[str, Any] = {"lr": self.lr, "momentum": self.momentum}
+        return tables[self.kind](**{key: value for key, value in given.items() if value is not None})
 
 
 class Common(Table, frozen=True):
@@ -203,7 +229,14 @@ class Common(Table, frozen=True):
         counted = (counter("averaged", with_parts=True),) if isinstance(self.average, SWA) else ()
         average = () if self.average is None else (Slot("average"), *counted)
         slow = () if self.lookahead is None else (Slot("slow_weight"), counter("looked", with_parts=True))
-        return (*self.slots, *average, *slow)
+        names = {slot.name for slot in self.slots}
+        others = {slot.name: slot for table in self.others for slot in table.slots if slot.name not in names}
+        return (*self.slots, *others.values(), *average, *slow)
+
+    @property
+    def others(self) -> tuple[Common, ...]:
+        """The tables of groups with optimizers of their own."""
+        return tuple(table for group in self.groups.values() if (table := group.table) is not None)
 
     @property
     def takes_sparse(self) -> bool:

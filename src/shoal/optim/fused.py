@@ -8,8 +8,9 @@ the same bits (but for SGD with parameters in half precision on a CPU: see `HALV
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -62,6 +63,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     found_inf: Tensor | None = None
     home: StateHome | None = None
     """Set it before the first step, where the optimizer `takes_home`."""
+    others: Mapping[str, FusedOptimizer] = MappingProxyType({})
+    """Those that update the groups of this one that say another `kind`; they share its state."""
 
     def __init__(self, groups: Iterable[dict[str, Any]], **options: Any) -> None:
         super().__init__(groups, options)  # pyright: ignore[reportArgumentType]
@@ -90,13 +93,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.update_all(
-            [
-                Work(group, parameters, [p.grad for p in parameters if p.grad is not None])
-                for group in self.param_groups
-                for parameters in _alike([p for p in group["params"] if p.grad is not None])
-            ]
-        )
+        work = [
+            Work(group, parameters, [p.grad for p in parameters if p.grad is not None])
+            for group in self.param_groups
+            for parameters in _alike([p for p in group["params"] if p.grad is not None])
+        ]
+        by_kind: dict[str | None, list[Work]] = {None: []}
+        for one in work:
+            by_kind.setdefault(one.group.get("kind"), []).append(one)
+        for kind, own in by_kind.items():
+            (self if kind is None else self.others[kind]).update_all(own)
         self.grad_scale = self.found_inf = None
         return loss
 
@@ -108,7 +114,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     @property
     def takes_home(self) -> bool:
         """Whether some parameters are updated as all are, with nothing but their own state."""
-        return type(self).update_all is FusedOptimizer.update_all
+        return type(self).update_all is FusedOptimizer.update_all and not self.others
 
     def update_all(self, work: list[Work]) -> None:
         """Updates everything that has a gradient."""
@@ -146,7 +152,7 @@ class FusedAdamW(FusedOptimizer):
     @property
     def takes_scale(self) -> bool:
         """Its subclasses update in ways of their own."""
-        return type(self) is FusedAdamW and _kernels_scale(self)
+        return type(self) is FusedAdamW and not self.others and _kernels_scale(self)
 
     def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
         """One step of the kernel. States that are not there yet begin at zero."""
@@ -197,7 +203,7 @@ class FusedSGD(FusedOptimizer):
     @property
     def takes_scale(self) -> bool:
         """Its subclasses update in ways of their own."""
-        return type(self) is FusedSGD and _kernels_scale(self)
+        return type(self) is FusedSGD and not self.others and _kernels_scale(self)
 
     @property
     def takes_vote(self) -> bool:

@@ -34,9 +34,10 @@ from torch.nn import Parameter
 
 from shoal.comm.collective import Alone, Collective
 from shoal.errors import UserCodeError
+from shoal.maths.counter import key_of
 from shoal.optim.declared import Dims
 from shoal.optim.layer_statistics import Factors, LayerStatistics, WeightSharing
-from shoal.optim.owners import Owners, Whole, WholeOptimizer, as_matrix
+from shoal.optim.owners import Owners, Whole, WholeOptimizer, as_matrix, product
 from shoal.optim.parts import Parts
 from shoal.optim.preconditioned_config import KFAC, sides
 
@@ -52,6 +53,7 @@ def build(config: KFAC, groups: list[dict[str, Any]], lr: float) -> torch.optim.
         momentum=config.momentum,
         damping=config.damping,
         kl_clip=config.kl_clip,
+        fisher=config.fisher,
         every=config.every,
         factor_beta=config.factor_beta,
         weight_sharing=config.weight_sharing,
@@ -70,7 +72,7 @@ class OwnedKFAC(WholeOptimizer):
     Args:
         params: Dictionaries with `params` and their options; of plain parameters those of two dimensions are `whole`.
         lr: The learning rate.
-        options: `momentum`, `damping`, `kl_clip` (None: no limit), `every`, `factor_beta`, `weight_sharing`,
+        options: `momentum`, `damping`, `kl_clip` (None: no limit), `fisher`, `every`, `factor_beta`, `weight_sharing`,
             `decompositions`, `inverse` and `largest_side` are the keys of `[optimizer]`, with its defaults; `betas`,
             `eps` and `weight_decay` are AdamW's, and `adamw_rate` what the rate is multiplied by of weights that turn
             out to have no layer.
@@ -82,6 +84,7 @@ class OwnedKFAC(WholeOptimizer):
             "momentum",
             "damping",
             "kl_clip",
+            "fisher",
             "every",
             "factor_beta",
             "weight_sharing",
@@ -110,7 +113,9 @@ class OwnedKFAC(WholeOptimizer):
 
     def watch(self, layers: Mapping[str, nn.Module], group: Collective) -> None:
         """Measures `layers` over the ranks of `group`. Weights of none of them become AdamW's."""
-        self._statistics = LayerStatistics(layers, group, self.weight_sharing, self.defaults["largest_side"])
+        drawn_by = key_of(0, "fisher") if self.defaults["fisher"] == "sampled" else None
+        largest = self.defaults["largest_side"]
+        self._statistics = LayerStatistics(layers, group, self.weight_sharing, largest, drawn_by)
         self._names = {id(module.weight): name for name, module in layers.items()}
 
     def connect(self, parts: Parts) -> None:
@@ -135,6 +140,10 @@ class OwnedKFAC(WholeOptimizer):
     def microbatch(self, weights: Tensor) -> None:
         """The weights of the samples of the next forward."""
         self._watching.microbatch(weights)
+
+    def look(self, outputs: Any, targets: Any, weights: Tensor, positions: Tensor) -> None:
+        """What the next backward begins with: targets are drawn from it, if they are to be."""
+        self._watching.look(outputs, targets, weights, positions)
 
     def agree(self, *, scale: float, terms: float) -> None:
         """Sums over ranks what a step has measured, if it has."""
@@ -251,17 +260,17 @@ def _by_eigenvalues(x: Tensor, state: Mapping[str, Tensor], damping: float) -> T
     rows, columns = (state.get(f"values_{name}") for name in _SIDES)
     rows = state.get("mean_tokens", x.new_ones(x.shape[0])) if rows is None else rows
     columns = x.new_ones(x.shape[1]) if columns is None else columns
-    x = state["basis_rows"].mT @ x if "basis_rows" in state else x
-    x = x @ state["basis_columns"] if "basis_columns" in state else x
+    x = product(state["basis_rows"].mT, x) if "basis_rows" in state else x
+    x = product(x, state["basis_columns"]) if "basis_columns" in state else x
     x = x / (rows[:, None] * columns + damping)
-    x = state["basis_rows"] @ x if "basis_rows" in state else x
-    return x @ state["basis_columns"].mT if "basis_columns" in state else x
+    x = product(state["basis_rows"], x) if "basis_rows" in state else x
+    return product(x, state["basis_columns"].mT) if "basis_columns" in state else x
 
 
 def _by_inverses(x: Tensor, state: Mapping[str, Tensor]) -> Tensor:
     x = state["inverse_tokens"][:, None] * x if "inverse_tokens" in state else x
-    x = state["inverse_rows"] @ x if "inverse_rows" in state else x
-    return x @ state["inverse_columns"] if "inverse_columns" in state else x
+    x = product(state["inverse_rows"], x) if "inverse_rows" in state else x
+    return product(x, state["inverse_columns"]) if "inverse_columns" in state else x
 
 
 def _average(one: Whole, factors: Factors, *, beta: float) -> None:

@@ -9,6 +9,9 @@ Grosse, arXiv:1503.05671; Grosse and Martens, arXiv:1602.01407; for weights that
 arXiv:2311.00636, 3.2: "expand"). In the form "reduce" (3.3) a sample is one row: the mean of its inputs, and the sum
 of its gradients. An embedding's input is one-hot, so that its A is a diagonal: how often each token stands there.
 
+Of a sampled Fisher matrix g is the gradient of -log p(y | x) for a y that is drawn from the model's own p, the softmax
+of its outputs: a backward of its own through the same forward, before that of the loss.
+
 Samples that weigh nothing are no rows. Sums are added up in the backward: a forward that is repeated counts once.
 """
 
@@ -21,9 +24,12 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
+from shoal.maths.counter import bits, uniform
+from shoal.optim.owners import symmetric_product
 from shoal.optim.parts import SeesParts
 
 WeightSharing = Literal["expand", "reduce"]
@@ -53,6 +59,10 @@ class SeesLayers(SeesParts, Protocol):
         """After the last backward, on all ranks: the loss was `scale` times the sum of so many `terms`."""
         ...
 
+    def look(self, outputs: Any, targets: Any, weights: Tensor, positions: Tensor) -> None:
+        """After each forward of a step, before its backward."""
+        ...
+
     def close(self) -> None:
         """Takes its hooks off the layers."""
         ...
@@ -73,6 +83,15 @@ class _Rows(NamedTuple):
     real: Tensor
 
 
+class _Seen(NamedTuple):
+    """A call of a layer, and the place of its output in the graph."""
+
+    name: str
+    module: nn.Module
+    inputs: Tensor
+    edge: GradientEdge
+
+
 @dataclass
 class _Sums:
     """Of one layer, over the rows of this rank."""
@@ -83,6 +102,31 @@ class _Sums:
 
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.inputs, self.outputs, self.rows) if tensor is not None]
+
+
+def drawn_loss(outputs: Any, targets: Any, weights: Tensor, positions: Tensor, *, key: int) -> Tensor:
+    """The weighted sum of -log p(y) over a batch, p the softmax of `outputs` `[samples, ..., classes]` and y drawn from
+    it: one number for each sample and position, which follows from `key` and `positions`, where samples stand in the
+    data. Of `targets` the shape counts, `[samples, ...]`; `weights` have the first or all of these dimensions.
+
+    Raises `UserCodeError` for outputs that are no logits of classes.
+    """
+    logits = getattr(outputs, "logits", outputs)
+    lead = getattr(targets, "shape", torch.Size())
+    if not isinstance(logits, Tensor) or logits.ndim != len(lead) + 1 or logits.shape[:-1] != lead:
+        shape = list(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
+        raise UserCodeError(
+            f'optimizer.fisher = "sampled": the model gives {shape} for targets of {list(lead)}, and logits of classes '
+            'are needed, [*targets, classes]: set it to "empirical"'
+        )
+    with torch.no_grad():
+        sums = logits.double().softmax(-1).cumsum(-1)
+        of_sample = bits(key, positions.to(logits.device)).view(-1, *[1] * (len(lead) - 1))
+        places = torch.arange(lead[1:].numel(), device=logits.device).view(lead[1:])
+        drawn = uniform(of_sample, places, dtype=torch.float64) * sums[..., -1]
+        found = torch.searchsorted(sums, drawn[..., None]).clamp_(max=logits.shape[-1] - 1)
+    terms = -logits.log_softmax(-1).gather(-1, found)[..., 0]
+    return (terms * weights.to(terms.dtype).view(*weights.shape, *[1] * (len(lead) - weights.ndim))).sum()
 
 
 def layers_in(model: nn.Module, names: Mapping[int, str]) -> dict[str, nn.Module]:
@@ -110,13 +154,16 @@ def _is_known(module: nn.Module) -> bool:
 class LayerStatistics:
     """Measures `layers` in the steps from `begin` to `agree`, over the ranks of `group`.
 
-    `largest`: longer sides are left out. Raises `UserCodeError` in a forward whose rows are not those of the batch.
+    `largest`: longer sides are left out. `drawn_by`: the key by which targets are drawn; None: the data's own. Raises
+    `UserCodeError` in a forward whose rows are not those of the batch.
     """
 
     layers: Mapping[str, nn.Module]
     group: Collective
     weight_sharing: WeightSharing
     largest: int
+    drawn_by: int | None = None
+    _seen: list[_Seen] = field(default_factory=list, init=False)
     _sums: dict[str, _Sums] | None = field(default=None, init=False)
     _weights: Tensor | None = field(default=None, init=False)
 
@@ -133,7 +180,7 @@ class LayerStatistics:
 
     def begin(self) -> None:
         """From now on backwards are added up."""
-        self._sums = {name: self._empty(module) for name, module in self.layers.items()}
+        self._sums, self._seen = {name: self._empty(module) for name, module in self.layers.items()}, []
 
     def stop(self) -> None:
         """What was added up is forgotten."""
@@ -143,8 +190,25 @@ class LayerStatistics:
         """The weights of the samples of the next forward."""
         self._weights = weights
 
+    def look(self, outputs: Any, targets: Any, weights: Tensor, positions: Tensor) -> None:
+        """Goes backward from drawn targets, if they are, to what layers of this forward have put out."""
+        seen, self._seen = self._seen, []
+        if self._sums is None or self.drawn_by is None or not seen:
+            return
+        loss = drawn_loss(outputs, targets, weights, positions, key=self.drawn_by)
+        found = torch.autograd.grad(loss, [one.edge for one in seen], retain_graph=True, allow_unused=True)
+        for one, gradient in zip(seen, found, strict=True):
+            if gradient is not None:
+                self._add(one.name, one.module, one.inputs, gradient, self._weights)
+
     def agree(self, *, scale: float, terms: float) -> dict[str, Factors]:
         """The factors of all ranks' samples, by layer; without those that no sample has passed. All ranks call it."""
+        if self._seen:
+            raise UserCodeError(
+                'fisher = "sampled" draws targets from outputs that shoal train has computed, and this loop is a '
+                'script of your own: use "empirical"'
+            )
+        scale = scale if self.drawn_by is None else 1.0
         sums, self._sums, self._weights = self._sums, None, None
         assert sums is not None, "begin was called"
         self._sum_over_ranks([tensor for own in sums.values() for tensor in own.tensors()])
@@ -179,7 +243,10 @@ class LayerStatistics:
             if self._sums is None or not torch.is_grad_enabled() or not output.requires_grad:
                 return
             inputs, weights = (args[0] if args else kwargs["input"]).detach(), self._weights
-            output.register_hook(lambda gradient: self._add(name, module, inputs, gradient, weights))
+            if self.drawn_by is None:
+                output.register_hook(lambda gradient: self._add(name, module, inputs, gradient, weights))
+            else:
+                self._seen.append(_Seen(name, module, inputs, get_gradient_edge(output)))
 
         return hook
 
@@ -199,8 +266,8 @@ class LayerStatistics:
         sums.rows += len(taken[1])
         for total, values in zip((sums.inputs, sums.outputs), taken, strict=True):
             if total is not None and values is not None:
-                wide = values.to(total.dtype)
-                total.addmm_(wide.mT, wide)
+                wide = values.to(total.dtype).mT
+                total += symmetric_product(wide, wide)
 
 
 def _widths(module: nn.Module) -> tuple[int, int]:

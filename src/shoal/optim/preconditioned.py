@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.optim.declared import Dims
-from shoal.optim.owners import WholeOptimizer, as_matrix
+from shoal.optim.owners import WholeOptimizer, as_matrix, product, symmetric_product
 from shoal.optim.preconditioned_config import SOAP, Shampoo, sides
 
 # Shampoo (Gupta et al., arXiv:1802.09568) by blocks, with the length of Adam's step (Shi et al., arXiv:2309.06497):
@@ -82,7 +82,7 @@ class OwnedShampoo(WholeOptimizer):
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         for name, side in (("rows", blocks), ("columns", blocks.mT)):
-            state[f"mean_{name}"].mul_(beta2).add_(_product(side, side.mT, group), alpha=1 - beta2)
+            state[f"mean_{name}"].mul_(beta2).add_(_square(side, group), alpha=1 - beta2)
         adam = (mean / (1 - beta1**step)) / (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
         if step <= group["start"]:
             return adam.view(direction.shape)
@@ -111,7 +111,13 @@ def _blocks(x: Tensor, block: int) -> Tensor:
 
 def _product(a: Tensor, b: Tensor, group: dict[str, Any]) -> Tensor:
     """Of two matrices, or of stacks of them, in the precision of the group."""
-    return a @ b if group["precision"] == "parameter" else (a.bfloat16() @ b.bfloat16()).to(a.dtype)
+    return product(a, b) if group["precision"] == "parameter" else (a.bfloat16() @ b.bfloat16()).to(a.dtype)
+
+
+def _square(a: Tensor, group: dict[str, Any]) -> Tensor:
+    """a @ a.mT, likewise."""
+    wide = a if group["precision"] == "parameter" else a.bfloat16()
+    return symmetric_product(wide, wide).to(a.dtype)
 
 
 def _joined(blocks: Tensor, shape: torch.Size) -> Tensor:
@@ -126,20 +132,22 @@ def _inverse_fourth_root(mean: Tensor, eps: float) -> Tensor:
     largest = values[..., -1:].clamp(min=0)
     powers = (values.clamp(min=0) + eps * largest).pow(-0.25)
     powers = torch.where(largest > 0, powers, 0.0)
-    return (vectors * powers[..., None, :]) @ vectors.mT
+    return product(vectors * powers[..., None, :], vectors.mT)
 
 
 # SOAP (Vyas et al., arXiv:2409.11321, algorithm 3): Adam in the eigenbasis of Shampoo's preconditioners.
 #
 # For a matrix G of gradients, with both sides' means L, R and their eigenvectors P, Q:
 #
-#     M <- b1 M + (1 - b1) G,     G' = P^T G Q,     V <- b2 V + (1 - b2) G'^2
-#     U = P [ (P^T M Q / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps) ] Q^T,     X <- (1 - lr w) X - lr U
+#     G' = P^T G Q,     M <- b1 M + (1 - b1) G',     V <- b2 V + (1 - b2) G'^2
+#     U = P [ (M / (1 - b1^t)) / (sqrt(V / (1 - b2^t)) + eps) ] Q^T,     X <- (1 - lr w) X - lr U
 #     L <- b L + (1 - b) G G^T,   R <- b R + (1 - b) G^T G
 #
 # and every `every` updates P <- qr(L P), Q <- qr(R Q), one step of the power iteration, its columns in the order of
-# their eigenvalues, V's with them. The first gradient gives L and R, whose eigenvectors are computed whole, and no
-# update. A side that is longer than `largest_side` stays as it is. More dimensions than two are columns.
+# their eigenvalues, V's with them; M is turned from the one basis into the other. (The paper keeps M outside of the
+# basis and turns it in every update: the same numbers, two products more.) The first gradient gives L and R, whose
+# eigenvectors are computed whole, and no update. A side that is longer than `largest_side` stays as it is. More
+# dimensions than two are columns.
 #
 # All of a matrix's state is on its owner (`shoal.optim.owners`), which makes the update; everything else is AdamW's.
 
@@ -200,20 +208,20 @@ class OwnedSOAP(WholeOptimizer):
         gradient = as_matrix(direction)
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=direction.device)
-            state |= {name: torch.zeros_like(direction) for name in ("soap_avg", "soap_avg_sq")}
+            state |= {name: torch.zeros_like(direction) for name in ("turned_avg", "turned_avg_sq")}
             _start(gradient, state, group["largest_side"])
             return torch.zeros_like(direction)
         state["step"] += 1
         step, (beta1, beta2) = int(state["step"]), group["betas"]
-        mean, square = as_matrix(state["soap_avg"]), as_matrix(state["soap_avg_sq"])
-        mean.lerp_(gradient, 1 - beta1)
+        mean, square = as_matrix(state["turned_avg"]), as_matrix(state["turned_avg_sq"])
         turned = _into_basis(gradient, state, group)
+        mean.lerp_(turned, 1 - beta1)
         square.mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
         scale = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        found = _out_of_basis(_into_basis(mean, state, group).div_(scale), state, group).div_(1 - beta1**step)
+        found = _out_of_basis(mean / scale, state, group).div_(1 - beta1**step)
         _follow(gradient, state, group)
         if step % group["every"] == 0:
-            _turn(square, state)
+            _turn(mean, square, state)
         return found.view(direction.shape)
 
     def cost(self, shape: Dims) -> float:
@@ -230,7 +238,7 @@ def _start(gradient: Tensor, state: dict[str, Any], largest: int) -> None:
 
 
 def _into_basis(x: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-    x = _product(state["basis_rows"].mT, x, group) if "basis_rows" in state else x.clone()
+    x = _product(state["basis_rows"].mT, x, group) if "basis_rows" in state else x
     return _product(x, state["basis_columns"], group) if "basis_columns" in state else x
 
 
@@ -243,15 +251,20 @@ def _follow(gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> N
     beta = group["shampoo_beta"]
     for name, side in zip(_SIDES, (gradient, gradient.mT), strict=True):
         if f"mean_{name}" in state:
-            state[f"mean_{name}"].mul_(beta).add_(_product(side, side.mT, group), alpha=1 - beta)
+            state[f"mean_{name}"].mul_(beta).add_(_square(side, group), alpha=1 - beta)
 
 
-def _turn(square: Tensor, state: dict[str, Any]) -> None:
-    """One power iteration of each side; `square` is kept in step with the order of the columns."""
+def _turn(mean: Tensor, square: Tensor, state: dict[str, Any]) -> None:
+    """One power iteration of each side. `mean` is turned from the old basis into the new one, and `square` kept in step
+    with the order of the columns.
+    """
+    exactly = {"precision": "parameter"}
+    plain = _out_of_basis(mean, state, exactly)
     for dim, name in enumerate(_SIDES):
-        if f"mean_{name}" not in state:
-            continue
-        mean, basis = state[f"mean_{name}"], state[f"basis_{name}"]
-        order = (basis * (mean @ basis)).sum(0).argsort(descending=True)
-        square.copy_(square.index_select(dim, order))
-        state[f"basis_{name}"] = torch.linalg.qr(mean @ basis[:, order])[0]
+        if f"mean_{name}" in state:
+            basis = state[f"basis_{name}"]
+            powers = product(state[f"mean_{name}"], basis)
+            order = (basis * powers).sum(0).argsort(descending=True)
+            square.copy_(square.index_select(dim, order))
+            state[f"basis_{name}"] = torch.linalg.qr(powers[:, order])[0]
+    mean.copy_(_into_basis(plain, state, exactly))

@@ -109,7 +109,8 @@ class Muon(HiddenMatrices, frozen=True, tag_field="kind", tag="muon"):
         return {**options, "stacked": options["whole"] and parameter.kind == "expert", "heads": heads}
 
     def matrix_flops(self, rows: int, columns: int) -> float:
-        return orthogonalising_flops(rows, columns, iterations=self.iterations + self.polish)
+        iterations = self.iterations + self.polish
+        return orthogonalising_flops(rows, columns, iterations=iterations, precision=self.precision)
 
     def own_width_factor(self, parameter: Described, grows: str, times: float) -> float | None:
         """Of matrices sqrt(outputs / inputs) over the scale of updates, each beside its value at the base width."""
@@ -126,10 +127,22 @@ class Muon(HiddenMatrices, frozen=True, tag_field="kind", tag="muon"):
         return wanted * muon_scale(self.adjust, *before) / muon_scale(self.adjust, rows, columns)
 
 
-def orthogonalising_flops(rows: int, columns: int, *, iterations: int) -> float:
-    """Of Newton-Schulz: two products with the matrix and one of its Gram matrix in each iteration."""
+FOLLOWED, WIDE = 3, 2
+"""Iterations for which the Gram matrix is followed in the place of a matrix that is so many times as wide as high."""
+
+
+def followed(short: int, long: int, *, precision: str) -> int:
+    """Iterations from one product with the matrix itself to the next."""
+    return FOLLOWED if long >= WIDE * short and precision != "bfloat16" else 1
+
+
+def orthogonalising_flops(rows: int, columns: int, *, iterations: int, precision: str = "parameter") -> float:
+    """Of Newton-Schulz: two products with the matrix whenever it is computed; of its Gram matrix one in each iteration,
+    and three between two in which it is followed.
+    """
     short, long = min(rows, columns), max(rows, columns)
-    return iterations * (4.0 * short * short * long + 2.0 * short**3)
+    times = -(-iterations // followed(short, long, precision=precision))
+    return times * 4.0 * short * short * long + (4 * iterations - 3 * times) * 2.0 * short**3
 
 
 def muon_scale(adjust: str, rows: float, columns: float) -> float:
@@ -231,9 +244,10 @@ class SOAP(_Preconditioned, frozen=True, tag_field="kind", tag="soap"):
     largest_side: Annotated[Positive, says("Sides of more rows or columns stay as they are.")] = 4096
 
     def matrix_flops(self, rows: int, columns: int) -> float:
-        """Four products with each side, and its share of two more and of a QR decomposition."""
+        """Three products with each side, and its share of two more, of one of the side and of a QR decomposition."""
         lengths = [length for length in (rows, columns) if length <= self.largest_side]
-        return 8.0 * rows * columns * sum(lengths) + 7.0 * sum(n**3 for n in lengths) / self.every
+        products = 6.0 + 4.0 / self.every
+        return products * rows * columns * sum(lengths) + 5.0 * sum(n**3 for n in lengths) / self.every
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -250,8 +264,8 @@ class SOAP(_Preconditioned, frozen=True, tag_field="kind", tag="soap"):
             Slot("exp_avg", of="rest"),
             Slot("exp_avg_sq", of="rest"),
             counter("step"),
-            Slot("soap_avg", of="hidden", planned=1.0, whole=True),
-            Slot("soap_avg_sq", of="hidden", planned=1.0, whole=True),
+            Slot("turned_avg", of="hidden", planned=1.0, whole=True),
+            Slot("turned_avg_sq", of="hidden", planned=1.0, whole=True),
             *(Slot(f"{of}_{name}", side(n), of="hidden", planned=1.0, whole=True)
               for n, name in enumerate(("rows", "columns")) for of in ("mean", "basis")),
         )  # fmt: skip
@@ -314,6 +328,13 @@ class KFAC(HiddenMatrices, frozen=True, tag_field="kind", tag="kfac"):
         PositiveFloat | None,
         says("The most that an update may change the model's outputs, as a divergence (arXiv:2007.00784, 3.3)."),
     ] = 1e-3
+    fisher: Annotated[
+        Literal["empirical", "sampled"],
+        says(
+            "Whose targets the Fisher matrix is of: the data's own; or drawn from what the model predicts, by a second "
+            "backward in the steps that measure, for classes."
+        ),
+    ] = "empirical"
     every: Annotated[Positive, says("Steps between two measurements of the factors, and decompositions.")] = 10
     factor_beta: Annotated[float, says("Decay of the factors, for each measurement.", ge=0, lt=1)] = 0.95
     weight_sharing: Annotated[

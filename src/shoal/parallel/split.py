@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -199,6 +200,11 @@ class Split:
     def held(self) -> list[tuple[Holding, Parameter]]:
         """The parameters of this rank, each once, and where they stand in the unsplit model."""
         return [(self.holdings[name], parameter) for name, parameter in self.model.named_parameters()]
+
+    @property
+    def trained_sizes(self) -> dict[str, int]:
+        """The elements of every parameter of the unsplit model that is trained, by name."""
+        return {name: prod(shape) for name, shape in self.shapes.items() if name not in self.frozen}
 
 
 def split_model(

@@ -1,5 +1,5 @@
-"""What the planner does for a start: `layout.auto`, `memory.budget`, and advice when memory ran out. It is imported
-only when asked.
+"""What the planner does for a start: `layout.auto`, `memory.budget`, `memory.fit_microbatch`, and what it can do when
+memory ran out. It is imported only when asked.
 """
 
 from __future__ import annotations
@@ -29,6 +29,11 @@ def arranged(run_file: RunFile, place: Place | None) -> RunFile:
 
         run_file, why = with_budget(run_file, place)
         _say(why, tells)
+    if run_file.memory.fit_microbatch:
+        from shoal.planning.fitted_microbatch import with_microbatch
+
+        run_file, why = with_microbatch(run_file, place)
+        _say(why, tells)
     return run_file
 
 
@@ -44,5 +49,14 @@ def memory_advice(run_file: RunFile) -> str:
     return advice.memory_advice(run_file)
 
 
-PLANNER = Planner(arranged, memory_advice)
+def made_smaller(run_file: RunFile) -> str | None:
+    """After a run out of memory, if its microbatches can be smaller: what was written down for its next start."""
+    if not run_file.memory.fit_microbatch:
+        return None
+    from shoal.planning import fitted_microbatch
+
+    return fitted_microbatch.made_smaller(run_file)
+
+
+PLANNER = Planner(arranged, memory_advice, made_smaller)
 """For `assembly.start.run`."""

@@ -44,19 +44,24 @@ def _size(size_bytes: float) -> str:
 
 
 def _saved(run_file: RunFile) -> Iterator[tuple[float, str]]:
-    table = {"nodes": 1, "machine": "cpu-2", "devices_per_node": run_file.run.processes, "name": "the ranks"}
     with contextlib.suppress(ShoalError):  # this run cannot be priced
-        predictor = predictor_on(run_file, cluster_from({"cluster": table}, file="the ranks"))
-        now = _tensor_bytes(predictor, run_file)
+        predictor = predictor_of_ranks(run_file)
+        now = fullest_bytes(predictor, run_file)
         for change, changed in _changes(run_file):
             with contextlib.suppress(ShoalError):  # it cannot be run so
-                saved_bytes = now - _tensor_bytes(with_optimizer(predictor, changed), changed)
+                saved_bytes = now - fullest_bytes(with_optimizer(predictor, changed), changed)
                 if saved_bytes > 0:
                     yield saved_bytes, change
 
 
-def _tensor_bytes(predictor: Predictor, run_file: RunFile) -> float:
-    """Of the fullest rank. Raises `ShoalError` where the run file cannot be priced."""
+def predictor_of_ranks(run_file: RunFile) -> Predictor:
+    """For the bytes of the run's ranks, on whatever devices. Raises `ShoalError` where the run cannot be priced."""
+    table = {"nodes": 1, "machine": "cpu-2", "devices_per_node": run_file.run.processes, "name": "the ranks"}
+    return predictor_on(run_file, cluster_from({"cluster": table}, file="the ranks"))
+
+
+def fullest_bytes(predictor: Predictor, run_file: RunFile) -> float:
+    """What tensors of the fullest rank take. Raises `ShoalError` where the run file cannot be priced."""
     return max(map(tensor_bytes, predictor.footprints(written_plan(run_file, predictor.cluster))))
 
 

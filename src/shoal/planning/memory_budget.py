@@ -92,7 +92,7 @@ def with_budget(run_file: RunFile, place: Place | None, *, peak: Peak | None = N
 
     Raises `ConfigError` where nothing can be tried, `LayoutError` where nothing fits.
     """
-    path, digest = run_directory(run_file) / FILE_NAME, _digest(run_file)
+    path, digest = run_directory(run_file) / FILE_NAME, digest_of(run_file)
     bill = _kept(path)
     if bill is None or bill.digest != digest:
         if place is not None:
@@ -218,7 +218,7 @@ def _keys(before: MemoryConfig, memory: Mapping[str, Any]) -> str:
     return " and ".join(added) or "the run as it is"
 
 
-def _digest(run_file: RunFile) -> str:
+def digest_of(run_file: RunFile) -> str:
     """Of what decides the peak: all but how long it runs and what it tells."""
     own = msgspec.structs.replace(run_file, run=msgspec.structs.replace(run_file.run, steps=1, name="", directory=None))
     return blake3(dumps(own).encode()).hexdigest()
@@ -242,6 +242,23 @@ def peak_of(run_file: RunFile) -> tuple[int | None, str]:
 
 def first_steps(run_file: RunFile, folder: Path, *, steps: int) -> FirstSteps | str:
     """What the first steps of the run come to, in processes of their own; or why there are none. `folder` is theirs."""
+    code, said = short_run(run_file, folder, steps=steps)
+    if code != 0:
+        return said
+    ranks = [read_events(folder / "run", rank=rank) for rank in range(run_file.run.processes or 1)]
+    peaks = [[peak for event in own if (peak := event.get("memory/device_peak_bytes")) is not None] for own in ranks]
+    losses = [loss for event in ranks[0] if (loss := event.get("loss/train")) is not None]
+    return FirstSteps(max(map(needed, peaks)), losses) if all(peaks) else "it took no step"
+
+
+def needed(peaks: Sequence[float]) -> int:
+    """Bytes of a device in whose steps these were the peaks: the highest, and what those after the first differ by."""
+    later = peaks[1:] or peaks
+    return int(max(peaks) + max(later) - min(later))
+
+
+def short_run(run_file: RunFile, folder: Path, *, steps: int) -> tuple[int, str]:
+    """The exit code of the first steps of the run, whose directory is `run` in `folder`, and the last line it said."""
     directory = folder / "run"
     path = folder / "run.toml"
     path.write_text(dumps(run_file), encoding="utf-8")
@@ -252,15 +269,4 @@ def first_steps(run_file: RunFile, folder: Path, *, steps: int) -> FirstSteps | 
     ]  # fmt: skip
     process = warm.start(command, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     said = process.communicate()[1].decode(errors="replace").strip()
-    if process.returncode != 0:
-        return said.splitlines()[-1] if said else f"exit code {process.returncode}"
-    ranks = [read_events(directory, rank=rank) for rank in range(run_file.run.processes or 1)]
-    peaks = [[peak for event in own if (peak := event.get("memory/device_peak_bytes")) is not None] for own in ranks]
-    losses = [loss for event in ranks[0] if (loss := event.get("loss/train")) is not None]
-    return FirstSteps(max(map(needed, peaks)), losses) if all(peaks) else "it took no step"
-
-
-def needed(peaks: Sequence[float]) -> int:
-    """Bytes of a device in whose steps these were the peaks: the highest, and what those after the first differ by."""
-    later = peaks[1:] or peaks
-    return int(max(peaks) + max(later) - min(later))
+    return process.returncode, said.splitlines()[-1] if said else f"exit code {process.returncode}"

@@ -18,6 +18,7 @@ def memory_refusal(run_file: RunFile) -> str | None:
         or _state_rule(run_file)
         or _activations_rule(run_file)
         or _device_rule(run_file)
+        or _fitted_rule(run_file)
     )
 
 
@@ -77,6 +78,8 @@ def _against_streams(run_file: RunFile) -> Iterator[tuple[str, str]]:
             f'optimizer.kind = "{optimizer.variant}"',
             f"it needs state beyond that of the parameters it updates, or keeps it itself; choose {apart}",
         )
+    if optimizer.others:
+        yield "optimizer.groups of another kind", "each part has state of its own form; leave kind out of the groups"
     if optimizer.average is not None or optimizer.lookahead is not None:
         yield "optimizer.average or optimizer.lookahead", "they read all of it beside the update; leave them out"
     if run_file.gradients.schedule == "priority":
@@ -111,3 +114,25 @@ def _device_rule(run_file: RunFile) -> str | None:
     if run_file.run.compile is not False:
         return f"{said} with {run_file.run.compile_said}: what a compiled program allocates is not seen; leave one out"
     return None
+
+
+def _fitted_rule(run_file: RunFile) -> str | None:
+    found = next(_against_fitting(run_file), None) if run_file.memory.fit_microbatch else None
+    return None if found is None else f"memory.fit_microbatch = true with {found[0]}: {found[1]}"
+
+
+def _against_fitting(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do)"""
+    if run_file.batch.micro_samples is not None:
+        yield f"batch.micro_samples = {run_file.batch.micro_samples}", "it says the size already; leave one of them out"
+    if run_file.layout.auto:
+        yield "layout.auto = true", "it chooses the microbatch with the layout; leave one of them out"
+    if run_file.memory.budget is not None:
+        yield "memory.budget", "it finds what fits by recomputation and offload; leave one of them out"
+    if run_file.layout.pipeline > 1:
+        yield (
+            f"layout.pipeline = {run_file.layout.pipeline}",
+            "how many microbatches there are decides its bubble, too; set pipeline.microbatches",
+        )
+    if run_file.elastic is not None:
+        yield "[elastic]", "shares of a step grow when replicas leave; set batch.micro_samples"

@@ -312,6 +312,8 @@ def noise_refusal(run_file: RunFile) -> str | None:
     It compares the gradient of a part of the batch, before any sum, with that of the whole batch.
     """
     if not run_file.observe.noise_every_steps:
+        if run_file.observe.noise_by_layer:
+            return "observe.noise_by_layer = true and observe.noise_every_steps = 0: say how often, such as 10"
         return None
     split = _split_gradient(run_file)
     if split is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.engine.config import BFloat16Params, CrossEntropy, Float8
+from shoal.memory.config import OffloadConfig
 from shoal.models.config import PromptTuning
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.optim.closure_config import Searching
@@ -111,7 +112,25 @@ def _layers_rule(run_file: RunFile) -> str | None:
     own = run_file.optimizer
     if not isinstance(own, KFAC):
         return None
+    if own.fisher == "sampled" and (found := next(_against_drawn_targets(run_file), None)) is not None:
+        return f'{found[0]} with optimizer.fisher = "sampled": {found[1]}, or set it to "empirical"'
     return layers_refusal(run_file, f'optimizer.kind = "{own.variant}"', reduces=own.weight_sharing == "reduce")
+
+
+def _against_drawn_targets(run_file: RunFile) -> Iterator[tuple[str, str]]:
+    """(key and value, why not and what to do): where a forward has no second backward, or not all of its outputs."""
+    layout, memory = run_file.layout, run_file.memory
+    for axis in ("pipeline", "context"):
+        if getattr(layout, axis) > 1:
+            yield f"layout.{axis} = {getattr(layout, axis)}", "no rank has all outputs; split the model by shard"
+    if layout.shard > 1 and memory.zero in (None, 3):
+        yield "memory.zero = 3", "weights come for one backward; use 1 or 2"
+    if memory.recompute != "none":
+        yield f'memory.recompute = "{memory.recompute}"', "a block is computed again for one backward; leave it out"
+    if memory.loss_chunks > 1:
+        yield f"memory.loss_chunks = {memory.loss_chunks}", "outputs are never there at once; leave it out"
+    if memory.offload != OffloadConfig():
+        yield "memory.offload", "what blocks save comes back for one backward; leave it out"
 
 
 def layers_refusal(run_file: RunFile, optimizer: str, *, reduces: bool) -> str | None:

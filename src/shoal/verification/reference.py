@@ -63,6 +63,7 @@ def reference_of(run: Run) -> Reference:
         optimizer.watch(layers_in(model, {id(p): name for name, p, _ in trained}), Alone())
         optimizer.connect(parts)
         compute.announces.append(optimizer.microbatch)
+        compute.looks.append(optimizer.look)
     chain = Chain(run_file.optimizer.transforms, parts, run_file.run.seed)
     sparse = None if run_file.sparsity is None else _masks(run, optimizer, parts.owned)
     clip_norm = run_file.optimizer.clip_norm

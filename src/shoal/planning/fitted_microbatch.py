@@ -1,0 +1,189 @@
+"""`memory.fit_microbatch`: the largest microbatch that fits, tried before any rank starts.
+
+A step is a sum over its microbatches, so their size changes what is held at a time and not what is computed. Sizes are
+those that cut a rank's share of a step into 1, 2, 3, ... parts. The planner says which should fit; a trial takes two
+steps of the run with it, and running out of memory (exit code 5) is its answer. From there on sizes are tried in
+distances of 1, 2, 4, ..., and halved between one that fits and one that does not.
+
+What was found lies in `microbatch.json` of the run directory: ranks read it, and a run that goes on keeps it. A run
+that needs more memory later, as by a longer sample, is started again from its newest checkpoint with the next size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import mkdtemp
+
+import msgspec
+
+from shoal import units
+from shoal.errors import ConfigError, LayoutError, OutOfMemory, ShoalError
+from shoal.files import read_json
+from shoal.launcher.devices import gpus
+from shoal.launcher.environment import Place
+from shoal.observe.facts import replace_file
+from shoal.planning.memory_advice import fullest_bytes, predictor_of_ranks
+from shoal.planning.memory_budget import MOST_BYTES, TRIED_STEPS, digest_of, short_run
+from shoal.runfile.rules import refusal
+from shoal.runfile.run_file import RunFile, run_directory, statistics_group
+
+FILE_NAME = "microbatch.json"
+MOST_PARTS = 4096
+
+
+class Tried(msgspec.Struct, frozen=True):
+    """A size, and whether it fits."""
+
+    micro_samples: int
+    fits: bool
+
+
+class Fitted(msgspec.Struct, frozen=True):
+    """What was tried, of a run file whose `digest` says which, and the size that the run uses."""
+
+    digest: str
+    micro_samples: int
+    tried: list[Tried]
+
+
+def with_microbatch(run_file: RunFile, place: Place | None) -> tuple[RunFile, str]:
+    """The run file with the largest size that fits, and a sentence on it. `place` is None in the process that starts
+    the ranks.
+
+    Raises `ConfigError` where nothing can be tried or a trial fails, `LayoutError` where no size fits.
+    """
+    path, digest = run_directory(run_file) / FILE_NAME, digest_of(run_file)
+    fitted = _kept(path)
+    if fitted is None or fitted.digest != digest:
+        if place is not None:
+            raise ConfigError(
+                f"memory.fit_microbatch under {place.launcher}: what fits is tried once, by whoever starts the ranks; "
+                "start the run with shoal train, or write batch.micro_samples as its run.toml has it"
+            )
+        fitted = _fit(run_file, digest)
+        _write(path, fitted)
+    return _cut(run_file, fitted.micro_samples), _said(fitted)
+
+
+def made_smaller(run_file: RunFile) -> str | None:
+    """After a rank of the run has run out of memory: the next smaller size is written down, and a sentence on it is
+    returned. None where the size was not fitted, or there is no smaller one.
+    """
+    path = run_directory(run_file) / FILE_NAME
+    fitted = _kept(path) if run_file.memory.fit_microbatch else None
+    if fitted is None or fitted.digest != digest_of(run_file):
+        return None
+    smaller = [size for size in sizes(run_file) if size < fitted.micro_samples]
+    if not smaller:
+        return None
+    tried = [*fitted.tried, Tried(fitted.micro_samples, fits=False)]
+    _write(path, Fitted(fitted.digest, smaller[0], tried))
+    return (
+        f"memory.fit_microbatch: {fitted.micro_samples} samples at a time did not fit in the end; the run goes on from "
+        f"its newest checkpoint with {smaller[0]}"
+    )
+
+
+def sizes(run_file: RunFile) -> list[int]:
+    """Samples of a microbatch that cut a rank's share of a step into 1, 2, 3, ... parts, in whole groups of samples
+    that the model takes together: the largest first.
+    """
+    layout = run_file.layout.layout(run_file.run.processes or 1)
+    share = -(-run_file.batch.global_samples // (layout.replicate * layout.shard))
+    group = statistics_group(run_file.model)
+    found = {-(-share // (parts * group)) * group for parts in range(1, min(share, MOST_PARTS) + 1)}
+    return sorted(found, reverse=True)
+
+
+def first_that_fits(count: int, first: int, fits: Callable[[int], bool]) -> int | None:
+    """The least number below `count` that `fits`, where all behind one that does do so, too; None: there is none.
+    `first` is asked first, then those in distances of 1, 2, 4, ..., then those between.
+    """
+    short, enough, distance, asked = -1, count, 1, first
+    while True:
+        if fits(asked):
+            enough = asked
+        else:
+            short = asked
+        if enough - short == 1:
+            return enough if enough < count else None
+        if short >= 0 and enough < count:
+            asked = (short + enough) // 2
+        else:
+            asked = max(0, enough - distance) if enough < count else min(count - 1, short + distance)
+            distance *= 2
+
+
+def _fit(run_file: RunFile, digest: str) -> Fitted:
+    if run_file.memory.simulate_device is None and (run_file.run.device == "cpu" or not gpus(os.environ)):
+        raise ConfigError(
+            "memory.fit_microbatch on CPUs, where nothing is refused until the machine is full: say what a rank may "
+            'hold with memory.simulate_device, such as "4 GiB", or set batch.micro_samples'
+        )
+    own, tried = sizes(run_file), list[Tried]()
+
+    def fits(index: int) -> bool:
+        tried.append(Tried(own[index], _fits(_cut(run_file, own[index]))))
+        return tried[-1].fits
+
+    found = first_that_fits(len(own), _predicted(run_file, own), fits)
+    if found is None:
+        raise LayoutError(
+            f"memory.fit_microbatch: not even {units.plural(own[-1], 'sample')} at a time fit; set memory.recompute or "
+            "memory.offload, or split the model over more ranks (layout.shard)"
+        )
+    return Fitted(digest, own[found], tried)
+
+
+def _predicted(run_file: RunFile, own: Sequence[int]) -> int:
+    """The first of the sizes that fits by the planner's closed forms; the largest where they say nothing."""
+    limit_bytes = run_file.memory.simulated_bytes
+    with contextlib.suppress(ShoalError):  # this run cannot be priced
+        predictor = predictor_of_ranks(run_file)
+        for index, size in enumerate(own if limit_bytes is not None else ()):
+            if fullest_bytes(predictor, _cut(run_file, size)) <= (limit_bytes or 0):
+                return index
+        return len(own) - 1 if limit_bytes is not None else 0
+    return 0
+
+
+def _fits(run_file: RunFile) -> bool:
+    """Whether some steps of the run do. Raises `ConfigError` where they fail for another reason."""
+    if (why := refusal(run_file)) is not None:
+        raise ConfigError(f"memory.fit_microbatch cannot cut a step: {why}")
+    folder = Path(mkdtemp(prefix="shoal-microbatch-"))  # a TemporaryDirectory would end with the first fork that does
+    try:
+        code, said = short_run(run_file, folder, steps=TRIED_STEPS)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if code not in (0, OutOfMemory.exit_code):
+        raise ConfigError(f"memory.fit_microbatch: a trial of {run_file.batch.micro_samples} samples failed: {said}")
+    return code == 0
+
+
+def _cut(run_file: RunFile, micro_samples: int) -> RunFile:
+    replaced = msgspec.structs.replace
+    batch = replaced(run_file.batch, micro_samples=min(micro_samples, run_file.batch.global_samples))
+    return replaced(run_file, batch=batch, memory=replaced(run_file.memory, fit_microbatch=False))
+
+
+def _said(fitted: Fitted) -> str:
+    others = [one for one in fitted.tried if one.micro_samples != fitted.micro_samples]
+    short = ", ".join(str(one.micro_samples) for one in others if not one.fits)
+    larger = f" ({short} did not fit)" if short else ""
+    return f"memory.fit_microbatch: {units.plural(fitted.micro_samples, 'sample')} at a time{larger}"
+
+
+def _kept(path: Path) -> Fitted | None:
+    if not path.is_file():
+        return None
+    return read_json(path, Fitted, limit_bytes=MOST_BYTES, error=ConfigError, repair="remove it; it is written anew")
+
+
+def _write(path: Path, fitted: Fitted) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, msgspec.json.encode(fitted) + b"\n")

@@ -1,0 +1,158 @@
+"""What `memory.fit_microbatch` chooses: the largest microbatch that fits, in few trials, for the same losses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from shoal.config.load import dumps
+from shoal.errors import ConfigError, LayoutError
+from shoal.launcher.environment import Place
+from shoal.observe.events import read_events
+from shoal.planning import fitted_microbatch
+from shoal.planning.fitted_microbatch import (
+    FILE_NAME,
+    Fitted,
+    Tried,
+    first_that_fits,
+    made_smaller,
+    sizes,
+    with_microbatch,
+)
+from shoal.planning.memory_budget import digest_of
+from shoal.runfile.run_file import RunFile
+from tests.verification.layouts import corpus, run_file_of
+from tests.waiting import HANG_S
+
+SAME = 1e-6
+"""Losses in float32, whose terms are added in another order."""
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 40])
+def test_the_first_that_fits_is_found_from_anywhere(count: int) -> None:
+    """Wherever the search begins; none where none does. A right guess takes two trials at most."""
+    for first in range(count):
+        for wanted in range(count + 1):
+            asked: list[int] = []
+
+            def fits(index: int, wanted: int = wanted, asked: list[int] = asked) -> bool:
+                asked.append(index)
+                return index >= wanted
+
+            assert first_that_fits(count, first, fits) == (wanted if wanted < count else None)
+            assert len(asked) == len(set(asked)) <= 2 * count.bit_length() + 1
+            assert first != wanted or len(asked) <= 2
+
+
+def fitting(folder: Path, **tables: Any) -> RunFile:
+    memory = {"fit_microbatch": True, "simulate_device": "4 MiB"}
+    return run_file_of(folder, **({"memory": memory, "run": {"processes": 1, "device": "cpu"}} | tables))
+
+
+@pytest.mark.parametrize(
+    ("batch", "model", "wanted"),
+    [
+        ({"global_samples": 10}, {}, [10, 5, 4, 3, 2, 1]),
+        ({"global_samples": 7}, {}, [7, 4, 3, 2, 1]),
+        ({"global_samples": 8}, {"kind": "convnet", "group_samples": 2}, [8, 4, 2]),
+    ],
+)
+def test_sizes_cut_a_share_into_equal_parts(
+    tmp_path: Path, batch: dict[str, Any], model: dict[str, Any], wanted: list[int]
+) -> None:
+    """Of whole groups."""
+    tables = {"data": {"kind": "digits"}, "model": {**model, "norm": "batch"}} if model else {}
+    assert sizes(fitting(tmp_path, batch=batch, **tables)) == wanted
+
+
+def tried_by(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
+    """Trials fit up to so many samples; what is tried."""
+    tried: list[int] = []
+
+    def fits(run_file: RunFile) -> bool:
+        tried.append(run_file.batch.micro_samples or 0)
+        return tried[-1] <= most
+
+    monkeypatch.setattr(fitted_microbatch, "_fits", fits)
+    return tried
+
+
+def test_what_was_found_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By ranks and by later starts, until something changes; another launcher's ranks cannot find it."""
+    tried, place = tried_by(monkeypatch, 3), Place(0, 1, 0, 1, 0, "torchrun")
+    run_file = fitting(tmp_path, batch={"global_samples": 12})
+    with pytest.raises(ConfigError, match="under torchrun"):
+        with_microbatch(run_file, place)
+    chosen, why = with_microbatch(run_file, None)
+    assert (chosen.batch.micro_samples, chosen.memory.fit_microbatch) == (3, False)
+    assert why.startswith("memory.fit_microbatch: 3 samples at a time (")
+    asked = len(tried)
+    assert with_microbatch(run_file, place)[0] == chosen
+    assert len(tried) == asked
+    wider = msgspec.structs.replace(run_file, batch=msgspec.structs.replace(run_file.batch, sequence=32))
+    with_microbatch(wider, None)
+    assert len(tried) > asked
+
+
+def test_a_run_that_ends_without_memory_goes_on_with_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From size to size, until there is none."""
+    tried_by(monkeypatch, 4)
+    run_file = fitting(tmp_path, batch={"global_samples": 8})
+    assert with_microbatch(run_file, None)[0].batch.micro_samples == 4
+    found = []
+    while made_smaller(run_file) is not None:
+        found.append(with_microbatch(run_file, None)[0].batch.micro_samples)
+    assert found == [3, 2, 1]
+    assert made_smaller(fitting(tmp_path, memory={"simulate_device": "4 MiB"})) is None
+
+
+def test_nothing_that_fits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried_by(monkeypatch, 0)
+    with pytest.raises(LayoutError, match="not even 1 sample at a time fit"):
+        with_microbatch(fitting(tmp_path), None)
+
+
+def trained(run_file: RunFile, folder: Path) -> tuple[list[float], str]:
+    """The losses of `shoal train` in processes of its own, and what it said."""
+    folder.mkdir(exist_ok=True)
+    path = folder / "own.toml"
+    path.write_text(dumps(run_file), encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", "train", str(path), f"run.directory={folder / 'run'}"],
+        capture_output=True, text=True, timeout=HANG_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    losses = [loss for event in read_events(folder / "run") if (loss := event.get("loss/train")) is not None]
+    return losses, done.stderr
+
+
+@pytest.mark.slow
+def test_a_device_is_filled_and_losses_stay(tmp_path: Path) -> None:
+    """Two ranks on simulated devices that hold less than their shares: first by trials; then, as though memory had
+    been there when it was tried, by a run that runs out of it in its first step and goes on.
+    """
+    corpus(tmp_path)
+    given = {
+        "batch": {"global_samples": 16, "sequence": 64},
+        "layout": {"replicate": 2},
+        "run": {"processes": 2, "device": "cpu", "steps": 3},
+    }
+    plain, _ = trained(fitting(tmp_path, **given, memory={}), tmp_path / "plain")
+    run_file = fitting(tmp_path, **given, memory={"fit_microbatch": True, "simulate_device": "3 MiB"})
+    losses, said = trained(run_file, tmp_path / "fitted")
+    kept = msgspec.json.decode((tmp_path / "fitted/run" / FILE_NAME).read_bytes(), type=Fitted)
+    assert 1 < kept.micro_samples < 8, said
+    assert {one.fits for one in kept.tried} == {True, False}
+    assert losses == pytest.approx(plain, rel=SAME)
+    late = tmp_path / "late/run"
+    late.mkdir(parents=True)
+    own = msgspec.structs.replace(run_file, run=msgspec.structs.replace(run_file.run, directory=str(late)))
+    (late / FILE_NAME).write_bytes(msgspec.json.encode(Fitted(digest_of(own), 8, [Tried(8, fits=True)])))
+    losses, said = trained(run_file, late.parent)
+    assert "8 samples at a time did not fit in the end" in said
+    assert losses == pytest.approx(plain, rel=SAME)
