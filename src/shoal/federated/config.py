@@ -5,7 +5,9 @@ A new strategy is its module and its table here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -392,3 +394,19 @@ class PrivacyConfig(Table, frozen=True):
             raise ValueError('adaptive = true with unit = "sample": only norms of updates are followed; leave it out')
         if self.noise_by == "clients" and self.unit != "client":
             raise ValueError('noise_by = "clients" with unit = "sample": DP-SGD is the client\'s already; leave it out')
+
+
+@dataclass(frozen=True)
+class FederatedClient:
+    """Train as `name`, whose certificate is in the folder `certificates`, for the `server` at HOST:PORT.
+
+    `part`: on that part of the data alone, as `[partition]` cuts it; None: on all of it. `patience_s`: seconds for
+    which the server may be away. `width`: of the client's model, one of `federated.widths`.
+    """
+
+    server: str
+    certificates: str | Path
+    name: str
+    part: int | None = None
+    width: float = 1.0
+    patience_s: float = 60.0

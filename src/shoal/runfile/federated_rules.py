@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace as replace_table
+
 from shoal.codec.config import NoCodec
 from shoal.data.config import Mixture
 from shoal.data.record_config import Stream
 from shoal.engine.config import Float32, Float64
 from shoal.federated.config import DeviceConfig, FederatedConfig, Iid
+from shoal.memory.config import OffloadConfig
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.optim.config import SGD
@@ -27,6 +30,33 @@ def federated_refusal(run_file: RunFile) -> str | None:
     if run_file.federated is None:
         return _without_it(run_file)
     return next(_refusals(run_file, run_file.federated), None)
+
+
+def without_clients(run_file: RunFile) -> RunFile:
+    """The run as verbs other than `shoal federate` read it: nothing in it is of clients."""
+    return replace_table(
+        run_file, federated=None, partition=Iid(), devices=DeviceConfig(), secure_aggregation=None, privacy=None
+    )
+
+
+def replica_refusal(run_file: RunFile) -> str | None:
+    """One sentence if the ranks of a client cannot train this run as one process does; None where they can."""
+    unlike = {
+        f'sync.kind = "{run_file.sync.variant}"': run_file.sync.variant != "allreduce",
+        "[elastic]": run_file.elastic is not None,
+        f'pipeline.schedule = "{run_file.pipeline.schedule}"': run_file.pipeline.asynchronous,
+        'gradients.schedule = "priority"': run_file.gradients.schedule == "priority",
+        "[memory.offload]": run_file.memory.offload != OffloadConfig(),
+    }
+    if (found := next((key for key, given in unlike.items() if given), None)) is not None:
+        why = "they take each local step as one process does"
+        return f"{found} with a federated client of several ranks: {why}; leave it out"
+    if run_file.privacy is not None and run_file.privacy.unit == "sample":
+        return (
+            'privacy.unit = "sample" with a federated client of several ranks: gradients of single samples are taken '
+            'in one process; set run.processes = 1, or privacy.unit = "client"'
+        )
+    return None
 
 
 def _without_it(run_file: RunFile) -> str | None:
