@@ -16,6 +16,7 @@ import torch
 from msgspec.structs import replace as replace_table
 
 from shoal.assembly.objects import UserObjects, data_of, loss_of, model_of
+from shoal.checkpoint.inspect import copy_weights, require_weights_of, weights_of
 from shoal.engine.precision import precision_of
 from shoal.errors import ConfigError, UserCodeError
 from shoal.federated import report
@@ -56,6 +57,11 @@ def federated_task(run_file: RunFile, script: FromScript = FromScript(), *, real
     model_dtype = precision_of(run_file.precision).parameters
     whole = at_width(run_file, objects, 1.0) if len(widths) > 1 else (run_file, objects)
     model = model_of(*whole, device=torch.device("cpu"), dtype=model_dtype)
+    if run_file.run.warm_start is not None:
+        source = Path(run_file.run.warm_start)
+        weights = weights_of(source)
+        require_weights_of(model, weights, source=source)
+        copy_weights(weights, model)
     layout, data = layout_of(model), data_of(run_file, objects)
     if data.endless or data.parts:
         raise UserCodeError("federated training needs data with a number of samples, of one source: give such data")
