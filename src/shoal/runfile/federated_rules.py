@@ -85,9 +85,6 @@ def _refusals(run_file: RunFile, federated: FederatedConfig) -> Iterator[str]:
         )
     elif changed := [key for key, usual in OF_STEPS.items() if getattr(run_file.optimizer, key) != usual]:
         yield f"optimizer.{changed[0]} with [federated]: clients take plain steps of SGD; leave it out"
-    if run_file.batch.schedule or run_file.batch.adaptive is not None:
-        name = "schedule" if run_file.batch.schedule else "adaptive"
-        yield f"batch.{name} with [federated]: local steps are of batch.global_samples; leave it out"
     if run_file.run.warm_start_data:
         yield "run.warm_start_data with [federated]: clients take their samples in their own order; leave it out"
     if (scaling := getattr(run_file.model, "scaling", "standard")) != "standard":
