@@ -154,7 +154,7 @@ class Host:
         """A client is there, or is told why it cannot be."""
         layout = self.task.trainer.layout.fingerprint
         if said.layout != layout or said.strategy != self.strategy:
-            what = "model" if said.layout != layout else "[federated], [codec] or [privacy]"
+            what = "model" if said.layout != layout else "[federated], [codec], [privacy], [precision] or run.seed"
             return messages.Refusal(f"client {client} has another {what} than the server: use one run file")
         if client not in self.rounds.present and len(self.rounds.present) >= self.task.federated.clients:
             return messages.Refusal(
@@ -413,5 +413,6 @@ class Host:
 
 def strategy_of(task: Task) -> str:
     """What both ends must agree on beside the model, in one line."""
-    parts = (task.federated, task.upload.codec.__class__.__name__, task.privacy, task.secure is None, task.seed)
+    coded, dtype = task.upload.codec.__class__.__name__, task.upload.dtype
+    parts = (task.federated, coded, dtype, task.privacy, task.secure is None, task.seed)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
