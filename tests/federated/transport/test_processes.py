@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -39,6 +40,7 @@ class Place:
         federated = {"clients": CLIENTS, "local_steps": 2, "deadline_s": 60.0, "evaluate_every": 9, "least": CLIENTS}
         run = {"name": "run", "steps": ROUNDS, "seed": 3}
         merged = {**TABLES, "run": run, "federated": {"kind": "fedavg", **federated}, "devices": {"together": 1}}
+        (self.folder / "text.txt").write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(600)))
         (self.folder / "run.toml").write_text(tomli_w.dumps({**merged, **tables}))
         names = [client_name(number) for number in range(CLIENTS)]
         enrol(self.folder / "certificates", names=names, hosts=["127.0.0.1"])
@@ -107,8 +109,9 @@ def test_kills_of_the_server_and_of_a_client_change_no_sum(tables: dict, place: 
 def require_simulated(place: Place, *running: Program) -> None:
     """All programs end well, and the last model is that of the simulation."""
     assert [program.wait(HANG_S) for program in running] == [0] * len(running), place.said()
-    simulation = Simulation(federated_task(load_run(place.folder / "run.toml")))
-    simulation.run()
+    with contextlib.chdir(place.folder):
+        simulation = Simulation(federated_task(load_run(Path("run.toml"))))
+        simulation.run()
     found = load_file(place.folder / "runs/run/model.safetensors")
     expected = simulation.task.trainer.layout.views(simulation.server.model)
     if "passes without an update" not in place.said():
@@ -118,7 +121,7 @@ def require_simulated(place: Place, *running: Program) -> None:
 
 GPT = {
     "model": {"kind": "gpt", "width": 16, "layers": 2, "heads": 2},
-    "data": {"kind": "stdlib"},
+    "data": {"kind": "text", "files": ["text.txt"], "held_out_fraction": 0.0},
     "batch": {"global_samples": 8, "sequence": 16},
 }
 ZERO_3 = ("run.device=cpu", "layout.shard=2", "memory.zero=3")
