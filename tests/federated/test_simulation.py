@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from shoal.assembly.federated import simulate
+from shoal.assembly.federated import federated_task, simulate
 from shoal.checkpoint.inspect import import_weights
 from shoal.data.batches import read_batch
 from shoal.data.corpora import Arrays, digits
@@ -62,6 +62,8 @@ def test_the_first_model_is_that_of_a_warm_start(tmp_path: Path) -> None:
     imported = import_weights(tmp_path / "model.safetensors", tmp_path / "imported")
     found = task(run={"warm_start": str(imported)})
     assert torch.equal(found.model, torch.cat([one.reshape(-1) for one in saved.values()]))
+    warm = run_file(run={"warm_start": str(tmp_path / "elsewhere")})
+    assert federated_task(warm, real=True).model.shape == found.model.shape  # a client gets its model from the server
     with pytest.raises(UsageError, match="has another shape"):
         task(run={"warm_start": str(imported)}, model={"inputs": 32})
 

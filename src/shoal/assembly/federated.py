@@ -57,7 +57,8 @@ def federated_task(run_file: RunFile, script: FromScript = FromScript(), *, real
     model_dtype = precision_of(run_file.precision).parameters
     whole = at_width(run_file, objects, 1.0) if len(widths) > 1 else (run_file, objects)
     model = model_of(*whole, device=torch.device("cpu"), dtype=model_dtype)
-    if run_file.run.warm_start is not None:
+    sent = real and all(parameter.requires_grad for parameter in model.parameters())  # a server sends what trains
+    if run_file.run.warm_start is not None and not sent:
         source = Path(run_file.run.warm_start)
         weights = weights_of(source)
         require_weights_of(model, weights, source=source)

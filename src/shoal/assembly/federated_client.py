@@ -62,11 +62,9 @@ def take_part(
     Raises `EnvironmentFault` where the server is away for `patience_s`, `UsageError` where it refuses the client, and
     `InUse` where the client runs already.
     """
-    from shoal.federated.transport.enrol import tls_context
-
-    tls_context(Path(client.certificates), client.name, server=False)  # before anything is written
+    task = _task(run_file, client, script)
     with RunLock(client_directory(run_file, client)):
-        _speak(run_file, client, _task(run_file, client, script), told=told)
+        _speak(run_file, client, task, told=told)
 
 
 def take_part_as_rank(
@@ -80,7 +78,7 @@ def take_part_as_rank(
 ) -> None:
     """The same as one rank of the run `replica` (see `replica_of`). Also raises `CollectiveError`."""
     task = _task(run_file, client, script) if place.rank == 0 else None
-    split, objects = replica, script.objects
+    split, objects = replica, script.objects  # the task is built first: a run changes the script's module
     if client.width != 1:
         split, objects = at_width(replica, objects, client.width)
     run = open_run(split, place, objects)
@@ -96,6 +94,10 @@ def take_part_as_rank(
 
 
 def _task(run_file: RunFile, client: FederatedClient, script: FromScript) -> Task:
+    """What the client trains. Raises `UsageError` before anything is built where its certificate is not there."""
+    from shoal.federated.transport.enrol import tls_context
+
+    tls_context(Path(client.certificates), client.name, server=False)
     return federated_task(run_file, script, real=True)
 
 
