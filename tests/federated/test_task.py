@@ -160,6 +160,28 @@ def test_clusters_need_models_that_differ(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "own").glob("model*")} == {"model.safetensors", "model-2.safetensors"}
 
 
+@pytest.mark.slow
+def test_a_model_and_samples_in_the_style_of_transformers(tmp_path: Path) -> None:
+    """One client, one step on all samples: SGD on the loss that the model itself computes from the labels."""
+    transformers = pytest.importorskip("transformers")
+    size = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 11, "n_positions": 8, "use_cache": False}
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    torch.manual_seed(2)
+    gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **still))
+    tokens = torch.randint(0, 11, (6, 8))
+    samples = [{"input_ids": row, "labels": row} for row in tokens]
+    gpt2(input_ids=tokens, labels=tokens).loss.backward()
+    expected = {name: (p - 0.2 * p.grad).detach().clone() for name, p in gpt2.named_parameters() if p.grad is not None}
+    gpt2.zero_grad()
+    config = tables(tmp_path, clients=1, local_steps=1)
+    config["run"]["steps"] = 1
+    config["batch"] = {"global_samples": 6}
+    shoal.federate(config, ["devices.together=1"], model=gpt2, data=samples)
+    found = load_file(tmp_path / "own" / "model.safetensors")
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-6)
+
+
 def test_a_configuration_without_clients_is_refused(tmp_path: Path) -> None:
     config = {name: table for name, table in tables(tmp_path).items() if name != "federated"}
     with pytest.raises(UsageError, match="no table \\[federated\\]"):

@@ -17,6 +17,7 @@ from msgspec.structs import replace as replace_table
 
 from shoal.assembly.objects import UserObjects, data_of, loss_of, model_of
 from shoal.checkpoint.inspect import copy_weights, require_weights_of, weights_of
+from shoal.data.labelled import predicts_next_token, with_labels
 from shoal.engine.precision import precision_of
 from shoal.errors import ConfigError, UserCodeError
 from shoal.federated import report
@@ -63,7 +64,8 @@ def federated_task(run_file: RunFile, script: FromScript = FromScript(), *, real
         weights = weights_of(source)
         require_weights_of(model, weights, source=source)
         copy_weights(weights, model)
-    layout, data = layout_of(model), data_of(run_file, objects)
+    layout = layout_of(model)
+    data = with_labels(data_of(run_file, objects), next_token=predicts_next_token(model))
     if data.endless or data.parts:
         raise UserCodeError("federated training needs data with a number of samples, of one source: give such data")
     decays = _decays(model)
