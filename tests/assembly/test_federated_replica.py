@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from shoal.api import _resolved
 from shoal.assembly.federated import FromScript, federated_task
 from shoal.assembly.federated_client import replica_of
 from shoal.assembly.federated_replica import Assignment, ReplicaRanks
+from shoal.assembly.objects import UserObjects
 from shoal.assembly.run import open_run
 from shoal.errors import ConfigError
 from shoal.federated.config import FederatedClient
@@ -54,8 +56,10 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 
 
-def run_file(folder: Path, *more: dict[str, Any]) -> RunFile:
-    """A small GPT of float64; a client has 27 samples, so that its last step of a round is short."""
+def run_file(folder: Path, *more: dict[str, Any], script: FromScript = FromScript()) -> RunFile:
+    """A small GPT of float64, or what the script hands over; a client has 27 samples, so that its last step of a round
+    is short.
+    """
     tables: dict[str, dict[str, Any]] = {
         "run": {"name": "example", "steps": 5, "seed": 3, "directory": str(folder), "device": "cpu"},
         "model": {"kind": "gpt", "width": 16, "layers": 2, "heads": 2},
@@ -70,6 +74,9 @@ def run_file(folder: Path, *more: dict[str, Any]) -> RunFile:
     for changed in more:
         for name, keys in changed.items():
             tables[name] = {**tables.get(name, {}), **keys}
+    if (given := script.objects).model is not None:
+        own = {name: table for name, table in tables.items() if name not in ("model", "data")}
+        return _resolved(own, (), model=given.model, data=given.data, loss=None)[0]
     return run_file_of(tables, file="test")
 
 
@@ -94,16 +101,19 @@ def rounds(task: Task, samples: int) -> list[tuple[Update, ClientState]]:
     return done
 
 
-def trained_by_ranks(place: TestPlace, tables: list[dict[str, Any]], folder: str, samples: int) -> Any:
-    """What rank 0 would send; None on other ranks."""
+def trained_by_ranks(
+    place: TestPlace, tables: list[dict[str, Any]], folder: str, samples: int, foreign: bool = False
+) -> Any:
+    """What rank 0 would send; None on other ranks. `foreign`: of a model and samples of transformers."""
     torch.manual_seed(place.rank)
-    whole = run_file(Path(folder), {"run": {"processes": place.size}}, *tables)
+    script = transformers_gpt2() if foreign else FromScript()
+    whole = run_file(Path(folder), {"run": {"processes": place.size}}, *tables, script=script)
     replica = replica_of(whole, ONE)
     assert replica is not None
     check_across(replica, file="test")
-    task = federated_task(whole) if place.rank == 0 else None
+    task = federated_task(whole, script) if place.rank == 0 else None
     here = Place(place.rank, place.size, place.rank, place.size, 0, "shoal")
-    run = open_run(replica, here, store=place.store)
+    run = open_run(replica, here, script.objects, store=place.store)
     ranks = ReplicaRanks(run)
     if task is None:
         ranks.follow()
@@ -111,6 +121,20 @@ def trained_by_ranks(place: TestPlace, tables: list[dict[str, Any]], folder: str
     found = rounds(task.trained_by(ranks), samples)
     ranks.dismiss()
     return found
+
+
+def transformers_gpt2() -> FromScript:
+    """A decoder of transformers with tied weights, and samples with labels, one of which has a label left out."""
+    transformers = pytest.importorskip("transformers")
+    size = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 11, "n_positions": 8, "use_cache": False}
+    torch.manual_seed(2)
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    tokens = torch.randint(0, 11, (40, 8), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[5, 3] = -100
+    data = [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **still))
+    return FromScript(UserObjects(model=model, data=data))
 
 
 def require_equal(found: list[Any], expected: list[Any], close: dict[str, float]) -> None:
@@ -135,6 +159,17 @@ def test_ranks_send_what_one_process_sends(layout: str, strategy: str, ranks: An
     torch.set_num_threads(1)
     expected = rounds(federated_task(run_file(tmp_path, *tables)), 27)
     require_equal(found, expected, CLIPPED if strategy == "fedprox" else CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["zero2", "zero3", "tensor"])
+def test_ranks_train_a_model_of_transformers(layout: str, ranks: Any, tmp_path: Path) -> None:
+    """One that the script hands over, and that the ranks split in place."""
+    tables = [LAYOUTS[layout], {"federated": {"kind": "scaffold"}}]
+    found = ranks(2, trained_by_ranks, tables, str(tmp_path), 27, True)[0]
+    script = transformers_gpt2()
+    expected = rounds(federated_task(run_file(tmp_path, *tables, script=script), script), 27)
+    require_equal(found, expected, CLOSE)
 
 
 def test_a_client_with_fewer_samples_than_ranks_trains(ranks: Any, tmp_path: Path) -> None:
