@@ -162,7 +162,7 @@ def test_ranks_send_what_one_process_sends(layout: str, strategy: str, ranks: An
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["zero2", "zero3", "tensor"])
+@pytest.mark.parametrize("layout", ["copies", "zero2", "zero3"])
 def test_ranks_train_a_model_of_transformers(layout: str, ranks: Any, tmp_path: Path) -> None:
     """One that the script hands over, and that the ranks split in place."""
     tables = [LAYOUTS[layout], {"federated": {"kind": "scaffold"}}]
