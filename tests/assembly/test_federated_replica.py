@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3": {"layout": {"shard": 2}, "memory": {"zero": 3}},
     "tensor": {"layout": {"tensor": 2}},
     "pipeline": {"layout": {"pipeline": 2}, "pipeline": {"microbatches": 2}},
+    "context": {"layout": {"context": 2}},
 }
 STRATEGIES: dict[str, dict[str, Any]] = {
     "momentum": {"optimizer": {"momentum": 0.75, "nesterov": True, "weight_decay": 0.125}},
@@ -54,6 +56,8 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "clustered": {"federated": {"kind": "clustered", "clusters": 2}},
     "coded": {"codec": {"kind": "top_k", "fraction": 0.1}},
 }
+EACH = set(zip(cycle(LAYOUTS), STRATEGIES, strict=False))
+"""Each strategy on one layout, which `make test` runs; all of them on all are for `make stress`."""
 
 
 def run_file(folder: Path, *more: dict[str, Any], script: FromScript = FromScript()) -> RunFile:
@@ -150,8 +154,10 @@ def require_equal(found: list[Any], expected: list[Any], close: dict[str, float]
         assert float(wanted.delta.abs().max()) > 1e-4
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [pytest.param(*pair, marks=[] if pair in EACH else pytest.mark.stress) for pair in product(LAYOUTS, STRATEGIES)],
+)
 def test_ranks_send_what_one_process_sends(layout: str, strategy: str, ranks: Any, tmp_path: Path) -> None:
     """Change, control and all that the client keeps, after two rounds whose last steps are short."""
     tables = [LAYOUTS[layout], STRATEGIES[strategy]]
