@@ -21,7 +21,8 @@ from shoal.federated.config import (
 )
 from shoal.federated.local_training import ClientData, order_rounds
 from shoal.federated.population import device_of, drops_out, partition
-from shoal.federated.rounds import choose, choose_each
+from shoal.federated.rounds import choose, choose_each, choose_important
+from shoal.federated.strategy import Update, build_strategy
 from shoal.maths.counter import bits, key_of
 
 KINDS: list[PartitionConfig] = [
@@ -82,6 +83,46 @@ def test_cohorts_are_uniform_or_by_size() -> None:
     assert max(abs(count - 125) for count in counts.values()) < 5 * (500 * 0.25 * 0.75) ** 0.5
     assert large > 500 * 5 * 0.8
     assert choose(uniform, present, seed=7, round=3) == choose(uniform, present, seed=7, round=3)
+
+
+def test_importance_draws_as_often_as_it_says_and_weighs_that_away() -> None:
+    """Over 2,000 rounds of 4 of 12 clients, each takes part as often as its chance says, and the mean of the updates,
+    weighed by 1 / chance, is that of all clients; it varies less than that of uniform cohorts. One large client is
+    certain; one that was last of no weight is looked at again, and one without an update is taken for the mean."""
+    config = FedAvgConfig(clients=12, cohort=4, sampling="importance")
+    names = [f"c{i:02d}" for i in range(12)]
+    norms = {name: float(i) for i, name in enumerate(names)} | {names[11]: 100.0}
+    del norms[names[5]]
+    present = {name: 1 + i % 3 for i, name in enumerate(names)}
+    truth = sum(present[name] * norms.get(name, 15.0) for name in names) / sum(present.values())
+    strategy = build_strategy(config, 1)
+
+    def mean(chances: dict[str, float]) -> float:
+        rows = [
+            Update(name, 0, present[name], torch.tensor([norms.get(name, 15.0)]), chance=chance)
+            for name, chance in chances.items()
+        ]
+        return float(strategy.mean(rows))
+
+    counts, found, plain, chance = dict.fromkeys(names, 0), [], [], {}
+    for round in range(2000):
+        drawn = choose_important(config, present, norms, seed=7, round=round)
+        assert len(drawn) == 4
+        chance |= drawn
+        counts = {name: count + (name in drawn) for name, count in counts.items()}
+        found.append(mean(drawn))
+        plain.append(mean(dict.fromkeys(choose(FedAvgConfig(clients=12, cohort=4), present, seed=7, round=round), 1.0)))
+    assert sum(chance.values()) == pytest.approx(4)
+    assert chance[names[11]] == 1
+    assert 0 < chance[names[0]] < chance[names[1]] + 1e-9 < chance[names[8]]
+    assert all(abs(counts[n] - 2000 * chance[n]) <= 5 * (2000 * chance[n] * (1 - chance[n])) ** 0.5 for n in names)
+    assert float(np.mean(found)) == pytest.approx(truth, rel=0.1)
+    assert np.std(found) < 0.5 * np.std(plain)
+
+
+def test_importance_takes_everybody_where_all_are_wanted() -> None:
+    config = FedAvgConfig(clients=3, sampling="importance")
+    assert choose_important(config, {"a": 1, "b": 5, "c": 2}, {}, seed=1, round=0) == {"a": 1.0, "b": 1.0, "c": 1.0}
 
 
 def test_poisson_sampling_takes_each_by_itself() -> None:

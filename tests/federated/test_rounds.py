@@ -107,3 +107,30 @@ def test_the_history_of_a_random_run_gives_its_state(kind: str) -> None:
             again = Rounds(config, versions=4, seed=seed, history=history)
             assert state_of(again) == state_of(rounds), (seed, act)
         assert rounds.over
+
+
+def test_norms_that_weigh_clients_are_in_the_history() -> None:
+    """A server that starts again draws the clients that it would have drawn, each with the same chance."""
+    rounds = rounds_of(sampling="importance", cohort=2)
+    history: list[Decision] = []
+    tickets = {n: t for n in "abcd" if (t := rounds.ask(n, 0.0)) is not None}
+    for ticket in tickets.values():
+        rounds.contribute(ticket, "", 0.0)
+    ready = rounds.tick(0.0)
+    assert ready is not None
+    assert all(0 < rounds.chance_of(name) < 1 for name in tickets)
+    rounds.advance(0.0, ready, [9.0, 1.0])
+    history += rounds.decisions()
+    again = Rounds(rounds.config, versions=3, seed=1, history=history)
+    for name in "abcd":
+        again.join(name, 5)
+    for one in (rounds, again):
+        one.begin(1.0)
+    assert again.norms == rounds.norms == dict(zip((t.client for t in ready), (9.0, 1.0), strict=True))
+    assert again.open is not None
+    assert rounds.open is not None
+    assert again.open.chances == rounds.open.chances
+    opened = history[0]
+    assert Rounds(rounds.config, versions=3, seed=1, history=[opened]).chance_of("a") == (
+        dict(zip(opened.cohort, opened.chances, strict=True)).get("a", 1.0)  # type: ignore[union-attr]
+    )

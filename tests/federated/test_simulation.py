@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
-from shoal.assembly.federated import simulate
+from shoal.assembly.federated import federated_task, simulate
+from shoal.checkpoint.inspect import import_weights
 from shoal.data.batches import read_batch
 from shoal.data.corpora import Arrays, digits
-from shoal.errors import ConfigError, EnvironmentFault, UserCodeError
+from shoal.errors import ConfigError, EnvironmentFault, UsageError, UserCodeError
 from shoal.federated.report import RoundFigures, row_of
 from shoal.federated.rounds import Ticket
 from shoal.federated.simulation import Simulation, data_for, shards_of
@@ -50,6 +52,20 @@ def test_one_client_with_all_data_and_one_local_step_is_central_sgd() -> None:
     expected = torch.cat([weight.detach().reshape(-1), bias.detach()])
     moved = float((expected - start).norm())
     assert float((simulation.server.model - expected).norm()) < TOLERANCE * float(expected.norm()) < moved
+
+
+def test_the_first_model_is_that_of_a_warm_start(tmp_path: Path) -> None:
+    """What a federated run has trained begins another; weights of another model are refused."""
+    saved = {"layers.0.weight": torch.full((10, 64), 0.5), "layers.0.bias": torch.arange(10.0)}
+    assert task().trainer.layout.names == tuple(saved)
+    save_file(saved, tmp_path / "model.safetensors")
+    imported = import_weights(tmp_path / "model.safetensors", tmp_path / "imported")
+    found = task(run={"warm_start": str(imported)})
+    assert torch.equal(found.model, torch.cat([one.reshape(-1) for one in saved.values()]))
+    warm = run_file(run={"warm_start": str(tmp_path / "elsewhere")})
+    assert federated_task(warm, real=True).model.shape == found.model.shape  # a client gets its model from the server
+    with pytest.raises(UsageError, match="has another shape"):
+        task(run={"warm_start": str(imported)}, model={"inputs": 32})
 
 
 def test_a_simulation_repeats_itself_to_the_bit() -> None:
@@ -93,6 +109,7 @@ def test_clients_that_train_together_train_as_alone() -> None:
         {"kind": "krum", "least": 8, "kept": 3},
         {"kind": "geometric_median"},
         {"kind": "fedbuff", "buffer": 4},
+        {"kind": "fedavg", "sampling": "importance", "cohort": 4},
     ],
     ids=lambda keys: "-".join(map(str, list(keys.values())[:2])),
 )

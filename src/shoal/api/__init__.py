@@ -34,7 +34,7 @@ from shoal.files import temporary_folder
 from shoal.launcher.environment import Place, place_from
 from shoal.launcher.forks import forked_ranks
 from shoal.launcher.own_script import DESCRIBES, PROFILE, Reached, ScriptCheck, own_command, reads_for, script_check
-from shoal.launcher.supervision import say
+from shoal.launcher.supervision import NOTHING_KEPT, Patience, say
 from shoal.observe.facts import facts_path
 from shoal.planning.arrange import PLANNER
 from shoal.runfile.load import run_file_of
@@ -230,7 +230,7 @@ def _verified(
             wanted=wanted,
             imports=("shoal.verification.verify",),
             beside={VERDICT: str(verdict)},
-            writes=False,
+            patience=NOTHING_KEPT,
         )
         if place_from(os.environ) is not None:
             return found[0] if found else None
@@ -262,7 +262,7 @@ def _run_ranks(
     wanted: str,
     imports: Sequence[str],
     beside: Mapping[str, str] | None = None,
-    writes: bool = True,
+    patience: Patience = Patience(),
 ) -> None:
     """Starts the ranks with this script for the call `wanted`, or is one. `imports`: the modules that `be_rank` needs.
     `beside`: more variables that they get.
@@ -279,7 +279,7 @@ def _run_ranks(
             be_rank,
             directory=directory,
             file=file,
-            writes=writes,
+            patience=patience,
             environ=environ,
             planner=PLANNER,
         )

@@ -6,10 +6,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shoal.api import Configuration, _resolved
+from shoal.api import Configuration, _is_for_another_call, _resolved, _run_ranks
+from shoal.assembly.start import RANK
 from shoal.errors import UsageError
+from shoal.federated.config import FederatedClient
+
+if TYPE_CHECKING:
+    from shoal.assembly.federated import FromScript
+    from shoal.runfile.run_file import RunFile
 
 
 @dataclass(frozen=True)
@@ -21,22 +27,6 @@ class FederatedServer:
     certificates: str | Path
     address: str = "127.0.0.1"
     port: int = 0
-
-
-@dataclass(frozen=True)
-class FederatedClient:
-    """Train as `name`, whose certificate is in the folder `certificates`, for the `server` at HOST:PORT.
-
-    `part`: on that part of the data alone, as `[partition]` cuts it; None: on all of it. `patience_s`: seconds for
-    which the server may be away. `width`: of the client's model, one of `federated.widths`.
-    """
-
-    server: str
-    certificates: str | Path
-    name: str
-    part: int | None = None
-    width: float = 1.0
-    patience_s: float = 60.0
 
 
 def federate(
@@ -62,14 +52,15 @@ def federate(
 
     With `federated.kind = "heterofl"`, `model` is a function with an argument `width`, the part of the whole width.
 
-    `role`: None simulates all clients here. A client returns None when the run is over. Raises `ShoalError`: a wrong
-    key, a strategy that an own `train` cannot follow, a server that is away.
+    `role`: None simulates all clients here. A client returns None when the run is over; with `run.processes` or
+    `[layout]`, it is as many ranks, each of which runs this script. Raises `ShoalError`: a wrong key, a strategy that
+    an own `train` cannot follow, a server that is away.
     """
-    from shoal.assembly.federated import FromScript, serve, simulate, take_part
+    from shoal.assembly.federated import FromScript, serve, simulate
     from shoal.assembly.objects import UserObjects
     from shoal.federated.task import OwnTraining
 
-    run_file, _ = _resolved(config, overrides, model=model, data=data, loss=loss)
+    run_file, file = _resolved(config, overrides, model=model, data=data, loss=loss)
     if run_file.federated is None:
         raise UsageError('the configuration has no table [federated]: add it, with a strategy such as kind = "fedavg"')
     if _of_flower(train):
@@ -92,18 +83,34 @@ def federate(
             told=_say,
             script=script,
         )
-    take_part(
-        run_file,
-        certificates=Path(role.certificates),
-        name=role.name,
-        server=role.server,
-        part=role.part,
-        width=role.width,
-        patience_s=role.patience_s,
-        told=lambda line: _say(f"{role.name}: {line}"),
-        script=script,
-    )
+    _be_client(run_file, role, script, file=file)
     return None
+
+
+def _be_client(run_file: RunFile, client: FederatedClient, script: FromScript, *, file: str) -> None:
+    """In this process, or with ranks that run the same script up to this call."""
+    from shoal.assembly.federated_client import CLIENT, client_directory, replica_of, take_part, take_part_as_rank
+
+    def told(line: str) -> None:
+        _say(f"{client.name}: {line}")
+
+    replica = replica_of(run_file, client, script)
+    if replica is None:
+        take_part(run_file, client, told=told, script=script)
+        return
+    directory = client_directory(run_file, client)
+    wanted = str(directory.resolve())
+    if _is_for_another_call(directory, wanted, script.objects.data):
+        return
+    _run_ranks(
+        replica,
+        lambda sized, place: take_part_as_rank(run_file, client, sized, place, told=told, script=script),
+        directory=directory,
+        file=file,
+        wanted=wanted,
+        imports=RANK,
+        patience=CLIENT,
+    )
 
 
 def _of_flower(given: Any) -> bool:

@@ -6,26 +6,25 @@ import asyncio
 import functools
 import inspect
 import math
-import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from msgspec.structs import replace as replace_table
 
 from shoal.assembly.objects import UserObjects, data_of, loss_of, model_of
+from shoal.checkpoint.inspect import copy_weights, require_weights_of, weights_of
+from shoal.data.labelled import predicts_next_token, with_labels
 from shoal.engine.precision import precision_of
-from shoal.errors import ConfigError, UsageError, UserCodeError
+from shoal.errors import ConfigError, UserCodeError
 from shoal.federated import report
-from shoal.federated.local_training import ClientData, LocalTrainer
+from shoal.federated.local_training import LocalTrainer
 from shoal.federated.page import PAGE
-from shoal.federated.privacy.accountants import sample_budget
 from shoal.federated.privacy.mechanisms import PrivateGradient, Simulated, from_entropy
-from shoal.federated.simulation import Simulation, data_for, shards_of
+from shoal.federated.simulation import Simulation
 from shoal.federated.task import Corner, OwnTraining, Task
 from shoal.federated.vector import corner_of, layout_of, upload_of, vector_of
 from shoal.launcher.lock import RunLock
@@ -59,7 +58,14 @@ def federated_task(run_file: RunFile, script: FromScript = FromScript(), *, real
     model_dtype = precision_of(run_file.precision).parameters
     whole = at_width(run_file, objects, 1.0) if len(widths) > 1 else (run_file, objects)
     model = model_of(*whole, device=torch.device("cpu"), dtype=model_dtype)
-    layout, data = layout_of(model), data_of(run_file, objects)
+    sent = real and all(parameter.requires_grad for parameter in model.parameters())  # a server sends what trains
+    if run_file.run.warm_start is not None and not sent:
+        source = Path(run_file.run.warm_start)
+        weights = weights_of(source)
+        require_weights_of(model, weights, source=source)
+        copy_weights(weights, model)
+    layout = layout_of(model)
+    data = with_labels(data_of(run_file, objects), next_token=predicts_next_token(model))
     if data.endless or data.parts:
         raise UserCodeError("federated training needs data with a number of samples, of one source: give such data")
     decays = _decays(model)
@@ -229,61 +235,3 @@ def serve(
     report.write(directory, result, host.server.parameters())
     told(f"{directory / PAGE}, {directory / report.REPORT} and {directory / report.WEIGHTS} are written")
     return result
-
-
-def take_part(
-    run_file: RunFile,
-    *,
-    certificates: Path,
-    name: str,
-    server: str,
-    part: int | None,
-    patience_s: float,
-    width: float = 1.0,
-    told: Callable[[str], object],
-    script: FromScript = FromScript(),
-) -> None:
-    """Trains as the client `name` until the run is over. `server`: HOST:PORT. `part`: of the data of the run file, that
-    which `[partition]` gives to the client of this number; None: all of it. `width`: of its model, one of
-    `federated.widths`.
-
-    Raises `EnvironmentFault` where the server is away for `patience_s`, and `UsageError` where it refuses the client.
-    """
-    from shoal.federated.transport.client import Client
-    from shoal.federated.transport.enrol import tls_context
-    from shoal.federated.transport.store import ClientStore
-
-    tls = tls_context(certificates, name, server=False)
-    task = federated_task(run_file, script, real=True)
-    data = _clients_data(task, part)
-    store = ClientStore(run_directory(run_file) / "clients" / name)
-    url = f"https://{server}"
-    number = _number_of(run_file, width)
-    client = Client(task, data, name=name, url=url, store=store, width=number, patience_s=patience_s, told=told)
-    asyncio.run(client.run(tls))
-
-
-def _number_of(run_file: RunFile, width: float) -> int:
-    assert run_file.federated is not None
-    widths = run_file.federated.all_widths
-    if width not in widths:
-        raise UsageError(f"--width {width:g}: models here have widths {', '.join(f'{one:g}' for one in widths)}")
-    return widths.index(width)
-
-
-def _clients_data(task: Task, part: int | None) -> ClientData:
-    if part is not None and not 0 <= part < task.federated.clients:
-        raise UsageError(f"--part {part}: parts are 0 to federated.clients - 1 = {task.federated.clients - 1}")
-    ids = np.arange(len(task.data.train), dtype=np.int64) if part is None else shards_of(task)[part]
-    private = task.privacy is not None and task.privacy.unit == "sample"
-    seed = secrets.randbits(62) if private else task.seed + (part or 0)  # who is in a batch is part of the secret
-    data = data_for(task, ids, seed=seed)
-    if task.privacy is not None and private:
-        steps = data.steps(task.federated, task.batch)
-        budget = sample_budget(task.privacy, batch=task.batch, samples=len(data), steps=steps)
-        if budget.rounds(task.rounds) < task.rounds:
-            raise UsageError(
-                f"{len(data)} samples in {task.rounds} rounds would spend epsilon {budget.spent(task.rounds):.3g}, and "
-                f"privacy.epsilon is {task.privacy.epsilon:g}: lower run.steps, or raise privacy.noise"
-            )
-    return data

@@ -30,7 +30,7 @@ from shoal.assembly.workload import Workload, build_workload
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed, StepShare, evaluation_batches
-from shoal.data.sample import Batch
+from shoal.data.sample import Batch, Source
 from shoal.engine.forward_backward import evaluate
 from shoal.engine.microbatches import topped_up
 from shoal.engine.precision import scaler_of
@@ -149,11 +149,13 @@ class Run:
 
     def held_out(self) -> Iterator[Batch]:
         """This rank's part of the held-out samples."""
-        source, uniform = self.workload.data.held_out, self.generation.microbatching.uniform
-        if source is None:
-            return iter(())
+        source = self.workload.data.held_out
+        return iter(()) if source is None else self.one_pass(source, limit=self.run_file.observe.evaluate_samples)
+
+    def one_pass(self, source: Source, *, limit: int | None = None) -> Iterator[Batch]:
+        """This rank's part of one pass over the samples of `source`; with a `limit`, over that many of them."""
         batch, (share, shares) = self.run_file.batch, self.mesh.batch_share
-        limit = self.run_file.observe.evaluate_samples
+        uniform = self.generation.microbatching.uniform
         micro = self.generation.microbatching.samples or max(1, batch.global_samples // shares)
         own = evaluation_batches(
             source, replicas=shares, replica=share, micro_samples=micro, denominator=batch.denominator, limit=limit

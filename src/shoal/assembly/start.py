@@ -39,6 +39,7 @@ from shoal.launcher.versions import check_torch_version, installed
 from shoal.launcher.warm import is_shoals_own, preload
 from shoal.observe.facts import facts_path, write_facts
 from shoal.resilience.config import COORDINATOR, ElasticConfig
+from shoal.runfile.federated_rules import without_clients
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile, statistics_group, with_processes
 
@@ -80,16 +81,18 @@ def run(
     *,
     directory: Path,
     file: str,
-    writes: bool = True,
+    patience: Patience = Patience(),
     lab: Lab | None = None,
     planner: Planner | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> ExitCode:
     """The exit code of the whole run; a rank never returns from a failure, it leaves with its code.
 
-    A run that `writes` to its directory holds the lock of it. In a `lab` there are as many ranks as it has. Raises
-    `UsageError` and `EnvironmentFault` before any process has started.
+    A run holds the lock of its directory, unless the `patience` with its ranks is `NOTHING_KEPT`: then nothing is
+    written there. In a `lab` there are as many ranks as it has. Raises `UsageError` and `EnvironmentFault` before any
+    process has started.
     """
+    writes = patience != NOTHING_KEPT
     place = place_from(environ)
     started_here = processes_of(run_file, environ) if lab is None else processes_in(lab, run_file.run, place)
     if place is None or run_file.elastic is not None:
@@ -113,7 +116,7 @@ def run(
             keep_fds = [stack.enter_context(RunLock(directory, shared=joins)).fd] if writes else []
             # A script of the user's own may do anything before it calls Shoal.
             start_s = run_file.run.start_timeout_s if is_shoals_own(command) else None
-            patience = replace(Patience() if writes else NOTHING_KEPT, start_s=start_s)
+            patience = replace(patience, start_s=start_s)
             logs = directory if writes else stack.enter_context(temporary_folder())
             if writes and not joins and facts_path(directory).is_file():
                 write_facts(directory, {"state": ""})  # that of the start before
@@ -210,7 +213,7 @@ def checked(run_file: RunFile, place: Place | None, *, file: str, planner: Plann
     """The run file with its layout completed, after every check that needs no rank. Raises `ConfigError` and others."""
     if planner is not None:
         run_file = planner.arrange(run_file, place)
-    check_across(run_file, file=file)
+    check_across(without_clients(run_file), file=file)
     check_torch_version()
     return run_file
 

@@ -131,25 +131,50 @@ def client(
         float, typer.Option(help='The width of this client\'s model, one of federated.widths (kind = "heterofl").')
     ] = 1.0,
     patience: Annotated[float, typer.Option(help="Seconds for which the server may be away.", min=0)] = 60.0,
+    ranks: Annotated[
+        int | None, typer.Option("-n", min=1, help="Ranks that are this client, as run.processes=N says it.")
+    ] = None,
 ) -> None:
-    """Trains on this machine's data until the run is over; the data stays here.
+    """Trains on this machine's data until the run is over; the data stays here. With several ranks, by run.processes or
+    [layout], they are one client, which splits the model as the run file says.
 
     Example: shoal federate client recipes/federated-digits.toml --server 127.0.0.1:29500 --certificates certificates
     --name clinic-a
+
+    Example: shoal federate client recipes/federated-digits.toml layout.shard=2 --server 127.0.0.1:29500
+    --certificates certificates --name clinic-b
     """
     from shoal.errors import UsageError
+    from shoal.federated.config import FederatedClient
     from shoal.runfile.load import load_run
 
-    loaded = load_run(run_file, overrides or ())
+    keys = [*(overrides or ()), *([] if ranks is None else [f"run.processes={ranks}"])]
+    loaded = load_run(run_file, keys)
     host, _, port = server.rpartition(":")
     if not host or not port.isdigit():
         raise UsageError(f"'{server}' is no address: it is HOST:PORT, as `shoal federate server` prints it")
-    from shoal.assembly.federated import take_part
+    from shoal.assembly.federated_client import CLIENT, client_directory, replica_of, take_part, take_part_as_rank
 
     def show(line: str) -> None:
         print(f"{name}: {line}", flush=True)
 
-    take_part(
-        loaded, certificates=certificates, name=name, server=server, part=part, width=width, patience_s=patience,
-        told=show,
-    )  # fmt: skip
+    one = FederatedClient(server, certificates, name, part=part, width=width, patience_s=patience)
+    replica = replica_of(loaded, one)
+    if replica is None:
+        take_part(loaded, one, told=show)
+        return
+    from shoal.assembly.start import run
+    from shoal.planning.arrange import PLANNER
+
+    options = [f"--server={server}", f"--certificates={certificates}", f"--name={name}", f"--width={width}"]
+    options += [f"--patience={patience}", *([] if part is None else [f"--part={part}"])]
+    code = run(
+        replica,
+        [sys.executable, "-m", "shoal", "federate", "client", str(run_file), *keys, *options],
+        lambda sized, place: take_part_as_rank(loaded, one, sized, place, told=show),
+        directory=client_directory(loaded, one),
+        file=str(run_file),
+        patience=CLIENT,
+        planner=PLANNER,
+    )
+    raise typer.Exit(code)

@@ -176,6 +176,7 @@ def evaluate(
     from shoal.assembly.user_code import require_nameable
     from shoal.errors import UsageError
     from shoal.files import meant
+    from shoal.launcher.supervision import NOTHING_KEPT
     from shoal.planning.arrange import PLANNER
     from shoal.runfile.load import load_run
 
@@ -209,5 +210,13 @@ def evaluate(
         *(["--json"] if as_json else []),
     ]
     raise typer.Exit(
-        run(loaded, command, rank, directory=folder, file=str(folder / "run.toml"), writes=False, planner=PLANNER)
+        run(
+            loaded,
+            command,
+            rank,
+            directory=folder,
+            file=str(folder / "run.toml"),
+            patience=NOTHING_KEPT,
+            planner=PLANNER,
+        )
     )

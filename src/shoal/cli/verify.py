@@ -51,6 +51,7 @@ def verify(
     if run_file.suffix == ".py":
         raise typer.Exit(_verify_script(run_file, overrides or (), steps=steps, exact=exact, as_json=as_json))
     from shoal.assembly.start import run
+    from shoal.launcher.supervision import NOTHING_KEPT
     from shoal.planning.arrange import PLANNER
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import run_directory
@@ -80,7 +81,15 @@ def verify(
     ]
     command = [sys.executable, "-m", "shoal", "verify", str(run_file), *(overrides or ()), *flags]
     raise typer.Exit(
-        run(loaded, command, rank, directory=run_directory(loaded), file=str(run_file), writes=False, planner=PLANNER)
+        run(
+            loaded,
+            command,
+            rank,
+            directory=run_directory(loaded),
+            file=str(run_file),
+            patience=NOTHING_KEPT,
+            planner=PLANNER,
+        )
     )
 
 

@@ -5,7 +5,9 @@ A new strategy is its module and its table here.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -27,6 +29,8 @@ class _Strategy(Table, frozen=True):
     sends_control: ClassVar[bool] = False
     sums: ClassVar[bool] = True
     """Whether it needs the weighted sum of the updates alone, as secure aggregation gives it."""
+    averages: ClassVar[bool] = False
+    """Whether all it takes of a round is the weighted mean of the updates."""
 
     clients: Annotated[
         int, says("Clients there are: those of a simulation, and how many a server enrols at most.", ge=1, le=10**6)
@@ -39,8 +43,12 @@ class _Strategy(Table, frozen=True):
         float, says("Clients asked beyond the cohort, as a part of it: the round ends with the first ones.", ge=0, le=4)
     ] = 0.0
     sampling: Annotated[
-        Literal["uniform", "by_size"],
-        says("uniform: every client is as likely. by_size: in proportion to its samples; updates then count alike."),
+        Literal["uniform", "by_size", "importance"],
+        says(
+            "uniform: every client is as likely. by_size: in proportion to its samples; updates then count alike. "
+            "importance: by its samples and the norm of its last update; updates count the more, the less likely "
+            "(arXiv:2010.13723)."
+        ),
     ] = "uniform"
     deadline_s: Annotated[float, says("Longest that a round waits for clients.", gt=0, le=10**7)] = 600.0
     local_steps: Annotated[
@@ -88,6 +96,12 @@ class _Strategy(Table, frozen=True):
                 'sampling = "by_size" with weights = "samples" would count samples twice: leave one of them out'
             )
 
+        if self.sampling == "importance" and not self.averages:
+            raise ValueError(
+                f'sampling = "importance" with kind = "{self.variant}": it weighs updates in a mean, which this kind '
+                'does not take; use "uniform", or kind = "fedavg"'
+            )
+
     @property
     def cohort_size(self) -> int:
         """`cohort`, the default resolved."""
@@ -111,19 +125,21 @@ class _Strategy(Table, frozen=True):
     @property
     def by_samples(self) -> bool:
         """Whether updates count by the samples of their clients."""
-        return self.weighs and self.sampling == "uniform" and self.weights != "equal"
+        return self.weighs and self.sampling != "by_size" and self.weights != "equal"
 
 
 class FedAvgConfig(_Strategy, frozen=True, tag_field="kind", tag="fedavg"):
     """The mean of what clients changed (arXiv:1602.05629)."""
 
     implemented_by: ClassVar[str] = "shoal.federated.strategies:FedAvg"
+    averages: ClassVar[bool] = True
 
 
 class FedAvgMConfig(_Strategy, frozen=True, tag_field="kind", tag="fedavgm"):
     """The mean goes through the server's momentum (arXiv:1909.06335)."""
 
     implemented_by: ClassVar[str] = "shoal.federated.strategies:FedAvgM"
+    averages: ClassVar[bool] = True
 
     momentum: Annotated[float, says("Momentum of the server.", ge=0, lt=1)] = 0.9
 
@@ -132,6 +148,7 @@ class FedProxConfig(_Strategy, frozen=True, tag_field="kind", tag="fedprox"):
     """A term of each client's loss pulls its copy to the model of the round (arXiv:1812.06127)."""
 
     implemented_by: ClassVar[str] = "shoal.federated.strategies:FedProx"
+    averages: ClassVar[bool] = True
 
     mu: Annotated[float, says("Half the weight of the squared distance.", gt=0, le=1e4)] = 0.01
 
@@ -140,6 +157,7 @@ class FedNovaConfig(_Strategy, frozen=True, tag_field="kind", tag="fednova"):
     """Each change is divided by the steps that made it, so that fast clients do not count more (arXiv:2007.07481)."""
 
     implemented_by: ClassVar[str] = "shoal.federated.strategies:FedNova"
+    averages: ClassVar[bool] = True
     sums: ClassVar[bool] = False
 
 
@@ -164,6 +182,7 @@ class FedOptConfig(_Strategy, frozen=True, tag_field="kind", tag="fedopt"):
     """The mean is the gradient of an adaptive optimizer at the server (arXiv:2003.00295)."""
 
     implemented_by: ClassVar[str] = "shoal.federated.strategies:FedOpt"
+    averages: ClassVar[bool] = True
 
     rule: Annotated[Literal["adam", "yogi", "adagrad"], says("How squared means accumulate.")] = "adam"
     server_lr: Annotated[float, says("Learning rate of the server.", gt=0, le=1e3)] = 0.01
@@ -392,3 +411,19 @@ class PrivacyConfig(Table, frozen=True):
             raise ValueError('adaptive = true with unit = "sample": only norms of updates are followed; leave it out')
         if self.noise_by == "clients" and self.unit != "client":
             raise ValueError('noise_by = "clients" with unit = "sample": DP-SGD is the client\'s already; leave it out')
+
+
+@dataclass(frozen=True)
+class FederatedClient:
+    """Train as `name`, whose certificate is in the folder `certificates`, for the `server` at HOST:PORT.
+
+    `part`: on that part of the data alone, as `[partition]` cuts it; None: on all of it. `patience_s`: seconds for
+    which the server may be away. `width`: of the client's model, one of `federated.widths`.
+    """
+
+    server: str
+    certificates: str | Path
+    name: str
+    part: int | None = None
+    width: float = 1.0
+    patience_s: float = 60.0

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -253,6 +253,29 @@ class LocalTrainer:
             return y - lr * gradient
         velocity.copy_(torch.where(first[:, None], gradient, self.sgd.momentum * velocity + gradient))
         return y - lr * (gradient + self.sgd.momentum * velocity if self.sgd.nesterov else velocity)
+
+
+class Replica(Protocol):
+    """The ranks that are one client, as rank 0 sees them: it has the client's vectors, each of them trains a part."""
+
+    def train(
+        self,
+        model: Tensor,
+        steps: Sequence[np.ndarray],
+        *,
+        lr: float,
+        first: int,
+        pull: float = 0.0,
+        shift: Tensor | None = None,
+        anchor: Tensor | None = None,
+    ) -> Trained:
+        """The local steps of one client from `model` [numel]; see `LocalTrainer.train`. `steps` has the sample ids of
+        each, `first` is the number of the first among all that the client has taken, from 1."""
+        ...
+
+    def measured(self, model: Tensor, ids: np.ndarray) -> dict[str, float]:
+        """`loss/eval` of `model` [numel] on the samples `ids`."""
+        ...
 
 
 def _stacked(shifts: Sequence[Tensor | None], x: Tensor) -> Tensor:

@@ -12,6 +12,9 @@ Who takes part is a pure function of the seed, the round, the attempt and who is
     by size    without replacement, in proportion to sizes: the largest of u_i^(1 / size_i), u_i uniform
                (Efraimidis, Spirakis, Information Processing Letters 97, 2006)
     Poisson    each client by itself with chance q: what the accountants of differential privacy assume
+    importance with chance pi_i = min(1, a s_i), s_i = samples of i x the norm of its last update, where a makes the
+               chances add up to the cohort (arXiv:2010.13723, equation 7): all points u, u + 1, ... on the sum of the
+               chances in a random order, u uniform (Madow 1949). An update counts 1 / pi_i times (Hajek 1971)
 """
 
 from __future__ import annotations
@@ -39,11 +42,12 @@ class Ticket(msgspec.Struct, frozen=True, order=True, forbid_unknown_fields=True
 
 
 class Opened(msgspec.Struct, frozen=True, tag="opened"):
-    """A round begins with these clients."""
+    """A round begins with these clients; `chances` of each, where they weigh updates."""
 
     version: int
     attempt: int
     cohort: tuple[str, ...]
+    chances: tuple[float, ...] = ()
 
 
 class Given(msgspec.Struct, frozen=True, tag="given"):
@@ -74,10 +78,11 @@ class Abandoned(msgspec.Struct, frozen=True, tag="abandoned"):
 
 
 class Advanced(msgspec.Struct, frozen=True, tag="advanced"):
-    """The model of the next version is made from these contributions."""
+    """The model of the next version is made from these contributions; `norms` of each, where they weigh clients."""
 
     version: int
     tickets: tuple[Ticket, ...]
+    norms: tuple[float, ...] = ()
 
 
 class Revealing(msgspec.Struct, frozen=True, tag="revealing"):
@@ -102,12 +107,14 @@ class _Open:
     counted: dict[Ticket, str] = field(default_factory=dict)
     waiting: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
+    chances: dict[str, float] = field(default_factory=dict)
 
 
 class Rounds:
     """`versions`: how many models are made. `poisson`: the chance of each client to take part, instead of a cohort.
 
-    `turns` and `last`: how many contributions of a client went into a model, and which was the last.
+    `turns` and `last`: how many contributions of a client went into a model, and which was the last; `norms`: the norm
+    of that, where it weighs clients.
     """
 
     def __init__(
@@ -128,6 +135,7 @@ class Rounds:
         self.used: dict[Ticket, str] = {}
         self.turns: dict[str, int] = {}
         self.last: dict[str, Ticket] = {}
+        self.norms: dict[str, float] = {}
         self._numbers: dict[tuple[str, int], int] = {}
         self._made: list[Decision] = []
         for decision in history:
@@ -225,9 +233,13 @@ class Rounds:
         if self.open is not None and not self.open.revealing:
             self._decide(Revealing(self.version, self.open.attempt), now_s)
 
-    def advance(self, now_s: float, tickets: tuple[Ticket, ...]) -> None:
-        """The next model is made, from `tickets`."""
-        self._decide(Advanced(self.version + 1, tickets), now_s)
+    def chance_of(self, client: str) -> float:
+        """How likely a client was to take part in the open round; 1 where that weighs no update."""
+        return 1.0 if self.open is None else self.open.chances.get(client, 1.0)
+
+    def advance(self, now_s: float, tickets: tuple[Ticket, ...], norms: Sequence[float] = ()) -> None:
+        """The next model is made, from `tickets`; `norms` of their updates, where they weigh clients."""
+        self._decide(Advanced(self.version + 1, tickets, tuple(norms)), now_s)
 
     def abandon(self, reason: str, now_s: float) -> None:
         """The open attempt ends without a model, and the round is tried again with other clients."""
@@ -248,17 +260,18 @@ class Rounds:
     def _open_round(self, now_s: float) -> None:
         if self.open is not None or self.over:
             return
+        if len(self.present) < (self.config.cohort_size if self.poisson is None else self.config.clients):
+            return  # of Poisson sampling the chance of each client is that of `clients` of them
+        drawn = {"seed": self.seed, "round": self.version, "attempt": self.attempt}
+        chances: dict[str, float] = {}
         if self.poisson is not None:
-            if len(self.present) < self.config.clients:
-                return  # the chance of each client is that of `clients` of them
-            cohort = choose_each(
-                self.poisson, tuple(self.present), seed=self.seed, round=self.version, attempt=self.attempt
-            )
+            cohort = choose_each(self.poisson, tuple(self.present), **drawn)
+        elif self.config.sampling == "importance":
+            chances = choose_important(self.config, self.present, self.norms, **drawn)
+            cohort = list(chances)
         else:
-            if len(self.present) < min(self.config.cohort_size, self.config.clients):
-                return
-            cohort = choose(self.config, self.present, seed=self.seed, round=self.version, attempt=self.attempt)
-        self._decide(Opened(self.version, self.attempt, tuple(cohort)), now_s)
+            cohort = choose(self.config, self.present, **drawn)
+        self._decide(Opened(self.version, self.attempt, tuple(cohort), tuple(chances.values())), now_s)
 
     def _ask_any_time(self, client: str, now_s: float) -> Ticket | None:
         if client in self.given:
@@ -289,9 +302,10 @@ class Rounds:
 
     def _apply(self, decision: Decision, now_s: float | None) -> None:
         match decision:
-            case Opened(version=version, attempt=attempt, cohort=cohort):
+            case Opened(version=version, attempt=attempt, cohort=cohort, chances=chances):
                 self.version, self.attempt = version, attempt
                 self.open = _Open(attempt, cohort, now_s, frozenset(cohort), waiting=set(cohort))
+                self.open.chances |= zip(cohort, chances, strict=False)  # most sampling has none
             case Given(ticket=ticket):
                 self.given[ticket.client] = ticket
                 self._numbers[ticket.client, ticket.version] = ticket.number + 1
@@ -310,7 +324,8 @@ class Rounds:
                     self.open.revealing = True
             case Abandoned(attempt=attempt):
                 self.open, self.attempt = None, attempt + 1
-            case Advanced(version=version, tickets=tickets):
+            case Advanced(version=version, tickets=tickets, norms=norms):
+                self.norms |= zip((ticket.client for ticket in tickets), norms, strict=False)
                 counted = self.buffer if self.config.asynchronous else self.open.counted if self.open else {}
                 self.used |= {ticket: counted.get(ticket, "") for ticket in tickets}
                 for ticket in () if self.config.asynchronous else tickets:
@@ -338,6 +353,49 @@ def choose(
         drawn = -(drawn.log() / sizes)
     first = drawn.sort(stable=True).indices[:wanted].tolist()
     return sorted(names[index] for index in first)
+
+
+LEAST_SCORE = 0.1
+"""The lowest score beside the mean one: what was last of little weight is looked at again."""
+
+
+def choose_important(
+    config: FederatedConfig,
+    present: Mapping[str, int],
+    norms: Mapping[str, float],
+    *,
+    seed: int,
+    round: int,
+    attempt: int = 0,
+) -> dict[str, float]:
+    """The clients of a round and the chance that each had, sorted by name. `norms`: of each client's last update; one
+    that has sent none is taken for the mean of the others."""
+    names = sorted(present)
+    wanted = min(len(names), math.ceil(config.cohort_size * (1 + config.over_selection)))
+    known = [norms[name] for name in names if name in norms]
+    usual = sum(known) / len(known) if sum(known) > 0 else 1.0
+    sizes = [max(1, present[name]) if config.by_samples else 1 for name in names]
+    scores = torch.tensor(
+        [size * norms.get(name, usual) for name, size in zip(names, sizes, strict=True)], dtype=torch.float64
+    )
+    chances = _chances(scores.clamp(min=LEAST_SCORE * float(scores.mean())), wanted)
+    order = _uniform(names, seed, "cohort", round, attempt).argsort(stable=True)
+    start = float(_uniform(["start"], seed, "cohort", round, attempt))
+    passed = (chances[order].cumsum(0) - start).ceil().clamp(min=0, max=wanted)  # points at or before each place
+    taken = passed.diff(prepend=torch.zeros(1, dtype=torch.float64)) > 0
+    return {names[index]: float(chances[index]) for index in sorted(order[taken].tolist())}
+
+
+def _chances(scores: torch.Tensor, wanted: int) -> torch.Tensor:
+    """min(1, a s_i), float64, where a makes them add up to `wanted`; scores are above 0."""
+    certain = torch.zeros_like(scores, dtype=torch.bool)
+    while True:
+        left = wanted - int(certain.sum())
+        chances = torch.where(certain, 1.0, left * scores / scores[~certain].sum())
+        beyond = ~certain & (chances >= 1)
+        if not bool(beyond.any()):
+            return chances
+        certain |= beyond
 
 
 def choose_each(chance: float, present: Sequence[str], *, seed: int, round: int, attempt: int = 0) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from shoal.federated.report import RoundFigures, figures, of_each
 from shoal.federated.robust import refusal
 from shoal.federated.rounds import Rounds, Ticket
 from shoal.federated.secure.summing import clipped_part, fewest_in_sum, secure_mean, skellam_of
-from shoal.federated.strategy import Plan, Update
+from shoal.federated.strategy import Plan, Update, norms_of
 from shoal.federated.task import Task
 from shoal.federated.work import ClientState, LocalRound, ServerModel, Work, cluster_of
 from shoal.maths.counter import key_of, uniform
@@ -226,7 +227,9 @@ class Simulation:
             )
         if ready is None:
             return False
-        updates = [self._trained.pop(ticket)[0] for ticket in ready]
+        updates = [
+            replace(self._trained.pop(ticket)[0], chance=self.rounds.chance_of(ticket.client)) for ticket in ready
+        ]
         if self.task.secure is None:
             self.row.values |= self.server.advance(updates)
         elif len(updates) >= fewest_in_sum(self.task.federated):
@@ -240,7 +243,7 @@ class Simulation:
         if self.budget is not None:
             self.row.values["privacy/epsilon"] = self.budget.spent(self.server.version)
         self.row.time_s, self.row.counted, self.row.attempts = self.now_s, len(ready), self.rounds.attempt + 1
-        self.rounds.advance(self.now_s, ready)
+        self.rounds.advance(self.now_s, ready, norms_of(updates, self.task.federated))
         self.rounds.decisions()  # nobody keeps them
         alive = {ticket.version for tickets in self._waiting.values() for ticket in tickets}
         self._from = {version: kept for version, kept in self._from.items() if version in alive}

@@ -59,7 +59,8 @@ class Update:
 
     `contributors`: how many clients it is the mean of, where only their mean is known. `payload`: `delta` as it
     travels. `cluster`: which of the round's models it was trained from. `width`: at which of
-    the widths of `federated.widths`; its vectors are as long as that model.
+    the widths of `federated.widths`; its vectors are as long as that model. `chance`: how likely its client was to take
+    part, where that weighs updates.
     """
 
     client: str
@@ -74,6 +75,7 @@ class Update:
     metrics: Mapping[str, float] = field(default_factory=dict)
     cluster: int = 0
     width: int = 0
+    chance: float = 1.0
 
 
 class Strategy(ABC):
@@ -119,12 +121,17 @@ class Strategy(ABC):
 
     def weights(self, updates: Sequence[Update]) -> Tensor:
         """The weights of the updates, float64 [updates], which sum to 1."""
-        counts = [update.samples if self.config.by_samples else 1 for update in updates]
-        return torch.tensor(counts, dtype=torch.float64) / max(1, sum(counts))
+        counts = [(update.samples if self.config.by_samples else 1) / update.chance for update in updates]
+        return torch.tensor(counts, dtype=torch.float64) / (sum(counts) or 1)
 
     def mean(self, updates: Sequence[Update]) -> Tensor:
         """The weighted mean of what clients changed."""
         return weighted_sum([update.delta for update in updates], self.weights(updates))
+
+
+def norms_of(updates: Sequence[Update], config: FederatedConfig) -> list[float]:
+    """The norm of each update, where it says how likely its client is to take part again; else none."""
+    return [float(update.delta.norm()) for update in updates] if config.sampling == "importance" else []
 
 
 def contributors(updates: Sequence[Update]) -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ from shoal.federated.config import (
     PrivacyConfig,
     SecureAggregationConfig,
 )
-from shoal.federated.local_training import LocalTrainer
+from shoal.federated.local_training import LocalTrainer, Replica
 from shoal.federated.strategies import Clustered, HeteroFL
 from shoal.federated.strategy import Setting, Strategy, build_strategy
 from shoal.federated.vector import Upload, VectorLayout, vector_of, write_vector
@@ -166,7 +166,8 @@ class Corner:
 class Task:
     """`model` are the first parameters [numel]. `rate` gives the learning rate of a round, from 1; `batch` is the
     samples of a local step, `rounds` how many models are made. `own`: what a user's functions do. `others` [models x
-    numel]: what the further models of clusters begin from. `corners`: the narrower models of HeteroFL."""
+    numel]: what the further models of clusters begin from. `corners`: the narrower models of HeteroFL. `replica`: the
+    ranks that train in the place of `trainer`, where they are one client."""
 
     trainer: LocalTrainer
     model: Tensor
@@ -186,10 +187,16 @@ class Task:
     own: OwnTraining = field(default_factory=OwnTraining)
     others: Tensor | None = None
     corners: Sequence[Corner] = ()
+    replica: Replica | None = None
 
     def of_width(self, width: int) -> Task:
         """The task of clients that have the width of this number; 0: the whole model."""
         return self if width == 0 else self.corners[width - 1].task
+
+    def trained_by(self, replica: Replica) -> Task:
+        """The task of a client that is a replica, at whichever width."""
+        corners = [replace(corner, task=replace(corner.task, replica=replica)) for corner in self.corners]
+        return replace(self, replica=replica, corners=corners)
 
     def at_width(self, model: Tensor, width: int) -> Tensor:
         """What these clients get of a `model` [numel]."""

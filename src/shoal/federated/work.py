@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.data.sample import Source
 from shoal.data.sampling import SampleSubset
 from shoal.errors import EnvironmentFault
-from shoal.federated.local_training import ClientData, CohortBatch, cohort_batch, order_rounds
+from shoal.federated.local_training import ClientData, CohortBatch, Trained, cohort_batch, order_rounds
 from shoal.federated.privacy.accountants import chance_of
 from shoal.federated.privacy.mechanisms import Noise, PrivateMean, from_entropy
 from shoal.federated.report import figures
@@ -127,7 +127,7 @@ class LocalRound:
         version, first = works[0].ticket.version, works[0].ticket.client
         lr, seed = task.rate(version + 1), key_of(task.seed, "local", version, first) % 2**63
         shifts = [strategy.shift(plan, work.state.kept) for work in works]
-        trained = task.trainer.train(starts, _batches(task, works), lr=lr, pull=plan.pull, shifts=shifts, seed=seed)
+        trained = self._steps(works, starts, lr=lr, pull=plan.pull, shifts=shifts, seed=seed)
         done = []
         for i, work in enumerate(works):
             came = ClientResult(trained.deltas[i], trained.steps[i], {"loss/train": float(trained.losses[i])})
@@ -140,9 +140,30 @@ class LocalRound:
     def _personal(self, works: Sequence[Work], *, lr: float, seed: int, pull: float) -> Tensor:
         """The clients' own models [clients, numel] after as many steps, pulled to the shared one (Ditto)."""
         start = torch.stack([work.state.model(self.model, None) for work in works])
-        none, batches = [None] * len(works), _batches(self.task, works)
-        moved = self.task.trainer.train(start, batches, lr=lr, pull=pull, shifts=none, anchor=self.model, seed=seed)
+        none = [None] * len(works)
+        moved = self._steps(works, start, lr=lr, pull=pull, shifts=none, anchor=self.model, seed=seed)
         return start + moved.deltas
+
+    def _steps(
+        self,
+        works: Sequence[Work],
+        starts: Tensor,
+        *,
+        lr: float,
+        pull: float,
+        shifts: Sequence[Tensor | None],
+        seed: int,
+        anchor: Tensor | None = None,
+    ) -> Trained:
+        """The local steps from `starts`, [numel] or [clients, numel], of all clients at once or by one's ranks."""
+        task = self.task
+        if task.replica is None:
+            batches = _batches(task, works)
+            return task.trainer.train(starts, batches, lr=lr, pull=pull, shifts=shifts, anchor=anchor, seed=seed)
+        (work,), (shift,) = works, shifts
+        rows = [row for (row,), _ in _rows(task, works)]
+        start, first = starts.view(-1), 1 + work.state.turn * len(rows)
+        return task.replica.train(start, rows, lr=lr, first=first, pull=pull, shift=shift, anchor=anchor)
 
     def _own(self, train: Callable[..., Any], work: Work) -> tuple[Tensor, ClientResult]:
         """Where a client begins, and what the user's training came to."""
@@ -186,6 +207,8 @@ class LocalRound:
 def cluster_of(task: Task, models: Sequence[Tensor], ids: np.ndarray) -> int:
     """Which of `models` [numel] each has the lowest mean loss on the samples `ids` (IFCA, arXiv:2006.04088, algorithm
     1, line 7); the first of equal ones."""
+    if task.replica is not None:
+        return _best([task.replica.measured(model, ids) for model in models])
     samples = SampleSubset(task.data.train, ids)
     return _best([_means(task, model, samples) for model in models])
 
@@ -201,7 +224,15 @@ def _means(task: Task, model: Tensor, samples: Source) -> dict[str, float]:
 
 
 def _batches(task: Task, works: Sequence[Work]) -> Iterator[CohortBatch]:
-    """The local steps; a client that has taken all of its own stands by while others go on."""
+    """The local steps of several clients."""
+    for rows, active in _rows(task, works):
+        batch = max(1, *map(len, rows))
+        yield cohort_batch(task.data.train, rows, batch=batch, denominator=task.denominator, active=active)
+
+
+def _rows(task: Task, works: Sequence[Work]) -> Iterator[tuple[list[np.ndarray], list[bool]]]:
+    """Of each local step the sample ids of every client, and whether it takes the step: one that has taken all of its
+    own stands by while others go on."""
     steps = [work.data.steps(task.federated, task.batch) for work in works]
     none = np.empty(0, dtype=np.int64)
     if not works[0].data.each_by_chance:
@@ -213,8 +244,7 @@ def _batches(task: Task, works: Sequence[Work]) -> Iterator[CohortBatch]:
             work.data.samples_of_step(task.federated, task.batch, turn=work.state.turn, step=step) if goes_on else none
             for work, goes_on in zip(works, active, strict=True)
         ]
-        batch = max(1, *map(len, rows))
-        yield cohort_batch(task.data.train, rows, batch=batch, denominator=task.denominator, active=active)
+        yield rows, active
 
 
 MODEL, CLIP = "model", "privacy/clip"

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from msgspec.structs import replace as replace_table
+
 from shoal.codec.config import NoCodec
 from shoal.data.config import Mixture
 from shoal.data.record_config import Stream
 from shoal.engine.config import Float32, Float64
 from shoal.federated.config import DeviceConfig, FederatedConfig, Iid
+from shoal.memory.config import OffloadConfig
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.optim.config import SGD
@@ -16,6 +19,8 @@ from shoal.runfile.run_file import RunFile
 
 ORDERING = ("augment", "stratify", "shuffle_window", "subset", "weights", "group_by_length")
 """Keys of `[data]` that change the samples of a run, or their order."""
+OF_STEPS = {key: getattr(SGD(), key) for key in ("groups", "layer_decay", "transforms", "average", "lookahead")}
+"""Keys of `[optimizer]` that change its steps, or what is kept beside them, as they are when they are left out."""
 OF_ONE_WIDTH = (
     'it cannot be built at several widths; use model.kind "mlp" or "convnet", or a function of yours with an argument '
     "`width`, the part of the whole width"
@@ -27,6 +32,33 @@ def federated_refusal(run_file: RunFile) -> str | None:
     if run_file.federated is None:
         return _without_it(run_file)
     return next(_refusals(run_file, run_file.federated), None)
+
+
+def without_clients(run_file: RunFile) -> RunFile:
+    """The run as verbs other than `shoal federate` read it: nothing in it is of clients."""
+    return replace_table(
+        run_file, federated=None, partition=Iid(), devices=DeviceConfig(), secure_aggregation=None, privacy=None
+    )
+
+
+def replica_refusal(run_file: RunFile) -> str | None:
+    """One sentence if the ranks of a client cannot train this run as one process does; None where they can."""
+    unlike = {
+        f'sync.kind = "{run_file.sync.variant}"': run_file.sync.variant != "allreduce",
+        "[elastic]": run_file.elastic is not None,
+        f'pipeline.schedule = "{run_file.pipeline.schedule}"': run_file.pipeline.asynchronous,
+        'gradients.schedule = "priority"': run_file.gradients.schedule == "priority",
+        "[memory.offload]": run_file.memory.offload != OffloadConfig(),
+    }
+    if (found := next((key for key, given in unlike.items() if given), None)) is not None:
+        why = "they take each local step as one process does"
+        return f"{found} with a federated client of several ranks: {why}; leave it out"
+    if run_file.privacy is not None and run_file.privacy.unit == "sample":
+        return (
+            'privacy.unit = "sample" with a federated client of several ranks: gradients of single samples are taken '
+            'in one process; set run.processes = 1, or privacy.unit = "client"'
+        )
+    return None
 
 
 def _without_it(run_file: RunFile) -> str | None:
@@ -51,6 +83,12 @@ def _refusals(run_file: RunFile, federated: FederatedConfig) -> Iterator[str]:
             f'optimizer.kind = "{run_file.optimizer.variant}" with [federated]: clients keep no moments between '
             'rounds; use "sgd" for their steps, and federated.kind = "fedopt" for Adam at the server'
         )
+    elif changed := [key for key, usual in OF_STEPS.items() if getattr(run_file.optimizer, key) != usual]:
+        yield f"optimizer.{changed[0]} with [federated]: clients take plain steps of SGD; leave it out"
+    if run_file.run.warm_start_data:
+        yield "run.warm_start_data with [federated]: clients take their samples in their own order; leave it out"
+    if (scaling := getattr(run_file.model, "scaling", "standard")) != "standard":
+        yield f'model.scaling = "{scaling}" with [federated]: clients step at one rate; leave it out'
     if not isinstance(run_file.precision, Float32 | Float64):
         precision = run_file.precision.variant
         yield f'precision.kind = "{precision}" with [federated]: updates are float32 or float64; use one'
@@ -61,6 +99,8 @@ def _refusals(run_file: RunFile, federated: FederatedConfig) -> Iterator[str]:
             yield f"[{name}] with [federated]: clients train all weights, on their targets; leave one out"
     if len(federated.all_widths) > 1 and isinstance(run_file.model, GPTConfig | MoEConfig | TransformersConfig):
         yield f'federated.kind = "{kind}" with model.kind = "{run_file.model.variant}": {OF_ONE_WIDTH}'
+    if federated.asynchronous and federated.sampling != "uniform":
+        yield f'federated.sampling = "{federated.sampling}" with kind = "{kind}": it draws no cohorts; leave it out'
     data = run_file.data
     if isinstance(data, Mixture | Stream):
         yield f'data.kind = "{data.variant}" with [federated]: clients divide the samples of one source; name one'
@@ -86,6 +126,8 @@ def _hidden(run_file: RunFile, federated: FederatedConfig) -> Iterator[str]:
         if not federated.sums:
             why = "it needs each update, and the server would see their sum alone"
             yield f'[secure_aggregation] with federated.kind = "{kind}": {why}; use "fedavg"'
+        if federated.sampling == "importance":
+            yield 'federated.sampling = "importance" with [secure_aggregation]: nobody sees norms; use "uniform"'
         if federated.largest_norm is not None:
             yield "federated.largest_norm with [secure_aggregation]: nobody sees the norm of an update; leave it out"
     if privacy is None:

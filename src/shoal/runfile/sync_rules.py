@@ -289,7 +289,8 @@ def codec_refusal(run_file: RunFile) -> str | None:
     itself, so its unit may not change from step to step.
     """
     sends_momentum = run_file.optimizer.sends_momentum
-    if isinstance(run_file.codec, NoCodec) and not sends_momentum:
+    of_uploads = run_file.federated is not None  # `shoal train` checks such a run file once more, without clients
+    if (isinstance(run_file.codec, NoCodec) or of_uploads) and not sends_momentum:
         return None
     found = next(_against_momenta(run_file), None) if sends_momentum else None
     found = found or next(_against_codec(run_file), None)

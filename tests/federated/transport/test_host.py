@@ -74,6 +74,23 @@ def test_a_server_killed_at_any_write_loses_nothing_and_counts_nothing_twice(
         assert sum(host.rounds.turns.values()) == 6
 
 
+@pytest.mark.slow
+def test_norms_that_weigh_clients_survive_the_server(tmp_path: Path) -> None:
+    """Two of three clients are drawn by importance; killed at every third write, the server draws the same ones."""
+    keys = {"clients": 3, "cohort": 2, "least": 2, "sampling": "importance", "local_steps": 2, "evaluate_every": 9}
+    one = task(run={"steps": 4}, devices={"together": 1}, federated=keys)
+    undisturbed = Run(one, tmp_path / "undisturbed")
+    expected = undisturbed.play([])
+    assert len(expected.rounds.norms) == 3
+    simulation = Simulation(one)
+    simulation.run()
+    assert torch.allclose(expected.server.model, simulation.server.model, **CLOSE)
+    for write in range(2, undisturbed.store.writes + 1, 3):
+        host = Run(one, tmp_path / str(write)).play([write])
+        assert torch.equal(host.server.model, expected.server.model), write
+        assert host.rounds.norms == expected.rounds.norms
+
+
 def schedule(seed: int, kind: str, directory: Path) -> None:
     """Several deaths at random writes, before and after them."""
     draw = random.Random(seed)
@@ -126,6 +143,8 @@ def test_ten_random_schedules_of_deaths(kind: str, first: int, tmp_path: Path) -
 
 def test_a_client_with_another_run_file_is_refused(tmp_path: Path) -> None:
     one = task_of("fedavg")
+    others = [task(**keys) for keys in ({"precision": {"kind": "float64"}}, {"run": {"seed": 4}}, {})]
+    assert len({strategy_of(other) for other in others}) == 3
     host = Host(one, DyingStore(tmp_path), clock=lambda: 0.0)
     layout, strategy = one.trainer.layout.fingerprint, strategy_of(one)
     for said, what in (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,6 +40,7 @@ class Place:
         federated = {"clients": CLIENTS, "local_steps": 2, "deadline_s": 60.0, "evaluate_every": 9, "least": CLIENTS}
         run = {"name": "run", "steps": ROUNDS, "seed": 3}
         merged = {**TABLES, "run": run, "federated": {"kind": "fedavg", **federated}, "devices": {"together": 1}}
+        (self.folder / "text.txt").write_text("".join(f"{n} times {n} is {n * n}\n" for n in range(600)))
         (self.folder / "run.toml").write_text(tomli_w.dumps({**merged, **tables}))
         names = [client_name(number) for number in range(CLIENTS)]
         enrol(self.folder / "certificates", names=names, hosts=["127.0.0.1"])
@@ -61,10 +64,10 @@ class Place:
     def server(self) -> Program:
         return self.start(f"server-{len(self.programs)}.log", "server", "--port", str(self.port))
 
-    def client(self, number: int) -> Program:
+    def client(self, number: int, *keys: str) -> Program:
         log = f"client-{number}-{len(self.programs)}.log"
         name, where = client_name(number), f"127.0.0.1:{self.port}"
-        return self.start(log, "client", "--server", where, "--name", name, "--part", str(number))
+        return self.start(log, "client", *keys, "--server", where, "--name", name, "--part", str(number))
 
     def said(self) -> str:
         return "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(self.folder.glob("*.log")))
@@ -100,11 +103,75 @@ def test_kills_of_the_server_and_of_a_client_change_no_sum(tables: dict, place: 
     clients[1].kill()
     clients[1].wait()
     clients[1] = place.client(1)
-    assert [program.wait(HANG_S) for program in (server, *clients)] == [0] * (1 + CLIENTS), place.said()
-    simulation = Simulation(federated_task(load_run(place.folder / "run.toml")))
-    simulation.run()
+    require_simulated(place, server, *clients)
+
+
+def require_simulated(place: Place, *running: Program) -> None:
+    """All programs end well, and the last model is that of the simulation."""
+    assert [program.wait(HANG_S) for program in running] == [0] * len(running), place.said()
+    with contextlib.chdir(place.folder):
+        simulation = Simulation(federated_task(load_run(Path("run.toml"))))
+        simulation.run()
     found = load_file(place.folder / "runs/run/model.safetensors")
     expected = simulation.task.trainer.layout.views(simulation.server.model)
     if "passes without an update" not in place.said():
         for name, tensor in expected.items():
             assert torch.allclose(found[name], tensor, **CLOSE), place.said()
+
+
+GPT = {
+    "model": {"kind": "gpt", "width": 16, "layers": 2, "heads": 2},
+    "data": {"kind": "text", "files": ["text.txt"], "held_out_fraction": 0.0},
+    "batch": {"global_samples": 8, "sequence": 16},
+}
+ZERO_3 = ("run.device=cpu", "layout.shard=2", "memory.zero=3")
+TENSOR = ("run.device=cpu", "layout.tensor=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tables", [{}, {"secure_aggregation": {}}], ids=["clear", "secret"])
+def test_clients_of_one_and_of_several_ranks_train_one_model(tables: dict, place: Place) -> None:
+    """One process, two ranks under ZeRO-3 and two that split tensors: the model is that of three clients of one process
+    each, and each client has sent one update a round."""
+    place.write(**GPT, **tables)
+    server = place.server()
+    clients = [place.client(0), place.client(1, *ZERO_3), place.client(2, *TENSOR)]
+    require_simulated(place, server, *clients)
+    assert all(place.said().count(f"{client_name(n)}: round {ROUNDS}: counted") == 1 for n in range(CLIENTS))
+
+
+@pytest.mark.slow
+def test_a_client_that_lost_a_rank_goes_on_with_another_number_of_ranks(place: Place) -> None:
+    """When one of its ranks is killed the client ends, and says why; nothing of the round counts until it is back, as
+    one process. After Ctrl-C none of its processes is left."""
+    place.write(**GPT)
+    server = place.server()
+    clients = [place.client(0), place.client(1, *ZERO_3)]
+    wait_until(lambda: "trains on" in place.said(), place.said)  # a round waits for the third client
+    children = children_of(clients[1].pid)
+    os.kill(children[-1], signal.SIGKILL)
+    assert clients[1].wait(HANG_S) != 0
+    assert "rank 1" in place.said()
+    assert place.rounds() == 0
+    wait_until(lambda: not any(map(runs, children)), place.said)
+    interrupted = place.client(1, *TENSOR)
+    wait_until(lambda: place.said().count("trains on") == 2, place.said)
+    children = children_of(interrupted.pid)
+    interrupted.send_signal(signal.SIGINT)
+    assert interrupted.wait(HANG_S) == 128 + signal.SIGINT
+    wait_until(lambda: not any(map(runs, children)), place.said)
+    assert "the same command goes on from the last contribution that counted" in place.said()
+    require_simulated(place, server, clients[0], place.client(1), place.client(2))
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that `pid` has started, in that order."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process, and it is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

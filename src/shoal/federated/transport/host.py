@@ -31,7 +31,7 @@ from shoal.federated.secure.summing import (
     quantiser_for,
     skellam_of,
 )
-from shoal.federated.strategy import Update
+from shoal.federated.strategy import Update, norms_of
 from shoal.federated.task import Task
 from shoal.federated.transport import messages
 from shoal.federated.transport.messages import Look, Said, Secret
@@ -130,6 +130,7 @@ class Host:
         self.row = RoundFigures(self.rounds.version + 1)
         self._seen_s: dict[str, float] = {}
         self._began_s = clock()
+        self._norms: list[float] = []
         self._resume()
 
     def _resume(self) -> None:
@@ -153,7 +154,7 @@ class Host:
         """A client is there, or is told why it cannot be."""
         layout = self.task.trainer.layout.fingerprint
         if said.layout != layout or said.strategy != self.strategy:
-            what = "model" if said.layout != layout else "[federated], [codec] or [privacy]"
+            what = "model" if said.layout != layout else "[federated], [codec], [privacy], [precision] or run.seed"
             return messages.Refusal(f"client {client} has another {what} than the server: use one run file")
         if client not in self.rounds.present and len(self.rounds.present) >= self.task.federated.clients:
             return messages.Refusal(
@@ -281,6 +282,7 @@ class Host:
             updates = [self.secret.mean(like=self.server.model)]
         else:
             updates = [self._update(ticket, self.store.upload_path(ticket)) for ticket in ready]
+            self._norms = norms_of(updates, self.task.federated)
         self.row.values |= self.server.advance(updates)
         version = self.server.version
         if version % self.task.federated.evaluate_every == 0 or version == self.rounds.versions:
@@ -296,7 +298,7 @@ class Host:
         if self.budget is not None:
             row.values["privacy/epsilon"] = self.budget.spent(self.server.version)
         self.store.note(asdict(row))
-        self.rounds.advance(self.clock(), ready)
+        self.rounds.advance(self.clock(), ready, self._norms)
         self._commit()
         self.secret, self.row = None, RoundFigures(self.rounds.version + 1)
         self.store.clean(self.rounds)
@@ -396,6 +398,7 @@ class Host:
             width=header.width,
             control=control,
             metrics=header.metrics,
+            chance=self.rounds.chance_of(ticket.client),
         )
 
     def _write_model(self) -> None:
@@ -410,5 +413,6 @@ class Host:
 
 def strategy_of(task: Task) -> str:
     """What both ends must agree on beside the model, in one line."""
-    parts = (task.federated, task.upload.codec.__class__.__name__, task.privacy, task.secure is None, task.seed)
+    coded, dtype = task.upload.codec.__class__.__name__, task.upload.dtype
+    parts = (task.federated, coded, dtype, task.privacy, task.secure is None, task.seed)
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()

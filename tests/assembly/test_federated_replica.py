@@ -1,0 +1,222 @@
+"""A federated client that is a replica of several ranks sends what a client of one process sends."""
+
+from __future__ import annotations
+
+import re
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.api import _resolved
+from shoal.assembly.federated import FromScript, federated_task
+from shoal.assembly.federated_client import replica_of
+from shoal.assembly.federated_replica import Assignment, ReplicaRanks
+from shoal.assembly.objects import UserObjects
+from shoal.assembly.run import open_run
+from shoal.errors import ConfigError
+from shoal.federated.config import FederatedClient
+from shoal.federated.local_training import ClientData
+from shoal.federated.rounds import Ticket
+from shoal.federated.simulation import local_mask
+from shoal.federated.strategy import Plan, Update
+from shoal.federated.task import OwnTraining, Task
+from shoal.federated.work import ClientState, LocalRound, Work
+from shoal.launcher.environment import Place
+from shoal.runfile.load import run_file_of
+from shoal.runfile.rules import check_across
+from shoal.runfile.run_file import RunFile
+from tests.ranks import TestPlace
+
+CLOSE = {"rtol": 1e-7, "atol": 1e-11}
+"""Of numbers in float64 that are summed in another order. PyTorch's kernel takes momentum and decay as float32: here
+they are such numbers."""
+CLIPPED = {"rtol": 1e-4, "atol": 1e-8}
+"""In one process clipping adds 1e-6 to the norm, here about 0.1, as PyTorch does."""
+ROUNDS = 2
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "copies": {"layout": {"replicate": 2}},
+    "zero1": {"layout": {"shard": 2}, "memory": {"zero": 1}},
+    "zero2": {"layout": {"shard": 2}, "memory": {"zero": 2}},
+    "zero3": {"layout": {"shard": 2}, "memory": {"zero": 3}},
+    "tensor": {"layout": {"tensor": 2}},
+    "pipeline": {"layout": {"pipeline": 2}, "pipeline": {"microbatches": 2}},
+    "context": {"layout": {"context": 2}},
+}
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "momentum": {"optimizer": {"momentum": 0.75, "nesterov": True, "weight_decay": 0.125}},
+    "fedprox": {"federated": {"kind": "fedprox", "mu": 0.5}, "optimizer": {"clip_norm": 0.05}},
+    "scaffold": {"federated": {"kind": "scaffold"}, "optimizer": {"momentum": 0.5}},
+    "feddyn": {"federated": {"kind": "feddyn", "alpha": 0.3}},
+    "ditto": {"federated": {"ditto": 0.5}},
+    "own head": {"federated": {"keep_local": ["*norm*"]}},
+    "clustered": {"federated": {"kind": "clustered", "clusters": 2}},
+    "coded": {"codec": {"kind": "top_k", "fraction": 0.1}},
+}
+EACH = set(zip(cycle(LAYOUTS), STRATEGIES, strict=False))
+"""Each strategy on one layout, which `make test` runs; all of them on all are for `make stress`."""
+
+
+def run_file(folder: Path, *more: dict[str, Any], script: FromScript = FromScript()) -> RunFile:
+    """A small GPT of float64, or what the script hands over; a client has 27 samples, so that its last step of a round
+    is short.
+    """
+    tables: dict[str, dict[str, Any]] = {
+        "run": {"name": "example", "steps": 5, "seed": 3, "directory": str(folder), "device": "cpu"},
+        "model": {"kind": "gpt", "width": 16, "layers": 2, "heads": 2},
+        "data": {"kind": "stdlib"},
+        "batch": {"global_samples": 8, "sequence": 16},
+        "optimizer": {"kind": "sgd", "lr": 0.1},
+        "schedule": {"kind": "constant"},
+        "precision": {"kind": "float64"},
+        "federated": {"kind": "fedavg", "clients": 4},
+        "wire": {"timeout_s": 30.0, "check_collectives": True},
+    }
+    for changed in more:
+        for name, keys in changed.items():
+            tables[name] = {**tables.get(name, {}), **keys}
+    if (given := script.objects).model is not None:
+        own = {name: table for name, table in tables.items() if name not in ("model", "data")}
+        return _resolved(own, (), model=given.model, data=given.data, loss=None)[0]
+    return run_file_of(tables, file="test")
+
+
+ONE = FederatedClient("127.0.0.1:1", "certificates", "clinic-a")
+
+
+def rounds(task: Task, samples: int) -> list[tuple[Update, ClientState]]:
+    """Two rounds of one client, from models and plans that look like those of a run under way."""
+    strategy, state, done = task.strategy(), ClientState(), []
+    generator = torch.Generator().manual_seed(5)
+    data = ClientData(np.arange(3, 3 + samples), seed=7)
+    for version in range(ROUNDS):
+        model = task.model + 0.02 * torch.randn(task.model.shape, generator=generator, dtype=task.model.dtype)
+        strategy.begin(model, version=version)
+        plan = strategy.configure()
+        if plan.control is not None:
+            noise = torch.randn(task.model.shape, generator=generator, dtype=task.model.dtype)
+            plan = Plan(plan.pull, 0.01 * noise, plan.settings, plan.others)
+        ticket = Ticket("clinic-a", version, 0)
+        update, state = LocalRound(task, strategy, model, plan, local_mask(task)).train([Work(ticket, data, state)])[0]
+        done.append((update, state))
+    return done
+
+
+def trained_by_ranks(
+    place: TestPlace, tables: list[dict[str, Any]], folder: str, samples: int, foreign: bool = False
+) -> Any:
+    """What rank 0 would send; None on other ranks. `foreign`: of a model and samples of transformers."""
+    torch.manual_seed(place.rank)
+    script = transformers_gpt2() if foreign else FromScript()
+    whole = run_file(Path(folder), {"run": {"processes": place.size}}, *tables, script=script)
+    replica = replica_of(whole, ONE)
+    assert replica is not None
+    check_across(replica, file="test")
+    task = federated_task(whole, script) if place.rank == 0 else None
+    here = Place(place.rank, place.size, place.rank, place.size, 0, "shoal")
+    run = open_run(replica, here, script.objects, store=place.store)
+    ranks = ReplicaRanks(run)
+    if task is None:
+        ranks.follow()
+        return None
+    found = rounds(task.trained_by(ranks), samples)
+    ranks.dismiss()
+    return found
+
+
+def transformers_gpt2() -> FromScript:
+    """A decoder of transformers with tied weights, and samples with labels, one of which has a label left out."""
+    transformers = pytest.importorskip("transformers")
+    size = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 11, "n_positions": 8, "use_cache": False}
+    torch.manual_seed(2)
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    tokens = torch.randint(0, 11, (40, 8), generator=torch.Generator().manual_seed(1))
+    labels = tokens.clone()
+    labels[5, 3] = -100
+    data = [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **still))
+    return FromScript(UserObjects(model=model, data=data))
+
+
+def require_equal(found: list[Any], expected: list[Any], close: dict[str, float]) -> None:
+    for (update, state), (wanted, wanted_state) in zip(found, expected, strict=True):
+        assert (update.steps, update.samples, update.cluster) == (wanted.steps, wanted.samples, wanted.cluster)
+        assert update.metrics["loss/train"] == pytest.approx(wanted.metrics["loss/train"], rel=1e-7)
+        pairs = [(update.delta, wanted.delta), (update.control, wanted.control)]
+        pairs += [(getattr(state, n), getattr(wanted_state, n)) for n in ("kept", "own", "residual", "personal")]
+        for one, other in pairs:
+            assert (one is None) == (other is None)
+            if one is not None:
+                torch.testing.assert_close(one, other, **close)
+        assert float(wanted.delta.abs().max()) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [pytest.param(*pair, marks=[] if pair in EACH else pytest.mark.stress) for pair in product(LAYOUTS, STRATEGIES)],
+)
+def test_ranks_send_what_one_process_sends(layout: str, strategy: str, ranks: Any, tmp_path: Path) -> None:
+    """Change, control and all that the client keeps, after two rounds whose last steps are short."""
+    tables = [LAYOUTS[layout], STRATEGIES[strategy]]
+    found = ranks(2, trained_by_ranks, tables, str(tmp_path), 27)[0]
+    torch.set_num_threads(1)
+    expected = rounds(federated_task(run_file(tmp_path, *tables)), 27)
+    require_equal(found, expected, CLIPPED if strategy == "fedprox" else CLOSE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["copies", "zero2", "zero3"])
+def test_ranks_train_a_model_of_transformers(layout: str, ranks: Any, tmp_path: Path) -> None:
+    """One that the script hands over, and that the ranks split in place."""
+    tables = [LAYOUTS[layout], {"federated": {"kind": "scaffold"}}]
+    found = ranks(2, trained_by_ranks, tables, str(tmp_path), 27, True)[0]
+    script = transformers_gpt2()
+    expected = rounds(federated_task(run_file(tmp_path, *tables, script=script), script), 27)
+    require_equal(found, expected, CLOSE)
+
+
+def test_a_client_with_fewer_samples_than_ranks_trains(ranks: Any, tmp_path: Path) -> None:
+    """One rank has no sample of a step, and computes one that weighs nothing."""
+    for tables in (LAYOUTS["copies"], LAYOUTS["zero3"]):
+        found = ranks(2, trained_by_ranks, [tables], str(tmp_path), 1)[0]
+        require_equal(found, rounds(federated_task(run_file(tmp_path, tables)), 1), CLOSE)
+
+
+def test_nothing_is_finite_after_a_step_that_is_not(ranks: Any, tmp_path: Path) -> None:
+    """The engine would skip such a step; the update says what one process would say, and the server refuses it."""
+    tables = [LAYOUTS["zero3"], {"optimizer": {"lr": 1e3, "momentum": 0.9}, "batch": {"global_samples": 1}}]
+    found = ranks(2, trained_by_ranks, [*tables, {"batch": {"global_samples": 2}}], str(tmp_path), 200)[0]
+    assert not any(bool(torch.isfinite(update.delta).any()) for update, _ in found)
+
+
+def test_an_assignment_names_the_samples_of_each_step() -> None:
+    steps = [np.array([4, 2], dtype=np.int64), np.array([9], dtype=np.int64)]
+    found = Assignment(np.concatenate(steps).tobytes(), (2, 1), 0.1).steps
+    assert [part.tolist() for part in found] == [[4, 2], [9]]
+
+
+@pytest.mark.parametrize(
+    ("tables", "train", "says"),
+    [
+        ({"privacy": {"unit": "sample"}}, None, 'privacy.unit = "sample" with a federated client of several ranks'),
+        (
+            {"gradients": {"schedule": "priority"}, "wire": {"check_collectives": False}},
+            None,
+            'gradients.schedule = "priority" with a federated client',
+        ),
+        ({"sync": {"kind": "local"}}, None, 'sync.kind = "local" with a federated client of several ranks'),
+        ({}, len, "an own train function on a client of 2 ranks"),
+    ],
+)
+def test_what_ranks_would_do_otherwise_is_refused(tables: dict, train: Any, says: str, tmp_path: Path) -> None:
+    run = run_file(tmp_path, {"run": {"processes": 2}}, tables)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        replica_of(run, ONE, FromScript(own=OwnTraining(train)))
+
+
+def test_one_rank_is_a_client_of_one_process(tmp_path: Path) -> None:
+    assert replica_of(run_file(tmp_path), ONE) is None
+    assert replica_of(run_file(tmp_path, {"layout": {"shard": 1}}), ONE) is None
