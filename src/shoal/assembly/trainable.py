@@ -238,7 +238,8 @@ class GradientHooks:
     @torch.no_grad()
     def call(self, names: Sequence[str], drawing: Callable[[str], AbstractContextManager[None]]) -> list[str]:
         """Calls those of `names` with what is in `.grad`, which becomes what they return; the parameters whose
-        gradients changed. Every rank calls it where gradients are divided. `drawing` is around what the hooks of a parameter draw.
+        gradients changed. Every rank calls it where gradients are divided. `drawing` is around what the hooks of a
+        parameter draw.
 
         Raises `UserCodeError` for a gradient of another shape.
         """

@@ -105,7 +105,7 @@ class Batch:
 
     def count(self) -> Batch:
         """Itself, with the sums that a step asks for: whoever reads ahead makes them while the step before trains."""
-        self.real_samples, self.weight, self.tokens, self.weighs_ones  # noqa: B018
+        _ = self.real_samples, self.weight, self.tokens, self.weighs_ones
         return self
 
     @cached_property
