@@ -383,9 +383,7 @@ class Player:
 
     def _changed(self) -> list[str]:
         """The parameters whose gradients the script has changed since."""
-        found = _Seen.now(self.inputs).changed(self._seen)
-        names = list(self._trained) if found else []
-        return [names[index] for index in found]
+        return [list(self._trained)[index] for index in _Seen.now(self.inputs).changed(self._seen)]
 
     def _hooked(self) -> list[str]:
         """What ranks have to agree on before all of them give hooks the whole of a divided gradient."""
