@@ -7,6 +7,7 @@ A user's own GPT, bfloat16 autocast, fused AdamW, clipping. All sides take block
     shoal blocks               each block compiled by itself, as under ZeRO-3
     masters                    bfloat16 weights with float32 masters, compiled
     float8                     the blocks' linear layers in float8, compiled
+    adamw 8 bit                moments in 8 bits, whose step is compiled, too
 
 ZeRO-3 itself divides a model over ranks of a GPU each: one GPU cannot show it, and the table says so. Model FLOPs count
 attention once below the diagonal (half of 12 L D T a token). Figures are kept by card, and compared with those of the
@@ -54,14 +55,15 @@ from shoal.runfile.run_file import RunFile
 
 PLAIN, SHOAL = "plain", "shoal"
 COMPILED = {PLAIN: "plain compiled", SHOAL: "shoal compiled"}
-SIDES: Mapping[str, tuple[bool | str, str]] = {
-    SHOAL: (False, "bfloat16"),
-    COMPILED[SHOAL]: (True, "bfloat16"),
-    "shoal blocks": ("blocks", "bfloat16"),
-    "masters": (True, "bfloat16_params"),
-    "float8": (True, "float8"),
+SIDES: Mapping[str, tuple[bool | str, str, str]] = {
+    SHOAL: (False, "bfloat16", "adamw"),
+    COMPILED[SHOAL]: (True, "bfloat16", "adamw"),
+    "shoal blocks": ("blocks", "bfloat16", "adamw"),
+    "masters": (True, "bfloat16_params", "adamw"),
+    "float8": (True, "float8", "adamw"),
+    "adamw 8 bit": (True, "bfloat16", "adamw_8bit"),
 }
-"""Shoal's sides: `run.compile` and `precision.kind`."""
+"""Shoal's sides: `run.compile`, `precision.kind` and `optimizer.kind`."""
 PEAK_FLOPS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12}
 """Dense bfloat16 products a second, from NVIDIA's data sheets, by a part of the card's name."""
 NOT_HERE = {"ZeRO-3 compiled": "it divides a model over ranks of a GPU each, and one GPU is measured"}
@@ -169,9 +171,9 @@ def measure(setting: Setting, card: str, *, turns: int, block: int) -> list[dict
     made: dict[str, Callable[[], Any]] = {PLAIN: plain(setting, compiled=False)}
     made[COMPILED[PLAIN]] = plain(setting, compiled=True)
     refused: dict[str, str] = {}
-    for name, (compiles, precision) in SIDES.items():
+    for name, keys in SIDES.items():
         try:
-            made[name] = trained(setting, name.replace(" ", "-"), compiles, precision)
+            made[name] = trained(setting, name.replace(" ", "-"), *keys)
         except ShoalError as error:
             refused[name] = str(error)
     start_s = {name: _seconds(setting, partial(repeat, step, 3)) for name, step in made.items()}
@@ -207,7 +209,7 @@ def plain(setting: Setting, *, compiled: bool) -> Callable[[], Any]:
     return step
 
 
-def trained(setting: Setting, name: str, compiles: bool | str, precision: str) -> Callable[[], Any]:
+def trained(setting: Setting, name: str, compiles: bool | str, precision: str, optimizer: str) -> Callable[[], Any]:
     """The body of the loop of `shoal train`. Raises what opening the run does."""
     (folder := setting.folder / name).mkdir()
     given, device = {"kind": "python", "build": GIVEN}, setting.device.type
@@ -219,7 +221,7 @@ def trained(setting: Setting, name: str, compiles: bool | str, precision: str) -
             "data": given,
             "batch": {"global_samples": setting.size.samples},
             "precision": {"kind": precision},
-            "optimizer": {"kind": "adamw", "lr": LR, "beta2": 0.95, "weight_decay": 0.1, "clip_norm": CLIP_NORM},
+            "optimizer": {"kind": optimizer, "lr": LR, "beta2": 0.95, "weight_decay": 0.1, "clip_norm": CLIP_NORM},
             "checkpoint": {"every_steps": 0},
         },
         RunFile,

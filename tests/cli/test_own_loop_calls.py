@@ -60,6 +60,25 @@ run.close()
 )
 
 
+FREED = (
+    HEAD
+    + """
+import weakref
+run = shoal.start(model=model, optimizer=optimizer, data=data, batch_samples=12, steps=3)
+gradients = []
+for number, microbatches in run.steps():
+    assert all(reference() is None for reference in gradients), "a gradient of the step before is still there"
+    for x, y in microbatches:
+        run.backward(F.cross_entropy(run.model(x), y))
+    run.clip_grad_norm_(0.01)
+    gradients = [weakref.ref(p.grad) for p in model.parameters() if p.grad is not None]
+    assert len(gradients) == 4
+    optimizer.step()
+run.close()
+"""
+)
+
+
 def run_of(folder: Path, text: str, *overrides: str, world: int) -> str:
     script = folder / "mine.py"
     script.write_text(text)
@@ -153,3 +172,8 @@ def test_mistakes_are_a_sentence(change: tuple[str, str], sentence: str, tmp_pat
     assert code not in (0, 75)
     assert sentence in said
     assert "Traceback" not in said
+
+
+def test_gradients_of_a_step_are_gone_before_the_next_ones_come(tmp_path: Path) -> None:
+    """As in a plain loop: else there would be two of each in memory."""
+    run_of(tmp_path, FREED, world=1)

@@ -119,6 +119,29 @@ def test_the_report_can_be_written_again(trained: Project) -> None:
     assert trained.shoal("report", "cache").returncode == 2
 
 
+def test_a_run_tells_what_its_first_step_did(trained: Project) -> None:
+    """The operations of a step of rank 0, and that nobody knows this device's peak: so there is no MFU."""
+    facts = json.loads((trained.folder / "runs/own/facts.json").read_text())
+    assert facts["device_use"]["flops_of_step"] > 0
+    assert (facts["device_use"]["peak_flops"], facts["attention"]) == (None, [])
+    assert "set observe.peak_tflops" in facts["device_use"]["peak_from"]
+
+
+def test_mfu_is_measured_where_the_peak_is_said(trained: Project) -> None:
+    """In every step but the one that was looked at, on every rank, and in the last line."""
+    done = trained.shoal("train", "run.toml", "run.directory=peak", "run.steps=3", "observe.peak_tflops=0.001")
+    assert done.returncode == 0, done.stderr
+    (folder,) = (path.parent for path in (trained.folder / "peak").rglob("facts.json"))
+    for rank in range(2):
+        lines = map(json.loads, (folder / f"events/rank-{rank:05d}.jsonl").read_text().splitlines())
+        steps = {line["step"]: line["values"] for line in lines if "time/step" in line["values"]}
+        assert [step for step, values in steps.items() if "throughput/mfu" in values] == [2, 3]
+        assert all(values["throughput/mfu"] == values["throughput/hfu"] > 0 for values in [steps[2], steps[3]])
+    assert "MFU" in done.stdout
+    shutil.rmtree(trained.folder / "peak")
+
+
+@pytest.mark.slow
 def test_doctor_finds_a_repair_for_each_finding(trained: Project) -> None:
     """Every finding that is not ok names its repair; --json holds the same."""
     done = trained.shoal("doctor", "--json")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shoal.codec.config import CastConfig
-from shoal.codec.kernels import Kernels, kernels_for, load_kernels
+from shoal.codec.kernels import Kernels, compiled, kernels_for, load_kernels
 from shoal.codec.quantise import Cast, Quantised, Rounding, Scale
 from shoal.errors import EnvironmentFault
 
@@ -52,6 +52,22 @@ def test_quantised_numbers_are_those_of_torch(form: tuple[Scale, Rounding, int],
         assert torch.equal(ours[1], theirs[1])
     wanted = codec.decode_in_torch(ours, numel, torch.float32)
     assert torch.equal(codec.decode(ours, numel), wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [form for form in FORMS if form[1] != "stochastic"], ids=str)
+def test_what_is_compiled_for_a_gpu_gives_what_torch_gives(form: tuple[Scale, Rounding, int]) -> None:
+    """On a CPU, for all lengths by one program: the same bytes, scales but for the last bit of sums."""
+    scale, rounding, levels = form
+    codec = Quantised(block=64, levels=levels, scale=scale, rounding=rounding)
+    for numel in LENGTHS[2:]:
+        x = numbers(numel)
+        ours = compiled(Quantised.encode_in_torch)(codec, x, 0)
+        theirs = codec.encode_in_torch(x, 0)
+        assert torch.allclose(ours[0], theirs[0], rtol=0 if scale == "largest" else LAST_BIT, atol=0)
+        assert torch.equal(ours[1], theirs[1])
+        found = compiled(Quantised.decode_in_torch)(codec, theirs, numel, torch.float32)
+        assert torch.equal(found, codec.decode_in_torch(theirs, numel, torch.float32))
 
 
 @kernels_built

@@ -11,7 +11,7 @@ from shoal.codec.config import MOMENT_BLOCK as BLOCK
 from shoal.codec.moments import Quantised, quantised
 from shoal.memory.tracker import storage_bytes
 from shoal.optim import adamw_8bit
-from shoal.optim.adamw_8bit import MOMENTS, EightBitAdamW, step_in_c, step_in_torch
+from shoal.optim.adamw_8bit import MOMENTS, EightBitAdamW, step_compiled, step_in_c, step_in_torch
 from shoal.optim.build import build_optimizer, part_of
 from shoal.optim.config import AdamW, AdamW8bit
 from shoal.optim.slots import make_slots, named_slots, pack_slots
@@ -201,3 +201,21 @@ def test_every_parameter_counts_its_own_steps() -> None:
             parameters[1][1].grad = None
         optimizer.step()
     assert [float(optimizer.state[p]["step"]) for _, p, _ in parameters] == [3, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_compiled_for_a_gpu_gives_what_torch_gives(dtype: torch.dtype) -> None:
+    """Weights, codes and scales, bit by bit on a CPU; one program for all sizes, one that is no multiple of a block."""
+    for numel in (BLOCK - 1, 3 * BLOCK, 9 * BLOCK + 17):
+        generator = torch.Generator().manual_seed(numel)
+        x = torch.randn(numel, generator=generator).to(dtype)
+        y, ours, theirs = x.clone(), moments(numel), moments(numel)
+        for _ in range(4):
+            gradient = (torch.randn(numel, generator=generator) * torch.logspace(-30, 3, numel)).to(dtype)
+            step_compiled(x, gradient, ours, FACTORS)
+            step_in_torch(y, gradient, theirs, FACTORS)
+            assert torch.equal(x, y)
+            for one, other in zip(ours, theirs, strict=True):
+                assert torch.equal(one.codes, other.codes)
+                assert torch.equal(one.scales, other.scales)

@@ -24,7 +24,7 @@ MOST_COPIES = 4
 def calls_a_step(folder: Path) -> Counter[str]:
     """How often a step of `shoal train` calls each function of CUDA's runtime."""
     with ExitStack() as stack:
-        step = trained(Setting(torch.device("cuda"), DRY, folder, stack), "train", False, "bfloat16")
+        step = trained(Setting(torch.device("cuda"), DRY, folder, stack), "train", False, "bfloat16", "adamw")
         for _ in range(2 * STEPS):  # buffers are compared in the first steps
             step()
         torch.cuda.synchronize()

@@ -17,7 +17,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal import units
-from shoal.assembly.metering import feed_of, layer_norms, replica_speeds, scaling
+from shoal.assembly.metering import device_use, feed_of, layer_norms, replica_speeds, scaling
 from shoal.assembly.proofs import UnkeyedDraws, missing_proof
 from shoal.assembly.run import Run
 from shoal.assembly.run_gradients import gathering_of, zero_of
@@ -131,6 +131,7 @@ def build_job(
         saves=save_interval(run, directory, sinks),
         layer_norms=layer_norms(run),
         scaling=scaling(run),
+        device_use=None if own_loop else device_use(run, directory, sinks),
         origin={"layout": mesh.layout.to_dict(), "generation": mesh.generation},
     )
 

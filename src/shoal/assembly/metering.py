@@ -1,9 +1,14 @@
-"""What a run measures on request: the gradient by layers, the speed-up against one rank, its replicas' speeds."""
+"""What a run measures beside its steps: the gradient by layers, the speed-up against one rank, its replicas' speeds,
+how well its device is used.
+"""
 
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
 
 from shoal.assembly.run import Run
 from shoal.comm.board import Board
@@ -11,9 +16,14 @@ from shoal.config.load import dumps
 from shoal.data.feed import Feed
 from shoal.engine.growing_batch import GrowingFeed
 from shoal.engine.measure import LayerNorms, ReplicaSpeeds
+from shoal.observe.device_use import DeviceUse, OwnGpu, Peak
+from shoal.observe.facts import write_facts
 from shoal.observe.goodput import Scaling, one_rank_rate
+from shoal.observe.host_usage import GpuUsage
+from shoal.observe.profile.first_step import StepLook, StepWork
 from shoal.observe.sink import Sinks
 from shoal.resilience.detection import Lasting, Stragglers
+from shoal.topology.devices import known_device
 
 
 def feed_of(run: Run) -> Feed | GrowingFeed:
@@ -66,3 +76,49 @@ def scaling(run: Run) -> Scaling | None:
         return None
     model = tomllib.loads(dumps(run.run_file))["model"]
     return Scaling(one_rank_rate(Path(source), model), run.mesh.layout.world_size)
+
+
+def device_use(run: Run, directory: Path, sinks: Sinks) -> DeviceUse:
+    """How well this rank's device is used. Looks at one of the next steps of `run.step`; rank 0 writes what it saw into
+    the facts, and warns of attention that took the slow kernel.
+    """
+    look, first = StepLook(compiled=run.run_file.run.compile is not False), run.mesh.rank == 0
+    peak, gpu = _peak(run), _own_gpu(run)
+    run.step.counting = look.around(run.step.counting)
+
+    def told(work: StepWork) -> None:
+        if not first:
+            return
+        device = {"flops_of_step": work.hardware_flops, "peak_flops": peak.flops_s, "peak_from": peak.source}
+        if gpu is not None and gpu.missing is not None:
+            device["energy"] = gpu.missing
+        write_facts(directory, {"attention": work.facts(), "device_use": device})
+        for sentence in work.warnings(run.device.type):
+            sinks.warn(sentence)
+
+    return DeviceUse(lambda: look.found, peak, told=told, ranks=run.mesh.layout.world_size, gpu=gpu)
+
+
+def _peak(run: Run) -> Peak:
+    given = run.run_file.observe.peak_tflops
+    if given is not None:
+        return Peak(given * 1e12, "observe.peak_tflops")
+    name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else ""
+    device, kind = known_device(name), _arithmetic(run)
+    rates: Mapping[str, float] = {} if device is None else device.peak_tflops  # type: ignore[assignment]
+    if device is None or kind not in rates or ("PCIe" in name) > ("pcie" in device.name):
+        return Peak(None, "not known of this device: set observe.peak_tflops")
+    return Peak(rates[kind] * 1e12, f"{device.name}, {kind}, dense: {device.source}")
+
+
+def _arithmetic(run: Run) -> str:
+    """In which type the devices of `topology` count what this run multiplies in."""
+    kind = run.run_file.precision.variant.removesuffix("_params")
+    return "tfloat32" if kind == "float32" and torch.get_float32_matmul_precision() != "highest" else kind
+
+
+def _own_gpu(run: Run) -> OwnGpu | None:
+    if run.device.type != "cuda" or torch.version.cuda is None:
+        return None
+    uuid = f"GPU-{torch.cuda.get_device_properties(run.device).uuid}"
+    return OwnGpu(GpuUsage(), uuid, ranks=run.mesh.layout.world_size)

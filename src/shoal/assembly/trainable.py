@@ -236,14 +236,15 @@ class GradientHooks:
                 hooks.update(own)
 
     @torch.no_grad()
-    def call(self, drawing: Callable[[str], AbstractContextManager[None]]) -> list[str]:
-        """Calls them with what is in `.grad`, which becomes what they return; the parameters whose gradients changed.
-        Every rank calls it where gradients are divided. `drawing` is around what the hooks of a parameter draw.
+    def call(self, names: Sequence[str], drawing: Callable[[str], AbstractContextManager[None]]) -> list[str]:
+        """Calls those of `names` with what is in `.grad`, which becomes what they return; the parameters whose
+        gradients changed. Every rank calls it where gradients are divided. `drawing` is around what the hooks of a
+        parameter draw.
 
         Raises `UserCodeError` for a gradient of another shape.
         """
         changed = []
-        for name in reversed(self.names):  # the order of a backward
+        for name in reversed(names):  # the order of a backward
             parameter = self._trained[name]
             if (before := parameter.grad) is None:
                 continue

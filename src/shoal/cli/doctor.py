@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -23,6 +24,8 @@ from shoal.standard_output import answer
 if TYPE_CHECKING:
     from shoal.launcher.doctor import Finding
 
+TRIED_S = 60.0
+"""What importing PyTorch and a GPU's first kernels may take."""
 MARKS = {"ok": "ok", "warning": "!!", "problem": "XX"}
 
 
@@ -57,7 +60,7 @@ def doctor(
 
     Example: shoal doctor
     """
-    from shoal.launcher.doctor import findings
+    from shoal.launcher.doctor import attention_finding, findings
 
     if hosts is not None:
         if cluster is not None:
@@ -65,7 +68,7 @@ def doctor(
         _several(hosts, shell=shell, python=python, folder=folder, port=port, as_json=as_json)
         return
     with busy("looking at this machine"):
-        found = findings(os.environ)
+        found = [*findings(os.environ), attention_finding(*_attention_kernels())]
         assumed = _write_cluster(cluster) if cluster is not None else ()
     if as_json:
         result = {"findings": [dataclasses.asdict(finding) for finding in found]}
@@ -77,6 +80,17 @@ def doctor(
         if cluster is not None:
             print(f"Written: {cluster}")
     raise typer.Exit(_exit_code(found))
+
+
+def _attention_kernels() -> tuple[str, dict[str, str]]:
+    """The device and its kernels, tried by a process of its own: a driver that is broken may end it."""
+    command = [sys.executable, "-m", "shoal.observe.profile.first_step"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TRIED_S)
+        said = json.loads(done.stdout)
+    except (subprocess.TimeoutExpired, ValueError):
+        return "", {}
+    return said["device"], said["kernels"]
 
 
 def _several(hosts: str, *, shell: str, python: str, folder: str | None, port: int, as_json: bool) -> None:

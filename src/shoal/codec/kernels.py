@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.machinery
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_double, c_float, c_int, c_uint64, c_void_p
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 from shoal.errors import EnvironmentFault
 
@@ -209,3 +210,20 @@ def load_kernels() -> Kernels | None:
 
 def _candidates() -> Sequence[Path]:
     return [Path(__file__).parent / f"_kernels{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+
+
+# On a GPU: torch forms that Inductor compiles to one kernel of Triton's or two, where Triton is installed.
+#
+# The forms are their oracle on a CPU, where both give the same bits. Triton fuses a product and a sum, and divides in
+# its own way, so that a GPU may round the last bit otherwise; all ranks of a run do it alike.
+
+
+def compiles_for(x: Tensor) -> bool:
+    """Whether a torch form is worth a compiler for `x`. Without Triton it runs operator by operator."""
+    return x.device.type == "cuda" and x.numel() > 0 and has_triton()
+
+
+@functools.cache
+def compiled(form: Callable[..., Any]) -> Callable[..., Any]:
+    """`form`, compiled when it is first called, for tensors of all sizes."""
+    return torch.compile(form, dynamic=True)

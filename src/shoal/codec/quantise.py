@@ -12,7 +12,8 @@ float32, and q in 8 bits (L = 127), 4 bits (L = 7), a fifth of a byte (-1, 0 and
 finite takes its block's scale with it, so that its block decodes to NaN.
 
 `Quantised` is the codec; the codecs that are one choice of scale, rounding and L each say where it comes from:
-`Blockwise`, `QSGD`, `TernGrad` and `Sign`. float32 on a CPU is coded in C (`kernels`), all else in torch.
+`Blockwise`, `QSGD`, `TernGrad` and `Sign`. float32 on a CPU is coded in C (`kernels`), all else in torch, which
+Inductor compiles on a GPU with Triton where nothing is drawn.
 
 Small integers in bytes: m digits of base b in one, the first the least significant.
 
@@ -61,7 +62,7 @@ from torch import Tensor
 
 from shoal.codec.codec import Codec, Field, Payload, block_count, in_blocks, lengths_of, per_scale, times_scale
 from shoal.codec.config import BlockwiseConfig, CastConfig, QSGDConfig, SignConfig, TernGradConfig
-from shoal.codec.kernels import kernels_for
+from shoal.codec.kernels import compiled, compiles_for, kernels_for
 from shoal.maths.counter import uniform
 
 
@@ -121,7 +122,9 @@ class Quantised(Codec):
     def _encode(self, x: Tensor, key: int) -> Payload:
         kernels = kernels_for(x)
         if kernels is None:
-            return self.encode_in_torch(x, key)
+            drawn = self._rounding == "stochastic"  # another key, and so another program, in each call
+            encode = compiled(Quantised.encode_in_torch) if compiles_for(x) and not drawn else Quantised.encode_in_torch
+            return encode(self, x, key)
         scales, digits = (torch.empty(field.numel, dtype=field.dtype) for field in self.fields(x.numel()))
         kernels.encode(
             x, scales, digits, block=self._block, scale=self._scale, rounding=self._rounding, levels=self._levels,
@@ -134,7 +137,8 @@ class Quantised(Codec):
         result = torch.empty(numel, dtype=dtype, device=scales.device)
         kernels = kernels_for(result)
         if kernels is None:
-            return self.decode_in_torch(payload, numel, dtype)
+            decode = compiled(Quantised.decode_in_torch) if compiles_for(result) else Quantised.decode_in_torch
+            return decode(self, payload, numel, dtype)
         kernels.decode(scales, digits, result, block=self._block, levels=self._levels, base=self._base)
         return result
 

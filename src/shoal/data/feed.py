@@ -267,7 +267,7 @@ class Feed:
             try:
                 slot.reader = reader = reader or self._open_reader()
                 for read in self._batches(reader, slot):
-                    slot.batches.append(read.batch)
+                    slot.batches.append(read.batch.count())
                     slot.skipped += read.skipped
             except BaseException as error:  # whatever ends a reader must reach the caller, or it would wait for ever
                 slot.error = error

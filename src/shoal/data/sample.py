@@ -99,6 +99,16 @@ class Batch:
         return float(self.weights.sum(dtype=torch.float64))
 
     @cached_property
+    def tokens(self) -> int:
+        """Its target positions of positive weight; 0 where samples are weighed, and not tokens."""
+        return int(torch.count_nonzero(self.weights)) if self.weights.ndim > 1 else 0
+
+    def count(self) -> Batch:
+        """Itself, with the sums that a step asks for: whoever reads ahead makes them while the step before trains."""
+        _ = self.real_samples, self.weight, self.tokens, self.weighs_ones
+        return self
+
+    @cached_property
     def weighs_ones(self) -> bool:
         """Is every weight 1? Of tensors without numbers, on which a plan traces a step, nobody knows."""
         return type(self.weights) is Tensor and bool((self.weights == 1).all())

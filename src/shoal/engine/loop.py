@@ -27,6 +27,7 @@ from shoal.engine.step import TrainStep
 from shoal.engine.tally import StepResult
 from shoal.engine.updates import OnGradients
 from shoal.errors import EnvironmentFault, Stopped, UserCodeError
+from shoal.observe.device_use import DeviceUse
 from shoal.observe.goodput import RATE, Scaling
 from shoal.observe.sink import Sinks
 
@@ -153,7 +154,7 @@ class Job:
     where copies of the state differ. `speeds`: those of the replicas; None: there is one alone. `leaves` is asked
     after every step, on all ranks alike: the generation ends here. `carried_over`: the state is that of a generation
     before, not of a checkpoint. `layer_norms` measures the gradient layer by layer, `scaling` the speed-up against one
-    rank, where they are asked for.
+    rank, where they are asked for; `device_use` how well the device is used.
     """
 
     state: TrainState
@@ -177,6 +178,7 @@ class Job:
     carried_over: bool = False
     layer_norms: LayerNorms | None = None
     scaling: Scaling | None = None
+    device_use: DeviceUse | None = None
 
     @property
     def progress(self) -> Progress:
@@ -333,6 +335,8 @@ def _record(job: Job, result: StepResult, fed: FedStep, *, lr: float, step_s: fl
         values |= job.layer_norms.take_figures()
     if job.scaling is not None:
         values |= job.scaling.figures(values[RATE])
+    if job.device_use is not None:
+        values |= job.device_use.figures(values, samples=result.tally.samples, now_s=time.monotonic())
     values |= job.last_save.take_figures()
     values = job.hooks.stepped(progress.step, values)
     job.sinks.record(progress.step, values, time_s=time.time())

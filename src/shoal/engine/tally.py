@@ -104,7 +104,7 @@ class PendingTally:
         own = [
             sum(batch.weight for batch in microbatches),
             sum(batch.real_samples for batch in microbatches),
-            sum(_tokens(batch.weights) for batch in microbatches),
+            sum(batch.tokens for batch in microbatches),
             float(stop),
             float(buffers_move),
         ]
@@ -125,10 +125,6 @@ class PendingTally:
             )
         self._tally = Tally(denominator, int(samples), int(tokens), stop > 0, buffers_move > 0)
         return self._tally
-
-
-def _tokens(weights: Tensor) -> int:
-    return int(torch.count_nonzero(weights)) if weights.ndim > 1 else 0
 
 
 # The vote on a step, taken on the device.

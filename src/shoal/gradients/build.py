@@ -15,7 +15,7 @@ from shoal.errors import UserCodeError
 from shoal.gradients.bucket import ALIGNMENT, GradientRanks, parts_by_size, parts_by_unit, units_of
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.fully_sharded import FullyShardedGradients
-from shoal.gradients.gradients import Gradients, Groups, OfWholeParameters, global_norm
+from shoal.gradients.gradients import Gradients, Groups, OfWholeParameters, global_norm, scale_all
 from shoal.gradients.masters import MasterWeights
 from shoal.gradients.reducer import OwnGradient, check_empty
 from shoal.gradients.replicated import ReplicatedGradients
@@ -43,6 +43,7 @@ class UnsummedGradients(OfWholeParameters):
         self.own = OwnGradient()
         self._trained, self._replica = trained, replica
         self._parameters = [t.parameter for t in trained]
+        self._names = frozenset(t.holding.name for t in trained)
         self._counted = [index for index, t in enumerate(trained) if t.holding.counts]
         counted = [self._parameters[index] for index in self._counted]
         self._norm = JointNorm(counted) if counted else None
@@ -79,11 +80,12 @@ class UnsummedGradients(OfWholeParameters):
 
     def scale(self, factor: float | Tensor) -> None:
         if self._gradients:
-            torch._foreach_mul_(self._gradients, factor)  # pyright: ignore[reportPrivateImportUsage]
+            scale_all(self._gradients, factor)
 
     @property
     def used(self) -> frozenset[str]:
-        return frozenset(t.holding.name for t in self._trained if t.parameter.grad is not None)
+        unused = [index for index, parameter in enumerate(self._parameters) if parameter.grad is None]
+        return self._names.difference(self._trained[index].holding.name for index in unused) if unused else self._names
 
     def gather(self) -> None:
         """Every parameter is whole here."""
@@ -93,10 +95,10 @@ class UnsummedGradients(OfWholeParameters):
 
     def _give_back(self) -> None:
         """What earlier microbatches have added up."""
-        for trained in self._trained:
-            if trained.parameter.grad is not None:
-                check_empty(trained.holding.name, trained.parameter.grad)
-                trained.parameter.grad = None
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is not None:
+                check_empty(self._trained[index].holding.name, parameter.grad)
+                parameter.grad = None
         if self._sums is not None:
             for parameter, gradient in zip(self._parameters, self._sums, strict=True):
                 parameter.grad = gradient
@@ -105,14 +107,14 @@ class UnsummedGradients(OfWholeParameters):
     def _filled(self) -> list[Tensor]:
         """The gradient of every parameter; zero where the backward came to none. Raises for one that is sparse."""
         found = []
-        for trained, parameter in zip(self._trained, self._parameters, strict=True):
+        for index, parameter in enumerate(self._parameters):
             gradient = parameter.grad
             if gradient is None:
                 gradient = parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             elif gradient.is_sparse:
                 raise UserCodeError(
-                    f"the gradient of {trained.holding.name} is sparse; gradients must be dense: build the module with "
-                    "sparse=False"
+                    f"the gradient of {self._trained[index].holding.name} is sparse; gradients must be dense: build "
+                    "the module with sparse=False"
                 )
             found.append(gradient)
         return found

@@ -174,6 +174,18 @@ class OfWholeParameters(OverReplica):
         return nullcontext()
 
 
+_WIDE_ON_CPU = {("cpu", torch.float32), ("cpu", torch.float64)}
+
+
+def scale_all(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiplies all of them in place, in one call. On a CPU a tensor takes a quarter of the time of a number, of which
+    PyTorch makes a tensor for each gradient; a GPU's kernel takes the number. Half types would round the tensor.
+    """
+    if not isinstance(factor, Tensor) and {(g.device.type, g.dtype) for g in gradients} <= _WIDE_ON_CPU:
+        factor = torch.tensor(factor, dtype=torch.float64)
+    torch._foreach_mul_(list(gradients), factor)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]
+
+
 def norm_of_owned(owned: Iterable[Owned]) -> Tensor | None:
     """The 2-norm of all that the optimizer of this rank has of the gradient; None where it has nothing."""
     own = [each.parameter.grad for each in owned if each.parameter.grad is not None]

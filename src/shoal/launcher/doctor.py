@@ -95,6 +95,22 @@ def gpu_finding(gpus: int, visible: str | None) -> Finding:
     return Finding("gpus", "ok", str(gpus) if gpus else "none; ranks compute on the CPU")
 
 
+def attention_finding(device: str, kernels: Mapping[str, str]) -> Finding:
+    """Which of PyTorch's kernels causal attention takes on `device`, "cuda" or "cpu", by type; {}: none was tried."""
+    if not kernels:
+        return Finding("attention", "warning", "no kernel could be tried", 'python -c "import torch" shows why')
+    by_kernel: dict[str, list[str]] = {}
+    for dtype, kernel in kernels.items():
+        by_kernel.setdefault(kernel, []).append(dtype)
+    said = "; ".join(f"{kernel} in {', '.join(dtypes)}" for kernel, dtypes in by_kernel.items())
+    found = f"{said} (on {device}, causal, heads of 64 features)"
+    if device == "cuda" and kernels.get("bfloat16") == "math":
+        return Finding(
+            "attention", "warning", found, "install a PyTorch that is built for this GPU: pytorch.org names it"
+        )
+    return Finding("attention", "ok", found)
+
+
 def cores_finding(cores: int, omp_threads: str | None) -> Finding:
     """How many cores may this process use, and does the thread setting exceed them?"""
     if omp_threads and omp_threads.isdigit() and int(omp_threads) > cores:

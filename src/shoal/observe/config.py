@@ -57,6 +57,13 @@ class ObserveConfig(Table, frozen=True):
         str | None,
         says("Directory of a run of the same model on one rank: speed-up and efficiency against it are measured."),
     ] = None
+    peak_tflops: Annotated[
+        Annotated[float, msgspec.Meta(gt=0)] | None,
+        says(
+            "What a device could compute, in TFLOP/s at this run's precision: MFU and HFU are shares of it. Default: "
+            "the data sheet's, of GPUs that are known by name."
+        ),
+    ] = None
     page: Annotated[
         bool,
         says("Serve the live page on loopback while `shoal train` runs its own ranks (extra `page`)."),

@@ -127,7 +127,8 @@ def _lines(path: Path) -> list[list[str]]:
 
 
 LIBRARY = "libnvidia-ml.so.1"
-_MILLIWATT = 1e-3
+_MILLI = 1e-3
+"""NVML counts milliwatts and millijoules."""
 
 
 class _Utilization(ctypes.Structure):
@@ -163,6 +164,19 @@ class GpuUsage:
                 for name, value in self._of(self._nvml, device):
                     yield Metric(name, "gauge", (("gpu", str(index)),)), value
 
+    def of_uuid(self, uuid: str) -> dict[str, float]:
+        """Of the GPU of this name ("GPU-..."), which is the same however a process numbers its GPUs: the same figures
+        by their last words, and `energy_joules` since the driver was loaded. Nothing where NVML does not tell.
+        """
+        device = ctypes.c_void_p()
+        if self._nvml is None or self._nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)) != 0:
+            return {}
+        found = {name.removeprefix("shoal_host_gpu_"): value for name, value in self._of(self._nvml, device)}
+        energy = ctypes.c_ulonglong()
+        if self._nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(energy)) == 0:
+            found["energy_joules"] = energy.value * _MILLI
+        return found
+
     def _of(self, nvml: ctypes.CDLL, device: ctypes.c_void_p) -> Iterator[tuple[str, float]]:
         load, memory, power = _Utilization(), _Memory(), ctypes.c_uint()
         if nvml.nvmlDeviceGetUtilizationRates(device, ctypes.byref(load)) == 0:
@@ -171,7 +185,7 @@ class GpuUsage:
             yield "shoal_host_gpu_memory_bytes", float(memory.total)
             yield "shoal_host_gpu_memory_used_bytes", float(memory.used)
         if nvml.nvmlDeviceGetPowerUsage(device, ctypes.byref(power)) == 0:
-            yield "shoal_host_gpu_power_watts", power.value * _MILLIWATT
+            yield "shoal_host_gpu_power_watts", power.value * _MILLI
 
 
 # What the host uses, for the exporters that get steps: TensorBoard, MLflow, Weights & Biases.

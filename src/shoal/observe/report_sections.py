@@ -178,6 +178,7 @@ def measurement_section(record: Record, summary: Summary) -> str:
         chart("Learning rate", [Curve("", *series(record.events, "lr"))], across=across, from_zero=True),
         chart("Gradient norm", _smoothed(record, "grad/norm"), across=across, may_be_log=True),
         *_codec(record, across),
+        *_device(record, across),
     ]
     restarts = "" if not across.marks else "A dashed upright line is a restart."
     return section("Step by step", f'<div class="grid-of-charts">{"".join(charts)}</div>', lead=restarts)
@@ -246,6 +247,20 @@ def _wire(record: Record, across: Across) -> str:
     curve = Curve("", *series(record.events, "wire/bytes_sent"))
     title = f"Sent by rank {record.lead_rank}"
     return chart(title, [curve], across=across, unit="bytes a step", from_zero=True, form=units.byte_size)
+
+
+def _device(record: Record, across: Across) -> list[str]:
+    """MFU and HFU, and the watts and joules of a GPU; nothing where they were not measured."""
+    shares = [Curve(name.upper(), *series(record.events, f"throughput/{name}")) for name in ("mfu", "hfu")]
+    charts = []
+    if shares[0].places:
+        title = f"Of the peak of rank {record.lead_rank}'s device"
+        charts.append(chart(title, shares, across=across, from_zero=True, form=units.percent))
+    for title, name, unit in (("Power of its GPU", "gpu/power_watts", "W"), ("Energy", "gpu/joules_per_token", "J")):
+        if (found := series(record.events, name))[0]:
+            unit = "J a token" if unit == "J" else unit
+            charts.append(chart(title, [Curve("", *found)], across=across, unit=unit, from_zero=True))
+    return charts
 
 
 def _codec(record: Record, across: Across) -> list[str]:

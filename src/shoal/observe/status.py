@@ -121,7 +121,7 @@ class Status:
             if f"throughput/{name}_per_second" in values:
                 parts.append(f"{units.count(self._pace(name))} {unit}")
                 break
-        return [*parts, *self._epoch(), *self._waits(), *self._memory(), *self._rate(), *self._noise()]
+        return [*parts, *self._mfu(), *self._epoch(), *self._waits(), *self._memory(), *self._rate(), *self._noise()]
 
     def _pace(self, name: str) -> float:
         """Of the last steps together: one step alone jumps with whatever else its host does."""
@@ -169,6 +169,9 @@ class Status:
             ("held out", "loss/eval", self.held_out, units.loss),
             ("accuracy", "accuracy/eval", self.held_out, units.percent),
         ]
+
+    def _mfu(self) -> list[str]:
+        return [f"MFU {units.percent(self.values['throughput/mfu'])}"] if "throughput/mfu" in self.values else []
 
     def _epoch(self) -> list[str]:
         samples, epoch = self.values.get("samples/consumed"), self.run.epoch_samples

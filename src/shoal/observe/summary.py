@@ -124,7 +124,7 @@ def key_numbers(record: Record, summary: Summary) -> str:
     """A row of figures; those that were not measured are left out."""
     found = [_train_loss(summary), _held_out_headline(summary), _accuracy(summary), _pace(summary), _time(summary)]
     found += [_exposed(summary), _goodput(summary), _critical_batch(record), _memory(record), _parameters(record)]
-    found += [_ranks(record)]
+    found += [_ranks(record), _device_share(record), _energy(record)]
     cells = "".join(
         f"<div><dt>{escape(label)}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for label, value, note in (entry for entry in found if entry is not None)
@@ -280,6 +280,23 @@ def _memory(record: Record) -> Entry:
 def _parameters(record: Record) -> Entry:
     parameters = number_of(record.facts.get("parameters"))
     return None if parameters is None else ("parameters", units.count(parameters), f"{parameters:,.0f}")
+
+
+def _device_share(record: Record) -> Entry:
+    share = curves.median(series(record.events, "throughput/mfu")[1])
+    return None if share is None else ("MFU", units.percent(share), text_of(_device_use(record).get("peak_from")))
+
+
+def _energy(record: Record) -> Entry:
+    joules = curves.finite(series(record.events, "gpu/joules_per_token")[1])
+    if not joules:
+        return None
+    return "energy", f"{sum(joules) / len(joules):.3g} J a token", "of all GPUs, by that of rank 0"
+
+
+def _device_use(record: Record) -> dict[str, Any]:
+    found = record.facts.get("device_use")
+    return found if isinstance(found, dict) else {}
 
 
 def _ranks(record: Record) -> Entry:

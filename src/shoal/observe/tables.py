@@ -106,6 +106,11 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "time/step_predicted": "Predicted step",
         "memory/peak_bytes_predicted": "Predicted peak memory",
         "prediction": "Prediction from",
+        "attention": "Attention kernels, calls of a step",
+        "device_use/flops_of_step": "FLOPs of a step of rank 0",
+        "device_use/peak_flops": "Peak of a device, FLOP/s",
+        "device_use/peak_from": "Peak from",
+        "device_use/energy": "Energy",
         "evaluation/loss": "Held-out loss",
         "evaluation/accuracy": "Held-out accuracy",
     }
@@ -133,7 +138,8 @@ def _written(key: str, value: Any) -> str:
         changes = [text_of(one.get("change")) for one in value if isinstance(one, dict)]
         return escape_controls(". ".join(filter(None, changes)))[:MAX_FACT_CHARACTERS]
     if isinstance(value, list):
-        return escape_controls(", ".join(map(str, value)))[:MAX_FACT_CHARACTERS]
+        between = "; " if key == "attention" else ", "
+        return escape_controls(between.join(map(str, value)))[:MAX_FACT_CHARACTERS]
     return escape_controls(str(value))[:MAX_FACT_CHARACTERS]
 
 

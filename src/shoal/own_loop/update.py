@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ from shoal.engine.compute import Microbatch
 from shoal.engine.rank_context import RankContext
 from shoal.engine.updates import AgreedUpdate, AtOnce, Outcome, Work
 from shoal.errors import UserCodeError
-from shoal.gradients.gradients import VisibleGradients
+from shoal.gradients.gradients import VisibleGradients, scale_all
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.own_loop.declaration import Declaration, named, numbers_of, used_anywhere
 from shoal.own_loop.objects import scaler_in
@@ -105,16 +106,30 @@ def _placeholder(name: str, parameter: Parameter) -> PartialGradient:
     return PartialGradient(nothing, 0, parameter.shape, group=Alone(), what=what)
 
 
-def _now(parameters: Sequence[Parameter]) -> list[tuple[Tensor | None, int]]:
-    """Their gradients, and how often each was written to."""
-    return [(gradient, 0 if gradient is None else gradient._version) for gradient in [p.grad for p in parameters]]
+class _Seen(NamedTuple):
+    """The gradients of parameters, and how often each was written to."""
+
+    gradients: Sequence[Tensor | None] = ()
+    versions: Sequence[int] = ()
+
+    @classmethod
+    def now(cls, parameters: Sequence[Parameter]) -> _Seen:
+        gradients = [parameter.grad for parameter in parameters]
+        return cls(gradients, [0 if gradient is None else gradient._version for gradient in gradients])
+
+    def changed(self, before: _Seen) -> Sequence[int]:
+        """Which of them are others, or were written to since."""
+        if all(map(is_, self.gradients, before.gradients)) and self.versions == before.versions:
+            return ()  # as always: a step has no time for a look at each
+        both = zip(self.gradients, before.gradients, self.versions, before.versions, strict=False)
+        return [index for index, (now, then, new, old) in enumerate(both) if now is not then or new != old]
 
 
 def _scale(parameters: Sequence[Parameter], factor: float) -> None:
     """Multiplies their gradients, in one call."""
     found = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if found:
-        torch._foreach_mul_(found, factor)  # pyright: ignore[reportPrivateImportUsage]
+        scale_all(found, factor)
 
 
 class Player:
@@ -144,7 +159,7 @@ class Player:
         self._agreed: AgreedUpdate | None = None
         self._withheld: list[tuple[Parameter, Tensor | None]] = []
         self._rates: list[float] = []
-        self._backwards = self._expecting_more = self._stepped = False
+        self._backwards = self._expecting_more = self._stepped = self._placed = False
         self._leader, self._microbatches, self._updates_before = self, 0, 0
         self._weighed_by_loop: bool | None = None
         self._own_weight, self._outcomes = 0.0, 0
@@ -152,7 +167,7 @@ class Player:
         self._trained, self._names, self._trained_set = trained, frozenset(trained), trained_set
         self._owned = [owned.parameter for owned in gradients.owned]
         self._placeholders = {name: _placeholder(name, parameter) for name, parameter in trained.items()}
-        self._seen: list[tuple[Tensor | None, int]] = []
+        self._seen = _Seen()
         self._norm, self._did, self._frozen = 0.0, list[str](), FrozenParameters(trained)
         self._changed_by_hooks: list[str] = []
         self._script_hooks = GradientHooks(trained)
@@ -176,6 +191,7 @@ class Player:
         self._step, self._agreed, self.outcome = step, None, None
         self._loss, self._own_weight, self._weighed_by_loop = torch.zeros_like(self._loss), 0.0, None
         self._rates, self._leader, self._microbatches = [], self, 0
+        self._seen = _Seen()  # the last gradients go before the next come, into whose memory they can
 
     def enter(self) -> None:
         """Before every microbatch."""
@@ -232,7 +248,10 @@ class Player:
             raise UserCodeError("backward() has a weight for one batch and none for another; pass it always or never")
         self._weighed_by_loop = weight is not None
         batch = step.microbatch.batch
-        counts = batch.weights.sum().item() if weight is None else float(weight) if batch.real_samples else 0.0
+        if weight is None:  # the sum of ones is known without a look at the device
+            counts = float(batch.weights.numel()) if step.microbatch.ones else batch.weights.sum().item()
+        else:
+            counts = float(weight) if batch.real_samples else 0.0
         if not self._expecting_more:
             self._own_weight += counts
             self._microbatches += 1
@@ -248,9 +267,11 @@ class Player:
     @contextmanager
     def backward(self, *, last: bool) -> Iterator[None]:
         """Around the backward of a microbatch, the `last` of a step or not."""
-        for name, parameter in self._trained.items():
-            if parameter.grad is self._placeholders[name]:
-                parameter.grad = None
+        if self._placed:
+            for name, parameter in self._trained.items():
+                if parameter.grad is self._placeholders[name]:
+                    parameter.grad = None
+            self._placed = False
         with self._script_hooks.aside(), self.gradients.backward(last=last):
             yield
         if last:
@@ -258,6 +279,7 @@ class Player:
             return
         for name, parameter in self._trained.items():
             parameter.grad = self._placeholders[name]
+        self._placed = True
 
     def clip(self, max_norm: float) -> float | None:
         """Scales the step's gradient down to the 2-norm `max_norm`, and returns the norm it had; None before the last
@@ -300,8 +322,8 @@ class Player:
             group, device = self._context.lockstep, self._context.device
             used = used_anywhere(sorted(self._names), used, group, device)
         self.gradients.expose(used)
-        hooked, divided = bool(self._script_hooks.names), self.gradients.divided
-        changed = self._script_hooks.call(self._context.forward_backward.compute.randomness.alike)
+        hooked, divided = self._script_hooks.names, self.gradients.divided
+        changed = self._script_hooks.call(hooked, self._context.forward_backward.compute.randomness.alike)
         self._changed_by_hooks = named("had its gradient changed by a hook in the step before", changed)
         if changed or (hooked and divided):
             self.gradients.accept()
@@ -357,12 +379,11 @@ class Player:
     def _remember(self, norm: float) -> None:
         """The gradient as it is now, and its 2-norm."""
         self._norm = norm
-        self._seen = _now(self.inputs)
+        self._seen = _Seen.now(self.inputs)
 
     def _changed(self) -> list[str]:
         """The parameters whose gradients the script has changed since."""
-        both = zip(self._trained, _now(self.inputs), self._seen, strict=False)
-        return [name for name, now, seen in both if now[0] is not seen[0] or now[1] != seen[1]]
+        return [list(self._trained)[index] for index in _Seen.now(self.inputs).changed(self._seen)]
 
     def _hooked(self) -> list[str]:
         """What ranks have to agree on before all of them give hooks the whole of a divided gradient."""

@@ -22,7 +22,7 @@ from shoal.errors import EnvironmentFault
 from shoal.files import cache_folder
 from shoal.topology.cluster import GB, GIB, TERA, Calibration
 from shoal.topology.cluster_file import cluster_from
-from shoal.topology.devices import DEVICES, MACHINES
+from shoal.topology.devices import DEVICES, MACHINES, known_device
 
 
 def calibration_path(environ: Mapping[str, str]) -> Path:
@@ -164,16 +164,12 @@ def _of_gpus(facts: Facts) -> tuple[Tables, list[str]]:
 
 
 def _known_device(names: Iterable[str]) -> str:
-    """The library's device of which most words stand in the driver's name; all GPUs of a node are the same."""
+    """The library's name of the first; all GPUs of a node are the same."""
     driver = next(iter(names))
-    words = driver.lower().replace("-", " ").split()
-    scores: Mapping[str, int] = {
-        name: sum(any(part == word for word in words) for part in name.split("-")) for name in DEVICES
-    }
-    model = [name for name in DEVICES if any(word == name.split("-")[0] for word in words)]
-    if not model:
+    found = known_device(driver)
+    if found is None:
         raise EnvironmentFault(
             f"the GPU {driver!r} is none that is known ({', '.join(DEVICES)}); write its rates into [device] of a "
             "cluster file by hand"
         )
-    return max(model, key=lambda name: scores[name])
+    return found.name

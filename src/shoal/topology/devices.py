@@ -165,6 +165,14 @@ _DEVICES = (
 DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _DEVICES})
 """Known devices by name."""
 
+
+def known_device(driver: str) -> Device | None:
+    """The device of `DEVICES` of which most words stand in the driver's name ("NVIDIA H100 80GB HBM3"); None: none."""
+    words = driver.lower().replace("-", " ").split()
+    found = [device for name, device in DEVICES.items() if name.split("-")[0] in words]
+    return max(found, key=lambda device: sum(part in words for part in device.name.split("-")), default=None)
+
+
 _NVLINK2 = Link(kind="nvswitch", gb_s=150, efficiency=0.89, latency_us=4.0)
 _NVLINK3 = Link(kind="nvswitch", gb_s=300, efficiency=0.783, latency_us=3.8)
 _NVLINK4 = Link(kind="nvswitch", gb_s=450, efficiency=0.804, latency_us=3.0)

@@ -1,0 +1,195 @@
+"""What a step did is seen from outside: its attention kernels, and its operations, beside PyTorch's own counter."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from shoal.cost.transformer import model_flops
+from shoal.models.build import build
+from shoal.models.config import GPTConfig
+from shoal.observe.profile.first_step import Attention, StepLook, StepWork, kernels_here, why_math, work_of
+from shoal.planning.stack import transformer_of
+
+HEADS, TOKENS, FEATURES = 4, 16, 8
+
+
+def seen(step: Callable[[], Tensor]) -> StepWork:
+    """What a step of this loss did, backward included."""
+    look = StepLook(compiled=False)
+    with look.around(nullcontext)():
+        step().backward()
+    assert look.found is not None
+    return look.found
+
+
+def attention(**options: object) -> Tensor:
+    query, key, value = (torch.randn(2, HEADS, TOKENS, FEATURES, requires_grad=True) for _ in range(3))
+    return F.scaled_dot_product_attention(query, key, value, **options).sum()  # type: ignore[arg-type]
+
+
+def test_each_kind_of_call_is_named_with_its_kernel() -> None:
+    """On a CPU: flash with a mask too, math under dropout, which is warned of with its reason."""
+    mask = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    work = seen(lambda: attention(is_causal=True) + attention(attn_mask=mask) + attention(dropout_p=0.25))
+    assert work.facts() == [
+        "1 call: flash, float32 [2, 4, 16, 8], causal",
+        "1 call: flash, float32 [2, 4, 16, 8], a mask",
+        "1 call: math, float32 [2, 4, 16, 8], no mask, dropout 0.25",
+    ]
+    (warning,) = work.warnings("cpu")
+    assert "1 attention call of a step took PyTorch's plain kernel (math)" in warning
+    assert "set the dropout of attention to 0" in warning
+
+
+def test_a_kernel_that_a_script_has_chosen_is_no_warning() -> None:
+    """`sdpa_kernel(MATH)` is a choice, and nothing about the call's shape is in the way of another."""
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        work = seen(lambda: attention(is_causal=True))
+    assert [call.backend for call in work.attention] == ["math"]
+    assert work.warnings("cpu") == []
+
+
+def test_attention_inside_a_module_of_pytorchs_is_seen() -> None:
+    """`nn.MultiheadAttention` calls it deep inside, under autocast in another type."""
+    module, x = nn.MultiheadAttention(32, HEADS, batch_first=True), torch.randn(2, TOKENS, 32)
+
+    def step() -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return module(x, x, x, need_weights=False)[0].float().sum()
+
+    assert seen(step).facts() == ["1 call: flash, bfloat16 [2, 4, 16, 8], no mask"]
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4, bias=False)), torch.randn(5, 8)),
+        (
+            nn.Sequential(nn.Conv2d(3, 6, 3, stride=2), nn.ReLU(), nn.Conv2d(6, 4, 3)),
+            torch.randn(2, 3, 11, 11),
+        ),
+        (nn.ConvTranspose2d(3, 5, 3, stride=2), torch.randn(2, 3, 5, 5)),
+    ],
+    ids=["linear", "convolutional", "transposed"],
+)
+def test_operations_are_those_of_pytorchs_counter(model: nn.Module, x: Tensor) -> None:
+    """Forward and backward; the model's are at most three times the forward."""
+    x = x.requires_grad_()
+
+    def loss() -> Tensor:
+        return model(x).sum()
+
+    with FlopCounterMode(display=False) as counter:
+        loss().backward()
+    work = seen(loss)
+    assert work.hardware_flops == counter.get_total_flops() > 0
+    assert work.model_flops == work.hardware_flops
+
+
+def test_recomputation_counts_for_the_hardware_alone() -> None:
+    """A checkpointed forward is computed twice."""
+    model, x = nn.Linear(8, 8, bias=False), torch.randn(5, 8, requires_grad=True)
+    plain = seen(lambda: model(x).sum())
+    again = seen(lambda: checkpoint(model, x, use_reentrant=False).sum())
+    assert again.model_flops == plain.model_flops == plain.hardware_flops
+    assert again.hardware_flops == pytest.approx(4 / 3 * plain.hardware_flops)
+
+
+def test_a_frozen_layer_costs_no_backward() -> None:
+    """The model's operations are those that were made."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False).requires_grad_(False), nn.Linear(8, 8, bias=False))
+    work = seen(lambda: model(torch.randn(5, 8)).sum())
+    assert work.model_flops == work.hardware_flops == 3 * 2 * 5 * 8 * 8
+
+
+def test_a_gpts_operations_are_those_of_the_closed_form() -> None:
+    """`cost.transformer`, causal attention counted once."""
+    config = GPTConfig(layers=2, width=32, heads=4, vocabulary=64)
+    model, tokens = build(config), torch.randint(64, (3, TOKENS))
+    work = seen(lambda: F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()))
+    assert work.model_flops == work.hardware_flops == model_flops(transformer_of(config), 3, TOKENS)
+
+
+def test_compiled_calls_are_seen_in_the_second_step() -> None:
+    """The first compiles, and is left alone."""
+    look, found = StepLook(compiled=True), []
+    compiled = torch.compile(lambda: attention(is_causal=True), backend="aot_eager")
+    for _ in range(3):
+        with look.around(nullcontext)():
+            compiled().backward()
+        found.append(None if look.found is None else look.found.facts())
+    expected = ["1 call: flash, float32 [2, 4, 16, 8], causal"]
+    assert found == [None, expected, expected]
+
+
+@pytest.mark.slow
+def test_looking_imports_nothing() -> None:
+    """`torch.profiler.profile` imports eight hundred modules when it begins, which would take a second of every run."""
+    program = (
+        "import sys, torch\n"
+        "from contextlib import nullcontext\n"
+        "from shoal.observe.profile.first_step import StepLook\n"
+        "before = set(sys.modules)\n"
+        "with StepLook(compiled=False).around(nullcontext)():\n"
+        "    torch.ones(2, 2, requires_grad=True).mm(torch.ones(2, 2)).sum().backward()\n"
+        "print(len(set(sys.modules) - before))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 20
+    assert done.stderr == ""  # nor does it say that it begins and ends
+
+
+def test_another_profiler_is_left_alone() -> None:
+    """One that is at work would be ended by a second."""
+    look = StepLook(compiled=False)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler, look.around(nullcontext)():
+        attention().backward()
+    assert look.found is None
+    assert any("scaled_dot_product" in event.key for event in profiler.key_averages())
+
+
+@pytest.mark.parametrize(
+    ("call", "device", "reason"),
+    [
+        (Attention("math", (2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 4), "float32"), "cpu", "make them equal"),
+        (Attention("math", (4, 16, 8), (4, 16, 8), (4, 16, 8), "float32"), "cpu", "3 dimensions"),
+        (Attention("math", (2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 8), "float64"), "cuda", "float64"),
+        (Attention("math", *3 * [(2, 4, 16, 20)], "bfloat16", mask=True), "cuda", "multiple of 8"),
+        (Attention("math", (2, 4, 16, 6), (2, 4, 16, 6), (2, 4, 16, 6), "float32"), "cuda", "multiple of 4"),
+        (Attention("math", (2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 8), "float64"), "mps", None),
+    ],
+)
+def test_why_a_call_took_the_plain_kernel(call: Attention, device: str, reason: str | None) -> None:
+    """By PyTorch's rules, with the repair."""
+    found = why_math(call, device)
+    assert found is None if reason is None else reason in str(found)
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 16, 8), (4, 16, 8)])
+@pytest.mark.parametrize("values", [8, 4])
+def test_the_rules_of_a_cpu_are_pytorchs(shape: tuple[int, ...], values: int) -> None:
+    """Where a rule says that no fast kernel takes a call, none does; and the other way round."""
+    query, value = torch.randn(shape, requires_grad=True), torch.randn(*shape[:-1], values, requires_grad=True)
+    (call,) = seen(lambda: F.scaled_dot_product_attention(query, query, value).sum()).attention
+    assert (call.backend == "math") == (why_math(call, "cpu") is not None)
+
+
+def test_the_doctor_tries_each_type() -> None:
+    """Here flash takes all of them."""
+    assert kernels_here(torch.device("cpu")) == dict.fromkeys(["bfloat16", "float16", "float32", "float64"], "flash")
+
+
+def test_no_events_are_no_work() -> None:
+    """A rank that computes nothing."""
+    assert work_of([]) == StepWork({}, 0.0, 0.0)
