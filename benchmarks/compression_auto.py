@@ -182,24 +182,20 @@ def measure_periods(place: Place, model: ModelConfig, phase_s: float) -> Result 
 
 
 def _periods_taken(training: Training, clock: Collective, *, phase_s: float) -> dict[str, Any]:
-    """Steps and last losses by phase, and the share of the time spent on agreements. A phase ends with an agreement."""
+    """Steps and last losses by phase. A phase ends with an agreement."""
     steps: list[int] = []
     losses: list[float] = []
-    shares: list[float] = []
-    agreement, ledger = training.run.generation.agreement, training.run.mesh.ledger
+    agreement = training.run.generation.agreement
     for mbit in PHASES_MBIT:
         set_rate(mbit, clock)
-        ledger.take()
         begin_s, said, over = time.perf_counter(), [], False
         while not over:
             said.append(training.take_step().loss)
             over = agreement.equal and slowest_rank(time.perf_counter() - begin_s, clock) > phase_s
-        waited_s = sum(entry.exposed_s for entry in ledger.take().values())
         steps.append(len(said))
         losses.append(round(statistics.fmean(said[-LAST:]), 3))
-        shares.append(round(waited_s / (time.perf_counter() - begin_s), 2))
     set_rate(FAST_MBIT, clock)
-    return {"steps": steps, "losses": losses, "waits": shares}
+    return {"steps": steps, "losses": losses}
 
 
 def set_rate(mbit: int, clock: Collective) -> None:

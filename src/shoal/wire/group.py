@@ -322,7 +322,7 @@ class Adaptive:
         said = np.array([own_coding_s, -own_exchange_s, -self._empty_s])
         coding_s, less_exchange_s, less_empty_s = map(float, self._group.all_reduce(said, op="max"))
         self._empty_s = time.perf_counter() - begin_s
-        exchange_s = max(-less_exchange_s + less_empty_s, -less_exchange_s / 10)
+        exchange_s = max(-less_exchange_s + less_empty_s, -less_exchange_s / 2)
         self.log.append((choice.name, exchange_s, coding_s))
         choice.note(exchange_s, coding_s)
 
