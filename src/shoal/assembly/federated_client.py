@@ -23,7 +23,7 @@ from shoal.federated.task import Task
 from shoal.launcher.environment import Place
 from shoal.launcher.lock import RunLock
 from shoal.launcher.supervision import Patience
-from shoal.runfile.federated_rules import replica_refusal, without_clients
+from shoal.runfile.federated_rules import is_replica, replica_refusal, without_clients
 from shoal.runfile.run_file import RunFile, run_directory
 
 CLIENT = Patience(doing="ending the ranks", then="the same command goes on from the last contribution that counted")
@@ -40,9 +40,9 @@ def replica_of(run_file: RunFile, client: FederatedClient, script: FromScript = 
 
     Raises `ConfigError` for what such a client cannot do.
     """
-    ranks = run_file.run.processes or run_file.layout.default_processes or 1
-    if ranks == 1 and run_file.run.device != "cuda":
+    if not is_replica(run_file):
         return None
+    ranks = run_file.run.processes or run_file.layout.default_processes or 1
     if script.own.train is not None:
         raise ConfigError(
             f"an own train function on a client of {ranks} ranks: it trains a whole model in one process; leave train "

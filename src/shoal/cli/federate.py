@@ -144,8 +144,9 @@ def client(
     Example: shoal federate client recipes/federated-digits.toml layout.shard=2 --server 127.0.0.1:29500
     --certificates certificates --name clinic-b
     """
-    from shoal.errors import UsageError
+    from shoal.errors import ConfigError, UsageError
     from shoal.federated.config import FederatedClient
+    from shoal.runfile.federated_rules import replica_refusal
     from shoal.runfile.load import load_run
 
     keys = [*(overrides or ()), *([] if ranks is None else [f"run.processes={ranks}"])]
@@ -153,6 +154,8 @@ def client(
     host, _, port = server.rpartition(":")
     if not host or not port.isdigit():
         raise UsageError(f"'{server}' is no address: it is HOST:PORT, as `shoal federate server` prints it")
+    if (refused := replica_refusal(loaded)) is not None:
+        raise ConfigError(refused)
     from shoal.assembly.federated_client import CLIENT, client_directory, replica_of, take_part, take_part_as_rank
 
     def show(line: str) -> None:

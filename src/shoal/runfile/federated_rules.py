@@ -41,8 +41,15 @@ def without_clients(run_file: RunFile) -> RunFile:
     )
 
 
+def is_replica(run_file: RunFile) -> bool:
+    """Whether a client of this run is a replica of several ranks, or on a GPU, and not one process on the CPU."""
+    return (run_file.run.processes or run_file.layout.default_processes or 1) > 1 or run_file.run.device == "cuda"
+
+
 def replica_refusal(run_file: RunFile) -> str | None:
     """One sentence if the ranks of a client cannot train this run as one process does; None where they can."""
+    if not is_replica(run_file):
+        return None
     unlike = {
         f'sync.kind = "{run_file.sync.variant}"': run_file.sync.variant != "allreduce",
         "[elastic]": run_file.elastic is not None,
