@@ -110,10 +110,12 @@ def test_a_circle_would_be_found() -> None:
 
 
 CUDA_ALONE = {
+    "assembly/metering.py": "names and identifiers of NVIDIA's GPUs, for NVML",
     "assembly/process.py": "one GPU a rank: only CUDA's ranks have a group",
     "engine/precision.py": "float8 asks for a compute capability",
     "horovod/__init__.py": "NCCL",
     "horovod/engine.py": "NCCL",
+    "observe/profile/first_step.py": "which attention kernels it has",
 }
 """Files that speak of CUDA where `torch.accelerator` has no word for it, and why."""
 

@@ -157,8 +157,8 @@ class ReplicaRanks:
     @torch.no_grad()
     def _begin(self, parts: Sequence[Tensor]) -> None:
         """The model is that of these parts, and no step has been taken."""
-        if self._run.device.type == "cuda":
-            torch.cuda.set_device(self._run.device)  # the device is that of a thread
+        if self._run.device.type != "cpu":
+            torch.accelerator.set_device_index(self._run.device)  # the device is that of a thread
         for own, part in zip(self._parts.owned, parts, strict=True):
             own.copy_(part)
         self._run.generation.gradients.gather()
