@@ -14,6 +14,7 @@ from shoal.checkpoint.plan import Item, encode
 from shoal.checkpoint.save import SaveReport
 from shoal.comm import packing
 from shoal.comm.packing import MANY
+from shoal.errors import CollectiveError
 from shoal.topology.holding import Box
 from tests.checkpoint.states import LAYOUT, on_ranks, saver_for, state_of
 from tests.waiting import HANG_S, NEVER_S
@@ -168,6 +169,25 @@ def test_ranks_read_few_values_however_many_there_are(alike: bool) -> None:
         assert found[number] == [everyone, 1 + groups, everyone, 2 + groups]
     assert found[0][0] == everyone
     assert not [key for key in board._values if key.startswith("checkpoint/0/held/1/")]
+
+
+def test_all_of_many_ranks_name_the_one_that_is_missing() -> None:
+    """Rank 5 of 64 says nothing. Rank 0, which comes last, says so, and the others hear it before they give up."""
+    board, held, errors = LocalExchange(), one_tensor(MANY, alike=True), dict[int, str]()
+
+    def rank(number: int) -> None:
+        own = InventoryAgreement(board, rank=number, world_size=MANY, timeout_s=1.2)
+        with pytest.raises((TimeoutError, CollectiveError)) as caught:
+            own.inventories(held[number], generation=0, call=1)
+        errors[number] = str(caught.value)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in reversed(range(MANY)) if number != 5]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == MANY - 1
+    assert all("nothing was published under checkpoint/0/held/1/5 within" in error for error in errors.values())
 
 
 @pytest.mark.parametrize(("together", "values"), [(3, 22), (0.5, 64)])

@@ -31,9 +31,16 @@ import msgspec
 from shoal.checkpoint.objects import Stored
 from shoal.checkpoint.plan import Inventory, decode, digest, encode
 from shoal.comm.packing import MANY, MOST_PACKED_BYTES, packed, unpacked
+from shoal.errors import CollectiveError, ShoalError
 
 TOGETHER_BYTES = MOST_PACKED_BYTES // 2
 """Of inventories that rank 0 publishes as one value."""
+FIRST_HEARD = 3 / 4
+"""How long rank 0 waits for others, as a share of `timeout_s`: so it can name the rank that is missing to those that
+wait for rank 0, before they give up rank 0.
+"""
+_FAILED = b"failed: "
+"""Before what rank 0 says in the place of values; no packed value begins so."""
 
 Ranks = tuple[int, ...]
 Message = TypeVar("Message")
@@ -138,7 +145,7 @@ class InventoryAgreement:
         prefix = f"checkpoint/{generation}/held/{call}"
         self._exchange.publish(f"{prefix}/{self._rank}", mine.encode())
         keys = [f"{prefix}/{rank}" for rank in range(self._world_size)]
-        names = [value.decode() for value in self._collect(keys, f"{prefix}/all")]
+        names = [value.decode() for value in self._announced(keys, f"{prefix}/all")]
         self._learn(names)
         # A rank that has published here has read what was published before, so nobody needs the last keys any more.
         self._exchange.forget(self._last_keys)
@@ -173,15 +180,29 @@ class InventoryAgreement:
         keys = [_key(name) for name in names]
         return self._collect(keys, whole) if len(keys) > 1 else self._exchange.collect(keys, self._timeout_s)
 
-    def _collect(self, keys: Sequence[str], whole: str) -> list[bytes]:
-        """The values of `keys`. Of many ranks rank 0 publishes them together under `whole`; the others read that."""
-        if self._world_size < MANY:
-            return self._exchange.collect(keys, self._timeout_s)
-        if self._rank != 0:
-            return unpacked(self._exchange.collect([whole], self._timeout_s)[0])
-        values = self._exchange.collect(keys, self._timeout_s)
-        self._exchange.publish(whole, packed(values))
-        return values
+    def _announced(self, keys: Sequence[str], whole: str) -> list[bytes]:
+        """As `_collect`. Of many ranks rank 0 tells the others in time what it has waited for in vain."""
+        if self._rank != 0 or self._world_size < MANY:
+            return self._collect(keys, whole)
+        try:
+            return self._collect(keys, whole, within=FIRST_HEARD)
+        except (TimeoutError, ShoalError) as error:
+            self._exchange.publish(whole, _FAILED + str(error).encode())
+            raise
+
+    def _collect(self, keys: Sequence[str], whole: str, *, within: float = 1.0) -> list[bytes]:
+        """The values of `keys`. Of many ranks rank 0 publishes them together under `whole`; the others read that.
+        `within`: a part of the time for which the others wait.
+        """
+        if self._world_size < MANY or self._rank == 0:
+            values = self._exchange.collect(keys, within * self._timeout_s)
+            if self._world_size >= MANY:
+                self._exchange.publish(whole, packed(values))
+            return values
+        content = self._exchange.collect([whole], self._timeout_s)[0]
+        if content.startswith(_FAILED):
+            raise CollectiveError(f"rank 0 says: {content.removeprefix(_FAILED).decode()}")
+        return unpacked(content)
 
 
 def _put_together(names: Sequence[str]) -> list[list[str]]:
@@ -203,10 +224,6 @@ def _key(name: str) -> str:
 
 
 SIGN_EVERY = 1 / 8
-FIRST_HEARD = 3 / 4
-"""How long rank 0 waits for a link, as a share of `timeout_s`: it names the rank that is missing to the others, which
-wait for rank 0 by then for one eighth, before they give up rank 0.
-"""
 _SIGN = b""
 
 
