@@ -167,12 +167,14 @@ def test_what_is_lost_to_the_best_of_each_phase_is_bounded(monkeypatch: pytest.M
     assert chosen.sum() < min(none.sum(), int8.sum())
 
 
-@pytest.mark.parametrize("repeats", [False, True])
-def test_a_run_repeats_what_another_has_chosen(repeats: bool) -> None:
-    """Whatever its own link does, and without a look at it; every step says what it uses."""
+@pytest.mark.parametrize(("repeats", "every"), [(False, 1), (True, 1), (True, None)])
+def test_a_run_repeats_what_another_has_chosen(repeats: bool, every: int | None) -> None:
+    """Whatever its own link does, and without a look at it, on one host as on several. Every step says what it uses,
+    and a line for each change that it is as recorded.
+    """
     recorded = ["int8", "none", "none", "int8"]
 
-    def work(group: Collective) -> tuple[list[str], list[str]]:
+    def work(group: Collective) -> tuple[list[str], list[str], list[str]]:
         asked: list[str] = []
 
         def decided(name: str) -> str:
@@ -182,9 +184,10 @@ def test_a_run_repeats_what_another_has_chosen(repeats: bool) -> None:
         world = World()
         paced: Collective = Paced(group, world)  # type: ignore[assignment]
         int8 = Timed(world, group.rank)
-        choice = Choice({"int8": int8}, paced, every=1, clock=world.clock, decided=decided, repeats=repeats)
-        exchange = CodedExchanges(lambda group: choice, feedback=True, seed=0)(paced, torch.zeros(NUMEL), [WHOLE])
-        used: list[str] = []
+        choice = Choice({"int8": int8}, paced, every=every, clock=world.clock, decided=decided, repeats=repeats)
+        new = CodedExchanges(lambda group: choice, feedback=True, seed=0)
+        exchange = new(paced, torch.zeros(NUMEL), [WHOLE])
+        used, lines = [], new.take_lines()
         for step in range(len(recorded)):
             exchange.start()
             used.append(choice.name)
@@ -192,11 +195,14 @@ def test_a_run_repeats_what_another_has_chosen(repeats: bool) -> None:
             exchange.send(exchange.result)
             exchange.wait()
             exchange.commit()
-        return asked, used
+            lines += new.take_lines()
+        return asked, used, lines
 
-    for asked, used in on_ranks(RANKS, work):
+    for asked, used, lines in on_ranks(RANKS, work):
         assert used == (recorded if repeats else ["none"] * len(recorded))
         assert asked == (["none", "int8", "none", "none"] if repeats else used)
+        if repeats:
+            assert lines == [f"codec: {name}: as recorded" for name in ("int8", "none", "int8")]
 
 
 def test_an_alarm_rings_for_a_wait_that_has_changed_and_less_often_in_vain() -> None:

@@ -157,7 +157,9 @@ class Alarm:
 class Choice:
     """Of `candidates` by name. `every` is the number of steps from one look to the next; None: there is no choice, and
     nothing is measured. `clock` counts seconds. `name` is what the next step uses, and `why` says so in a line.
-    `decided` records what each step uses; if it `repeats` a run, it says what that used, and nothing is measured.
+
+    `decided` takes the name that a step would use, and returns the one that it uses. The same, which is recorded; or,
+    where it `repeats` a run, the recorded one, and nothing is measured.
     """
 
     def __init__(
@@ -173,7 +175,7 @@ class Choice:
     ) -> None:
         self._decided, self._repeats = decided, repeats
         self.name, self.why = NONE, "none: all ranks share a host, where a sum is faster than any codec"
-        self.changed = every is None
+        self.changed = every is None and not repeats
         self._candidates, self._group, self._every, self._steps = candidates, group, every, 0
         self.clock = clock
         self._buffers: list[tuple[int, Sequence[Segment]]] = []
@@ -210,10 +212,16 @@ class Choice:
             if rang or self._steps >= self._next_look:
                 self._look_now(self._every, rang=rang)
         if self._decided is not None:
-            self.name = self._decided(self.name)
+            self._take(self._decided(self.name))
         self._steps += 1
         self._first_s = self._last_s = self._waited_s = 0.0
         self._waits, self._begun_s = 0, self.clock()
+
+    def _take(self, name: str) -> None:
+        """The next step uses `name`, as was decided."""
+        if self._repeats and (name != self.name or not self._steps):
+            self.why, self.changed = f"{name}: as recorded", True
+        self.name = name
 
     def sent(self) -> None:
         """A buffer has been sent."""
