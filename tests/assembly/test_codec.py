@@ -11,12 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.assembly.coding import coded_exchanges
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.run import open_run
+from shoal.comm.collective import Collective
 from shoal.comm.exchanges.coded import Coded
+from shoal.comm.ledger import Ledger
+from shoal.comm.mesh import Mesh, Ranks
 from shoal.errors import ConfigError, UsageError
 from shoal.gradients.residuals import PREFIX
 from shoal.launcher.environment import Place
+from shoal.topology.layout import Layout
 from shoal.verification.verify import verify_rank
 from tests.assembly.journey import Leg, travel
 from tests.ranks import TestPlace
@@ -243,3 +248,20 @@ def test_verify_says_what_it_cannot_prove(ranks, folder: Path, codec: dict[str, 
         assert not worked
         assert ConfigError.__name__ in said
         assert "codec.kind" in said
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu"])
+def test_a_choice_is_refused_where_a_rank_has_an_accelerator(tmp_path: Path, device: str) -> None:
+    """As with `run.device = "auto"` on a host with GPUs; a named codec is not."""
+
+    def never(ranks: Ranks, lane: str) -> Collective:
+        raise AssertionError("nothing is sent")
+
+    def exchanges(kind: str) -> object:
+        run_file = run_file_of(tmp_path, codec={"kind": kind})
+        mesh = Mesh(Layout(), 0, torch.device(device), 0, Ledger(), never)
+        return coded_exchanges(run_file, mesh, None)
+
+    with pytest.raises(ConfigError, match=rf'codec\.kind = "auto" on {device}: it measures processors'):
+        exchanges("auto")
+    assert exchanges("sign") is not None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.assembly.run import open_run
-from shoal.assembly.run_record import replayed
+from shoal.assembly.run_record import replayed, rounds_of
 from shoal.errors import ConfigError
 from shoal.launcher.environment import Place
 from shoal.sync.event_order import EventFiles, Rounds, event_file, read_rounds
@@ -133,7 +133,9 @@ def test_what_cannot_be_repeated_is_refused(tmp_path: Path, tables: Tables, word
 
 
 def test_what_is_decided_by_the_clock_is_repeated_step_by_step(tmp_path: Path) -> None:
-    """Two choices in each of three steps; the run went on after the second one from a checkpoint of the first."""
+    """Two choices in each of three steps; the run went on after the second one from a checkpoint of the first. The last
+    choices hold; a rank that has made none says so.
+    """
     recorded, said = EventFiles(record=tmp_path / "one"), ["wint8", "wnone", "wnone"]
     one = Rounds(recorded)
     for step in range(2):
@@ -145,8 +147,31 @@ def test_what_is_decided_by_the_clock_is_repeated_step_by_step(tmp_path: Path) -
         again.decide(said[step], first=True)
         again.decide(f"wother-{step}", first=False)
     repeated = Rounds(EventFiles(record=tmp_path / "two", replay=tmp_path / "one"))
-    found = [repeated.decide("wmine", first=first) for _ in range(3) for first in (True, False)]
-    assert found == ["wint8", "wgone", "wnone", "wother-1", "wnone", "wother-2"]
+    found = [repeated.decide("wmine", first=first) for _ in range(4) for first in (True, False)]
+    assert found == ["wint8", "wgone", "wnone", "wother-1", "wnone", "wother-2", "wnone", "wother-2"]
     assert read_rounds(tmp_path / "two") == read_rounds(tmp_path / "one")
-    with pytest.raises(ConfigError, match="no order of events is recorded"):
-        repeated.decide("wmine", first=True)
+    (tmp_path / "empty").touch()
+    with pytest.raises(ConfigError, match="nothing is recorded that this rank decided by step 1"):
+        Rounds(EventFiles(replay=tmp_path / "empty")).decide("wmine", first=True)
+
+
+def test_what_is_decided_is_written_where_it_changes(tmp_path: Path) -> None:
+    """A thousand steps of two choices that change once: a line for each first choice, and one for the change."""
+    path = tmp_path / "rank-00000.jsonl"
+    rounds = Rounds(EventFiles(record=path))
+    for step in range(1, 1001):
+        rounds.decide("wnone" if step < 700 else "wint8", first=True)
+        rounds.decide("wnone", first=False)
+    assert len(path.read_text().splitlines()) == 3
+    assert read_rounds(path) == {1: ["wnone", "wnone"], 700: ["wint8", "wnone"]}
+
+
+def test_a_rank_that_sends_nothing_coded_is_repeated_too(tmp_path: Path) -> None:
+    """Of the ranks of a host some lead no buffer: their record is empty, and it is there."""
+    run_file = run_file_of(tmp_path, codec={"kind": "auto"})
+    assert rounds_of(run_file, 3, tmp_path / "recorded", None) is not None
+    repeated = rounds_of(run_file, 3, tmp_path / "replayed", tmp_path / "recorded")
+    assert repeated is not None
+    assert repeated.repeats
+    with pytest.raises(ConfigError, match=r"rank-00004\.jsonl is not there"):
+        rounds_of(run_file, 4, tmp_path / "replayed", tmp_path / "recorded")

@@ -10,8 +10,11 @@ import pytest
 
 from shoal.checkpoint import agreement
 from shoal.checkpoint.agreement import Chain, InventoryAgreement, LocalExchange, NotTold, hear
-from shoal.checkpoint.plan import Item
+from shoal.checkpoint.plan import Item, encode
 from shoal.checkpoint.save import SaveReport
+from shoal.comm import packing
+from shoal.comm.packing import MANY
+from shoal.errors import CollectiveError
 from shoal.topology.holding import Box
 from tests.checkpoint.states import LAYOUT, on_ranks, saver_for, state_of
 from tests.waiting import HANG_S, NEVER_S
@@ -124,20 +127,22 @@ class CountingExchange(LocalExchange):
         return super().collect(keys, timeout_s)
 
 
-@pytest.mark.parametrize("alike", [True, False])
-def test_ranks_read_few_values_however_many_there_are(alike: bool) -> None:
-    """Of 130 ranks all but rank 0 read two values in the first save, or one for each 64 inventories and one more where
-    every rank holds something else, and one in the next; all learn what each rank holds. Nothing of the first save is
-    left then but the inventories.
-    """
-    world, board = 130, LocalExchange()
-    held = [[Item("w", "float32", (world, 4), (Box((0 if alike else rank, 0), (1, 4)),))] for rank in range(world)]
+def one_tensor(world: int, *, alike: bool) -> list[list[Item]]:
+    """What each rank holds: the same row of a matrix, or one of its own."""
+    return [
+        [Item(100 * "w", "float32", (world, 4), (Box((0 if alike else rank, 0), (1, 4)),))] for rank in range(world)
+    ]
+
+
+def agreed(board: LocalExchange, held: list[list[Item]], *, calls: int = 2) -> list[list[object]]:
+    """For each rank what it learns in each call, and how many values it has read by then."""
+    world = len(held)
     exchanges = [CountingExchange(board) for _ in range(world)]
     found: list[list[object]] = [[] for _ in range(world)]
 
     def rank(number: int) -> None:
         own = InventoryAgreement(exchanges[number], rank=number, world_size=world, timeout_s=HANG_S)
-        for call in (1, 2):
+        for call in range(1, calls + 1):
             found[number].append(own.inventories(held[number], generation=0, call=call))
             found[number].append(exchanges[number].read)
 
@@ -146,9 +151,57 @@ def test_ranks_read_few_values_however_many_there_are(alike: bool) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    return found
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_ranks_read_few_values_however_many_there_are(alike: bool) -> None:
+    """Of 130 ranks all but rank 0 read two values in the first save, or one for each 64 inventories and one more where
+    every rank holds something else, and one in the next; all learn what each rank holds. Nothing of the first save is
+    left then but the inventories.
+    """
+    world, board = 130, LocalExchange()
+    held = one_tensor(world, alike=alike)
+    found = agreed(board, held)
     everyone = {tuple(range(world)): held[0]} if alike else {(number,): held[number] for number in range(world)}
     groups = 1 if alike else 3
     for number in range(1, world):
         assert found[number] == [everyone, 1 + groups, everyone, 2 + groups]
     assert found[0][0] == everyone
     assert not [key for key in board._values if key.startswith("checkpoint/0/held/1/")]
+
+
+def test_all_of_many_ranks_name_the_one_that_is_missing() -> None:
+    """Rank 5 of 64 says nothing. Rank 0, which comes last, says so, and the others hear it before they give up."""
+    board, held, errors = LocalExchange(), one_tensor(MANY, alike=True), dict[int, str]()
+
+    def rank(number: int) -> None:
+        own = InventoryAgreement(board, rank=number, world_size=MANY, timeout_s=1.2)
+        with pytest.raises((TimeoutError, CollectiveError)) as caught:
+            own.inventories(held[number], generation=0, call=1)
+        errors[number] = str(caught.value)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in reversed(range(MANY)) if number != 5]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == MANY - 1
+    assert all("nothing was published under checkpoint/0/held/1/5 within" in error for error in errors.values())
+
+
+@pytest.mark.parametrize(("together", "values"), [(3, 22), (0.5, 64)])
+def test_long_inventories_are_put_together_in_smaller_groups(
+    monkeypatch: pytest.MonkeyPatch, together: float, values: int
+) -> None:
+    """64 ranks learn what each holds where a value may carry three inventories, and where it may carry none: each is
+    then read where it lies.
+    """
+    held = one_tensor(MANY, alike=False)
+    nbytes = max(len(encode(own)) for own in held)
+    monkeypatch.setattr(agreement, "TOGETHER_BYTES", int(together * nbytes))
+    monkeypatch.setattr(packing, "MOST_PACKED_BYTES", 6000)  # what ranks announce, or a few inventories
+    found = agreed(LocalExchange(), held, calls=1)
+    everyone = {(number,): held[number] for number in range(MANY)}
+    assert found[0][0] == everyone
+    assert found[1:] == [[everyone, 1 + values]] * (MANY - 1)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 from torch.distributed import HashStore  # pyright: ignore[reportPrivateImportUsage]
 
+from shoal.comm import packing
 from shoal.comm.board import Board
-from shoal.comm.packing import MANY, MOST_PACKED_BYTES, packed, unpacked
+from shoal.comm.packing import MANY, packed, unpacked
 from shoal.errors import CollectiveError
 from shoal.launcher.failure import Exit, Failure, failure_report, root_cause
 from shoal.launcher.rendezvous import missing_ranks
 from tests.waiting import HANG_S
+
+HEAD = 4
+"""Bytes of MessagePack before the content of a list of one value: one of the list, three of the value."""
 
 
 @pytest.mark.parametrize("missing", [{17}, {0, 4095}, set(), {5, 6, 7}])
@@ -41,10 +47,16 @@ def test_a_gather_of_many_is_put_together_once() -> None:
     assert store.check(["x/all"])
 
 
-def test_what_is_unpacked_is_bounded() -> None:
+def test_what_is_packed_and_unpacked_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the same number of bytes: what one rank may publish, the others can read."""
     assert unpacked(packed([b"a", b""])) == [b"a", b""]
+    monkeypatch.setattr(packing, "MOST_PACKED_BYTES", 1000)
+    most, more = [bytes(1000 - HEAD)], [bytes(1001 - HEAD)]
+    assert unpacked(packed(most)) == most
     with pytest.raises(CollectiveError, match="use smaller groups"):
-        unpacked(packed([bytes(MOST_PACKED_BYTES)]))
+        packed(more)
+    with pytest.raises(CollectiveError, match="use smaller groups"):
+        unpacked(zlib.compress(msgspec.msgpack.encode(more)))
 
 
 def test_the_cause_among_4096_is_first_and_the_rest_is_a_line() -> None:

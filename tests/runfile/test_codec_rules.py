@@ -45,6 +45,8 @@ def test_what_it_cannot_serve(tmp_path: Path, tables: dict[str, Any], named: str
         ({"layout": {"replicate": 2}, "sync": {"kind": "local"}}, 'sync.kind = "local"'),
         ({"layout": {"replicate": 2}, "sync": {"kind": "streaming"}}, 'sync.kind = "streaming"'),
         ({"gradients": {"schedule": "priority"}}, 'gradients.schedule = "priority"'),
+        ({"run": {"device": "cuda"}}, 'run.device = "cuda"'),
+        ({"run": {"device": "xpu"}}, 'run.device = "xpu"'),
     ],
 )
 def test_what_auto_cannot_serve(tmp_path: Path, tables: dict[str, Any], named: str) -> None:

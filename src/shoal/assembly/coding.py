@@ -35,6 +35,11 @@ def _velocities(config: DGCConfig, mesh: Mesh, rounds: Rounds | None) -> _Parts:
 
 
 def _choice(config: AutoConfig, mesh: Mesh, rounds: Rounds | None) -> _Parts:
+    if mesh.device.type != "cpu":
+        raise ConfigError(
+            f'codec.kind = "auto" on {mesh.device.type}: it measures processors and their links so far; name a codec, '
+            'or set run.device = "cpu"'
+        )
     candidates = {name: implementation_of(one)(one) for name, one in config.codecs.items()}
     every = config.measure_every if mesh.spans_hosts else None
     made = count()
@@ -71,7 +76,8 @@ def is_coded(codec: CodecConfig, optimizer: OptimizerConfig) -> bool:
 
 def coded_exchanges(run_file: RunFile, mesh: Mesh, rounds: Rounds | None) -> CodedExchanges | None:
     """What makes exchanges between ranks of `mesh` with the codec of `[codec]`, or of an optimizer that sends its
-    momentum; None where all is sent as it is. `rounds` records what is chosen by the clock, or repeats it.
+    momentum; None where all is sent as it is. `rounds` records what is chosen by the clock, or repeats it. Raises
+    `ConfigError` where a choice cannot measure the device of this rank.
     """
     if not is_coded(run_file.codec, run_file.optimizer):
         return None

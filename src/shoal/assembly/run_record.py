@@ -115,9 +115,13 @@ def rounds_of(run_file: RunFile, rank: int, directory: Path, replay: Path | None
 
     None where the order changes nothing.
     """
-    if run_file.sync.events_are != "recorded" and not isinstance(run_file.codec, AutoConfig):
+    chooses = isinstance(run_file.codec, AutoConfig)
+    if run_file.sync.events_are != "recorded" and not chooses:
         return None
-    return Rounds(EventFiles(event_file(directory, rank), None if replay is None else event_file(replay, rank)))
+    rounds = Rounds(EventFiles(event_file(directory, rank), None if replay is None else event_file(replay, rank)))
+    if chooses:
+        rounds.keep_record()
+    return rounds
 
 
 def check_replay(recorded: Path, repeated: Path) -> str:

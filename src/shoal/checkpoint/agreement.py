@@ -1,10 +1,11 @@
 """What the ranks of a save tell each other, on a board of small values that every rank can read.
 
-Before a save each rank publishes the hash of its inventory and reads those of the others; an inventory itself lies on
-the board under its hash, and is read once. So no rank has to guess whether another one's tensors have changed, and
-ranks that hold the same publish the same (`InventoryAgreement`). From `MANY` ranks on, rank 0 alone reads what each has
-published, and publishes it once more, put together: N ranks that read N keys each are N^2 answers. After its writes
-each rank publishes a `Share`; rank 0 answers with one `SaveOutcome` for all.
+Before a save each rank publishes the name of its inventory, a hash and a length, and reads those of the others; an
+inventory itself lies on the board under its name, and is read once. So no rank has to guess whether another one's
+tensors have changed, and ranks that hold the same publish the same (`InventoryAgreement`). From `MANY` ranks on, rank 0
+alone reads what each has published, and publishes it once more, put together: N ranks that read N keys each are N^2
+answers. Inventories are put together up to `MANY` of them and up to `TOGETHER_BYTES`: all ranks know the lengths, and
+so which. After its writes each rank publishes a `Share`; rank 0 answers with one `SaveOutcome` for all.
 
 Signs of life: a rank that still writes says so, and nobody waits longer than `timeout_s` for one that does not.
 
@@ -29,7 +30,17 @@ import msgspec
 
 from shoal.checkpoint.objects import Stored
 from shoal.checkpoint.plan import Inventory, decode, digest, encode
-from shoal.comm.packing import MANY, packed, unpacked
+from shoal.comm.packing import MANY, MOST_PACKED_BYTES, packed, unpacked
+from shoal.errors import CollectiveError, ShoalError
+
+TOGETHER_BYTES = MOST_PACKED_BYTES // 2
+"""Of inventories that rank 0 publishes as one value."""
+FIRST_HEARD = 3 / 4
+"""How long rank 0 waits for others, as a share of `timeout_s`: so it can name the rank that is missing to those that
+wait for rank 0, before they give up rank 0.
+"""
+_FAILED = b"failed: "
+"""Before what rank 0 says in the place of values; no packed value begins so."""
 
 Ranks = tuple[int, ...]
 Message = TypeVar("Message")
@@ -134,45 +145,78 @@ class InventoryAgreement:
         prefix = f"checkpoint/{generation}/held/{call}"
         self._exchange.publish(f"{prefix}/{self._rank}", mine.encode())
         keys = [f"{prefix}/{rank}" for rank in range(self._world_size)]
-        digests = [value.decode() for value in self._collect(keys, f"{prefix}/all")]
-        self._learn(digests)
+        names = [value.decode() for value in self._announced(keys, f"{prefix}/all")]
+        self._learn(names)
         # A rank that has published here has read what was published before, so nobody needs the last keys any more.
         self._exchange.forget(self._last_keys)
         self._last_keys = [keys[self._rank], *([f"{prefix}/all"] if self._rank == 0 else [])]
         groups: dict[str, list[int]] = defaultdict(list)
-        for rank, found in enumerate(digests):
-            groups[found].append(rank)
-        return {tuple(ranks): self._known[found] for found, ranks in groups.items()}
+        for rank, name in enumerate(names):
+            groups[name].append(rank)
+        return {tuple(ranks): self._known[name] for name, ranks in groups.items()}
 
     def _publish(self, own: Inventory) -> str:
         if self._published is None or self._published[0] is not own:
             encoded = encode(own)
-            name = digest(encoded)
+            name = f"{digest(encoded)}-{len(encoded)}"
             self._exchange.publish(_key(name), encoded)
             self._known[name] = own
             self._published = own, name
         return self._published[1]
 
-    def _learn(self, digests: list[str]) -> None:
-        names = list(dict.fromkeys(digests))
+    def _learn(self, names: list[str]) -> None:
+        names = list(dict.fromkeys(names))
         if self._world_size < MANY:
             names = [name for name in names if name not in self._known]
-        for together in (names[at : at + MANY] for at in range(0, len(names), MANY)):
+        for together in _put_together(names):
             whole = _key(digest("".join(together).encode()))
             if whole not in self._collected:
-                values = self._collect([_key(name) for name in together], whole)
+                values = self._inventories(together, whole)
                 self._known.update(zip(together, map(decode, values), strict=True))
                 self._collected.add(whole)
 
-    def _collect(self, keys: Sequence[str], whole: str) -> list[bytes]:
-        """The values of `keys`. Of many ranks rank 0 publishes them together under `whole`; the others read that."""
-        if self._world_size < MANY:
-            return self._exchange.collect(keys, self._timeout_s)
-        if self._rank != 0:
-            return unpacked(self._exchange.collect([whole], self._timeout_s)[0])
-        values = self._exchange.collect(keys, self._timeout_s)
-        self._exchange.publish(whole, packed(values))
-        return values
+    def _inventories(self, names: Sequence[str], whole: str) -> list[bytes]:
+        """One alone is read where it lies, however long it is."""
+        keys = [_key(name) for name in names]
+        return self._collect(keys, whole) if len(keys) > 1 else self._exchange.collect(keys, self._timeout_s)
+
+    def _announced(self, keys: Sequence[str], whole: str) -> list[bytes]:
+        """As `_collect`. Of many ranks rank 0 tells the others in time what it has waited for in vain."""
+        if self._rank != 0 or self._world_size < MANY:
+            return self._collect(keys, whole)
+        try:
+            return self._collect(keys, whole, within=FIRST_HEARD)
+        except (TimeoutError, ShoalError) as error:
+            self._exchange.publish(whole, _FAILED + str(error).encode())
+            raise
+
+    def _collect(self, keys: Sequence[str], whole: str, *, within: float = 1.0) -> list[bytes]:
+        """The values of `keys`. Of many ranks rank 0 publishes them together under `whole`; the others read that.
+        `within`: a part of the time for which the others wait.
+        """
+        if self._world_size < MANY or self._rank == 0:
+            values = self._exchange.collect(keys, within * self._timeout_s)
+            if self._world_size >= MANY:
+                self._exchange.publish(whole, packed(values))
+            return values
+        content = self._exchange.collect([whole], self._timeout_s)[0]
+        if content.startswith(_FAILED):
+            raise CollectiveError(f"rank 0 says: {content.removeprefix(_FAILED).decode()}")
+        return unpacked(content)
+
+
+def _put_together(names: Sequence[str]) -> list[list[str]]:
+    """The inventories `names` in groups of `MANY` and `TOGETHER_BYTES` at most, or of one that is longer."""
+    groups: list[list[str]] = []
+    nbytes = 0
+    for name in names:
+        own = int(name.rpartition("-")[2])
+        if not groups or len(groups[-1]) == MANY or nbytes + own > TOGETHER_BYTES:
+            groups.append([])
+            nbytes = 0
+        groups[-1].append(name)
+        nbytes += own
+    return groups
 
 
 def _key(name: str) -> str:
@@ -180,10 +224,6 @@ def _key(name: str) -> str:
 
 
 SIGN_EVERY = 1 / 8
-FIRST_HEARD = 3 / 4
-"""How long rank 0 waits for a link, as a share of `timeout_s`: it names the rank that is missing to the others, which
-wait for rank 0 by then for one eighth, before they give up rank 0.
-"""
 _SIGN = b""
 
 

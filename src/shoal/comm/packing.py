@@ -15,14 +15,19 @@ MOST_PACKED_BYTES = 64 << 20
 
 
 def packed(values: Iterable[bytes]) -> bytes:
-    """Values of many ranks, which are much alike, in few bytes."""
-    return zlib.compress(msgspec.msgpack.encode(list(values)), 1)
+    """Values of many ranks, which are much alike, in few bytes. Raises `CollectiveError` for what is too much."""
+    whole = msgspec.msgpack.encode(list(values))
+    _require_bounded(whole)
+    return zlib.compress(whole, 1)
 
 
 def unpacked(content: bytes) -> list[bytes]:
     """The values. Raises `CollectiveError` for what is too much."""
-    unpacker = zlib.decompressobj()
-    whole = unpacker.decompress(content, MOST_PACKED_BYTES)
-    if unpacker.unconsumed_tail:
-        raise CollectiveError(f"what ranks tell each other has more than {MOST_PACKED_BYTES} bytes: use smaller groups")
+    whole = zlib.decompressobj().decompress(content, MOST_PACKED_BYTES + 1)
+    _require_bounded(whole)
     return msgspec.msgpack.decode(whole, type=list[bytes])
+
+
+def _require_bounded(whole: bytes) -> None:
+    if len(whole) > MOST_PACKED_BYTES:
+        raise CollectiveError(f"what ranks tell each other has more than {MOST_PACKED_BYTES} bytes: use smaller groups")

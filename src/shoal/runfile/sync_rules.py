@@ -399,8 +399,8 @@ def _against_auto(run_file: RunFile) -> Iterator[tuple[str, str]]:
     if run_file.gradients.schedule == "priority":
         why = "it looks at the link between two steps, when that is busy; name a codec"
         yield 'gradients.schedule = "priority"', why
-    if run_file.run.device == "cuda":
-        yield 'run.device = "cuda"', "it measures processors and their links so far; name a codec"
+    if run_file.run.device not in ("auto", "cpu"):
+        yield f'run.device = "{run_file.run.device}"', "it measures processors and their links so far; name a codec"
 
 
 def _against_velocities(run_file: RunFile) -> Iterator[tuple[str, str]]:

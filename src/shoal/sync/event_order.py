@@ -12,7 +12,8 @@ over. Where the period of local steps follows the link, p20 says that the next a
 is chosen by the link, wint8 says with what the step sums.
 
 Each rank has a file of its own, with a line of JSON for each round: {"first": 1, "last": 50, "events": ["c0", ...]}. A
-run that went on from a checkpoint records rounds again; the last line of a step counts.
+run that went on from a checkpoint records rounds again; the last line of a step counts. What is decided for each step,
+as a codec, has a line for each change, and holds until the next one.
 
 No two ranks wait for each other for ever: program order and the order at every part were those of one run before.
 """
@@ -106,6 +107,8 @@ class Rounds:
         self._replayed = None if files.replay is None else read_rounds(files.replay)
         self._step = 0
         self._order = AsTheyCome()
+        self._held: list[str] = []
+        """What was decided last, of all that a step asks."""
 
     @property
     def repeats(self) -> bool:
@@ -129,23 +132,50 @@ class Rounds:
     def end(self, step: int) -> None:
         """The round has ended with `step`."""
         first, self._step = min(self._step + 1, step), step
-        if self._record is None:
-            return
-        self._record.parent.mkdir(parents=True, exist_ok=True)
-        line = json.dumps({"first": first, "last": step, "events": self._order.events}, separators=(",", ":"))
-        with self._record.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+        self._write(first, self._order.events)
 
     def decide(self, event: str, *, first: bool) -> str:
         """What is decided of the next step by the clock, or was in the recorded run; `first` of what that step asks."""
-        order = self.begin() if first else self._order
-        found = order.decided(event)
-        self.end(self._step + 1 if first else self._step)
+        if first:
+            self._step += 1
+            self._order = self._decisions()
+        found = self._order.decided(event)
+        turn = len(self._order.events) - 1
+        if self._held[turn : turn + 1] != [found]:
+            self._held[turn : turn + 1] = [found]
+            self._write(self._step, self._held)
         return found
+
+    def keep_record(self) -> None:
+        """Makes the file of this rank, which may have nothing to decide: an empty record is one, too."""
+        if self._record is not None:
+            self._record.parent.mkdir(parents=True, exist_ok=True)
+            self._record.touch()
 
     def resume(self, step: int) -> None:
         """The run goes on after `step`."""
         self._step = step
+        self._held.clear()
+
+    def _decisions(self) -> AsTheyCome:
+        """Those of this step: the last that the recorded run wrote down, as none has changed since."""
+        if self._replayed is None:
+            return AsTheyCome()
+        first = max((begin for begin in self._replayed if begin <= self._step), default=None)
+        if first is None:
+            raise ConfigError(
+                f"nothing is recorded that this rank decided by step {self._step}, and now it decides: replay on hosts "
+                "that have as many ranks each as those of the run"
+            )
+        return AsRecorded(self._replayed[first])
+
+    def _write(self, first: int, events: list[str]) -> None:
+        if self._record is None:
+            return
+        self._record.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps({"first": first, "last": self._step, "events": events}, separators=(",", ":"))
+        with self._record.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
 def read_rounds(path: Path) -> dict[int, list[str]]:

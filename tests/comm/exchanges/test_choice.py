@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from shoal.codec.quantise import Blockwise
 from shoal.codec.top_k import TopK
 from shoal.comm.collective import Collective, Handle, Reduction
 from shoal.comm.exchanges import choice as choice_module
-from shoal.comm.exchanges.choice import ASIDE, Alarm, Choice
+from shoal.comm.exchanges.choice import ASIDE, REMEMBERED, Alarm, Choice
 from shoal.comm.exchanges.coded import CodedExchanges
 from shoal.comm.exchanges.exchange import Exchange, Segment
 from tests.comm.exchanges.test_coded import on_ranks
@@ -166,12 +167,14 @@ def test_what_is_lost_to_the_best_of_each_phase_is_bounded(monkeypatch: pytest.M
     assert chosen.sum() < min(none.sum(), int8.sum())
 
 
-@pytest.mark.parametrize("repeats", [False, True])
-def test_a_run_repeats_what_another_has_chosen(repeats: bool) -> None:
-    """Whatever its own link does, and without a look at it; every step says what it uses."""
+@pytest.mark.parametrize(("repeats", "every"), [(False, 1), (True, 1), (True, None)])
+def test_a_run_repeats_what_another_has_chosen(repeats: bool, every: int | None) -> None:
+    """Whatever its own link does, and without a look at it, on one host as on several. Every step says what it uses,
+    and a line for each change that it is as recorded.
+    """
     recorded = ["int8", "none", "none", "int8"]
 
-    def work(group: Collective) -> tuple[list[str], list[str]]:
+    def work(group: Collective) -> tuple[list[str], list[str], list[str]]:
         asked: list[str] = []
 
         def decided(name: str) -> str:
@@ -181,9 +184,10 @@ def test_a_run_repeats_what_another_has_chosen(repeats: bool) -> None:
         world = World()
         paced: Collective = Paced(group, world)  # type: ignore[assignment]
         int8 = Timed(world, group.rank)
-        choice = Choice({"int8": int8}, paced, every=1, clock=world.clock, decided=decided, repeats=repeats)
-        exchange = CodedExchanges(lambda group: choice, feedback=True, seed=0)(paced, torch.zeros(NUMEL), [WHOLE])
-        used: list[str] = []
+        choice = Choice({"int8": int8}, paced, every=every, clock=world.clock, decided=decided, repeats=repeats)
+        new = CodedExchanges(lambda group: choice, feedback=True, seed=0)
+        exchange = new(paced, torch.zeros(NUMEL), [WHOLE])
+        used, lines = [], new.take_lines()
         for step in range(len(recorded)):
             exchange.start()
             used.append(choice.name)
@@ -191,29 +195,81 @@ def test_a_run_repeats_what_another_has_chosen(repeats: bool) -> None:
             exchange.send(exchange.result)
             exchange.wait()
             exchange.commit()
-        return asked, used
+            lines += new.take_lines()
+        return asked, used, lines
 
-    for asked, used in on_ranks(RANKS, work):
+    for asked, used, lines in on_ranks(RANKS, work):
         assert used == (recorded if repeats else ["none"] * len(recorded))
         assert asked == (["none", "int8", "none", "none"] if repeats else used)
+        if repeats:
+            assert lines == [f"codec: {name}: as recorded" for name in ("int8", "none", "int8")]
 
 
 def test_an_alarm_rings_for_a_wait_that_has_changed_and_less_often_in_vain() -> None:
-    """By a tenth of a step, then by a fifth; what is usual is what the first steps waited."""
+    """By a tenth of a step, then by a fifth more than what called in vain; the first steps say what is usual."""
     alarm = Alarm()
     assert not any(alarm.rings(waited_s, 1.0) for waited_s in (0.1, 0.1, 5.0, 0.1, 0.19, 0.01))
-    assert alarm.rings(0.21, 1.0)
     assert not alarm.rings(0.21, 2.0)
+    assert alarm.rings(0.21, 1.0)
     alarm.looked(changed=False, rang=True)
-    assert not any(alarm.rings(waited_s, 1.0) for waited_s in (0.1, 0.1, 0.1, 0.29))
-    assert alarm.rings(0.31, 1.0)
-    for _ in range(5):
-        alarm.looked(changed=False, rang=True)
-    assert not any(alarm.rings(waited_s, 1.0) for waited_s in (0.1, 0.1, 0.1, 0.4))
-    assert alarm.rings(0.6, 1.0)
+    assert not any(alarm.rings(waited_s, 1.0) for waited_s in (0.1, 0.21, 0.40))
+    assert alarm.rings(0.42, 1.0)
+    alarm.looked(changed=False, rang=True)
+    assert not any(alarm.rings(waited_s, 1.0) for waited_s in (0.1, 0.42, 0.61))
+    assert alarm.rings(0.63, 1.0)
     alarm.looked(changed=True, rang=True)
     assert not any(alarm.rings(waited_s, 1.0) for waited_s in (0.1, 0.1, 0.1))
     assert alarm.rings(0.21, 1.0)
+
+
+def test_a_wait_that_called_in_vain_is_usual_for_a_while() -> None:
+    """A single long wait does not hide a slower link for ever."""
+    alarm = Alarm()
+    assert [alarm.rings(waited_s, 1.0) for waited_s in (0.1, 0.1, 0.1, 5.0)] == [False, False, False, True]
+    alarm.looked(changed=False, rang=True)
+    assert not any(alarm.rings(waited_s, 1.0) for waited_s in [0.1] * (REMEMBERED - 1) + [3.0])
+    assert alarm.rings(3.0, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_of_many_lengths_call_for_few_looks(seed: int) -> None:
+    """A link that stays, and 20 to 200 ms of computing that hide it: less than a look in 80 steps. A link that becomes
+    three times as slow calls for one at once.
+    """
+    alarm, lengths, calls = Alarm(), random.Random(seed), 0
+
+    def rings(wire_s: float) -> bool:
+        computing_s = lengths.uniform(0.02, 0.2)
+        waited_s = max(0.005, wire_s - computing_s)
+        return alarm.rings(waited_s, computing_s + waited_s)
+
+    for _ in range(1000):
+        if rings(0.16):
+            calls += 1
+            alarm.looked(changed=False, rang=True)
+    assert calls <= 12
+    assert rings(0.48)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_earlier_looks_count_unless_an_alarm_was_right(monkeypatch: pytest.MonkeyPatch, changes: bool) -> None:
+    """The look that an alarm calls for counts alone; where it has changed nothing, those before it stay."""
+    counted = []
+
+    def work(group: Collective) -> list[int]:
+        choice = Choice({}, group, every=EVERY)
+
+        def look(every: int) -> None:
+            counted.append(len(choice._looks))
+            choice._looks.append((1.0, 1.0, 1.0))
+            choice.name = "int8" if changes and len(counted) == 4 else choice.name
+
+        monkeypatch.setattr(choice, "_look", look)
+        for rang in (False, False, False, True, False):
+            choice._look_now(EVERY, rang=rang)
+        return counted
+
+    assert on_ranks(1, work) == [[0, 1, 2, 0, 1 if changes else 3]]
 
 
 def test_what_the_codec_has_not_sent_leaves_when_it_is_left() -> None:

@@ -4,11 +4,12 @@ A look: before the first bucket of a step is filled, the ranks time an empty all
 one each also times the coding of a bucket with every candidate. The slowest rank counts, so that all compare the same
 numbers, and choose alike. What the last codec has not sent yet leaves with the next sum.
 
-One look may be off by much where processes share cores: the median of three counts. While they find nothing new they
-become rarer, `RAREST` times at most. When they are due is said by the sums themselves (`Alarm`): with every step ranks
-agree on the shortest wait among them, which is that of the rank that came last and waited for the link alone. A wait
-that has changed calls for a look at once, and that one look counts. So a link that becomes slow costs one or two steps
-by the old way; one that becomes fast saves less than a tenth of a step as long as nobody notices, and regular looks do.
+One look may be off by much where processes share cores: the median of three counts. While looks find nothing new they
+become rarer, `RAREST` times at most. The sums themselves show when a look is due (`Alarm`). With every step ranks agree
+on the shortest wait among them. It is that of the rank that came last, which waited for the link alone. A wait that has
+changed calls for a look at once, and that one look counts. Where it finds nothing new, such a wait is usual for a
+while, and the looks before it count again. So a link that becomes slow costs one or two steps by the old way. One that
+becomes fast saves less than a tenth of a step as long as nobody notices, and regular looks do.
 
 With error feedback a rank keeps back e of g + e. In units of the gradient that is
 
@@ -108,10 +109,10 @@ PROBE_BYTES = 256 << 10
 TIMINGS, LOOKS, RARER, RAREST = 3, 3, 4, 16
 LONG_ENOUGH_S = 0.02
 """A timing beside which the noise of a processor is small: one is enough."""
-NOTABLE, LARGE, STEADY = 0.1, 0.4, 3
-"""Of a step: a change of the wait that calls for a look, at first and after many calls in vain. Steps whose median is
-the wait that is usual.
-"""
+NOTABLE, LARGE = 0.1, 0.2
+"""Of a step: a change of the wait that calls for a look, at first and after a call in vain."""
+STEADY, REMEMBERED = 3, 300
+"""Steps whose median is the wait that is usual, and steps for which a wait that called in vain is usual, too."""
 SETTLING, ASIDE = 5, 20
 """Looks with a backlog until it has settled, and looks for which a codec is set aside."""
 
@@ -119,31 +120,46 @@ SETTLING, ASIDE = 5, 20
 class Alarm:
     """Says when the wait of a step is not what it was, by a part of the step. Pure: it is told seconds.
 
-    Alarms after which nothing changes become rarer: each doubles the part, to `LARGE` at most.
+    Waits of steps that differ, as where batches have many lengths, differ as well. So a wait for which it rang in vain
+    belongs to the usual ones for the next `REMEMBERED` steps: what lies between the least and the most of them calls
+    for no look. The part is `LARGE` after a call in vain.
     """
 
     def __init__(self) -> None:
-        self._part = NOTABLE
+        self._part, self._steps = NOTABLE, 0
         self._usual: list[float] = []
+        self._in_vain: deque[tuple[int, float]] = deque()
+        self._waited_s = 0.0
 
     def rings(self, waited_s: float, step_s: float) -> bool:
-        """Whether this step's wait calls for a look. The first steps after one say what is usual."""
+        """Whether this step's wait calls for a look. The first steps say what is usual."""
+        self._steps, self._waited_s = self._steps + 1, waited_s
         if len(self._usual) < STEADY:
             self._usual.append(waited_s)
             return False
-        return abs(waited_s - statistics.median(self._usual)) > self._part * step_s
+        while self._in_vain and self._in_vain[0][0] < self._steps - REMEMBERED:
+            self._in_vain.popleft()
+        usual = [statistics.median(self._usual), *(seconds for _, seconds in self._in_vain)]
+        part_s = self._part * step_s
+        return not min(usual) - part_s <= waited_s <= max(usual) + part_s
 
     def looked(self, *, changed: bool, rang: bool) -> None:
         """A look is over: whether it has changed the choice, and whether the alarm had called for it."""
-        if changed or rang:
+        if changed:
             self._usual.clear()
-            self._part = NOTABLE if changed else min(2 * self._part, LARGE)
+            self._in_vain.clear()
+            self._part = NOTABLE
+        elif rang:
+            self._in_vain.append((self._steps, self._waited_s))
+            self._part = LARGE
 
 
 class Choice:
     """Of `candidates` by name. `every` is the number of steps from one look to the next; None: there is no choice, and
     nothing is measured. `clock` counts seconds. `name` is what the next step uses, and `why` says so in a line.
-    `decided` records what each step uses; if it `repeats` a run, it says what that used, and nothing is measured.
+
+    `decided` takes the name that a step would use, and returns the one that it uses. The same, which is recorded; or,
+    where it `repeats` a run, the recorded one, and nothing is measured.
     """
 
     def __init__(
@@ -159,7 +175,7 @@ class Choice:
     ) -> None:
         self._decided, self._repeats = decided, repeats
         self.name, self.why = NONE, "none: all ranks share a host, where a sum is faster than any codec"
-        self.changed = every is None
+        self.changed = every is None and not repeats
         self._candidates, self._group, self._every, self._steps = candidates, group, every, 0
         self.clock = clock
         self._buffers: list[tuple[int, Sequence[Segment]]] = []
@@ -196,10 +212,16 @@ class Choice:
             if rang or self._steps >= self._next_look:
                 self._look_now(self._every, rang=rang)
         if self._decided is not None:
-            self.name = self._decided(self.name)
+            self._take(self._decided(self.name))
         self._steps += 1
         self._first_s = self._last_s = self._waited_s = 0.0
         self._waits, self._begun_s = 0, self.clock()
+
+    def _take(self, name: str) -> None:
+        """The next step uses `name`, as was decided."""
+        if self._repeats and (name != self.name or not self._steps):
+            self.why, self.changed = f"{name}: as recorded", True
+        self.name = name
 
     def sent(self) -> None:
         """A buffer has been sent."""
@@ -225,11 +247,13 @@ class Choice:
         return self._alarm.rings(-less_waited_s, step_s)
 
     def _look_now(self, every: int, *, rang: bool) -> None:
+        before, earlier = self.name, list(self._looks)
         if rang:
             self._looks.clear()
-        before = self.name
         self._look(every)
         changed = self.name != before
+        if rang and not changed:
+            self._looks = deque([*earlier, *self._looks], maxlen=LOOKS)
         self._alarm.looked(changed=changed, rang=rang)
         seconds = [long_s for _, long_s, _ in self._looks]
         doubtful = not 0.5 < seconds[-1] / max(statistics.median(seconds), 1e-9) < 2
