@@ -159,6 +159,48 @@ def test_another_profiler_is_left_alone() -> None:
     assert any("scaled_dot_product" in event.key for event in profiler.key_averages())
 
 
+WARMS_UP = (
+    "profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=1), acc_events=True)\n"
+    "profiler.start()\n"
+    "for _ in range(2):\n"
+    "    with look():\n"
+    "        product()\n"
+    "    profiler.step()\n"
+    "profiler.stop()\n"
+)
+BEGINS_INSIDE = "with look():\n    product()\n    with torch.profiler.profile() as profiler:\n        product()\n"
+STARTS_INSIDE = (
+    "profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=1, warmup=1, active=1), acc_events=True)\n"
+    "profiler.start()\n"
+    "with look():\n"
+    "    product()\n"
+    "    profiler.step()\n"
+    "    product()\n"
+    "profiler.step()\n"
+    "product()\n"
+    "profiler.step()\n"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [WARMS_UP, BEGINS_INSIDE, STARTS_INSIDE], ids=["warm-up", "inside", "steps inside"])
+def test_a_scripts_profiler_sees_what_it_would_see_alone(script: str) -> None:
+    """PyTorch has one profiler: a second one beside it is a segmentation fault, or takes its events."""
+    program = (
+        "import os, torch, torch.profiler\n"
+        "from contextlib import nullcontext\n"
+        "from shoal.observe.profile.first_step import StepLook\n"
+        "looks = StepLook(compiled=False)\n"
+        "look = looks.around(nullcontext)\n"
+        "product = lambda: torch.ones(8, 8) @ torch.ones(8, 8)\n"
+        f"{script}"
+        "seen = [event for event in profiler.events() if event.name == 'aten::mm']\n"
+        "print(len(seen), looks.found, os.environ.get('KINETO_LOG_LEVEL'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "None", "None"]
+
+
 @pytest.mark.parametrize(
     ("call", "device", "reason"),
     [

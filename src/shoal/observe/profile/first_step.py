@@ -18,17 +18,19 @@ nor are the products inside of recurrent layers' own kernels.
 
 from __future__ import annotations
 
+import gc
 import os
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, wraps
 from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.autograd import profiler as profilers
 from torch.autograd.profiler import profile  # torch.profiler's imports a second's worth of modules when it begins
 
 from shoal import units
@@ -204,10 +206,74 @@ def _attention(name: str, backend: Backend, event: Any) -> Attention:
     return Attention(backend, query, key, value, _DTYPES.get(dtype, dtype), bool(causal), mask, float(dropout or 0.0))
 
 
+class _Recording:
+    """The operators that this process calls until `end`, by PyTorch's profiler on the host alone.
+
+    PyTorch has one profiler a process, and a second one makes it crash: where the script begins its own, this one ends
+    first, and has seen nothing.
+    """
+
+    def __init__(self) -> None:
+        self._profiler: profile | None = None
+        self._own = {name: getattr(profilers, name) for name in ("_prepare_profiler", "_enable_profiler")}
+
+    def start(self) -> None:
+        with _silent():
+            profiler = profile(record_shapes=True)
+            try:
+                profiler.__enter__()
+            except RuntimeError:
+                return
+        self._profiler = profiler
+        for name, begin in self._own.items():
+            setattr(profilers, name, self._giving_way(begin))
+
+    def end(self) -> list[Any]:
+        """What was seen: nothing where it had ended before."""
+        profiler, self._profiler = self._profiler, None
+        if profiler is None:
+            return []
+        for name, begin in self._own.items():
+            setattr(profilers, name, begin)
+        with _silent(), suppress(RuntimeError):
+            profiler.__exit__(None, None, None)
+        return [] if profiler.kineto_results is None else profiler.kineto_results.events()
+
+    def _giving_way(self, begin: Callable[..., None]) -> Callable[..., None]:
+        @wraps(begin)
+        def begun(*arguments: Any, **named: Any) -> None:
+            self.end()
+            begin(*arguments, **named)
+
+        return begun
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """The profiler tells of its own start and end otherwise."""
+    before = os.environ.get("KINETO_LOG_LEVEL")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["KINETO_LOG_LEVEL"]
+
+
+def _another_profiler() -> bool:
+    """Is one at work, or getting ready? PyTorch tells nothing of one that warms up: it is looked for among all objects
+    of this process, which takes some ten milliseconds. A daemon may begin one at any time.
+    """
+    if torch.autograd._profiler_enabled() or "KINETO_USE_DAEMON" in os.environ:  # pyright: ignore[reportPrivateImportUsage]
+        return True
+    profiles = (one for one in gc.get_objects() if issubclass(type(one), profile))
+    return any(one.entered and one.kineto_results is None for one in profiles)
+
+
 class StepLook:
     """Looks at one step: the first that is taken, or under a compiler the second. `found` is what it saw.
 
-    Where another profiler is at work, which would be disturbed, it sees nothing.
+    Where another profiler is at work, or begins meanwhile, it sees nothing and leaves that one alone.
     """
 
     def __init__(self, *, compiled: bool) -> None:
@@ -220,12 +286,15 @@ class StepLook:
 
         @contextmanager
         def looking() -> Iterator[None]:
-            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of its own start and end otherwise
-            profiler = profile(record_shapes=True)
-            with profiler, inner():
-                yield
-            if profiler.kineto_results is not None:
-                self.found = work_of(profiler.kineto_results.events())
+            recording = _Recording()
+            recording.start()
+            try:
+                with inner():
+                    yield
+            finally:
+                events = recording.end()
+            if events:
+                self.found = work_of(events)
 
         def step() -> AbstractContextManager[None]:
             if self._looked:
@@ -234,8 +303,7 @@ class StepLook:
                 self._before -= 1
                 return inner()
             self._looked = True
-            busy = torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
-            return inner() if busy else looking()
+            return inner() if _another_profiler() else looking()
 
         return step
 
