@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from shoal.assembly.metering import arithmetic
 from shoal.cost.transformer import model_flops
 from shoal.models.build import build
 from shoal.models.config import GPTConfig
@@ -235,3 +237,16 @@ def test_the_doctor_tries_each_type() -> None:
 def test_no_events_are_no_work() -> None:
     """A rank that computes nothing."""
     assert work_of([]) == StepWork({}, 0.0, 0.0)
+
+
+def _refused() -> str:
+    raise RuntimeError("mix of the legacy and new APIs to set the TF32 flags")
+
+
+def test_tf32_is_known_however_a_script_has_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a script uses PyTorch's newer way, the older raises: this is no reason to end a run."""
+    assert arithmetic("float32") == "float32"
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", _refused)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
+    assert arithmetic("float32") == "tfloat32"
+    assert arithmetic("bfloat16_params") == "bfloat16"
