@@ -21,6 +21,7 @@ from shoal.cost.transformer import model_flops
 from shoal.models.build import build
 from shoal.models.config import GPTConfig
 from shoal.observe.profile.first_step import Attention, StepLook, StepWork, kernels_here, why_math, work_of
+from shoal.optim.muon import OwnedMuon
 from shoal.planning.stack import transformer_of
 
 HEADS, TOKENS, FEATURES = 4, 16, 8
@@ -73,6 +74,7 @@ def test_attention_inside_a_module_of_pytorchs_is_seen() -> None:
     assert seen(step).facts() == ["1 call: flash, bfloat16 [2, 4, 16, 8], no mask"]
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["first", "inner"])
 @pytest.mark.parametrize(
     ("model", "x"),
     [
@@ -82,12 +84,14 @@ def test_attention_inside_a_module_of_pytorchs_is_seen() -> None:
             torch.randn(2, 3, 11, 11),
         ),
         (nn.ConvTranspose2d(3, 5, 3, stride=2), torch.randn(2, 3, 5, 5)),
+        (nn.Conv1d(4, 6, 3, padding="same", dilation=2), torch.randn(2, 4, 9)),
+        (nn.Conv2d(3, 6, 3).double(), torch.randn(2, 3, 7, 7).double()),
     ],
-    ids=["linear", "convolutional", "transposed"],
+    ids=["linear", "convolutional", "transposed", "padded", "double"],
 )
-def test_operations_are_those_of_pytorchs_counter(model: nn.Module, x: Tensor) -> None:
-    """Forward and backward; the model's are at most three times the forward."""
-    x = x.requires_grad_()
+def test_operations_are_those_of_pytorchs_counter(model: nn.Module, x: Tensor, *, first: bool) -> None:
+    """Forward and backward; the model's are at most three times the forward. A first layer's input has no gradient."""
+    x = x.detach().requires_grad_(not first)
 
     def loss() -> Tensor:
         return model(x).sum()
@@ -113,6 +117,78 @@ def test_a_frozen_layer_costs_no_backward() -> None:
     model = nn.Sequential(nn.Linear(8, 8, bias=False).requires_grad_(False), nn.Linear(8, 8, bias=False))
     work = seen(lambda: model(torch.randn(5, 8)).sum())
     assert work.model_flops == work.hardware_flops == 3 * 2 * 5 * 8 * 8
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Muon, OwnedMuon], ids=["pytorch", "shoal"])
+def test_an_optimizers_products_count_for_the_hardware_alone(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    """Muon multiplies matrices as large as the layers."""
+    model = nn.Linear(16, 16, bias=False)
+    look, optimizer = StepLook(compiled=False), kind(model.parameters())
+    with look.around(nullcontext)():
+        model(torch.randn(4, 16)).sum().backward()
+        optimizer.step()
+    assert look.found is not None
+    assert look.found.model_flops == 2 * 2 * 4 * 16 * 16
+    assert look.found.hardware_flops >= look.found.model_flops + 5 * 3 * 2 * 16**3
+
+
+def test_a_closures_forward_and_backward_are_the_models() -> None:
+    """L-BFGS computes them in its step."""
+    model, x = nn.Linear(16, 16, bias=False), torch.randn(4, 16)
+    look, optimizer = StepLook(compiled=False), torch.optim.LBFGS(model.parameters(), max_iter=1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    with look.around(nullcontext)():
+        optimizer.step(closure)  # type: ignore[arg-type]
+    assert look.found is not None
+    assert look.found.model_flops == 2 * 2 * 4 * 16 * 16
+
+
+def test_products_of_groups_count_once() -> None:
+    """Experts: on a CPU each group is a product of its own, in the operator that stands for all."""
+    tokens, experts = torch.randn(16, 8, dtype=torch.bfloat16), torch.randn(2, 8, 32, dtype=torch.bfloat16)
+    ends = torch.tensor([4, 16], dtype=torch.int32)
+    weight = torch.ones((), requires_grad=True)
+
+    def loss() -> Tensor:
+        return (torch.ops.aten._grouped_mm(tokens, experts, ends).sum() * weight).float()
+
+    assert seen(loss).hardware_flops == 2 * 16 * 8 * 32
+
+
+@pytest.mark.parametrize(
+    ("shapes", "flops"),
+    [([[16, 8], [2, 8, 32]], 2 * 16 * 8 * 32), ([[2, 4, 8], [8, 32]], 2 * 4 * 8 * 32), ([[], [8, 32]], 0)],
+    ids=["rows", "columns", "unknown"],
+)
+def test_a_kernel_of_groups_is_one_product(shapes: list[list[int]], flops: float) -> None:
+    """Of GPUs, with nothing in it. Groups of rows have a matrix each; groups of columns share theirs."""
+    event = SimpleNamespace(
+        name=lambda: "aten::_grouped_mm", shapes=lambda: shapes, start_ns=lambda: 0, end_ns=lambda: 1,
+        start_thread_id=lambda: 1,
+    )  # fmt: skip
+    assert work_of([event]).model_flops == flops
+
+
+def test_nested_tensors_count_by_their_parts() -> None:
+    """Their operator has no shapes in a recording; what it calls for each tensor has."""
+    layer, sizes = nn.Linear(8, 8, bias=False), (3, 5)
+    left, right = ([torch.randn(n, 8), torch.randn(8, n)] for n in sizes)
+    nested = [torch.nested.nested_tensor(list(each)) for each in zip(left, right, strict=True)]
+    work = seen(lambda: layer(torch.randn(4, 8)).sum() + torch.bmm(*nested).to_padded_tensor(0.0).sum())
+    assert work.model_flops == 2 * 2 * 4 * 8 * 8 + sum(2 * n * 8 * n for n in sizes)
+
+
+def test_sparse_products_count_once() -> None:
+    """One operator calls the other."""
+    x = torch.randn(8, 4, requires_grad=True)
+    work = seen(lambda: torch.sparse.mm(torch.eye(8).to_sparse_csr(), x).sum())
+    assert work.model_flops <= 2 * 2 * 8 * 8 * 4
 
 
 def test_a_gpts_operations_are_those_of_the_closed_form() -> None:

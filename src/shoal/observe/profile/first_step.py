@@ -8,21 +8,23 @@ compiler, which calls operators too. From then on nothing is recorded, and nothi
 Operations are those of matrix products and attention, a multiply-add counted as two (`cost.transformer`, "causal"):
 causal attention counts the half of the square below the diagonal where the call says that it is causal, all of it under
 a mask of the script's; its backward counts twice its forward. Those of a backward beyond twice its forward are
-repeated ones, by recomputation: they count for the hardware and not for the model.
+repeated ones, by recomputation: they count for the hardware and not for the model. So do those of an optimizer's step.
 
-    hardware = forward + backward,   model = min(hardware, 3 forward)
+    hardware = forward + backward + update,   model = min(forward + backward, 3 forward)
+
+A product that is made of others (groups of experts on a CPU, distributed and sparse tensors) counts by them, once.
 
 What a compiler has made of attention in plain operators, FlexAttention's kernels among them, is no call and not seen;
-nor are the products inside of recurrent layers' own kernels.
+nor are the products inside of kernels of recurrent layers and of a script's own, those with vectors, and those of
+nested tensors, whose shapes no recording keeps.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -48,6 +50,7 @@ FORWARDS: Mapping[str, Backend] = {
 """PyTorch's operators of attention, and the backend of `torch.nn.attention.SDPBackend` that each is."""
 _BACKWARDS = frozenset(f"{name}_backward" for name in FORWARDS)
 _IN_BACKWARD = "autograd::engine::evaluate_function"
+_IN_UPDATE = "Optimizer.step#"
 _DTYPES: Mapping[str, str] = {
     "float": "float32",
     "double": "float64",
@@ -130,75 +133,121 @@ def why_math(call: Attention, device: str) -> str | None:
     return None
 
 
+PRODUCTS: Mapping[str, int] = {
+    "mm": 0, "bmm": 0, "_scaled_mm": 0, "_grouped_mm": 0, "_scaled_grouped_mm": 0, "addmm": 1, "baddbmm": 1,
+}  # fmt: skip
+"""Operators that multiply matrices, or batches of them, and which of their arguments is the left one."""
+_CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
+_COUNTED = _CONVOLUTIONS | _BACKWARDS | PRODUCTS.keys() | {name for name in FORWARDS if FORWARDS[name] != "math"}
+
+
 def work_of(events: Iterable[Any]) -> StepWork:
     """Of the events of a profile with shapes."""
-    recorded = list(events)
-    backwards = _Backwards(recorded)
     calls: Counter[Attention] = Counter()
-    forward = backward = 0.0
-    for event in recorded:
-        name = event.name().removeprefix("aten::")
-        if name in FORWARDS:
-            calls[_attention(name, FORWARDS[name], event)] += 1
-        if name == "convolution_backward":
-            forward += (own := _convolution(event))
-            backward += 2 * own
-        elif (flops := _flops(name, event)) and (name in _BACKWARDS or backwards.around(event)):
-            backward += flops
-        else:
-            forward += flops
-    return StepWork(calls, min(forward + backward, 3 * forward), forward + backward)
+    flops: Counter[tuple[bool, bool]] = Counter()
+    for operator in _operators(events):
+        name, event = operator.name, operator.event
+        if name in FORWARDS and (call := _attention(name, FORWARDS[name], event)) is not None:
+            calls[call] += 1
+        if operator.counts:
+            backward = operator.backward or name in _BACKWARDS or name == "convolution_backward"
+            flops[operator.update, backward] += _flops(name, event)  # type: ignore[assignment]
+    forward, backward, update = flops[False, False], flops[False, True], flops[True, False]
+    if flops[True, True] > 0:  # the optimizer calls a closure, which computes forward and backward
+        forward, backward, update = forward + update, backward + flops[True, True], 0
+    return StepWork(calls, float(min(forward + backward, 3 * forward)), float(forward + backward + update))
 
 
-PRODUCTS: Mapping[str, int] = {"mm": 0, "bmm": 0, "_scaled_mm": 0, "addmm": 1, "baddbmm": 1}
-"""Operators that multiply matrices, or batches of them, and which of their arguments is the left one."""
+@dataclass
+class _Operator:
+    """One that was called: in a backward, in an optimizer's step, in another one that counts (`inside`)? It `counts`
+    where none that does was called in it.
+    """
+
+    event: Any
+    name: str
+    backward: bool = False
+    update: bool = False
+    inside: _Operator | None = None
+    counts: bool = False
+
+    def calls(self, event: Any) -> _Operator:
+        """`event` was called in this one. Whatever a convolution calls is its own."""
+        name = event.name()
+        inside = self if self.name in _COUNTED else self.inside
+        inner = _Operator(
+            event,
+            name.removeprefix("aten::"),
+            self.backward or name.startswith(_IN_BACKWARD),
+            self.update or name.startswith(_IN_UPDATE),
+            inside,
+        )
+        convolution = inside is not None and inside.name in _CONVOLUTIONS and inside.name != inner.name
+        inner.counts = inner.name in _COUNTED and not convolution
+        if inner.counts and inside is not None:
+            inside.counts = False
+        elif convolution:
+            inner.inside, inner.name = inside, ""
+        return inner
+
+
+def _operators(events: Iterable[Any]) -> list[_Operator]:
+    """With what each was called in: what lies within its time, on the same thread."""
+    found: list[_Operator] = []
+    around: dict[int, list[_Operator]] = {}
+    for event in sorted(events, key=lambda event: (event.start_ns(), -event.end_ns())):
+        outer = around.setdefault(event.start_thread_id(), [_Operator(None, "")])
+        while len(outer) > 1 and outer[-1].event.end_ns() <= event.start_ns():
+            outer.pop()
+        outer.append(outer[-1].calls(event))
+        found.append(outer[-1])
+    return found
 
 
 def _flops(name: str, event: Any) -> float:
-    """Of this operator alone: math attention consists of products, which are counted as such."""
+    """Of this operator alone; of one whose matrices have no shapes, as those of nested tensors, nothing."""
+    if name in _CONVOLUTIONS:
+        return _convolution(name, event)
     if name in PRODUCTS:
         left, right = event.shapes()[PRODUCTS[name] :][:2]
-        return 2.0 * prod(left) * right[-1]
-    if name in _BACKWARDS:
-        return 2 * _attention(name, "flash", event).flops
-    return _attention(name, FORWARDS[name], event).flops if FORWARDS.get(name, "math") != "math" else 0.0
+        if min(len(left), len(right)) < 2:
+            return 0.0
+        return 2.0 * prod(left[1:] if len(left) > len(right) else left) * right[-1]  # groups may share `right`
+    call = _attention(name, "flash", event)
+    return 0.0 if call is None else call.flops * (2 if name in _BACKWARDS else 1)
 
 
-def _convolution(event: Any) -> float:
-    """The forward that this backward belongs to: its gradient has the shape of the output, its forward's event not."""
-    gradient, inputs, weight = event.shapes()[:3]
-    transposed = event.concrete_inputs()[_places("convolution_backward")["transposed"]]
-    return 2.0 * prod(inputs if transposed else gradient) * prod(weight[1:])
-
-
-class _Backwards:
-    """When each thread was in a backward."""
-
-    def __init__(self, events: Sequence[Any]) -> None:
-        self._spans: dict[int, list[tuple[int, int]]] = {}
-        for event in events:
-            if event.name().startswith(_IN_BACKWARD):
-                self._spans.setdefault(event.start_thread_id(), []).append((event.start_ns(), event.end_ns()))
-        for spans in self._spans.values():
-            spans.sort()
-
-    def around(self, event: Any) -> bool:
-        """Whether `event` lies in one. Those of one thread follow each other."""
-        spans, at = self._spans.get(event.start_thread_id(), []), event.start_ns()
-        place = bisect_right(spans, at, key=lambda span: span[0])
-        return place > 0 and at < spans[place - 1][1]
+def _convolution(name: str, event: Any) -> float:
+    """A backward computes the gradient of its input, that of its weight, or both."""
+    places, shapes, given = _places(name), event.shapes(), event.concrete_inputs()
+    inputs, weight = shapes[places["input"]], shapes[places["weight"]]
+    if min(len(inputs), len(weight)) < 3:
+        return 0.0
+    if given[places["transposed"]]:
+        own = 2.0 * prod(inputs) * prod(weight[1:])
+    else:
+        outer = [given[places[which]] for which in ("stride", "padding", "dilation")]
+        moves = zip(
+            inputs[2:], weight[2:], *(each * (len(inputs) - 2 if len(each) == 1 else 1) for each in outer), strict=True
+        )
+        positions = prod((n + 2 * pad - dilated * (k - 1) - 1) // step + 1 for n, k, step, pad, dilated in moves)
+        own = 2.0 * inputs[0] * positions * prod(weight)
+    return own * sum(given[places["output_mask"]][:2]) if name == "convolution_backward" else own
 
 
 @cache
 def _places(name: str) -> dict[str, int]:
-    """Where each argument of an operator of attention stands."""
+    """Where each argument of an operator stands."""
     operator = getattr(torch.ops.aten, name).default
     return {argument.name: place for place, argument in enumerate(operator._schema.arguments)}
 
 
-def _attention(name: str, backend: Backend, event: Any) -> Attention:
+def _attention(name: str, backend: Backend, event: Any) -> Attention | None:
+    """None where the shapes are not known."""
     places, shapes, given = _places(name), event.shapes(), event.concrete_inputs()
     query, key, value = (tuple(shapes[places[which]]) for which in ("query", "key", "value"))
+    if min(map(len, (query, key, value))) < 2:
+        return None
     masks = [places[which] for which in ("attn_mask", "attn_bias") if which in places]
     dtype: str = event.dtypes()[places["query"]]
     causal, dropout = given[places["is_causal"]], given[places["dropout_p"]]
