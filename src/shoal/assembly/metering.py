@@ -82,7 +82,8 @@ def device_use(run: Run, directory: Path, sinks: Sinks) -> DeviceUse:
     """How well this rank's device is used. Looks at one of the next steps of `run.step`; rank 0 writes what it saw into
     the facts, and warns of attention that took the slow kernel.
     """
-    look, first = StepLook(compiled=run.run_file.run.compile is not False), run.mesh.rank == 0
+    first = run.mesh.rank == 0
+    look = StepLook(compiled=run.run_file.run.compile is not False, warn=sinks.warn if first else _unsaid)
     peak, gpu = _peak(run), _own_gpu(run)
     run.step.counting = look.around(run.step.counting)
 

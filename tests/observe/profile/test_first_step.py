@@ -20,6 +20,7 @@ from shoal.assembly.metering import arithmetic
 from shoal.cost.transformer import model_flops
 from shoal.models.build import build
 from shoal.models.config import GPTConfig
+from shoal.observe.profile import first_step
 from shoal.observe.profile.first_step import Attention, StepLook, StepWork, kernels_here, why_math, work_of
 from shoal.optim.muon import OwnedMuon
 from shoal.planning.stack import transformer_of
@@ -209,6 +210,30 @@ def test_compiled_calls_are_seen_in_the_second_step() -> None:
         found.append(None if look.found is None else look.found.facts())
     expected = ["1 call: flash, float32 [2, 4, 16, 8], causal"]
     assert found == [None, expected, expected]
+
+
+def test_a_script_may_compile_its_own_model() -> None:
+    """A compiler calls operators by the hundred in the first step: another one is looked at."""
+    model, look = torch.compile(nn.Linear(16, 16, bias=False), backend="aot_eager"), StepLook(compiled=False)
+    found = []
+    for _ in range(3):
+        with look.around(nullcontext)():
+            model(torch.randn(8, 16)).sum().backward()
+        found.append(look.found and look.found.model_flops)
+    assert found == [None, *2 * [2 * 2 * 8 * 16 * 16]]
+
+
+def test_what_cannot_be_read_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said once, and nothing is claimed."""
+    told: list[str] = []
+    look = StepLook(compiled=False, warn=told.append)
+    monkeypatch.setattr(first_step, "PRODUCTS", {"mm": 7})  # a version of PyTorch with other arguments
+    for _ in range(2):
+        with look.around(nullcontext)():
+            torch.ones(2, 2).mm(torch.ones(2, 2))
+    assert look.found is None
+    assert len(told) == 1
+    assert "could not be read" in told[0]
 
 
 @pytest.mark.slow

@@ -23,8 +23,9 @@ from __future__ import annotations
 
 import gc
 import os
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -51,6 +52,7 @@ FORWARDS: Mapping[str, Backend] = {
 _BACKWARDS = frozenset(f"{name}_backward" for name in FORWARDS)
 _IN_BACKWARD = "autograd::engine::evaluate_function"
 _IN_UPDATE = "Optimizer.step#"
+_COMPILES = "(dynamo_timed)"
 _DTYPES: Mapping[str, str] = {
     "float": "float32",
     "double": "float64",
@@ -319,15 +321,20 @@ def _another_profiler() -> bool:
     return any(one.entered and one.kineto_results is None for one in profiles)
 
 
+TRIES = 4
+"""Steps that are looked at, where a compiler was at work in those before."""
+
+
 class StepLook:
     """Looks at one step: the first that is taken, or under a compiler the second. `found` is what it saw.
 
-    Where another profiler is at work, or begins meanwhile, it sees nothing and leaves that one alone.
+    Where another profiler is at work, or begins meanwhile, it sees nothing and leaves that one alone. Where a compiler
+    is at work, a script's own too, the next step is looked at. What cannot be read is told to `warn`: no step fails by
+    being looked at.
     """
 
-    def __init__(self, *, compiled: bool) -> None:
-        self._before = 1 if compiled else 0
-        self._looked = False
+    def __init__(self, *, compiled: bool, warn: Callable[[str], None] = warnings.warn) -> None:
+        self._before, self._tries, self._warn = int(compiled), TRIES, warn
         self.found: StepWork | None = None
 
     def around(self, inner: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
@@ -342,19 +349,32 @@ class StepLook:
                     yield
             finally:
                 events = recording.end()
-            if events:
-                self.found = work_of(events)
+            self._read(events)
 
         def step() -> AbstractContextManager[None]:
-            if self._looked:
-                return inner()
             if self._before > 0:
                 self._before -= 1
                 return inner()
-            self._looked = True
-            return inner() if _another_profiler() else looking()
+            if self._tries == 0:
+                return inner()
+            self._tries -= 1
+            if _another_profiler():
+                self._tries = 0
+                return inner()
+            return looking()
 
         return step
+
+    def _read(self, events: Sequence[Any]) -> None:
+        """A compiler calls operators too, many times those of the step."""
+        try:
+            if any(event.name().endswith(_COMPILES) for event in events):
+                return
+            self._tries = 0
+            self.found = work_of(events) if events else None
+        except Exception as error:  # the recording's form is PyTorch's own
+            self._tries = 0
+            self._warn(f"what the first step computed could not be read ({error!r}): no MFU, no attention kernels")
 
 
 def kernels_here(device: torch.device) -> dict[str, str]:
