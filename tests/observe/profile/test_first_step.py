@@ -312,6 +312,8 @@ def test_a_scripts_profiler_sees_what_it_would_see_alone(script: str) -> None:
         (Attention("math", (2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 8), "float64"), "cuda", "float64"),
         (Attention("math", *3 * [(2, 4, 16, 20)], "bfloat16", mask=True), "cuda", "multiple of 8"),
         (Attention("math", (2, 4, 16, 6), (2, 4, 16, 6), (2, 4, 16, 6), "float32"), "cuda", "multiple of 4"),
+        (Attention("math", *2 * [(2, 4, 16, 8)], (2, 4, 16, 12), "bfloat16"), "cuda", "heads of 12 features"),
+        (Attention("math", *2 * [(2, 4, 16, 8)], (2, 4, 16, 16), "bfloat16"), "cuda", None),
         (Attention("math", (2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 8), "float64"), "mps", None),
     ],
 )

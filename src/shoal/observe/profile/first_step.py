@@ -118,20 +118,19 @@ def why_math(call: Attention, device: str) -> str | None:
     """
     if device not in ("cuda", "cpu"):
         return None
-    size, others = call.query[-1], {call.key[-1], call.value[-1]}
+    size, value = call.query[-1], call.value[-1]
     if len(call.query) != 4:
         return f"its query has {len(call.query)} dimensions; give [batch, heads, tokens, features]"
-    if others != {size}:
-        sizes = f"{size}, {call.key[-1]} and {call.value[-1]}"
-        return f"heads of query, key and value have {sizes} features; make them equal"
+    if device == "cpu" and value != size:  # GPUs have a kernel for these
+        return f"heads of query and key have {size} features, those of value {value}; make them equal"
     if device == "cpu":
         return "the CPU's fast kernel has no dropout; set the dropout of attention to 0" if call.dropout else None
     if call.dtype == "float64":
         return 'no fast kernel takes float64; set precision.kind = "bfloat16" or "float32"'
     step = 4 if call.dtype == "float32" else 8
-    if size % step:
+    if odd := next((each for each in (size, value) if each % step), None):
         masked = "with a mask, " if call.mask else ""
-        return f"{masked}heads of {size} features in {call.dtype} fit no fast kernel; make them a multiple of {step}"
+        return f"{masked}heads of {odd} features in {call.dtype} fit no fast kernel; make them a multiple of {step}"
     return None
 
 
