@@ -14,6 +14,7 @@ from shoal.assembly.run import Run
 from shoal.comm.board import Board
 from shoal.config.load import dumps
 from shoal.data.feed import Feed
+from shoal.engine.forward_backward import SequentialForwardBackward
 from shoal.engine.growing_batch import GrowingFeed
 from shoal.engine.measure import LayerNorms, ReplicaSpeeds
 from shoal.observe.device_use import DeviceUse, OwnGpu, Peak
@@ -86,6 +87,8 @@ def device_use(run: Run, directory: Path, sinks: Sinks) -> DeviceUse:
     look = StepLook(compiled=run.run_file.run.compile is not False, warn=sinks.warn if first else _unsaid)
     peak, gpu = _peak(run), _own_gpu(run)
     run.step.counting = look.around(run.step.counting)
+    if isinstance(run.step.context.forward_backward, SequentialForwardBackward):
+        run.step.compute.announces.append(lambda _: look.microbatch())
 
     def told(work: StepWork) -> None:
         if not first:

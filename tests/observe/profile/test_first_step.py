@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -223,6 +224,27 @@ def test_a_script_may_compile_its_own_model() -> None:
     assert found == [None, *2 * [2 * 2 * 8 * 16 * 16]]
 
 
+def test_of_many_microbatches_a_part_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are like it: time and memory of a look do not grow with their number."""
+    monkeypatch.setattr(first_step, "ENOUGH_S", 0.0)
+    recorded: list[int] = []
+
+    def work(events: Sequence[Any]) -> StepWork:
+        recorded.append(sum(event.name() == "aten::scaled_dot_product_attention" for event in events))
+        return work_of(events)
+
+    monkeypatch.setattr(first_step, "work_of", work)
+    look = StepLook(compiled=False)
+    with look.around(nullcontext)():
+        for _ in range(5):
+            look.microbatch()
+            attention(is_causal=True).backward()
+    whole = seen(lambda: attention(is_causal=True))
+    assert look.found == whole.times(5)
+    assert recorded == [1, 1]
+    assert whole.times(5).facts() == ["5 calls: flash, float32 [2, 4, 16, 8], causal"]
+
+
 def test_what_cannot_be_read_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said once, and nothing is claimed."""
     told: list[str] = []
@@ -312,8 +334,8 @@ def test_a_scripts_profiler_sees_what_it_would_see_alone(script: str) -> None:
         (Attention("math", (2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 8), "float64"), "cuda", "float64"),
         (Attention("math", *3 * [(2, 4, 16, 20)], "bfloat16", mask=True), "cuda", "multiple of 8"),
         (Attention("math", (2, 4, 16, 6), (2, 4, 16, 6), (2, 4, 16, 6), "float32"), "cuda", "multiple of 4"),
-        (Attention("math", *2 * [(2, 4, 16, 8)], (2, 4, 16, 12), "bfloat16"), "cuda", "heads of 12 features"),
-        (Attention("math", *2 * [(2, 4, 16, 8)], (2, 4, 16, 16), "bfloat16"), "cuda", None),
+        (Attention("math", (2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 12), "bfloat16"), "cuda", "heads of 12 features"),
+        (Attention("math", (2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 16), "bfloat16"), "cuda", None),
         (Attention("math", (2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 8), "float64"), "mps", None),
     ],
 )

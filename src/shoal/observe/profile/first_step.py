@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -95,6 +96,11 @@ class StepWork:
     model_flops: float
     hardware_flops: float
 
+    def times(self, factor: float) -> StepWork:
+        """Of so many such parts of a step."""
+        calls = {call: round(factor * count) for call, count in self.attention.items()}
+        return StepWork(calls, factor * self.model_flops, factor * self.hardware_flops)
+
     def facts(self) -> list[str]:
         """A line for each kind of call, the commonest first."""
         ranked = sorted(self.attention.items(), key=lambda entry: -entry[1])
@@ -140,6 +146,7 @@ PRODUCTS: Mapping[str, int] = {
 """Operators that multiply matrices, or batches of them, and which of their arguments is the left one."""
 _CONVOLUTIONS = frozenset({"convolution", "convolution_backward"})
 _COUNTED = _CONVOLUTIONS | _BACKWARDS | PRODUCTS.keys() | {name for name in FORWARDS if FORWARDS[name] != "math"}
+_MATTER = (_IN_BACKWARD, _IN_UPDATE, *_COUNTED, *FORWARDS)
 
 
 def work_of(events: Iterable[Any]) -> StepWork:
@@ -193,10 +200,11 @@ class _Operator:
 
 
 def _operators(events: Iterable[Any]) -> list[_Operator]:
-    """With what each was called in: what lies within its time, on the same thread."""
+    """Those that matter, with what each was called in: what lies within its time, on the same thread."""
     found: list[_Operator] = []
     around: dict[int, list[_Operator]] = {}
-    for event in sorted(events, key=lambda event: (event.start_ns(), -event.end_ns())):
+    matter = [event for event in events if event.name().removeprefix("aten::").startswith(_MATTER)]
+    for event in sorted(matter, key=lambda event: (event.start_ns(), -event.end_ns())):
         outer = around.setdefault(event.start_thread_id(), [_Operator(None, "")])
         while len(outer) > 1 and outer[-1].event.end_ns() <= event.start_ns():
             outer.pop()
@@ -278,7 +286,11 @@ class _Recording:
         for name, begin in self._own.items():
             setattr(profilers, name, self._giving_way(begin))
 
-    def end(self) -> list[Any]:
+    @property
+    def lasts(self) -> bool:
+        return self._profiler is not None
+
+    def end(self) -> Sequence[Any]:
         """What was seen: nothing where it had ended before."""
         profiler, self._profiler = self._profiler, None
         if profiler is None:
@@ -316,12 +328,15 @@ def _another_profiler() -> bool:
     """
     if torch.autograd._profiler_enabled() or "KINETO_USE_DAEMON" in os.environ:  # pyright: ignore[reportPrivateImportUsage]
         return True
-    profiles = (one for one in gc.get_objects() if issubclass(type(one), profile))
+    kinds = {profile, *profile.__subclasses__()}
+    profiles = [one for one in gc.get_objects() if type(one) in kinds]
     return any(one.entered and one.kineto_results is None for one in profiles)
 
 
 TRIES = 4
 """Steps that are looked at, where a compiler was at work in those before."""
+ENOUGH_S = 0.01
+"""Seconds of microbatches that are recorded of a step."""
 
 
 class StepLook:
@@ -330,25 +345,40 @@ class StepLook:
     Where another profiler is at work, or begins meanwhile, it sees nothing and leaves that one alone. Where a compiler
     is at work, a script's own too, the next step is looked at. What cannot be read is told to `warn`: no step fails by
     being looked at.
+
+    A step of many microbatches is recorded in part: it ends with the first that is over after `ENOUGH_S`, and those
+    that follow are taken to be like those before. What an optimizer multiplies is not seen then.
     """
 
     def __init__(self, *, compiled: bool, warn: Callable[[str], None] = warnings.warn) -> None:
         self._before, self._tries, self._warn = int(compiled), TRIES, warn
+        self._recording, self._began_s = _Recording(), 0.0
+        self._microbatches, self._part = 0, 0
+        self._cut: Sequence[Any] = ()
         self.found: StepWork | None = None
+
+    def microbatch(self) -> None:
+        """Say so before each microbatch of a step, where one follows the other, forward and backward."""
+        done = self._microbatches
+        self._microbatches += 1
+        if self._part == 0 and done > 0 and self._recording.lasts and time.perf_counter() - self._began_s > ENOUGH_S:
+            self._cut, self._part = self._recording.end(), done
 
     def around(self, inner: Callable[[], AbstractContextManager[None]]) -> Callable[[], AbstractContextManager[None]]:
         """What a step is to be taken within, `inner` being what it was before."""
 
         @contextmanager
         def looking() -> Iterator[None]:
-            recording = _Recording()
-            recording.start()
+            self._microbatches, self._part, self._cut = 0, 0, ()
+            self._recording, self._began_s = _Recording(), time.perf_counter()
+            self._recording.start()
             try:
                 with inner():
                     yield
             finally:
-                events = recording.end()
-            self._read(events)
+                rest = self._recording.end()
+            self._read(self._cut or rest, times=self._microbatches / self._part if self._part else 1.0)
+            self._cut = ()
 
         def step() -> AbstractContextManager[None]:
             if self._before > 0:
@@ -364,13 +394,13 @@ class StepLook:
 
         return step
 
-    def _read(self, events: Sequence[Any]) -> None:
+    def _read(self, events: Sequence[Any], *, times: float) -> None:
         """A compiler calls operators too, many times those of the step."""
         try:
             if any(event.name().endswith(_COMPILES) for event in events):
                 return
             self._tries = 0
-            self.found = work_of(events) if events else None
+            self.found = work_of(events).times(times) if events else None
         except Exception as error:  # the recording's form is PyTorch's own
             self._tries = 0
             self._warn(f"what the first step computed could not be read ({error!r}): no MFU, no attention kernels")
