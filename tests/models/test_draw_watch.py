@@ -133,7 +133,8 @@ def test_generators_are_those_of_whatever_accelerator_is_in_use(monkeypatch: pyt
         manual_seed_all=seeds.append,
     )  # fmt: skip
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    asked: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: asked.append(2) or 2)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     assert generators_in_use() == [torch.default_generator, own]
     seed_all_devices(7)
@@ -141,3 +142,4 @@ def test_generators_are_those_of_whatever_accelerator_is_in_use(monkeypatch: pyt
     assert generators_in_use() == [torch.default_generator]
     seed_all_devices(8)
     assert seeds == [7]
+    assert len(asked) == 1  # it is a look at the driver: none where no device is in use

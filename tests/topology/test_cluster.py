@@ -10,7 +10,7 @@ import pytest
 from shoal.errors import ConfigError
 from shoal.topology.cluster import FatTree, LeafSpine
 from shoal.topology.cluster_file import cluster_from, known_cluster, load_cluster
-from shoal.topology.devices import DEVICES, MACHINES
+from shoal.topology.devices import DEVICES, MACHINES, known_device
 
 WHOLE: dict[str, Any] = {
     "cluster": {"nodes": 4, "devices_per_node": 2},
@@ -18,6 +18,40 @@ WHOLE: dict[str, Any] = {
     "scale_up": {"kind": "pcie", "gb_s": 16},
     "scale_out": {"kind": "ethernet", "gb_s": 1.25},
 }
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
+        ("NVIDIA H200", "h200-sxm"),
+        ("NVIDIA A100-SXM4-40GB", "a100-sxm-40gb"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie-80gb"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie-80gb"),
+        ("Tesla V100-SXM2-32GB", "v100-sxm-32gb"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("NVIDIA GeForce RTX 5090", None),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA RTX 6000 Ada Generation", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA H100 PCIe", None),
+        ("Tesla V100-PCIE-16GB", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("", None),
+    ],
+)
+def test_a_drivers_name_means_one_device_or_none(driver: str, name: str | None) -> None:
+    """A relative has other rates: none is taken for another."""
+    found = known_device(driver)
+    assert (None if found is None else found.name) == name
 
 
 @pytest.mark.parametrize("name", sorted(MACHINES))

@@ -14,6 +14,7 @@ from shoal.assembly.run import Run
 from shoal.comm.board import Board
 from shoal.config.load import dumps
 from shoal.data.feed import Feed
+from shoal.engine.forward_backward import SequentialForwardBackward
 from shoal.engine.growing_batch import GrowingFeed
 from shoal.engine.measure import LayerNorms, ReplicaSpeeds
 from shoal.observe.device_use import DeviceUse, OwnGpu, Peak
@@ -82,9 +83,12 @@ def device_use(run: Run, directory: Path, sinks: Sinks) -> DeviceUse:
     """How well this rank's device is used. Looks at one of the next steps of `run.step`; rank 0 writes what it saw into
     the facts, and warns of attention that took the slow kernel.
     """
-    look, first = StepLook(compiled=run.run_file.run.compile is not False), run.mesh.rank == 0
+    first = run.mesh.rank == 0
+    look = StepLook(compiled=run.run_file.run.compile is not False, warn=sinks.warn if first else _unsaid)
     peak, gpu = _peak(run), _own_gpu(run)
     run.step.counting = look.around(run.step.counting)
+    if isinstance(run.step.context.forward_backward, SequentialForwardBackward):
+        run.step.compute.announces.append(lambda _: look.microbatch())
 
     def told(work: StepWork) -> None:
         if not first:
@@ -103,18 +107,29 @@ def _peak(run: Run) -> Peak:
     given = run.run_file.observe.peak_tflops
     if given is not None:
         return Peak(given * 1e12, "observe.peak_tflops")
-    name = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else ""
-    device, kind = known_device(name), _arithmetic(run)
-    rates: Mapping[str, float] = {} if device is None else device.peak_tflops  # type: ignore[assignment]
-    if device is None or kind not in rates or ("PCIe" in name) > ("pcie" in device.name):
-        return Peak(None, "not known of this device: set observe.peak_tflops")
+    device = known_device(torch.cuda.get_device_name(run.device)) if run.device.type == "cuda" else None
+    unknown = Peak(None, "not known of this device: set observe.peak_tflops")
+    if device is None:
+        return unknown
+    rates: Mapping[str, float] = device.peak_tflops  # type: ignore[assignment]
+    kind = arithmetic(run.run_file.precision.variant)
+    if kind not in rates:
+        return unknown
     return Peak(rates[kind] * 1e12, f"{device.name}, {kind}, dense: {device.source}")
 
 
-def _arithmetic(run: Run) -> str:
-    """In which type the devices of `topology` count what this run multiplies in."""
-    kind = run.run_file.precision.variant.removesuffix("_params")
-    return "tfloat32" if kind == "float32" and torch.get_float32_matmul_precision() != "highest" else kind
+def arithmetic(variant: str) -> str:
+    """In which type, as the devices of `topology` name it, a GPU counts what a run of this precision multiplies."""
+    kind = variant.removesuffix("_params")
+    return "tfloat32" if kind == "float32" and _takes_tf32() else kind
+
+
+def _takes_tf32() -> bool:
+    """PyTorch has two ways to ask for TF32, and refuses to be asked by the older once a script has used the newer."""
+    try:
+        return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    except (AttributeError, RuntimeError):
+        return torch.get_float32_matmul_precision() != "highest"
 
 
 def _own_gpu(run: Run) -> OwnGpu | None:

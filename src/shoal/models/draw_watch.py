@@ -38,10 +38,11 @@ def generators_in_use() -> list[torch.Generator]:
 def seed_all_devices(seed: int) -> None:
     """Seeds the generators of all accelerators of this process, where it uses any: a model may lie on several."""
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and torch.accelerator.device_count() > 1:
-        module = torch.get_device_module(accelerator)
-        if module.is_initialized():
-            module.manual_seed_all(seed)
+    if accelerator is None:
+        return
+    module = torch.get_device_module(accelerator)
+    if accelerator.type != "mps" and module.is_initialized() and torch.accelerator.device_count() > 1:
+        module.manual_seed_all(seed)
 
 
 class DrawWatch:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import record_function
 from torch.nn import Parameter
 
 
@@ -101,8 +102,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         by_kind: dict[str | None, list[Work]] = {None: []}
         for one in work:
             by_kind.setdefault(one.group.get("kind"), []).append(one)
-        for kind, own in by_kind.items():
-            (self if kind is None else self.others[kind]).update_all(own)
+        with record_function(f"Optimizer.step#{type(self).__name__}.step"):  # as PyTorch names its own
+            for kind, own in by_kind.items():
+                (self if kind is None else self.others[kind]).update_all(own)
         self.grad_scale = self.found_inf = None
         return loss
 

@@ -24,6 +24,7 @@ devices, which cause most of the failures (78 % of Llama 3's unexpected interrup
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -166,11 +167,26 @@ DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device
 """Known devices by name."""
 
 
+_FORMS = frozenset({"sxm", "pcie"})
+_OTHERS = frozenset({"laptop", "mobile", "max", "d", "nvl", "mig", "grid", "super", "ti"})
+"""Words of a driver's name that tell of another device, or of a part of one."""
+
+
 def known_device(driver: str) -> Device | None:
-    """The device of `DEVICES` of which most words stand in the driver's name ("NVIDIA H100 80GB HBM3"); None: none."""
-    words = driver.lower().replace("-", " ").split()
-    found = [device for name, device in DEVICES.items() if name.split("-")[0] in words]
-    return max(found, key=lambda device: sum(part in words for part in device.name.split("-")), default=None)
+    """The device of `DEVICES` that the driver's name means ("NVIDIA H100 80GB HBM3"); None: it is none of them.
+
+    All words of the model stand in the driver's name, and no word there speaks of another form or kind of it. Of those
+    left, the one whose form and memory stand there too.
+    """
+    words = {re.sub(r"^sxm\d$", "sxm", word) for word in re.split(r"[^a-z0-9]+", driver.lower())}
+    found = [device for device in DEVICES.values() if _may_be(set(device.name.split("-")), words)]
+    return max(found, key=lambda device: len(words.intersection(device.name.split("-"))), default=None)
+
+
+def _may_be(parts: set[str], words: set[str]) -> bool:
+    model = {part for part in parts - _FORMS if not re.fullmatch(r"\d+gb", part)}
+    other_form = parts & _FORMS and words & _FORMS and not parts & words & _FORMS
+    return model <= words and not words & _OTHERS - parts and not other_form
 
 
 _NVLINK2 = Link(kind="nvswitch", gb_s=150, efficiency=0.89, latency_us=4.0)

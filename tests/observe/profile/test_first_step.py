@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +17,13 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from shoal.assembly.metering import arithmetic
 from shoal.cost.transformer import model_flops
 from shoal.models.build import build
 from shoal.models.config import GPTConfig
+from shoal.observe.profile import first_step
 from shoal.observe.profile.first_step import Attention, StepLook, StepWork, kernels_here, why_math, work_of
+from shoal.optim.muon import OwnedMuon
 from shoal.planning.stack import transformer_of
 
 HEADS, TOKENS, FEATURES = 4, 16, 8
@@ -71,6 +76,7 @@ def test_attention_inside_a_module_of_pytorchs_is_seen() -> None:
     assert seen(step).facts() == ["1 call: flash, bfloat16 [2, 4, 16, 8], no mask"]
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["first", "inner"])
 @pytest.mark.parametrize(
     ("model", "x"),
     [
@@ -80,12 +86,14 @@ def test_attention_inside_a_module_of_pytorchs_is_seen() -> None:
             torch.randn(2, 3, 11, 11),
         ),
         (nn.ConvTranspose2d(3, 5, 3, stride=2), torch.randn(2, 3, 5, 5)),
+        (nn.Conv1d(4, 6, 3, padding="same", dilation=2), torch.randn(2, 4, 9)),
+        (nn.Conv2d(3, 6, 3).double(), torch.randn(2, 3, 7, 7).double()),
     ],
-    ids=["linear", "convolutional", "transposed"],
+    ids=["linear", "convolutional", "transposed", "padded", "double"],
 )
-def test_operations_are_those_of_pytorchs_counter(model: nn.Module, x: Tensor) -> None:
-    """Forward and backward; the model's are at most three times the forward."""
-    x = x.requires_grad_()
+def test_operations_are_those_of_pytorchs_counter(model: nn.Module, x: Tensor, *, first: bool) -> None:
+    """Forward and backward; the model's are at most three times the forward. A first layer's input has no gradient."""
+    x = x.detach().requires_grad_(not first)
 
     def loss() -> Tensor:
         return model(x).sum()
@@ -113,6 +121,78 @@ def test_a_frozen_layer_costs_no_backward() -> None:
     assert work.model_flops == work.hardware_flops == 3 * 2 * 5 * 8 * 8
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Muon, OwnedMuon], ids=["pytorch", "shoal"])
+def test_an_optimizers_products_count_for_the_hardware_alone(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    """Muon multiplies matrices as large as the layers."""
+    model = nn.Linear(16, 16, bias=False)
+    look, optimizer = StepLook(compiled=False), kind(model.parameters())
+    with look.around(nullcontext)():
+        model(torch.randn(4, 16)).sum().backward()
+        optimizer.step()
+    assert look.found is not None
+    assert look.found.model_flops == 2 * 2 * 4 * 16 * 16
+    assert look.found.hardware_flops >= look.found.model_flops + 5 * 3 * 2 * 16**3
+
+
+def test_a_closures_forward_and_backward_are_the_models() -> None:
+    """L-BFGS computes them in its step."""
+    model, x = nn.Linear(16, 16, bias=False), torch.randn(4, 16)
+    look, optimizer = StepLook(compiled=False), torch.optim.LBFGS(model.parameters(), max_iter=1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    with look.around(nullcontext)():
+        optimizer.step(closure)  # type: ignore[arg-type]
+    assert look.found is not None
+    assert look.found.model_flops == 2 * 2 * 4 * 16 * 16
+
+
+def test_products_of_groups_count_once() -> None:
+    """Experts: on a CPU each group is a product of its own, in the operator that stands for all."""
+    tokens, experts = torch.randn(16, 8, dtype=torch.bfloat16), torch.randn(2, 8, 32, dtype=torch.bfloat16)
+    ends = torch.tensor([4, 16], dtype=torch.int32)
+    weight = torch.ones((), requires_grad=True)
+
+    def loss() -> Tensor:
+        return (torch.ops.aten._grouped_mm(tokens, experts, ends).sum() * weight).float()
+
+    assert seen(loss).hardware_flops == 2 * 16 * 8 * 32
+
+
+@pytest.mark.parametrize(
+    ("shapes", "flops"),
+    [([[16, 8], [2, 8, 32]], 2 * 16 * 8 * 32), ([[2, 4, 8], [8, 32]], 2 * 4 * 8 * 32), ([[], [8, 32]], 0)],
+    ids=["rows", "columns", "unknown"],
+)
+def test_a_kernel_of_groups_is_one_product(shapes: list[list[int]], flops: float) -> None:
+    """Of GPUs, with nothing in it. Groups of rows have a matrix each; groups of columns share theirs."""
+    event = SimpleNamespace(
+        name=lambda: "aten::_grouped_mm", shapes=lambda: shapes, start_ns=lambda: 0, end_ns=lambda: 1,
+        start_thread_id=lambda: 1,
+    )  # fmt: skip
+    assert work_of([event]).model_flops == flops
+
+
+def test_nested_tensors_count_by_their_parts() -> None:
+    """Their operator has no shapes in a recording; what it calls for each tensor has."""
+    layer, sizes = nn.Linear(8, 8, bias=False), (3, 5)
+    left, right = ([torch.randn(n, 8), torch.randn(8, n)] for n in sizes)
+    nested = [torch.nested.nested_tensor(list(each)) for each in zip(left, right, strict=True)]
+    work = seen(lambda: layer(torch.randn(4, 8)).sum() + torch.bmm(*nested).to_padded_tensor(0.0).sum())
+    assert work.model_flops == 2 * 2 * 4 * 8 * 8 + sum(2 * n * 8 * n for n in sizes)
+
+
+def test_sparse_products_count_once() -> None:
+    """One operator calls the other."""
+    x = torch.randn(8, 4, requires_grad=True)
+    work = seen(lambda: torch.sparse.mm(torch.eye(8).to_sparse_csr(), x).sum())
+    assert work.model_flops <= 2 * 2 * 8 * 8 * 4
+
+
 def test_a_gpts_operations_are_those_of_the_closed_form() -> None:
     """`cost.transformer`, causal attention counted once."""
     config = GPTConfig(layers=2, width=32, heads=4, vocabulary=64)
@@ -131,6 +211,51 @@ def test_compiled_calls_are_seen_in_the_second_step() -> None:
         found.append(None if look.found is None else look.found.facts())
     expected = ["1 call: flash, float32 [2, 4, 16, 8], causal"]
     assert found == [None, expected, expected]
+
+
+def test_a_script_may_compile_its_own_model() -> None:
+    """A compiler calls operators by the hundred in the first step: another one is looked at."""
+    model, look = torch.compile(nn.Linear(16, 16, bias=False), backend="aot_eager"), StepLook(compiled=False)
+    found = []
+    for _ in range(3):
+        with look.around(nullcontext)():
+            model(torch.randn(8, 16)).sum().backward()
+        found.append(look.found and look.found.model_flops)
+    assert found == [None, *2 * [2 * 2 * 8 * 16 * 16]]
+
+
+def test_of_many_microbatches_a_part_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are like it: time and memory of a look do not grow with their number."""
+    monkeypatch.setattr(first_step, "ENOUGH_S", 0.0)
+    recorded: list[int] = []
+
+    def work(events: Sequence[Any]) -> StepWork:
+        recorded.append(sum(event.name() == "aten::scaled_dot_product_attention" for event in events))
+        return work_of(events)
+
+    monkeypatch.setattr(first_step, "work_of", work)
+    look = StepLook(compiled=False)
+    with look.around(nullcontext)():
+        for _ in range(5):
+            look.microbatch()
+            attention(is_causal=True).backward()
+    whole = seen(lambda: attention(is_causal=True))
+    assert look.found == whole.times(5)
+    assert recorded == [1, 1]
+    assert whole.times(5).facts() == ["5 calls: flash, float32 [2, 4, 16, 8], causal"]
+
+
+def test_what_cannot_be_read_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said once, and nothing is claimed."""
+    told: list[str] = []
+    look = StepLook(compiled=False, warn=told.append)
+    monkeypatch.setattr(first_step, "PRODUCTS", {"mm": 7})  # a version of PyTorch with other arguments
+    for _ in range(2):
+        with look.around(nullcontext)():
+            torch.ones(2, 2).mm(torch.ones(2, 2))
+    assert look.found is None
+    assert len(told) == 1
+    assert "could not be read" in told[0]
 
 
 @pytest.mark.slow
@@ -159,6 +284,48 @@ def test_another_profiler_is_left_alone() -> None:
     assert any("scaled_dot_product" in event.key for event in profiler.key_averages())
 
 
+WARMS_UP = (
+    "profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=0, warmup=1, active=1), acc_events=True)\n"
+    "profiler.start()\n"
+    "for _ in range(2):\n"
+    "    with look():\n"
+    "        product()\n"
+    "    profiler.step()\n"
+    "profiler.stop()\n"
+)
+BEGINS_INSIDE = "with look():\n    product()\n    with torch.profiler.profile() as profiler:\n        product()\n"
+STARTS_INSIDE = (
+    "profiler = torch.profiler.profile(schedule=torch.profiler.schedule(wait=1, warmup=1, active=1), acc_events=True)\n"
+    "profiler.start()\n"
+    "with look():\n"
+    "    product()\n"
+    "    profiler.step()\n"
+    "    product()\n"
+    "profiler.step()\n"
+    "product()\n"
+    "profiler.step()\n"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [WARMS_UP, BEGINS_INSIDE, STARTS_INSIDE], ids=["warm-up", "inside", "steps inside"])
+def test_a_scripts_profiler_sees_what_it_would_see_alone(script: str) -> None:
+    """PyTorch has one profiler: a second one beside it is a segmentation fault, or takes its events."""
+    program = (
+        "import os, torch, torch.profiler\n"
+        "from contextlib import nullcontext\n"
+        "from shoal.observe.profile.first_step import StepLook\n"
+        "looks = StepLook(compiled=False)\n"
+        "look = looks.around(nullcontext)\n"
+        "product = lambda: torch.ones(8, 8) @ torch.ones(8, 8)\n"
+        f"{script}"
+        "seen = [event for event in profiler.events() if event.name == 'aten::mm']\n"
+        "print(len(seen), looks.found, os.environ.get('KINETO_LOG_LEVEL'))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "None", "None"]
+
+
 @pytest.mark.parametrize(
     ("call", "device", "reason"),
     [
@@ -167,6 +334,8 @@ def test_another_profiler_is_left_alone() -> None:
         (Attention("math", (2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 8), "float64"), "cuda", "float64"),
         (Attention("math", *3 * [(2, 4, 16, 20)], "bfloat16", mask=True), "cuda", "multiple of 8"),
         (Attention("math", (2, 4, 16, 6), (2, 4, 16, 6), (2, 4, 16, 6), "float32"), "cuda", "multiple of 4"),
+        (Attention("math", (2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 12), "bfloat16"), "cuda", "heads of 12 features"),
+        (Attention("math", (2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 16), "bfloat16"), "cuda", None),
         (Attention("math", (2, 4, 16, 8), (2, 4, 16, 8), (2, 4, 16, 8), "float64"), "mps", None),
     ],
 )
@@ -193,3 +362,16 @@ def test_the_doctor_tries_each_type() -> None:
 def test_no_events_are_no_work() -> None:
     """A rank that computes nothing."""
     assert work_of([]) == StepWork({}, 0.0, 0.0)
+
+
+def _refused() -> str:
+    raise RuntimeError("mix of the legacy and new APIs to set the TF32 flags")
+
+
+def test_tf32_is_known_however_a_script_has_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a script uses PyTorch's newer way, the older raises: this is no reason to end a run."""
+    assert arithmetic("float32") == "float32"
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", _refused)
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
+    assert arithmetic("float32") == "tfloat32"
+    assert arithmetic("bfloat16_params") == "bfloat16"
