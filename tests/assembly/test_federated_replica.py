@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from shoal.api import _resolved
 from shoal.assembly.federated import FromScript, federated_task
-from shoal.assembly.federated_client import replica_of
+from shoal.assembly.federated_client import open_replica, replica_of
 from shoal.assembly.federated_replica import Assignment, ReplicaRanks
 from shoal.assembly.objects import UserObjects
-from shoal.assembly.run import open_run
+from shoal.checkpoint.inspect import save_weights
 from shoal.errors import ConfigError
 from shoal.federated.config import FederatedClient
 from shoal.federated.local_training import ClientData
@@ -106,18 +108,22 @@ def rounds(task: Task, samples: int) -> list[tuple[Update, ClientState]]:
 
 
 def trained_by_ranks(
-    place: TestPlace, tables: list[dict[str, Any]], folder: str, samples: int, foreign: bool = False
+    place: TestPlace,
+    tables: list[dict[str, Any]],
+    folder: str,
+    samples: int,
+    script_of: Callable[[], FromScript] = FromScript,
 ) -> Any:
-    """What rank 0 would send; None on other ranks. `foreign`: of a model and samples of transformers."""
+    """What rank 0 would send; None on other ranks. `script_of` hands over a model and samples."""
     torch.manual_seed(place.rank)
-    script = transformers_gpt2() if foreign else FromScript()
+    script = script_of()
     whole = run_file(Path(folder), {"run": {"processes": place.size}}, *tables, script=script)
     replica = replica_of(whole, ONE)
     assert replica is not None
     check_across(replica, file="test")
     task = federated_task(whole, script) if place.rank == 0 else None
     here = Place(place.rank, place.size, place.rank, place.size, 0, "shoal")
-    run = open_run(replica, here, script.objects, store=place.store)
+    run = open_replica(whole, ONE, replica, here, script.objects, store=place.store)
     ranks = ReplicaRanks(run)
     if task is None:
         ranks.follow()
@@ -139,6 +145,19 @@ def transformers_gpt2() -> FromScript:
     data = [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **still))
     return FromScript(UserObjects(model=model, data=data))
+
+
+def half_frozen(width: float = 1.0) -> FromScript:
+    """A function that builds a model whose first layer does not train, and samples for it."""
+
+    def model() -> nn.Module:
+        hidden = int(8 * width)
+        layers = nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 2))
+        layers[0].requires_grad_(False)
+        return layers
+
+    inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return FromScript(UserObjects(model=model, data=[(x, n % 2) for n, x in enumerate(inputs)]))
 
 
 def require_equal(found: list[Any], expected: list[Any], close: dict[str, float]) -> None:
@@ -172,10 +191,24 @@ def test_ranks_send_what_one_process_sends(layout: str, strategy: str, ranks: An
 def test_ranks_train_a_model_of_transformers(layout: str, ranks: Any, tmp_path: Path) -> None:
     """One that the script hands over, and that the ranks split in place."""
     tables = [LAYOUTS[layout], {"federated": {"kind": "scaffold"}}]
-    found = ranks(2, trained_by_ranks, tables, str(tmp_path), 27, True)[0]
+    found = ranks(2, trained_by_ranks, tables, str(tmp_path), 27, transformers_gpt2)[0]
     script = transformers_gpt2()
     expected = rounds(federated_task(run_file(tmp_path, *tables, script=script), script), 27)
     require_equal(found, expected, CLOSE)
+
+
+@pytest.mark.parametrize("layout", ["copies", "zero3"])
+def test_ranks_train_through_the_frozen_weights_of_a_warm_start(layout: str, ranks: Any, tmp_path: Path) -> None:
+    """A server sends what trains; the rest comes from the checkpoint, to the ranks as to one process."""
+    generator = torch.Generator().manual_seed(9)
+    shapes = {"0.weight": (8, 4), "0.bias": (8,), "2.weight": (2, 8), "2.bias": (2,)}
+    weights = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    save_weights(weights, Path("other"), tmp_path / "other")
+    tables = [LAYOUTS[layout], {"run": {"warm_start": str(tmp_path / "other")}}]
+    found = ranks(2, trained_by_ranks, tables, str(tmp_path), 27, half_frozen)[0]
+    task = federated_task(run_file(tmp_path, *tables, script=half_frozen()), half_frozen())
+    assert torch.equal(task.trainer.module[0].weight, weights["0.weight"])
+    require_equal(found, rounds(task, 27), CLOSE)
 
 
 def test_a_client_with_fewer_samples_than_ranks_trains(ranks: Any, tmp_path: Path) -> None:

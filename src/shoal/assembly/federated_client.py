@@ -9,11 +9,14 @@ from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace as replace_table
+from torch._C._distributed_c10d import Store
 
 from shoal.assembly.federated import FromScript, at_width, federated_task
 from shoal.assembly.federated_replica import ReplicaRanks
-from shoal.assembly.run import open_run
+from shoal.assembly.objects import UserObjects
+from shoal.assembly.run import Run, open_run
 from shoal.codec.config import NoCodec
+from shoal.engine.recovery import load_weights
 from shoal.errors import ConfigError, UsageError
 from shoal.federated.config import FederatedClient
 from shoal.federated.local_training import ClientData
@@ -78,10 +81,7 @@ def take_part_as_rank(
 ) -> None:
     """The same as one rank of the run `replica` (see `replica_of`). Also raises `CollectiveError`."""
     task = _task(run_file, client, script) if place.rank == 0 else None
-    split, objects = replica, script.objects  # the task is built first: a run changes the script's module
-    if client.width != 1:
-        split, objects = at_width(replica, objects, client.width)
-    run = open_run(split, place, objects)
+    run = open_replica(run_file, client, replica, place, script.objects)  # behind the task: it changes a given module
     ranks = ReplicaRanks(run)
     with run.default_group():
         if task is None:
@@ -91,6 +91,27 @@ def take_part_as_rank(
             _speak(run_file, client, task.trained_by(ranks), told=told)
             ranks.dismiss()
     run.end()
+
+
+def open_replica(
+    run_file: RunFile,
+    client: FederatedClient,
+    replica: RunFile,
+    place: Place,
+    objects: UserObjects,
+    *,
+    store: Store | None = None,
+) -> Run:
+    """This rank's run of the client's model. Weights that do not train, which no server sends, are those of
+    `run.warm_start`. Blocks until all ranks are here. Raises as `open_run`, and `UsageError` for other weights."""
+    if client.width != 1:
+        replica, objects = at_width(replica, objects, client.width)
+    run = open_run(replica, place, objects, store=store)
+    source = replica.run.warm_start
+    if source is not None and run.generation.parts.split.frozen and client.width == 1:
+        repair = "Let run.warm_start name a checkpoint of this model, or leave the key out"
+        load_weights(run.state, Path(source), announce=run.process.announce, repair=repair)
+    return run
 
 
 def _task(run_file: RunFile, client: FederatedClient, script: FromScript) -> Task:
