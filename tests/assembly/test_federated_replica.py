@@ -18,8 +18,9 @@ from shoal.assembly.federated import FromScript, federated_task
 from shoal.assembly.federated_client import open_replica, replica_of
 from shoal.assembly.federated_replica import Assignment, ReplicaRanks
 from shoal.assembly.objects import UserObjects
+from shoal.assembly.start import processes_of
 from shoal.checkpoint.inspect import save_weights
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, LayoutError
 from shoal.federated.config import FederatedClient
 from shoal.federated.local_training import ClientData
 from shoal.federated.rounds import Ticket
@@ -253,3 +254,32 @@ def test_what_ranks_would_do_otherwise_is_refused(tables: dict, train: Any, says
 def test_one_rank_is_a_client_of_one_process(tmp_path: Path) -> None:
     assert replica_of(run_file(tmp_path), ONE) is None
     assert replica_of(run_file(tmp_path, {"layout": {"shard": 1}}), ONE) is None
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+        {
+            f"OMPI_COMM_WORLD_{n}": v
+            for n, v in {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items()
+        },
+    ],
+)
+def test_ranks_of_a_launcher_are_one_client(environ: dict[str, str], tmp_path: Path) -> None:
+    """With no key that says so; each would be a whole client of the same name otherwise."""
+    replica = replica_of(run_file(tmp_path), ONE, environ=environ)
+    assert replica is not None
+    assert replica.run.processes == 2
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
+    assert replica_of(run_file(tmp_path), ONE, environ=alone) is None
+    with pytest.raises(ConfigError, match="an own train function on a client of 2 ranks"):
+        replica_of(run_file(tmp_path), ONE, FromScript(own=OwnTraining(len)), environ=environ)
+
+
+def test_a_layout_is_never_passed_over(tmp_path: Path) -> None:
+    """One of several ranks with `run.processes = 1` is refused where ranks would start, as for every run."""
+    replica = replica_of(run_file(tmp_path, {"run": {"processes": 1}, "layout": {"shard": 2}}), ONE)
+    assert replica is not None
+    with pytest.raises(LayoutError, match="shard=2"):
+        processes_of(replica)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +24,10 @@ from shoal.federated.local_training import ClientData
 from shoal.federated.privacy.accountants import sample_budget
 from shoal.federated.simulation import data_for, shards_of
 from shoal.federated.task import Task
-from shoal.launcher.environment import Place
+from shoal.launcher.environment import ALONE, Place, place_from
 from shoal.launcher.lock import RunLock
 from shoal.launcher.supervision import Patience
-from shoal.runfile.federated_rules import is_replica, replica_refusal, without_clients
+from shoal.runfile.federated_rules import is_replica, ranks_of, replica_refusal, without_clients
 from shoal.runfile.run_file import RunFile, run_directory
 
 CLIENT = Patience(doing="ending the ranks", then="the same command goes on from the last contribution that counted")
@@ -38,22 +39,32 @@ def client_directory(run_file: RunFile, client: FederatedClient) -> Path:
     return run_directory(run_file) / "clients" / client.name
 
 
-def replica_of(run_file: RunFile, client: FederatedClient, script: FromScript = FromScript()) -> RunFile | None:
+def replica_of(
+    run_file: RunFile,
+    client: FederatedClient,
+    script: FromScript = FromScript(),
+    *,
+    environ: Mapping[str, str] = os.environ,
+) -> RunFile | None:
     """The run that a client of several ranks trains with, or of one on a GPU; None: the client is one process on CPU.
+    Ranks that a launcher has started, such as torchrun, are one client.
 
     Raises `ConfigError` for what such a client cannot do.
     """
-    if not is_replica(run_file):
+    started = (place_from(environ) or ALONE).world_size
+    if (refused := replica_refusal(run_file, started)) is not None:
+        raise ConfigError(refused)
+    if not is_replica(run_file, started):
         return None
-    ranks = run_file.run.processes or run_file.layout.default_processes or 1
+    ranks = ranks_of(run_file, started)
     if script.own.train is not None:
         raise ConfigError(
             f"an own train function on a client of {ranks} ranks: it trains a whole model in one process; leave train "
-            "out, or set run.processes = 1"
+            "out, or start one process"
         )
-    if (refused := replica_refusal(run_file)) is not None:
-        raise ConfigError(refused)
-    run = replace_table(run_file.run, processes=ranks, directory=str(client_directory(run_file, client)))
+    run = replace_table(
+        run_file.run, processes=run_file.run.processes or ranks, directory=str(client_directory(run_file, client))
+    )
     return replace_table(without_clients(run_file), run=run, codec=NoCodec())  # `[codec]` is of uploads
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -146,6 +147,7 @@ def client(
     """
     from shoal.errors import ConfigError, UsageError
     from shoal.federated.config import FederatedClient
+    from shoal.launcher.environment import ALONE, place_from
     from shoal.runfile.federated_rules import replica_refusal
     from shoal.runfile.load import load_run
 
@@ -154,7 +156,7 @@ def client(
     host, _, port = server.rpartition(":")
     if not host or not port.isdigit():
         raise UsageError(f"'{server}' is no address: it is HOST:PORT, as `shoal federate server` prints it")
-    if (refused := replica_refusal(loaded)) is not None:
+    if (refused := replica_refusal(loaded, (place_from(os.environ) or ALONE).world_size)) is not None:
         raise ConfigError(refused)
     from shoal.assembly.federated_client import CLIENT, client_directory, replica_of, take_part, take_part_as_rank
 

@@ -41,15 +41,21 @@ def without_clients(run_file: RunFile) -> RunFile:
     )
 
 
-def is_replica(run_file: RunFile) -> bool:
+def ranks_of(run_file: RunFile, started: int = 1) -> int:
+    """How many ranks a client of this run has; `started`: processes of a launcher such as torchrun."""
+    return started if started > 1 else max(run_file.run.processes or 1, run_file.layout.default_processes or 1)
+
+
+def is_replica(run_file: RunFile, started: int = 1) -> bool:
     """Whether a client of this run is a replica of several ranks, or on a GPU, and not one process on the CPU."""
-    return (run_file.run.processes or run_file.layout.default_processes or 1) > 1 or run_file.run.device == "cuda"
+    return ranks_of(run_file, started) > 1 or run_file.run.device == "cuda"
 
 
-def replica_refusal(run_file: RunFile) -> str | None:
+def replica_refusal(run_file: RunFile, started: int = 1) -> str | None:
     """One sentence if the ranks of a client cannot train this run as one process does; None where they can."""
-    if not is_replica(run_file):
-        return None
+    if not is_replica(run_file, started):
+        what = "layout.auto = true with a federated client of one process: there is nothing to split"
+        return f"{what}; set run.processes, or leave it out" if run_file.layout.auto else None
     unlike = {
         f'sync.kind = "{run_file.sync.variant}"': run_file.sync.variant != "allreduce",
         "[elastic]": run_file.elastic is not None,
