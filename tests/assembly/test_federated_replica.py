@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -114,17 +115,19 @@ def trained_by_ranks(
     folder: str,
     samples: int,
     script_of: Callable[[], FromScript] = FromScript,
+    width: float = 1.0,
 ) -> Any:
     """What rank 0 would send; None on other ranks. `script_of` hands over a model and samples."""
     torch.manual_seed(place.rank)
     script = script_of()
     whole = run_file(Path(folder), {"run": {"processes": place.size}}, *tables, script=script)
-    replica = replica_of(whole, ONE)
+    client = replace(ONE, width=width)
+    replica = replica_of(whole, client)
     assert replica is not None
     check_across(replica, file="test")
-    task = federated_task(whole, script) if place.rank == 0 else None
+    task = of_width(federated_task(whole, script), width) if place.rank == 0 else None
     here = Place(place.rank, place.size, place.rank, place.size, 0, "shoal")
-    run = open_replica(whole, ONE, replica, here, script.objects, store=place.store)
+    run = open_replica(whole, client, replica, here, script.objects, store=place.store)
     ranks = ReplicaRanks(run)
     if task is None:
         ranks.follow()
@@ -148,17 +151,37 @@ def transformers_gpt2() -> FromScript:
     return FromScript(UserObjects(model=model, data=data))
 
 
-def half_frozen(width: float = 1.0) -> FromScript:
+def half_frozen() -> FromScript:
     """A function that builds a model whose first layer does not train, and samples for it."""
 
     def model() -> nn.Module:
-        hidden = int(8 * width)
-        layers = nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 2))
+        layers = two_layers(8)
         layers[0].requires_grad_(False)
         return layers
 
+    return FromScript(UserObjects(model=model, data=points()))
+
+
+def of_several_widths() -> FromScript:
+    """A function that builds a model of a width, and samples for it."""
+
+    def model(width: float) -> nn.Module:
+        return two_layers(int(8 * width))
+
+    return FromScript(UserObjects(model=model, data=points()))
+
+
+def two_layers(hidden: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 2))
+
+
+def points() -> list[tuple[torch.Tensor, int]]:
     inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return FromScript(UserObjects(model=model, data=[(x, n % 2) for n, x in enumerate(inputs)]))
+    return [(point, number % 2) for number, point in enumerate(inputs)]
+
+
+def of_width(task: Task, width: float) -> Task:
+    return task.of_width(task.federated.all_widths.index(width))
 
 
 def require_equal(found: list[Any], expected: list[Any], close: dict[str, float]) -> None:
@@ -210,6 +233,15 @@ def test_ranks_train_through_the_frozen_weights_of_a_warm_start(layout: str, ran
     task = federated_task(run_file(tmp_path, *tables, script=half_frozen()), half_frozen())
     assert torch.equal(task.trainer.module[0].weight, weights["0.weight"])
     require_equal(found, rounds(task, 27), CLOSE)
+
+
+@pytest.mark.parametrize("width", [1.0, 0.5])
+def test_ranks_train_a_model_of_their_width(width: float, ranks: Any, tmp_path: Path) -> None:
+    """One that a function of the script builds, which is told the width, the whole one too."""
+    tables = [LAYOUTS["zero3"], {"federated": {"kind": "heterofl", "widths": [1.0, 0.5]}}]
+    found = ranks(2, trained_by_ranks, tables, str(tmp_path), 27, of_several_widths, width)[0]
+    task = federated_task(run_file(tmp_path, *tables, script=of_several_widths()), of_several_widths())
+    require_equal(found, rounds(of_width(task, width), 27), CLOSE)
 
 
 def test_a_client_with_fewer_samples_than_ranks_trains(ranks: Any, tmp_path: Path) -> None:

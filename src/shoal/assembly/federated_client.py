@@ -113,9 +113,11 @@ def open_replica(
     *,
     store: Store | None = None,
 ) -> Run:
-    """This rank's run of the client's model. Weights that do not train, which no server sends, are those of
-    `run.warm_start`. Blocks until all ranks are here. Raises as `open_run`, and `UsageError` for other weights."""
-    if client.width != 1:
+    """This rank's run of the client's model, built at the client's width where the run has several. Weights that do not
+    train, which no server sends, are those of `run.warm_start`. Blocks until all ranks are here. Raises as `open_run`,
+    and `UsageError` for weights of another model."""
+    assert run_file.federated is not None
+    if len(run_file.federated.all_widths) > 1:
         replica, objects = at_width(replica, objects, client.width)
     run = open_run(replica, place, objects, store=store)
     source = replica.run.warm_start
