@@ -21,7 +21,7 @@ from shoal.assembly.federated_replica import Assignment, ReplicaRanks
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.start import processes_of
 from shoal.checkpoint.inspect import save_weights
-from shoal.errors import ConfigError, LayoutError
+from shoal.errors import ConfigError, LayoutError, UsageError
 from shoal.federated.config import FederatedClient
 from shoal.federated.local_training import ClientData
 from shoal.federated.rounds import Ticket
@@ -315,3 +315,9 @@ def test_a_layout_is_never_passed_over(tmp_path: Path) -> None:
     assert replica is not None
     with pytest.raises(LayoutError, match="shard=2"):
         processes_of(replica)
+
+
+@pytest.mark.parametrize("client", [replace(ONE, part=4), replace(ONE, width=0.5)])
+def test_a_client_that_the_run_has_not_is_refused_before_ranks_start(client: FederatedClient, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="parts are 0 to|train the whole model"):
+        replica_of(run_file(tmp_path, {"run": {"processes": 2}}), client)

@@ -27,7 +27,7 @@ from shoal.federated.task import Task
 from shoal.launcher.environment import ALONE, Place, place_from
 from shoal.launcher.lock import RunLock
 from shoal.launcher.supervision import Patience
-from shoal.runfile.federated_rules import is_replica, ranks_of, replica_refusal, without_clients
+from shoal.runfile.federated_rules import is_replica, ranks_of, require_client, without_clients
 from shoal.runfile.run_file import RunFile, run_directory
 
 CLIENT = Patience(doing="ending the ranks", then="the same command goes on from the last contribution that counted")
@@ -49,11 +49,10 @@ def replica_of(
     """The run that a client of several ranks trains with, or of one on a GPU; None: the client is one process on CPU.
     Ranks that a launcher has started, such as torchrun, are one client.
 
-    Raises `ConfigError` for what such a client cannot do.
+    Raises `ConfigError` for what such a client cannot do, and `UsageError` for a client that the run has not.
     """
     started = (place_from(environ) or ALONE).world_size
-    if (refused := replica_refusal(run_file, started)) is not None:
-        raise ConfigError(refused)
+    require_client(run_file, client, started)
     if not is_replica(run_file, started):
         return None
     ranks = ranks_of(run_file, started)
@@ -146,23 +145,14 @@ def _speak(run_file: RunFile, client: FederatedClient, task: Task, *, told: Call
         name=client.name,
         url=f"https://{client.server}",
         store=ClientStore(client_directory(run_file, client)),
-        width=_number_of(task, client.width),
+        width=task.federated.all_widths.index(client.width),
         patience_s=client.patience_s,
         told=told,
     )
     asyncio.run(speaks.run(tls_context(Path(client.certificates), client.name, server=False)))
 
 
-def _number_of(task: Task, width: float) -> int:
-    widths = task.federated.all_widths
-    if width not in widths:
-        raise UsageError(f"--width {width:g}: models here have widths {', '.join(f'{one:g}' for one in widths)}")
-    return widths.index(width)
-
-
 def _data(task: Task, part: int | None) -> ClientData:
-    if part is not None and not 0 <= part < task.federated.clients:
-        raise UsageError(f"--part {part}: parts are 0 to federated.clients - 1 = {task.federated.clients - 1}")
     ids = np.arange(len(task.data.train), dtype=np.int64) if part is None else shards_of(task)[part]
     private = task.privacy is not None and task.privacy.unit == "sample"
     seed = secrets.randbits(62) if private else task.seed + (part or 0)  # who is in a batch is part of the secret
