@@ -126,6 +126,8 @@ def _refusals(run_file: RunFile, federated: FederatedConfig) -> Iterator[str]:
         yield f'precision.kind = "{precision}" with [federated]: updates are float32 or float64; use one'
     if getattr(run_file.model, "dropout", 0.0):
         yield "model.dropout with [federated]: its masks belong to positions of one run; set it to 0"
+    if isinstance(run_file.model, MoEConfig):
+        yield 'model.kind = "moe" with [federated]: its routers count the tokens of one run; use "gpt"'
     for name in ("sparsity", "freeze", "adapter", "distillation"):
         if getattr(run_file, name) is not None:
             yield f"[{name}] with [federated]: clients train all weights, on their targets; leave one out"
