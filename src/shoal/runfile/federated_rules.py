@@ -63,9 +63,9 @@ def require_client(run_file: RunFile, client: FederatedClient, started: int = 1)
     if client.part is not None and not 0 <= client.part < federated.clients:
         raise UsageError(f"--part {client.part}: parts are 0 to federated.clients - 1 = {federated.clients - 1}")
     if client.width not in federated.all_widths:
-        there = "models here have widths " + ", ".join(f"{width:g}" for width in federated.all_widths)
-        alone = f'all clients of federated.kind = "{federated.variant}" train the whole model; leave it out, or use "heterofl"'
-        raise UsageError(f"--width {client.width:g}: {there if len(federated.all_widths) > 1 else alone}")
+        whole = f'federated.kind = "{federated.variant}" trains the whole model; leave it out, or use "heterofl"'
+        there = f"models here have widths {', '.join(f'{width:g}' for width in federated.all_widths)}"
+        raise UsageError(f"--width {client.width:g}: {there if len(federated.all_widths) > 1 else whole}")
     if (refused := _replica_refusal(run_file, started)) is not None:
         raise ConfigError(refused)
 
