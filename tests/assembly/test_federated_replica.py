@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from shoal.api import _resolved
 from shoal.assembly.federated import FromScript, federated_task
-from shoal.assembly.federated_client import replica_of
+from shoal.assembly.federated_client import open_replica, replica_of
 from shoal.assembly.federated_replica import Assignment, ReplicaRanks
 from shoal.assembly.objects import UserObjects
-from shoal.assembly.run import open_run
-from shoal.errors import ConfigError
+from shoal.assembly.start import processes_of
+from shoal.checkpoint.inspect import save_weights
+from shoal.errors import ConfigError, LayoutError, UsageError
 from shoal.federated.config import FederatedClient
 from shoal.federated.local_training import ClientData
 from shoal.federated.rounds import Ticket
@@ -106,18 +110,24 @@ def rounds(task: Task, samples: int) -> list[tuple[Update, ClientState]]:
 
 
 def trained_by_ranks(
-    place: TestPlace, tables: list[dict[str, Any]], folder: str, samples: int, foreign: bool = False
+    place: TestPlace,
+    tables: list[dict[str, Any]],
+    folder: str,
+    samples: int,
+    script_of: Callable[[], FromScript] = FromScript,
+    width: float = 1.0,
 ) -> Any:
-    """What rank 0 would send; None on other ranks. `foreign`: of a model and samples of transformers."""
+    """What rank 0 would send; None on other ranks. `script_of` hands over a model and samples."""
     torch.manual_seed(place.rank)
-    script = transformers_gpt2() if foreign else FromScript()
+    script = script_of()
     whole = run_file(Path(folder), {"run": {"processes": place.size}}, *tables, script=script)
-    replica = replica_of(whole, ONE)
+    client = replace(ONE, width=width)
+    replica = replica_of(whole, client)
     assert replica is not None
     check_across(replica, file="test")
-    task = federated_task(whole, script) if place.rank == 0 else None
+    task = of_width(federated_task(whole, script), width) if place.rank == 0 else None
     here = Place(place.rank, place.size, place.rank, place.size, 0, "shoal")
-    run = open_run(replica, here, script.objects, store=place.store)
+    run = open_replica(whole, client, replica, here, script.objects, store=place.store)
     ranks = ReplicaRanks(run)
     if task is None:
         ranks.follow()
@@ -139,6 +149,39 @@ def transformers_gpt2() -> FromScript:
     data = [{"input_ids": row, "labels": label} for row, label in zip(tokens, labels, strict=True)]
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **still))
     return FromScript(UserObjects(model=model, data=data))
+
+
+def half_frozen() -> FromScript:
+    """A function that builds a model whose first layer does not train, and samples for it."""
+
+    def model() -> nn.Module:
+        layers = two_layers(8)
+        layers[0].requires_grad_(False)
+        return layers
+
+    return FromScript(UserObjects(model=model, data=points()))
+
+
+def of_several_widths() -> FromScript:
+    """A function that builds a model of a width, and samples for it."""
+
+    def model(width: float) -> nn.Module:
+        return two_layers(int(8 * width))
+
+    return FromScript(UserObjects(model=model, data=points()))
+
+
+def two_layers(hidden: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 2))
+
+
+def points() -> list[tuple[torch.Tensor, int]]:
+    inputs = torch.randn(40, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [(point, number % 2) for number, point in enumerate(inputs)]
+
+
+def of_width(task: Task, width: float) -> Task:
+    return task.of_width(task.federated.all_widths.index(width))
 
 
 def require_equal(found: list[Any], expected: list[Any], close: dict[str, float]) -> None:
@@ -172,10 +215,33 @@ def test_ranks_send_what_one_process_sends(layout: str, strategy: str, ranks: An
 def test_ranks_train_a_model_of_transformers(layout: str, ranks: Any, tmp_path: Path) -> None:
     """One that the script hands over, and that the ranks split in place."""
     tables = [LAYOUTS[layout], {"federated": {"kind": "scaffold"}}]
-    found = ranks(2, trained_by_ranks, tables, str(tmp_path), 27, True)[0]
+    found = ranks(2, trained_by_ranks, tables, str(tmp_path), 27, transformers_gpt2)[0]
     script = transformers_gpt2()
     expected = rounds(federated_task(run_file(tmp_path, *tables, script=script), script), 27)
     require_equal(found, expected, CLOSE)
+
+
+@pytest.mark.parametrize("layout", ["copies", "zero3"])
+def test_ranks_train_through_the_frozen_weights_of_a_warm_start(layout: str, ranks: Any, tmp_path: Path) -> None:
+    """A server sends what trains; the rest comes from the checkpoint, to the ranks as to one process."""
+    generator = torch.Generator().manual_seed(9)
+    shapes = {"0.weight": (8, 4), "0.bias": (8,), "2.weight": (2, 8), "2.bias": (2,)}
+    weights = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    save_weights(weights, Path("other"), tmp_path / "other")
+    tables = [LAYOUTS[layout], {"run": {"warm_start": str(tmp_path / "other")}}]
+    found = ranks(2, trained_by_ranks, tables, str(tmp_path), 27, half_frozen)[0]
+    task = federated_task(run_file(tmp_path, *tables, script=half_frozen()), half_frozen())
+    assert torch.equal(task.trainer.module.get_parameter("0.weight"), weights["0.weight"])
+    require_equal(found, rounds(task, 27), CLOSE)
+
+
+@pytest.mark.parametrize("width", [1.0, 0.5])
+def test_ranks_train_a_model_of_their_width(width: float, ranks: Any, tmp_path: Path) -> None:
+    """One that a function of the script builds, which is told the width, the whole one too."""
+    tables = [LAYOUTS["zero3"], {"federated": {"kind": "heterofl", "widths": [1.0, 0.5]}}]
+    found = ranks(2, trained_by_ranks, tables, str(tmp_path), 27, of_several_widths, width)[0]
+    task = federated_task(run_file(tmp_path, *tables, script=of_several_widths()), of_several_widths())
+    require_equal(found, rounds(of_width(task, width), 27), CLOSE)
 
 
 def test_a_client_with_fewer_samples_than_ranks_trains(ranks: Any, tmp_path: Path) -> None:
@@ -220,3 +286,38 @@ def test_what_ranks_would_do_otherwise_is_refused(tables: dict, train: Any, says
 def test_one_rank_is_a_client_of_one_process(tmp_path: Path) -> None:
     assert replica_of(run_file(tmp_path), ONE) is None
     assert replica_of(run_file(tmp_path, {"layout": {"shard": 1}}), ONE) is None
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+        {
+            f"OMPI_COMM_WORLD_{n}": v
+            for n, v in {"RANK": "0", "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "2"}.items()
+        },
+    ],
+)
+def test_ranks_of_a_launcher_are_one_client(environ: dict[str, str], tmp_path: Path) -> None:
+    """With no key that says so; each would be a whole client of the same name otherwise."""
+    replica = replica_of(run_file(tmp_path), ONE, environ=environ)
+    assert replica is not None
+    assert replica.run.processes == 2
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}
+    assert replica_of(run_file(tmp_path), ONE, environ=alone) is None
+    with pytest.raises(ConfigError, match="an own train function on a client of 2 ranks"):
+        replica_of(run_file(tmp_path), ONE, FromScript(own=OwnTraining(len)), environ=environ)
+
+
+def test_a_layout_is_never_passed_over(tmp_path: Path) -> None:
+    """One of several ranks with `run.processes = 1` is refused where ranks would start, as for every run."""
+    replica = replica_of(run_file(tmp_path, {"run": {"processes": 1}, "layout": {"shard": 2}}), ONE)
+    assert replica is not None
+    with pytest.raises(LayoutError, match="shard=2"):
+        processes_of(replica)
+
+
+@pytest.mark.parametrize("client", [replace(ONE, part=4), replace(ONE, width=0.5)])
+def test_a_client_that_the_run_has_not_is_refused_before_ranks_start(client: FederatedClient, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"parts are 0 to|trains the whole model"):
+        replica_of(run_file(tmp_path, {"run": {"processes": 2}}), client)

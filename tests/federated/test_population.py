@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -22,7 +24,7 @@ from shoal.federated.config import (
 from shoal.federated.local_training import ClientData, order_rounds
 from shoal.federated.population import device_of, drops_out, partition
 from shoal.federated.rounds import choose, choose_each, choose_important
-from shoal.federated.strategy import Update, build_strategy
+from shoal.federated.strategy import Update, build_strategy, norms_of
 from shoal.maths.counter import bits, key_of
 
 KINDS: list[PartitionConfig] = [
@@ -123,6 +125,31 @@ def test_importance_draws_as_often_as_it_says_and_weighs_that_away() -> None:
 def test_importance_takes_everybody_where_all_are_wanted() -> None:
     config = FedAvgConfig(clients=3, sampling="importance")
     assert choose_important(config, {"a": 1, "b": 5, "c": 2}, {}, seed=1, round=0) == {"a": 1.0, "b": 1.0, "c": 1.0}
+
+
+@pytest.mark.parametrize(
+    "norms",
+    [
+        dict.fromkeys("abcd", 0.0),
+        {"a": 0.0},
+        {"a": math.inf, "b": 1.0, "c": 1.0, "d": 1.0},
+        {"a": math.nan, "b": 1.0},
+        dict.fromkeys("abcd", 1e308),
+        {"a": 5e-324, "b": 0.0, "c": 0.0, "d": 0.0},
+    ],
+)
+def test_importance_draws_a_cohort_whatever_the_norms_are(norms: dict[str, float]) -> None:
+    """Without one every round would be tried again for ever."""
+    config = FedAvgConfig(clients=4, cohort=2, sampling="importance")
+    for round in range(20):
+        drawn = choose_important(config, dict.fromkeys("abcd", 10), norms, seed=1, round=round)
+        assert len(drawn) == 2
+        assert all(0 < chance <= 1 for chance in drawn.values())
+
+
+def test_the_norm_of_a_finite_update_is_finite() -> None:
+    config = FedAvgConfig(clients=4, sampling="importance")
+    assert norms_of([Update("a", 0, 1, torch.full((4,), 1e30))], config) == [pytest.approx(2e30)]
 
 
 def test_poisson_sampling_takes_each_by_itself() -> None:

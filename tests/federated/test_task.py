@@ -15,7 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import shoal
+from shoal.api import ONLY_RUN
 from shoal.errors import ConfigError, UsageError, UserCodeError
+from shoal.federated.simulation import Simulation
 from shoal.federated.strategy import Plan, Strategy, Update
 from tests.ports import free_port
 from tests.waiting import HANG_S
@@ -234,3 +236,19 @@ def test_server_and_clients_by_a_script(tmp_path: Path) -> None:
     wanted = load_file(tmp_path / "simulated" / "own" / "model.safetensors")
     for name, weight in wanted.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def test_a_rank_of_a_later_call_does_not_play_an_earlier_one_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of a client run the script up to their call: an earlier simulation tells them what it reported, and an
+    earlier client is over."""
+    report = shoal.federate(tables(tmp_path), model=model, data=data())
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", ONLY_RUN: "of a later call"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(Simulation, "run", lambda *_: pytest.fail("it is played again"))
+    assert shoal.federate(tables(tmp_path), model=model, data=data()) == report
+    client = shoal.FederatedClient("127.0.0.1:1", tmp_path, "clinic-a")
+    assert shoal.federate(tables(tmp_path), model=model, data=data(), role=client) is None
+    with pytest.raises(UsageError, match="whose report is not in"):
+        shoal.federate(tables(tmp_path / "elsewhere"), model=model, data=data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,10 +13,10 @@ from shoal.api import Configuration, _is_for_another_call, _resolved, _run_ranks
 from shoal.assembly.start import RANK
 from shoal.errors import UsageError
 from shoal.federated.config import FederatedClient
+from shoal.runfile.run_file import RunFile, run_directory
 
 if TYPE_CHECKING:
     from shoal.assembly.federated import FromScript
-    from shoal.runfile.run_file import RunFile
 
 
 @dataclass(frozen=True)
@@ -53,22 +54,27 @@ def federate(
     With `federated.kind = "heterofl"`, `model` is a function with an argument `width`, the part of the whole width.
 
     `role`: None simulates all clients here. A client returns None when the run is over; with `run.processes` or
-    `[layout]`, it is as many ranks, each of which runs this script. Raises `ShoalError`: a wrong key, a strategy that
-    an own `train` cannot follow, a server that is away.
+    `[layout]`, it is as many ranks, each of which runs this script up to the call: what earlier calls reported is read
+    from their run directories. Raises `ShoalError`: a wrong key, a strategy that an own `train` cannot follow, a server
+    that is away.
     """
     from shoal.assembly.federated import FromScript, serve, simulate
+    from shoal.assembly.federated_client import client_directory
     from shoal.assembly.objects import UserObjects
     from shoal.federated.task import OwnTraining
 
     run_file, file = _resolved(config, overrides, model=model, data=data, loss=loss)
     if run_file.federated is None:
         raise UsageError('the configuration has no table [federated]: add it, with a strategy such as kind = "fedavg"')
+    client = role if isinstance(role, FederatedClient) else None
+    directory = run_directory(run_file) if client is None else client_directory(run_file, client)
+    if _is_for_another_call(directory, str(directory.resolve()), data):
+        return _report_in(directory) if client is None else None
     if _of_flower(train):
         from shoal.federated.flower import client_of
 
         assert train is not None
-        part = role.part if isinstance(role, FederatedClient) else None
-        train = client_of(train, run_file.federated.clients, part=part)
+        train = client_of(train, run_file.federated.clients, part=None if client is None else client.part)
     own = OwnTraining(train, evaluate, None if strategy is None else _strategy(strategy))
     script = FromScript(UserObjects(model=model, data=data, loss=loss), own)
     if role is None:
@@ -99,18 +105,27 @@ def _be_client(run_file: RunFile, client: FederatedClient, script: FromScript, *
         take_part(run_file, client, told=told, script=script)
         return
     directory = client_directory(run_file, client)
-    wanted = str(directory.resolve())
-    if _is_for_another_call(directory, wanted, script.objects.data):
-        return
     _run_ranks(
         replica,
         lambda sized, place: take_part_as_rank(run_file, client, sized, place, told=told, script=script),
         directory=directory,
         file=file,
-        wanted=wanted,
+        wanted=str(directory.resolve()),
         imports=RANK,
         patience=CLIENT,
     )
+
+
+def _report_in(directory: Path) -> dict[str, Any]:
+    """The report of a run that the script, whose ranks run it again up to a later call, has played before."""
+    from shoal.federated.report import REPORT
+
+    if not (directory / REPORT).is_file():
+        raise UsageError(
+            f"a rank came to a federated run whose report is not in {directory}: ranks run the script up to their "
+            "own call; what leads to it must not depend on time or chance"
+        )
+    return json.loads((directory / REPORT).read_text(encoding="utf-8"))
 
 
 def _of_flower(given: Any) -> bool:

@@ -32,7 +32,7 @@ from shoal.models.config import ConvNetConfig, MLPConfig, PythonModel
 from shoal.models.roles import roles_of
 from shoal.optim.config import SGD
 from shoal.optim.schedule import peak_rate, rate
-from shoal.runfile.federated_rules import OF_ONE_WIDTH
+from shoal.runfile.federated_rules import NO_TABLE, OF_ONE_WIDTH
 from shoal.runfile.run_file import RunFile, run_directory
 
 
@@ -50,7 +50,7 @@ def federated_task(run_file: RunFile, script: FromScript = FromScript(), *, real
     Raises `ConfigError` for a run file without `[federated]`, and `UserCodeError`.
     """
     if run_file.federated is None:
-        raise ConfigError('the run file has no table [federated]: add it, with a strategy such as kind = "fedavg"')
+        raise ConfigError(NO_TABLE)
     assert isinstance(run_file.optimizer, SGD), "a rule of the run file asks for it"
     secure = run_file.secure_aggregation is not None
     script.own.require_possible(run_file.federated, run_file.privacy, secure=secure)

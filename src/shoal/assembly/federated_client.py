@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 from msgspec.structs import replace as replace_table
+from torch._C._distributed_c10d import Store
 
 from shoal.assembly.federated import FromScript, at_width, federated_task
 from shoal.assembly.federated_replica import ReplicaRanks
-from shoal.assembly.run import open_run
+from shoal.assembly.objects import UserObjects
+from shoal.assembly.run import Run, open_run
 from shoal.codec.config import NoCodec
+from shoal.engine.recovery import load_weights
 from shoal.errors import ConfigError, UsageError
 from shoal.federated.config import FederatedClient
 from shoal.federated.local_training import ClientData
 from shoal.federated.privacy.accountants import sample_budget
 from shoal.federated.simulation import data_for, shards_of
 from shoal.federated.task import Task
-from shoal.launcher.environment import Place
+from shoal.launcher.environment import ALONE, Place, place_from
 from shoal.launcher.lock import RunLock
 from shoal.launcher.supervision import Patience
-from shoal.runfile.federated_rules import is_replica, replica_refusal, without_clients
+from shoal.runfile.federated_rules import is_replica, ranks_of, require_client, without_clients
 from shoal.runfile.run_file import RunFile, run_directory
 
 CLIENT = Patience(doing="ending the ranks", then="the same command goes on from the last contribution that counted")
@@ -35,22 +39,31 @@ def client_directory(run_file: RunFile, client: FederatedClient) -> Path:
     return run_directory(run_file) / "clients" / client.name
 
 
-def replica_of(run_file: RunFile, client: FederatedClient, script: FromScript = FromScript()) -> RunFile | None:
+def replica_of(
+    run_file: RunFile,
+    client: FederatedClient,
+    script: FromScript = FromScript(),
+    *,
+    environ: Mapping[str, str] = os.environ,
+) -> RunFile | None:
     """The run that a client of several ranks trains with, or of one on a GPU; None: the client is one process on CPU.
+    Ranks that a launcher has started, such as torchrun, are one client.
 
-    Raises `ConfigError` for what such a client cannot do.
+    Raises `ConfigError` for what such a client cannot do, and `UsageError` for a client that the run has not.
     """
-    if not is_replica(run_file):
+    started = (place_from(environ) or ALONE).world_size
+    require_client(run_file, client, started)
+    if not is_replica(run_file, started):
         return None
-    ranks = run_file.run.processes or run_file.layout.default_processes or 1
+    ranks = ranks_of(run_file, started)
     if script.own.train is not None:
         raise ConfigError(
             f"an own train function on a client of {ranks} ranks: it trains a whole model in one process; leave train "
-            "out, or set run.processes = 1"
+            "out, or start one process"
         )
-    if (refused := replica_refusal(run_file)) is not None:
-        raise ConfigError(refused)
-    run = replace_table(run_file.run, processes=ranks, directory=str(client_directory(run_file, client)))
+    run = replace_table(
+        run_file.run, processes=run_file.run.processes or ranks, directory=str(client_directory(run_file, client))
+    )
     return replace_table(without_clients(run_file), run=run, codec=NoCodec())  # `[codec]` is of uploads
 
 
@@ -78,10 +91,7 @@ def take_part_as_rank(
 ) -> None:
     """The same as one rank of the run `replica` (see `replica_of`). Also raises `CollectiveError`."""
     task = _task(run_file, client, script) if place.rank == 0 else None
-    split, objects = replica, script.objects  # the task is built first: a run changes the script's module
-    if client.width != 1:
-        split, objects = at_width(replica, objects, client.width)
-    run = open_run(split, place, objects)
+    run = open_replica(run_file, client, replica, place, script.objects)  # behind the task: it changes a given module
     ranks = ReplicaRanks(run)
     with run.default_group():
         if task is None:
@@ -91,6 +101,29 @@ def take_part_as_rank(
             _speak(run_file, client, task.trained_by(ranks), told=told)
             ranks.dismiss()
     run.end()
+
+
+def open_replica(
+    run_file: RunFile,
+    client: FederatedClient,
+    replica: RunFile,
+    place: Place,
+    objects: UserObjects,
+    *,
+    store: Store | None = None,
+) -> Run:
+    """This rank's run of the client's model, built at the client's width where the run has several. Weights that do not
+    train, which no server sends, are those of `run.warm_start`. Blocks until all ranks are here. Raises as `open_run`,
+    and `UsageError` for weights of another model."""
+    assert run_file.federated is not None
+    if len(run_file.federated.all_widths) > 1:
+        replica, objects = at_width(replica, objects, client.width)
+    run = open_run(replica, place, objects, store=store)
+    source = replica.run.warm_start
+    if source is not None and run.generation.parts.split.frozen and client.width == 1:
+        repair = "Let run.warm_start name a checkpoint of this model, or leave the key out"
+        load_weights(run.state, Path(source), announce=run.process.announce, repair=repair)
+    return run
 
 
 def _task(run_file: RunFile, client: FederatedClient, script: FromScript) -> Task:
@@ -112,23 +145,14 @@ def _speak(run_file: RunFile, client: FederatedClient, task: Task, *, told: Call
         name=client.name,
         url=f"https://{client.server}",
         store=ClientStore(client_directory(run_file, client)),
-        width=_number_of(task, client.width),
+        width=task.federated.all_widths.index(client.width),
         patience_s=client.patience_s,
         told=told,
     )
     asyncio.run(speaks.run(tls_context(Path(client.certificates), client.name, server=False)))
 
 
-def _number_of(task: Task, width: float) -> int:
-    widths = task.federated.all_widths
-    if width not in widths:
-        raise UsageError(f"--width {width:g}: models here have widths {', '.join(f'{one:g}' for one in widths)}")
-    return widths.index(width)
-
-
 def _data(task: Task, part: int | None) -> ClientData:
-    if part is not None and not 0 <= part < task.federated.clients:
-        raise UsageError(f"--part {part}: parts are 0 to federated.clients - 1 = {task.federated.clients - 1}")
     ids = np.arange(len(task.data.train), dtype=np.int64) if part is None else shards_of(task)[part]
     private = task.privacy is not None and task.privacy.unit == "sample"
     seed = secrets.randbits(62) if private else task.seed + (part or 0)  # who is in a batch is part of the secret

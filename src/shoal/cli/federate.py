@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -144,9 +145,10 @@ def client(
     Example: shoal federate client recipes/federated-digits.toml layout.shard=2 --server 127.0.0.1:29500
     --certificates certificates --name clinic-b
     """
-    from shoal.errors import ConfigError, UsageError
+    from shoal.errors import UsageError
     from shoal.federated.config import FederatedClient
-    from shoal.runfile.federated_rules import replica_refusal
+    from shoal.launcher.environment import ALONE, place_from
+    from shoal.runfile.federated_rules import require_client
     from shoal.runfile.load import load_run
 
     keys = [*(overrides or ()), *([] if ranks is None else [f"run.processes={ranks}"])]
@@ -154,14 +156,13 @@ def client(
     host, _, port = server.rpartition(":")
     if not host or not port.isdigit():
         raise UsageError(f"'{server}' is no address: it is HOST:PORT, as `shoal federate server` prints it")
-    if (refused := replica_refusal(loaded)) is not None:
-        raise ConfigError(refused)
+    one = FederatedClient(server, certificates, name, part=part, width=width, patience_s=patience)
+    require_client(loaded, one, (place_from(os.environ) or ALONE).world_size)
     from shoal.assembly.federated_client import CLIENT, client_directory, replica_of, take_part, take_part_as_rank
 
     def show(line: str) -> None:
         print(f"{name}: {line}", flush=True)
 
-    one = FederatedClient(server, certificates, name, part=part, width=width, patience_s=patience)
     replica = replica_of(loaded, one)
     if replica is None:
         take_part(loaded, one, told=show)

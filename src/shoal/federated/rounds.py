@@ -369,7 +369,8 @@ def choose_important(
     attempt: int = 0,
 ) -> dict[str, float]:
     """The clients of a round and the chance that each had, sorted by name. `norms`: of each client's last update; one
-    that has sent none is taken for the mean of the others."""
+    that has sent none is taken for the mean of the others. Where all scores are 0, or one is not finite, they count as
+    equal: a round has its cohort whatever clients have sent."""
     names = sorted(present)
     wanted = min(len(names), math.ceil(config.cohort_size * (1 + config.over_selection)))
     known = [norms[name] for name in names if name in norms]
@@ -378,6 +379,8 @@ def choose_important(
     scores = torch.tensor(
         [size * norms.get(name, usual) for name, size in zip(names, sizes, strict=True)], dtype=torch.float64
     )
+    largest = float(scores.max())
+    scores = scores / largest if 0 < largest < math.inf else torch.ones_like(scores)
     chances = _chances(scores.clamp(min=LEAST_SCORE * float(scores.mean())), wanted)
     order = _uniform(names, seed, "cohort", round, attempt).argsort(stable=True)
     start = float(_uniform(["start"], seed, "cohort", round, attempt))

@@ -130,8 +130,9 @@ class Strategy(ABC):
 
 
 def norms_of(updates: Sequence[Update], config: FederatedConfig) -> list[float]:
-    """The norm of each update, where it says how likely its client is to take part again; else none."""
-    return [float(update.delta.norm()) for update in updates] if config.sampling == "importance" else []
+    """The norm of each update, where it says how likely its client is to take part again; else none. In float64: the
+    squares of finite float32 numbers may be beyond float32."""
+    return [float(update.delta.double().norm()) for update in updates] if config.sampling == "importance" else []
 
 
 def contributors(updates: Sequence[Update]) -> int:

@@ -10,7 +10,8 @@ from shoal.codec.config import NoCodec
 from shoal.data.config import Mixture
 from shoal.data.record_config import Stream
 from shoal.engine.config import Float32, Float64
-from shoal.federated.config import DeviceConfig, FederatedConfig, Iid
+from shoal.errors import ConfigError, UsageError
+from shoal.federated.config import DeviceConfig, FederatedClient, FederatedConfig, Iid
 from shoal.memory.config import OffloadConfig
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.huggingface.config import TransformersConfig
@@ -25,6 +26,8 @@ OF_ONE_WIDTH = (
     'it cannot be built at several widths; use model.kind "mlp" or "convnet", or a function of yours with an argument '
     "`width`, the part of the whole width"
 )
+
+NO_TABLE = 'the run file has no table [federated]: add it, with a strategy such as kind = "fedavg"'
 
 
 def federated_refusal(run_file: RunFile) -> str | None:
@@ -41,15 +44,37 @@ def without_clients(run_file: RunFile) -> RunFile:
     )
 
 
-def is_replica(run_file: RunFile) -> bool:
+def ranks_of(run_file: RunFile, started: int = 1) -> int:
+    """How many ranks a client of this run has; `started`: processes of a launcher such as torchrun."""
+    return started if started > 1 else max(run_file.run.processes or 1, run_file.layout.default_processes or 1)
+
+
+def is_replica(run_file: RunFile, started: int = 1) -> bool:
     """Whether a client of this run is a replica of several ranks, or on a GPU, and not one process on the CPU."""
-    return (run_file.run.processes or run_file.layout.default_processes or 1) > 1 or run_file.run.device == "cuda"
+    return ranks_of(run_file, started) > 1 or run_file.run.device == "cuda"
 
 
-def replica_refusal(run_file: RunFile) -> str | None:
+def require_client(run_file: RunFile, client: FederatedClient, started: int = 1) -> None:
+    """Raises `UsageError` where the run has no such client, and `ConfigError` where its ranks cannot train this run as
+    one process does. `started`: see `ranks_of`."""
+    federated = run_file.federated
+    if federated is None:
+        raise ConfigError(NO_TABLE)
+    if client.part is not None and not 0 <= client.part < federated.clients:
+        raise UsageError(f"--part {client.part}: parts are 0 to federated.clients - 1 = {federated.clients - 1}")
+    if client.width not in federated.all_widths:
+        whole = f'federated.kind = "{federated.variant}" trains the whole model; leave it out, or use "heterofl"'
+        there = f"models here have widths {', '.join(f'{width:g}' for width in federated.all_widths)}"
+        raise UsageError(f"--width {client.width:g}: {there if len(federated.all_widths) > 1 else whole}")
+    if (refused := _replica_refusal(run_file, started)) is not None:
+        raise ConfigError(refused)
+
+
+def _replica_refusal(run_file: RunFile, started: int) -> str | None:
     """One sentence if the ranks of a client cannot train this run as one process does; None where they can."""
-    if not is_replica(run_file):
-        return None
+    if not is_replica(run_file, started):
+        what = "layout.auto = true with a federated client of one process: there is nothing to split"
+        return f"{what}; set run.processes, or leave it out" if run_file.layout.auto else None
     unlike = {
         f'sync.kind = "{run_file.sync.variant}"': run_file.sync.variant != "allreduce",
         "[elastic]": run_file.elastic is not None,
@@ -101,6 +126,8 @@ def _refusals(run_file: RunFile, federated: FederatedConfig) -> Iterator[str]:
         yield f'precision.kind = "{precision}" with [federated]: updates are float32 or float64; use one'
     if getattr(run_file.model, "dropout", 0.0):
         yield "model.dropout with [federated]: its masks belong to positions of one run; set it to 0"
+    if isinstance(run_file.model, MoEConfig):
+        yield 'model.kind = "moe" with [federated]: its routers count the tokens of one run; use "gpt"'
     for name in ("sparsity", "freeze", "adapter", "distillation"):
         if getattr(run_file, name) is not None:
             yield f"[{name}] with [federated]: clients train all weights, on their targets; leave one out"
