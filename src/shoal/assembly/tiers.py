@@ -25,7 +25,7 @@ from shoal.memory.tiers import DiskTier, HostTier
 from shoal.optim.config import kinds_whose
 from shoal.optim.fused import FusedOptimizer
 from shoal.runfile.run_file import RunFile, run_directory
-from shoal.sparsity.freezing import CachedBlocks
+from shoal.sparsity.block_cache import CachedBlocks
 from shoal.units import memory_bytes
 
 SPILL_FOLDER = "spill"
