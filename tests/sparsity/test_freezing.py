@@ -8,13 +8,18 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
+from shoal.comm.collective import Alone
 from shoal.errors import ConfigError
 from shoal.memory.tracker import measured_activation_bytes
 from shoal.models.config import GPTConfig
 from shoal.models.gpt import GPT
 from shoal.sparsity.config import FreezeByProgress, FreezeConfig, FreezeLater
-from shoal.sparsity.freezing import Plasticity, blocks_of, freeze, frozen_by_schedule, matches
+from shoal.sparsity.freezing import Freezing, Plasticity, blocks_of, freeze, frozen_by_schedule, matches
+from shoal.sparsity.masks import Masks
+from shoal.state import Owned, Region
+from shoal.topology.holding import Box, Holding, Placement
 from tests.assembly.journey import Leg, travel
 from tests.sync.steps import ADAM, Trained, gap, train
 from tests.verification.layouts import corpus, verified
@@ -188,6 +193,55 @@ def test_blocks_freeze_when_their_gradients_change_least() -> None:
     assert other == progress
     progress.observe([1.0] * 4, lr=0.1)
     assert progress.frozen == 0
+
+
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_gradients_are_compared_without_their_scale(scale: float) -> None:
+    """A loss scale that changes is no change of a gradient, and what is in no block is not summed."""
+    shape, placement = (2, 2), Placement((), (), ())
+    names = ["blocks.0.weight", "blocks.1.weight", "head.weight"]
+    box = Box((0, 0), shape)
+    owned = [
+        Owned(name, Parameter(torch.zeros(shape)), Holding(name, shape, (box,), placement, 0, *[(0,)] * 4), regions)
+        for name, regions in zip(names, [(Region(box, 0),)] * 3, strict=True)
+    ]
+    freezing = Freezing(
+        FreezeConfig(progress=FreezeByProgress(criterion="gradient", every=2)),
+        {own.name: own.parameter for own in owned},
+        owned,
+        torch.optim.SGD([own.parameter for own in owned], lr=0.1),
+        names=names,
+        replica=Alone(),
+        masks=Masks(),
+        rate=lambda step: 0.1,
+    )
+    for step, by in ((1, 1.0), (2, scale)):
+        for number, own in enumerate(owned):
+            own.parameter.grad = torch.full(shape, by * (number + 1))
+        freezing.agreed(step, scale=by)
+    assert set(freezing.tensors()) == {"freeze/gradient/blocks.0.weight", "freeze/gradient/blocks.1.weight"}
+    freezing.updated(2)
+    assert freezing.facts()["before"] == [4.0, 8.0], "twice a tensor of four ones, and of four twos"
+
+
+MOVEMENT = {"sparsity": {"kind": "movement", "density": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("tables", "prefix"), [(BY_GRADIENT, "freeze/gradient/"), (MOVEMENT, "sparsity/")], ids=["freeze", "movement"]
+)
+def test_a_loss_scale_is_not_in_what_a_run_sums(ranks, folder: Path, tables: dict[str, Any], prefix: str) -> None:
+    def sums(scale: float) -> dict[str, Tensor]:
+        precision = {"precision": {"kind": "float16", "loss_scale": scale}}
+        state = ranks(1, train, BASE | tables | precision, str(folder), 0, 3)[0].state
+        return {
+            name: tensor for name, tensor in state.items() if name.startswith(prefix) and tensor.is_floating_point()
+        }
+
+    small, large = sums(1024.0), sums(8192.0)
+    assert small
+    for name, tensor in small.items():
+        assert torch.allclose(large[name], tensor, rtol=0.1, atol=0.02 * float(tensor.abs().max())), name
 
 
 def test_a_pattern_names_parameters_or_modules() -> None:

@@ -183,6 +183,7 @@ class Freezing:
         self._config, self._parameters, self._owned, self._optimizer = config, parameters, owned, optimizer
         self._names, self._replica, self._masks, self._rate = names, replica, masks, rate
         self._blocks = blocks_of(names)
+        self._block_of = {name: number for number, block in enumerate(self._blocks) for name in block}
         self._progress = None if config.progress is None else Plasticity(config.progress, len(self._blocks))
         self._references: dict[int, Tensor] = {}
         """Weights at the last comparison, or sums of the gradients since then."""
@@ -212,15 +213,17 @@ class Freezing:
     def explore(self, step: int, again: Callable[[], object]) -> None:
         """Nothing is wanted of other weights."""
 
-    def agreed(self, step: int) -> None:
-        """After the backward: the optimizer passes by what is frozen, and keeps nothing of it."""
+    def agreed(self, step: int, *, scale: float = 1.0) -> None:
+        """After the backward: the optimizer passes by what is frozen, and keeps nothing of it. Gradients are `scale`
+        times what they should be.
+        """
         for own in self._owned:
             if own.name in self._masks.frozen:
                 own.parameter.grad = None
                 self._optimizer.state.pop(own.parameter, None)
-            elif self._by_gradient:
+            elif self._by_gradient and own.name in self._block_of:
                 total = self._references.setdefault(id(own), torch.zeros_like(own.parameter))
-                total.add_(own.gradient)
+                total.add_(own.gradient, alpha=1 / scale)
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
@@ -248,10 +251,9 @@ class Freezing:
     def _norms(self, squares: Callable[[Owned], list[Tensor]]) -> tuple[Tensor, ...]:
         """The roots of the sums of some `squares` over every block, the same on all ranks."""
         sums = torch.zeros(len(self._blocks), 2, dtype=torch.float64, device=self._device)
-        block_of = {name: number for number, block in enumerate(self._blocks) for name in block}
         for own in self._owned:
-            if own.name in block_of and id(own) in self._references and is_counted(own):
-                sums[block_of[own.name]] += torch.stack(squares(own))
+            if own.name in self._block_of and id(own) in self._references and is_counted(own):
+                sums[self._block_of[own.name]] += torch.stack(squares(own))
         self._replica.all_reduce(sums).wait()
         return sums.sqrt().unbind(1)
 
