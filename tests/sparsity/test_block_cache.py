@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import UserCodeError
+from shoal.assembly.tiers import Tiers
+from shoal.errors import ConfigError, UserCodeError
 from shoal.models.build import initialise
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.gpt import GPT
@@ -22,7 +23,7 @@ from shoal.sparsity.config import FreezeConfig
 from shoal.sparsity.freezing import freeze
 from tests.models.huggingface.architectures import BERT
 from tests.sync.steps import ADAM, gap, train
-from tests.verification.layouts import corpus
+from tests.verification.layouts import corpus, run_file_of
 
 SUM_ORDER = 1e-8
 """Weights in float64 after 12 steps of AdamW, relative."""
@@ -96,7 +97,7 @@ class Blocks(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.blocks = nn.ModuleList(blocks or [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.head = nn.Linear(4, 1)
+        self.head: nn.Module = nn.Linear(4, 1)
         self.call, self.meet = call, meet
         self.blocks.requires_grad_(False)
 
@@ -122,8 +123,8 @@ def epochs(model: nn.Module, number: int, samples: Tensor | None = None) -> list
 class StochasticDepth(nn.Linear):
     """Leaves a sample in fifty as it was."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + (torch.rand(len(x), 1) > 0.02) * super().forward(x)
+    def forward(self, input: Tensor) -> Tensor:
+        return input + (torch.rand(len(input), 1) > 0.02) * super().forward(input)
 
 
 class Counting(nn.Linear):
@@ -133,9 +134,9 @@ class Counting(nn.Linear):
         super().__init__(4, 4)
         self.register_buffer("calls", torch.zeros(()))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         self.calls += 1
-        return super().forward(x)
+        return super().forward(input)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +207,13 @@ def test_blocks_may_be_called_with_keywords_alone() -> None:
     calls = counted_blocks(cached, list(cached.blocks))
     assert all(torch.allclose(one, other) for one, other in zip(epochs(cached.cached(), 3), wanted, strict=True))
     assert calls == [5, 5, 5]
+
+
+def test_ranks_that_share_a_batch_have_no_cache(tmp_path: Path) -> None:
+    """Also where their number is known only when they are there."""
+    run_file = run_file_of(tmp_path, freeze={"layers": ["embedding"], "cache": "1 MiB"})
+    with pytest.raises(ConfigError, match=r"freeze\.cache with 2 ranks that share a batch"):
+        Tiers(run_file, torch.device("cpu")).keep_activations(cast(Any, None), 0, shares=2)
 
 
 def test_numbers_that_a_model_is_called_with_tell_samples_apart() -> None:
