@@ -5,7 +5,7 @@ Under a mask of `[model.attention]` a rank fetches the blocks of keys and values
     every rank   its own blocks that others need   --all-to-all-->   those of others that it needs     forward
                  their gradients                   <--all-to-all--                                     backward
 
-Which blocks these are follows from the mask and the length alone, so that all ranks know it without a word. The bytes
+Which blocks these are follows from the mask and the length alone, so that no rank has to ask. The bytes
 of a window grow with the window, those of a ring with the sequence. Ulysses has whole sequences, and masks them.
 """
 
