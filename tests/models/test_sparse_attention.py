@@ -259,6 +259,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model": GPT | {"attention": {"kind": "bigbird", "block": 4, "form": "flex"}}, "layout": {"context": 2}},
         'model.attention.form = "flex" with layout.context = 2: ranks compute with the blocks that they have fetched',
     ),
+    "flex on cores": (
+        {"model": GPT | {"attention": {"kind": "bigbird", "block": 4, "form": "flex"}}, "run": {"device": "cpu"}},
+        'model.attention.form = "flex" with run.device = "cpu": FlexAttention has no backward there',
+    ),
     "too few lists": (
         {"model": GPT | {"attention": {"kind": "blocks", "kept": [[]]}}, "batch": {"sequence": 65}},
         "model.attention.kept has 1 lists of blocks of 64 tokens, and batch.sequence = 65: give 2 lists",

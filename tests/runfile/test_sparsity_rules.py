@@ -34,12 +34,18 @@ def test_what_masks_cannot_be_put_on(tmp_path: Path, tables: dict[str, Any], nam
 
 
 FROZEN = {"freeze": {"later": [{"layers": ["embedding"], "at": 2}]}}
+CACHED = {"freeze": {"layers": ["embedding"], "cache": "1 MiB"}}
 LAYERS: list[tuple[dict[str, Any], str]] = [
     (FROZEN | {"codec": {"kind": "top_k"}}, 'freeze.later with codec.kind = "top_k"'),
     ({"freeze": {"progress": {}}, "sync": {"kind": "gossip"}}, 'freeze.progress with sync.kind = "gossip"'),
     ({"adapter": {"kind": "lora"}, "layout": {"tensor": 2}}, "[adapter] with layout.tensor = 2"),
     ({"quantisation": {}, "precision": {"kind": "float8"}}, '[quantisation] with precision.kind = "float8"'),
     ({"adapter": {"kind": "lora"}, "quantisation": {}}, "[adapter] with [quantisation]"),
+    (CACHED | {"model": {"kind": "gpt", "dropout": 0.1}}, "freeze.cache with model.dropout = 0.1"),
+    (CACHED | {"model": {"kind": "moe"}}, 'freeze.cache with model.kind = "moe"'),
+    (CACHED | {"layout": {"replicate": 2}}, "freeze.cache with layout.replicate = 2"),
+    (CACHED | {"layout": {"shard": 2}}, "freeze.cache with layout.shard = 2"),
+    (CACHED | {"run": {"processes": 2}}, "freeze.cache with run.processes = 2"),
 ]
 
 

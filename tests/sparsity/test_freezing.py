@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
-from shoal.errors import ConfigError, UserCodeError
+from shoal.comm.collective import Alone
+from shoal.errors import ConfigError
 from shoal.memory.tracker import measured_activation_bytes
-from shoal.models.build import initialise
 from shoal.models.config import GPTConfig
 from shoal.models.gpt import GPT
-from shoal.models.huggingface.build import build
-from shoal.models.huggingface.config import TransformersConfig
-from shoal.models.layers import set_sample_keys
 from shoal.sparsity.config import FreezeByProgress, FreezeConfig, FreezeLater
-from shoal.sparsity.freezing import CachedBlocks, Plasticity, blocks_of, freeze, frozen_by_schedule, matches
+from shoal.sparsity.freezing import Freezing, Plasticity, blocks_of, freeze, frozen_by_schedule, matches
+from shoal.sparsity.masks import Masks
+from shoal.state import Owned, Region
+from shoal.topology.holding import Box, Holding, Placement
 from tests.assembly.journey import Leg, travel
-from tests.models.huggingface.architectures import BERT
 from tests.sync.steps import ADAM, Trained, gap, train
 from tests.verification.layouts import corpus, verified
 
@@ -195,6 +195,55 @@ def test_blocks_freeze_when_their_gradients_change_least() -> None:
     assert progress.frozen == 0
 
 
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_gradients_are_compared_without_their_scale(scale: float) -> None:
+    """A loss scale that changes is no change of a gradient, and what is in no block is not summed."""
+    shape, placement = (2, 2), Placement((), (), ())
+    names = ["blocks.0.weight", "blocks.1.weight", "head.weight"]
+    box = Box((0, 0), shape)
+    owned = [
+        Owned(name, Parameter(torch.zeros(shape)), Holding(name, shape, (box,), placement, 0, *[(0,)] * 4), regions)
+        for name, regions in zip(names, [(Region(box, 0),)] * 3, strict=True)
+    ]
+    freezing = Freezing(
+        FreezeConfig(progress=FreezeByProgress(criterion="gradient", every=2)),
+        {own.name: own.parameter for own in owned},
+        owned,
+        torch.optim.SGD([own.parameter for own in owned], lr=0.1),
+        names=names,
+        replica=Alone(),
+        masks=Masks(),
+        rate=lambda step: 0.1,
+    )
+    for step, by in ((1, 1.0), (2, scale)):
+        for number, own in enumerate(owned):
+            own.parameter.grad = torch.full(shape, by * (number + 1))
+        freezing.agreed(step, scale=by)
+    assert set(freezing.tensors()) == {"freeze/gradient/blocks.0.weight", "freeze/gradient/blocks.1.weight"}
+    freezing.updated(2)
+    assert freezing.facts()["before"] == [4.0, 8.0], "twice a tensor of four ones, and of four twos"
+
+
+MOVEMENT = {"sparsity": {"kind": "movement", "density": 0.5}}
+
+
+@pytest.mark.parametrize(
+    ("tables", "prefix"), [(BY_GRADIENT, "freeze/gradient/"), (MOVEMENT, "sparsity/")], ids=["freeze", "movement"]
+)
+def test_a_loss_scale_is_not_in_what_a_run_sums(ranks, folder: Path, tables: dict[str, Any], prefix: str) -> None:
+    def sums(scale: float) -> dict[str, Tensor]:
+        precision = {"precision": {"kind": "float16", "loss_scale": scale}}
+        state = ranks(1, train, BASE | tables | precision, str(folder), 0, 3)[0].state
+        return {
+            name: tensor for name, tensor in state.items() if name.startswith(prefix) and tensor.is_floating_point()
+        }
+
+    small, large = sums(1024.0), sums(8192.0)
+    assert small
+    for name, tensor in small.items():
+        assert torch.allclose(large[name], tensor, rtol=0.1, atol=0.02 * float(tensor.abs().max())), name
+
+
 def test_a_pattern_names_parameters_or_modules() -> None:
     assert matches("blocks.0.attention.query.weight", ["blocks.0"])
     assert matches("blocks.0.attention.query.weight", ["*.query.weight"])
@@ -231,91 +280,3 @@ def test_verify_proves_a_half_frozen_model(ranks, folder: Path, layout: str) -> 
     world, tables = LAYOUTS[layout]
     verdict, *_ = ranks(world, verified, BASE | HALF | tables, str(folder), False, 2)
     assert verdict["holds"], verdict["sentence"]
-
-
-# What frozen blocks give, kept.
-
-
-def counted_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[int]:
-    """How often each block has computed, counted from now on. Call it before the blocks are cached."""
-    calls = [0] * len(blocks)
-
-    def counting(number: int, forward: Any) -> Any:
-        def call(*args: Any, **named: Any) -> Any:
-            calls[number] += 1
-            return forward(*args, **named)
-
-        return call
-
-    for number, block in enumerate(blocks):
-        block.forward = counting(number, block.forward)
-    return calls
-
-
-def half_frozen_gpt(**keys: Any) -> GPT:
-    model = GPT(GPTConfig(vocabulary=61, layers=4, width=16, heads=2, **keys))
-    initialise(model, seed=1, device="cpu", dtype=torch.float64)
-    freeze(model, FreezeConfig(layers=("embedding", "blocks.0", "blocks.1")))
-    return model
-
-
-def half_frozen_bert() -> nn.Module:
-    config = BERT["config"] | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 4}
-    model = build(TransformersConfig(architecture=BERT["architecture"], config=config)).double()
-    freeze(model, FreezeConfig(layers=("*.embeddings", "*.layer.0", "*.layer.1")))
-    return model
-
-
-@pytest.mark.parametrize("kind", ["gpt", pytest.param("bert", marks=pytest.mark.slow)])
-def test_frozen_blocks_compute_a_sample_once_and_gradients_stay(kind: str) -> None:
-    """And once more when the first batch is found whole, in whatever order and company samples come then."""
-    model = half_frozen_gpt() if kind == "gpt" else half_frozen_bert()
-    blocks = list(model.get_submodule("blocks" if kind == "gpt" else "bert.encoder.layer").children())
-    tokens = torch.randint(0, 61, (6, 8), generator=torch.Generator().manual_seed(0))
-    batches = [tokens[:3], tokens[3:], tokens[[4, 0]], tokens[[1, 5, 2]], tokens[:4], 60 - tokens[:1]]
-
-    def gradients(batch: Tensor) -> list[Tensor]:
-        found = model(batch)
-        logits = found if isinstance(found, Tensor) else found.logits
-        trained = [p for p in model.parameters() if p.requires_grad]
-        return [g for g in torch.autograd.grad(logits.square().sum(), trained, allow_unused=True) if g is not None]
-
-    wanted = [gradients(batch) for batch in batches]
-    calls = counted_blocks(model, blocks)
-    CachedBlocks(model, blocks, budget_bytes=1 << 20)
-    for batch, each in zip(batches, wanted, strict=True):
-        assert all(torch.allclose(one, other, rtol=1e-10) for one, other in zip(gradients(batch), each, strict=True))
-    assert calls == [4, 4, 6, 6], "two new batches, one found, and a sample that is new"
-    with torch.no_grad():
-        model(tokens[:2])
-    assert calls[0] == 5, "evaluations compute"
-
-
-def test_cached_blocks_that_cannot_be_are_refused() -> None:
-    tokens = torch.zeros(2, 8, dtype=torch.int64)
-    model = half_frozen_gpt()
-    CachedBlocks(model, list(model.blocks), budget_bytes=100)
-    with pytest.raises(UserCodeError, match="1 samples of 1,024 bytes are more than it may hold"):
-        model(tokens)
-    model = half_frozen_gpt(dropout=0.5)
-    CachedBlocks(model, list(model.blocks), budget_bytes=1 << 20)
-    set_sample_keys(model.modules(), torch.arange(2))
-    model(tokens)
-    set_sample_keys(model.modules(), torch.arange(2) + 10)
-    with pytest.raises(UserCodeError, match="gave something else for the same samples"):
-        model(tokens)
-    model = GPT(GPTConfig(vocabulary=61, layers=2, width=16, heads=2))
-    freeze(model, FreezeConfig(layers=("blocks.1",)))
-    CachedBlocks(model, list(model.blocks), budget_bytes=1 << 20)
-    with pytest.raises(UserCodeError, match="GPT has no frozen blocks at its front"):
-        model(tokens)
-
-
-@pytest.mark.parametrize("layout", ["replicate", "ZeRO-2"])
-def test_a_run_with_cached_blocks_learns_as_without(ranks, folder: Path, layout: str) -> None:
-    """Over epochs of three steps."""
-    world, tables = LAYOUTS[layout]
-    tables = BASE | tables | {"data": {"subset": 0.02}}
-    plain = ranks(world, train, tables | HALF, str(folder))[0]
-    cached = ranks(world, train, tables | {"freeze": HALF["freeze"] | {"cache": "1 MiB"}}, str(folder))[0]
-    assert gap(cached.weights, plain.weights) < SUM_ORDER

@@ -140,7 +140,8 @@ def build_sparse(
     groups = unit_groups(layers, kinds, pattern=config.pattern, heads=heads) if config.removes else []
     stepped = [own for own in owned if own.name in layers]
     home = None
-    if config.packed_state and isinstance(optimizer, FusedOptimizer):  # the reference of `shoal verify` may be another
+    takes_home = isinstance(optimizer, FusedOptimizer) and optimizer.takes_home  # not all references of `shoal verify`
+    if config.packed_state and takes_home:
         optimizer.home = home = PackedState()
     return SparseTraining(
         MaskPlan(config, run_file.run.steps),

@@ -25,7 +25,7 @@ from shoal.memory.tiers import DiskTier, HostTier
 from shoal.optim.config import kinds_whose
 from shoal.optim.fused import FusedOptimizer
 from shoal.runfile.run_file import RunFile, run_directory
-from shoal.sparsity.freezing import CachedBlocks
+from shoal.sparsity.block_cache import CachedBlocks
 from shoal.units import memory_bytes
 
 SPILL_FOLDER = "spill"
@@ -91,12 +91,17 @@ class Tiers:
                 )
             optimizer.home = self._state = self._home_of_state()
 
-    def keep_activations(self, parts: Divided, rank: int) -> None:
-        """Gives what the blocks of this rank's part of the model save its home, and what frozen ones give theirs.
-        Raises `ConfigError` without blocks.
+    def keep_activations(self, parts: Divided, rank: int, *, shares: int) -> None:
+        """Gives what the blocks of this rank's part of the model save its home, and what frozen ones give theirs;
+        a batch is split over `shares` ranks. Raises `ConfigError` without blocks.
         """
         config = self._config
         if self._block_cache is not None:
+            if shares > 1:
+                raise ConfigError(
+                    f"freeze.cache with {shares} ranks that share a batch: an epoch gives each other samples than the "
+                    "one before, so that it finds hardly any batch; train with one rank, or leave cache out"
+                )
             model = parts.split.model
             CachedBlocks(model, blocks_in(model, parts.stages, rank), memory_bytes(self._block_cache))
         if config.activations == "device" and config.activation_bits is None:

@@ -89,7 +89,7 @@ class Reference:
             seeing.agree(scale=self.scale / denominator, terms=denominator)
         if self.sparse is not None:
             self.sparse.explore(step, lambda: self._backward(batches))
-            self.sparse.agreed(step)
+            self.sparse.agreed(step, scale=self.scale)
         zero = {name: torch.zeros_like(parameter) for name, parameter in self.weights.items()}
         found = {name: p.grad.to_dense() / self.scale for name, p in self.weights.items() if p.grad is not None}
         return ReferenceGradient(loss, norm_of(found), zero | found)

@@ -106,9 +106,9 @@ class LeavesOut(Protocol):
         """
         ...
 
-    def agreed(self, step: int) -> float | None:
+    def agreed(self, step: int, *, scale: float = 1.0) -> float | None:
         """After that, if the agreed gradient is finite: leaves some of it out. The 2-norm of what is left, or
-        None where that is as before.
+        None where that is as before. The gradient is still to be divided by `scale`, and so is the norm.
         """
         ...
 
@@ -207,7 +207,7 @@ class AtOnce:
         finite = math.isfinite(norm) and math.isfinite(loss)
         for each in self._leaves_out if finite else ():
             each.explore(work.step, lambda: self._repeat(context, work))
-            left = each.agreed(work.step)
+            left = each.agreed(work.step, scale=scale)
             norm = norm if left is None else left / scale
         if work.on_gradients is not None:
             work.on_gradients(norm)

@@ -93,7 +93,7 @@ class KeyedDraws(TorchFunctionMode):
 
     Each call of PyTorch's and of a module passes through Python here, which a small model feels. So a mode whose model
     has drawn nothing may be `asleep`: it is not entered, and its hooks are off, until `wake`. Who lets it sleep sees to
-    it that nothing is drawn meanwhile (`shoal.models.draw_watch`). `drew`: something was drawn.
+    it that nothing is drawn meanwhile (`shoal.models.draw_watch`). `drew`: how often something was drawn.
     """
 
     def __init__(self, model: nn.Module, *, seed: int, one_at_a_time: bool = True) -> None:
@@ -101,7 +101,7 @@ class KeyedDraws(TorchFunctionMode):
         self._model, self._seed, self.one_at_a_time = model, seed, one_at_a_time
         self.slices = Slices()
         self.unkeyed: set[str] = set()
-        self.drew = False
+        self.drew = 0
         self._keys: Tensor | None = None
         self._step, self._tokens, self._entered, self._replays = 0, 0, 0, 0
         self._calls: list[_Call] = []
@@ -233,7 +233,7 @@ class KeyedDraws(TorchFunctionMode):
         """64 random bits for each element of a tensor of this shape, the next draw of the module that is called."""
         if not self._calls:
             raise _repeated("a function that is no module")
-        call, self.drew = self._calls[-1], True
+        call, self.drew = self._calls[-1], self.drew + 1
         if call.number is None:
             raise _repeated(f"the module {call.module}")
         key = key_of(self._seed, "draw", call.module, call.number, call.draws)

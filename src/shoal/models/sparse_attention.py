@@ -218,7 +218,7 @@ def takes_flex(config: SparseAttentionConfig, query: Tensor) -> bool:
 
 @cache
 def compiled_flex() -> Callable[..., Tensor]:
-    """FlexAttention, compiled; importing it costs what only its users need."""
+    """FlexAttention, compiled; imported here, because the import is slow."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention)  # type: ignore[return-value]

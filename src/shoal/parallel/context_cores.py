@@ -5,14 +5,13 @@ Under a mask of `[model.attention]` a rank fetches the blocks of keys and values
     every rank   its own blocks that others need   --all-to-all-->   those of others that it needs     forward
                  their gradients                   <--all-to-all--                                     backward
 
-Which blocks these are follows from the mask and the length alone, so that all ranks know it without a word. The bytes
+Which blocks these are follows from the mask and the length alone, so that no rank has to ask. The bytes
 of a window grow with the window, those of a ring with the sequence. Ulysses has whole sequences, and masks them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shoal.comm.collective import Collective
-from shoal.comm.volume import bytes_sent
 from shoal.errors import LayoutError, UserCodeError
 from shoal.models.attention_config import SparseAttentionConfig
 from shoal.models.layers import CausalAttention
@@ -42,7 +40,6 @@ from shoal.parallel.context import (
     UlyssesAttention,
     gathered,
     in_sequence,
-    kv_copies,
     positions,
 )
 
@@ -194,54 +191,3 @@ def _core(module: CausalAttention, kind: ContextKind) -> Callable[[Collective], 
 def _cores(model: nn.Module) -> dict[str, CausalAttention]:
     named = model.named_modules(remove_duplicate=False)
     return {name: m for name, m in named if type(m) is CausalAttention or type(m) is SparseAttention}
-
-
-# Bytes that a context rank sends for one attention, forward and backward: closed forms beside the wire's own count.
-#
-# With K the bytes of a rank's keys, and C ranks:
-#
-#     ring        2 K (C - 1) forward; the same again and the gradients, 2 K' (C - 1), backward
-#     allgather   2 K (C - 1) forward; the same again and a reduce-scatter of 2 K' C backward
-#     ulysses     (C - 1) / C of query, keys, values and result, each way; keys and values in `kv_copies`
-#     mask        keys and values of the blocks that others need forward, gradients of those that it fetched backward
-#
-# K' is K in float32 at least: terms of gradients are added up in a wide type.
-
-
-WIDE_BYTES = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionSizes:
-    """One attention of a rank: `tokens` are the rank's own, over all its samples."""
-
-    tokens: int
-    heads: int
-    kv_heads: int
-    head_size: int
-    element_bytes: int
-
-
-def attention_bytes_sent(kind: ContextKind, sizes: AttentionSizes, *, size: int, backend: str) -> int:
-    """Bytes sent by one of `size` ranks for one forward and backward; documents not counted."""
-    numel = sizes.tokens * sizes.kv_heads * sizes.head_size
-    block, wide_block = 2 * numel * sizes.element_bytes, 2 * numel * max(WIDE_BYTES, sizes.element_bytes)
-    if kind == "ulysses":
-        heads = 2 * sizes.heads + 2 * sizes.kv_heads * kv_copies(sizes.kv_heads, size)
-        each_way = sizes.tokens * heads * sizes.head_size * sizes.element_bytes
-        return 2 * bytes_sent("all_to_all", each_way, size=size, backend=backend)
-    if kind == "ring":
-        return (2 * block + wide_block) * (size - 1)
-    gradients = bytes_sent("reduce_scatter", wide_block * size, size=size, backend=backend)
-    return 2 * bytes_sent("all_gather", block, size=size, backend=backend) + gradients
-
-
-def fetched_bytes_sent(
-    config: SparseAttentionConfig, sizes: AttentionSizes, *, size: int, rank: int, tokens: int
-) -> int:
-    """Bytes that `rank` sends for one forward and backward under a mask, of sequences of which it holds `tokens` each;
-    documents not counted.
-    """
-    fetch = fetch_of(config, tokens * size // config.block, size=size, rank=rank)
-    block = 2 * sizes.tokens // tokens * config.block * sizes.kv_heads * sizes.head_size * sizes.element_bytes
-    return block * (sum(fetch.to_each) + sum(fetch.from_each))

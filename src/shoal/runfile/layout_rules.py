@@ -120,6 +120,11 @@ def _sparse_attention(run_file: RunFile) -> str | None:
             f"model.attention.kept has {len(mask.kept)} lists of blocks of {mask.block} tokens, and batch.sequence = "
             f"{run_file.batch.sequence}: give {-(-run_file.batch.sequence // mask.block)} lists"
         )
+    if mask is not None and mask.form == "flex" and run_file.run.device == "cpu":
+        return (
+            'model.attention.form = "flex" with run.device = "cpu": FlexAttention has no backward there; leave form '
+            "out, or choose another device"
+        )
     if mask is not None and mask.form == "flex" and context > 1 and run_file.context.kind != "ulysses":
         return (
             f'model.attention.form = "flex" with layout.context = {context}: ranks compute with the blocks that they '

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 from shoal.engine.config import BFloat16Params, CrossEntropy, Float8
 from shoal.memory.config import OffloadConfig
-from shoal.models.config import PromptTuning
+from shoal.models.config import MoEConfig, PromptTuning
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.optim.closure_config import Searching
 from shoal.optim.config import AdamW8bit, kinds_whose
@@ -328,17 +329,33 @@ def _freeze_rule(run_file: RunFile) -> str | None:
 
 
 def _against_cached_blocks(run_file: RunFile) -> Iterator[tuple[str, str]]:
-    """(key and value, why blocks cannot be left out on one rank alone)"""
-    layout = run_file.layout
+    """(key and value, why blocks cannot be left out on one rank alone, or give other things in each epoch)"""
+    layout, model = run_file.layout, run_file.model
+    if isinstance(model, MoEConfig):
+        yield 'model.kind = "moe"', "a router that is not computed adds nothing to the loss, and its bias stands still"
+    for key in ("dropout", "lora_dropout"):
+        if getattr(model, key, 0.0):
+            yield f"model.{key} = {getattr(model, key)}", "blocks drop other features in every epoch"
+    if getattr(run_file.data, "augment", None):
+        yield (
+            f"data.augment = {json.dumps(run_file.data.augment)}",
+            "each epoch has other samples, so that none is found",
+        )
     for axis in ("pipeline", "context", "tensor", "expert"):
         if getattr(layout, axis) > 1:
             yield f"layout.{axis} = {getattr(layout, axis)}", "its ranks compute a block together"
-    if layout.shard > 1 and run_file.memory.zero not in (1, 2):
-        yield f"layout.shard = {layout.shard} and ZeRO-3", "ranks gather the weights of a block together"
     if run_file.run.compile is not False:
         yield run_file.run.compile_said, "a compiled program computes all blocks"
     if run_file.elastic is not None:
         yield "[elastic]", "a new membership builds its model anew"
+    processes = run_file.run.processes or layout.default_processes or 1
+    shares = processes // (layout.pipeline * layout.context * layout.tensor)
+    if shares > 1:
+        axes = (
+            f"layout.{axis} = {size}" for axis in ("replicate", "shard") if (size := getattr(layout, axis) or 1) > 1
+        )
+        key = next(axes, f"run.processes = {processes}")
+        yield key, "an epoch gives a rank other samples than the one before, so that it finds hardly any batch"
 
 
 def _sparse_layers_rule(run_file: RunFile) -> str | None:

@@ -288,7 +288,8 @@ class FreezeConfig(Table, frozen=True, kw_only=True):
         Size | None,
         says(
             'What each rank may keep, such as "4 GiB", of what the frozen blocks at the front of a model give for a '
-            "sample, so that an epoch after the first does not compute them. They may not depend on chance."
+            "sample, so that an epoch after the first does not compute them. They may not depend on chance, and only "
+            "a rank that is alone has the same samples in every epoch: of several, each would find hardly any batch."
         ),
     ] = None
 

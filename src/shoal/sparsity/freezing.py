@@ -25,23 +25,20 @@ before it are, because only then its backward is saved; they thaw when the learn
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils._pytree import tree_leaves
 
 from shoal.comm.collective import Collective
-from shoal.errors import ConfigError, UserCodeError
+from shoal.errors import ConfigError
 from shoal.sparsity.config import FreezeByProgress, FreezeConfig
 from shoal.sparsity.masks import Masks
 from shoal.state import Held, Owned, is_counted, views
@@ -186,6 +183,7 @@ class Freezing:
         self._config, self._parameters, self._owned, self._optimizer = config, parameters, owned, optimizer
         self._names, self._replica, self._masks, self._rate = names, replica, masks, rate
         self._blocks = blocks_of(names)
+        self._block_of = {name: number for number, block in enumerate(self._blocks) for name in block}
         self._progress = None if config.progress is None else Plasticity(config.progress, len(self._blocks))
         self._references: dict[int, Tensor] = {}
         """Weights at the last comparison, or sums of the gradients since then."""
@@ -215,15 +213,17 @@ class Freezing:
     def explore(self, step: int, again: Callable[[], object]) -> None:
         """Nothing is wanted of other weights."""
 
-    def agreed(self, step: int) -> None:
-        """After the backward: the optimizer passes by what is frozen, and keeps nothing of it."""
+    def agreed(self, step: int, *, scale: float = 1.0) -> None:
+        """After the backward: the optimizer passes by what is frozen, and keeps nothing of it. Gradients are `scale`
+        times what they should be.
+        """
         for own in self._owned:
             if own.name in self._masks.frozen:
                 own.parameter.grad = None
                 self._optimizer.state.pop(own.parameter, None)
-            elif self._by_gradient:
+            elif self._by_gradient and own.name in self._block_of:
                 total = self._references.setdefault(id(own), torch.zeros_like(own.parameter))
-                total.add_(own.gradient)
+                total.add_(own.gradient, alpha=1 / scale)
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
@@ -251,10 +251,9 @@ class Freezing:
     def _norms(self, squares: Callable[[Owned], list[Tensor]]) -> tuple[Tensor, ...]:
         """The roots of the sums of some `squares` over every block, the same on all ranks."""
         sums = torch.zeros(len(self._blocks), 2, dtype=torch.float64, device=self._device)
-        block_of = {name: number for number, block in enumerate(self._blocks) for name in block}
         for own in self._owned:
-            if own.name in block_of and id(own) in self._references and is_counted(own):
-                sums[block_of[own.name]] += torch.stack(squares(own))
+            if own.name in self._block_of and id(own) in self._references and is_counted(own):
+                sums[self._block_of[own.name]] += torch.stack(squares(own))
         self._replica.all_reduce(sums).wait()
         return sums.sqrt().unbind(1)
 
@@ -306,100 +305,3 @@ class Freezing:
         """Goes on from there."""
         if self._progress is not None:
             self._progress.load(facts)
-
-
-# What frozen blocks at the front of a model give for a sample is the same in every epoch, and may be kept
-# (`freeze.cache`): of a batch whose samples have all been seen, they are not computed. A sample is known by a hash of
-# what the model is called with, so that one which is augmented otherwise is another. Which blocks these are autograd
-# says: what they give requires no gradient.
-
-
-class CachedBlocks:
-    """What the last of the frozen `blocks` gives, by sample, in the host's memory: `budget_bytes` at most.
-
-    It replaces the `forward` of each block. The first batch that is found whole is computed once more: `UserCodeError`
-    where that gives something else, and where there are no frozen blocks at the front, or more bytes than allowed.
-    """
-
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], budget_bytes: int) -> None:
-        self._budget_bytes, self._held_bytes = budget_bytes, 0
-        self._kept: dict[bytes, Tensor] = {}
-        self._keys: list[bytes] = []
-        self._found: Tensor | None = None
-        self._last: int | None = None
-        self._given: tuple[int, Tensor] | None = None
-        self._checked = False
-        for number, block in enumerate(blocks):
-            block.forward = partial(self._block, number, block.forward)
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._end)
-
-    def _begin(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._keys, self._found, self._given = [], None, None
-        if not (model.training and torch.is_grad_enabled()):
-            return
-        self._keys = keys_of_samples([x for x in tree_leaves((args, named)) if isinstance(x, Tensor)])
-        if self._keys and all(key in self._kept for key in self._keys):
-            self._found = torch.stack([self._kept[key] for key in self._keys])
-
-    def _block(self, number: int, forward: Callable[..., Any], x: Tensor, *args: Any, **named: Any) -> Any:
-        leaves_out = self._found is not None and self._checked and self._last is not None and number <= self._last
-        if leaves_out:
-            assert self._found is not None, "it was found"
-            return self._found.to(x.device) if number == self._last else x
-        given = forward(x, *args, **named)
-        if self._keys and isinstance(given, Tensor) and not given.requires_grad:
-            self._given = number, given
-        return given
-
-    def _end(self, model: nn.Module, args: tuple[Any, ...], found: Any) -> None:
-        if not self._keys or (self._found is not None and self._checked):
-            return
-        if self._given is None:
-            raise UserCodeError(
-                f"freeze.cache: {type(model).__name__} has no frozen blocks at its front that give one tensor; name "
-                "all that comes before the trained blocks in freeze.layers, or leave cache out"
-            )
-        self._last, given = self._given
-        if self._found is not None:
-            self._check(self._found, given.cpu())
-            return
-        for key, row in zip(self._keys, given.cpu(), strict=True):
-            if key not in self._kept:
-                self._kept[key] = row.clone()
-                self._held_bytes += row.nbytes
-        if self._held_bytes > self._budget_bytes:
-            each = self._held_bytes // len(self._kept)
-            raise UserCodeError(
-                f"freeze.cache: {len(self._kept)} samples of {each:,} bytes are more than it may hold, and there are "
-                "others: give it what all samples of a rank take, or leave it out"
-            )
-
-    def _check(self, before: Tensor, now: Tensor) -> None:
-        if not torch.allclose(before, now, rtol=SAME_SAMPLE, atol=SAME_SAMPLE * float(now.abs().max())):
-            raise UserCodeError(
-                "freeze.cache: frozen blocks gave something else for the same samples than before, as dropout or a "
-                "batch norm in training does; turn it off in them (dropout = 0, eval), or leave cache out"
-            )
-        self._checked = True
-
-
-SAME_SAMPLE = 1e-2
-"""How far a sample's features may be from those in another batch, for their size: bfloat16 rounds."""
-
-
-def keys_of_samples(inputs: Sequence[Tensor]) -> list[bytes]:
-    """A hash of what each sample has of `inputs`, whose first dim counts samples; what has another length is all of
-    it every sample's. Of no inputs, none.
-    """
-    samples = len(inputs[0]) if inputs and inputs[0].ndim else 0
-    own = [x.detach().cpu().contiguous() for x in inputs]
-    shared = [x for x in own if not x.ndim or len(x) != samples]
-    keys = []
-    for number in range(samples):
-        digest = hashlib.blake2b(digest_size=16)
-        for part in [*(x[number] for x in own if x.ndim and len(x) == samples), *shared]:
-            digest.update(str((part.dtype, tuple(part.shape))).encode())
-            digest.update(part.reshape(-1).view(torch.uint8).numpy().tobytes())
-        keys.append(digest.digest())
-    return keys

@@ -74,14 +74,14 @@ class Gates:
             own.parameter.copy_(self.weights[key] * self._drawn(own, step)[0])
 
     @torch.no_grad()
-    def learn(self, step: int, *, density: float, since: int) -> None:
+    def learn(self, step: int, *, density: float, since: int, scale: float = 1.0) -> None:
         """After the backward of `step`: locations take a step of Adam, the `since`-th towards the `density`; parameters
-        are weights again, and their gradients those of the weights.
+        are weights again, and their gradients those of the weights. Gradients are `scale` times what they should be.
         """
         gradients, sums = {}, torch.zeros(3, dtype=torch.float64, device=self._device)
         for own in self._owned:
             weight, (gate, slope) = self.weights[id(own)], self._drawn(own, step)
-            gradients[id(own)] = own.gradient * weight * slope
+            gradients[id(own)] = own.gradient * weight * slope / scale
             if is_counted(own):
                 squares, open_ = gradients[id(own)].double().square().sum(), self._open(own).double().sum()
                 sums += torch.stack([squares, open_, open_.new_tensor(weight.numel())])

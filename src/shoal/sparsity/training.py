@@ -276,16 +276,17 @@ class SparseTraining:
         return of_kind.get(type(self._config), self._slots[MOVEMENT])[id(own)]
 
     @torch.no_grad()
-    def agreed(self, step: int) -> float:
-        """After the backward of `step`, on all ranks together: every `.grad` is the agreed one, and finite. It becomes
-        that of the weights which are trained, whose 2-norm over the whole model is returned.
+    def agreed(self, step: int, *, scale: float = 1.0) -> float:
+        """After the backward of `step`, on all ranks together: every `.grad` is the agreed one times `scale`, and
+        finite. It becomes that of the weights which are trained, whose 2-norm over the whole model is returned.
         """
         if self._gates is not None and self._gates.locations:
-            self._gates.learn(step, density=self._plan.density(step), since=step - self._plan.begin + 1)
+            since = step - self._plan.begin + 1
+            self._gates.learn(step, density=self._plan.density(step), since=since, scale=scale)
         elif self._waits:
             for own, waiting in self._with(WAITING):
                 own.parameter.add_(waiting)
-        self._measure()
+        self._measure(scale)
         if self._due(step):
             self._change(self._changes.next(step), self._changes.trained() if self._waits else None)
             self._products.clear()
@@ -369,13 +370,13 @@ class SparseTraining:
         slot = self._slots[prefix]
         return [(own, slot[id(own)]) for own in self.owners.owned if id(own) in slot]
 
-    def _measure(self) -> None:
+    def _measure(self, scale: float) -> None:
         """What a kind adds up in every step."""
         if isinstance(self._config, Movement):
             for own in self.owners.owned:
                 sums = self._slots[MOVEMENT].setdefault(id(own), torch.zeros_like(own.parameter))
                 if own.parameter.grad is not None:
-                    sums.addcmul_(own.parameter, own.parameter.grad, value=-1)
+                    sums.addcmul_(own.parameter, own.parameter.grad, value=-1 / scale)
 
     def _change(self, masks: NewMasks, wider: NewMasks | None) -> None:
         """New masks, which their owners have, come to all ranks, and what the optimizer keeps for masked weights is

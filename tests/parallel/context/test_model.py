@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,20 +13,15 @@ from torch import Tensor, nn
 
 from shoal.comm.config import WireConfig
 from shoal.comm.mesh import Mesh, build_mesh
+from shoal.comm.volume import bytes_sent
 from shoal.memory.recompute import recompute
 from shoal.memory.tracker import measured_activation_bytes
-from shoal.models.attention_config import AttentionConfig, Causal, SlidingWindow
+from shoal.models.attention_config import AttentionConfig, Causal, SlidingWindow, SparseAttentionConfig
 from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
 from shoal.models.layers import set_sample_keys
-from shoal.parallel.context import positions, slice_sequence
-from shoal.parallel.context_cores import (
-    KINDS,
-    AttentionSizes,
-    attention_bytes_sent,
-    fetched_bytes_sent,
-    put_context,
-)
+from shoal.parallel.context import kv_copies, positions, slice_sequence
+from shoal.parallel.context_cores import KINDS, ContextKind, fetch_of, put_context
 from shoal.topology.layout import Layout
 from tests.ranks import TestPlace
 
@@ -39,6 +35,57 @@ QUARTER = {"ring": 0.252, "allgather": 0.252, "ulysses": 0.27}
 
 
 MASK = SlidingWindow(window=3, block=2)
+
+
+# Bytes that a context rank sends for one attention, forward and backward: closed forms beside the wire's own count.
+#
+# With K the bytes of a rank's keys, and C ranks:
+#
+#     ring        2 K (C - 1) forward; the same again and the gradients, 2 K' (C - 1), backward
+#     allgather   2 K (C - 1) forward; the same again and a reduce-scatter of 2 K' C backward
+#     ulysses     (C - 1) / C of query, keys, values and result, each way; keys and values in `kv_copies`
+#     mask        keys and values of the blocks that others need forward, gradients of those that it fetched backward
+#
+# K' is K in float32 at least: terms of gradients are added up in a wide type.
+
+
+WIDE_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSizes:
+    """One attention of a rank: `tokens` are the rank's own, over all its samples."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    element_bytes: int
+
+
+def attention_bytes_sent(kind: ContextKind, sizes: AttentionSizes, *, size: int, backend: str) -> int:
+    """Bytes sent by one of `size` ranks for one forward and backward; documents not counted."""
+    numel = sizes.tokens * sizes.kv_heads * sizes.head_size
+    block, wide_block = 2 * numel * sizes.element_bytes, 2 * numel * max(WIDE_BYTES, sizes.element_bytes)
+    if kind == "ulysses":
+        heads = 2 * sizes.heads + 2 * sizes.kv_heads * kv_copies(sizes.kv_heads, size)
+        each_way = sizes.tokens * heads * sizes.head_size * sizes.element_bytes
+        return 2 * bytes_sent("all_to_all", each_way, size=size, backend=backend)
+    if kind == "ring":
+        return (2 * block + wide_block) * (size - 1)
+    gradients = bytes_sent("reduce_scatter", wide_block * size, size=size, backend=backend)
+    return 2 * bytes_sent("all_gather", block, size=size, backend=backend) + gradients
+
+
+def fetched_bytes_sent(
+    config: SparseAttentionConfig, sizes: AttentionSizes, *, size: int, rank: int, tokens: int
+) -> int:
+    """Bytes that `rank` sends for one forward and backward under a mask, of sequences of which it holds `tokens` each;
+    documents not counted.
+    """
+    fetch = fetch_of(config, tokens * size // config.block, size=size, rank=rank)
+    block = 2 * sizes.tokens // tokens * config.block * sizes.kv_heads * sizes.head_size * sizes.element_bytes
+    return block * (sum(fetch.to_each) + sum(fetch.from_each))
 
 
 def gpt(attention: AttentionConfig = Causal()) -> nn.Module:

@@ -1,0 +1,251 @@
+"""What frozen blocks give, kept: the same gradients without them, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.assembly.tiers import Tiers
+from shoal.errors import ConfigError, UserCodeError
+from shoal.models.build import initialise
+from shoal.models.config import GPTConfig, MoEConfig
+from shoal.models.gpt import GPT
+from shoal.models.huggingface.build import build
+from shoal.models.huggingface.config import TransformersConfig
+from shoal.models.keyed_draws import KeyedDraws
+from shoal.sparsity.block_cache import CachedBlocks
+from shoal.sparsity.config import FreezeConfig
+from shoal.sparsity.freezing import freeze
+from tests.models.huggingface.architectures import BERT
+from tests.sync.steps import ADAM, gap, train
+from tests.verification.layouts import corpus, run_file_of
+
+SUM_ORDER = 1e-8
+"""Weights in float64 after 12 steps of AdamW, relative."""
+MIB = 1 << 20
+
+
+def counted_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[int]:
+    """How often each block has computed, counted from now on. Call it before the blocks are cached."""
+    calls = [0] * len(blocks)
+
+    def counting(number: int, forward: Any) -> Any:
+        def call(*args: Any, **named: Any) -> Any:
+            calls[number] += 1
+            return forward(*args, **named)
+
+        return call
+
+    for number, block in enumerate(blocks):
+        block.forward = counting(number, block.forward)
+    return calls
+
+
+def half_frozen_gpt(**keys: Any) -> GPT:
+    model = GPT(GPTConfig(vocabulary=61, layers=4, width=16, heads=2, **keys))
+    initialise(model, seed=1, device="cpu", dtype=torch.float64)
+    freeze(model, FreezeConfig(layers=("embedding", "blocks.0", "blocks.1")))
+    return model
+
+
+def half_frozen_bert() -> nn.Module:
+    config = BERT["config"] | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_hidden_layers": 4}
+    model = build(TransformersConfig(architecture=BERT["architecture"], config=config)).double()
+    freeze(model, FreezeConfig(layers=("*.embeddings", "*.layer.0", "*.layer.1")))
+    return model
+
+
+@pytest.mark.parametrize("kind", ["gpt", pytest.param("bert", marks=pytest.mark.slow)])
+def test_frozen_blocks_compute_a_sample_once_and_gradients_stay(kind: str) -> None:
+    """And once more when the first batch is found whole, in whatever order and company samples come then."""
+    model = half_frozen_gpt() if kind == "gpt" else half_frozen_bert()
+    blocks = list(model.get_submodule("blocks" if kind == "gpt" else "bert.encoder.layer").children())
+    tokens = torch.randint(0, 61, (6, 8), generator=torch.Generator().manual_seed(0))
+    batches = [tokens[:3], tokens[3:], tokens[[4, 0]], tokens[[1, 5, 2]], tokens[:4], 60 - tokens[:1]]
+
+    def gradients(batch: Tensor) -> list[Tensor]:
+        found = model(batch)
+        logits = found if isinstance(found, Tensor) else found.logits
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return [g for g in torch.autograd.grad(logits.square().sum(), trained, allow_unused=True) if g is not None]
+
+    wanted = [gradients(batch) for batch in batches]
+    calls = counted_blocks(model, blocks)
+    CachedBlocks(model, blocks, budget_bytes=1 << 20)
+    for batch, each in zip(batches, wanted, strict=True):
+        assert all(torch.allclose(one, other, rtol=1e-10) for one, other in zip(gradients(batch), each, strict=True))
+    assert calls == [4, 4, 6, 6], "two new batches, one found, and a sample that is new"
+    with torch.no_grad():
+        model(tokens[:2])
+    assert calls[0] == 5, "evaluations compute"
+
+
+class Blocks(nn.Module):
+    """Frozen blocks, one behind the other, and a head; `meet` may do more with what each has given."""
+
+    def __init__(
+        self,
+        *blocks: nn.Module,
+        call: Callable[[nn.Module, Tensor], Tensor] = lambda block, x: block(x),
+        meet: Callable[[list[Tensor]], Tensor] = lambda given: given[-1],
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(blocks or [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.head: nn.Module = nn.Linear(4, 1)
+        self.call, self.meet = call, meet
+        self.blocks.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        given = []
+        for block in self.blocks:
+            x = self.call(block, x)
+            given.append(x)
+        return self.head(self.meet(given))
+
+    def cached(self) -> Blocks:
+        CachedBlocks(self, list(self.blocks), MIB)
+        return self
+
+
+def epochs(model: nn.Module, number: int, samples: Tensor | None = None) -> list[Tensor]:
+    """What `model` gives for the same four batches in each of some epochs."""
+    torch.manual_seed(1)
+    batches = torch.randn(4, 8, 4).unbind() if samples is None else samples.unbind()
+    return [model(batch).detach() for _ in range(number) for batch in batches]
+
+
+class StochasticDepth(nn.Linear):
+    """Leaves a sample in fifty as it was."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input + (torch.rand(len(input), 1) > 0.02) * super().forward(input)
+
+
+class Counting(nn.Linear):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(input)
+
+
+@pytest.mark.parametrize(
+    ("model", "sentence"),
+    [
+        (Blocks(meet=lambda given: given[0] + given[-1]), r"computes \(.*add.*\) with what a frozen block gives"),
+        (Blocks(meet=lambda given: torch.stack(given).sum(0)), r"computes \(stack\) with"),
+        (Blocks(meet=lambda given: given[-1] + float(given[1].sum())), r"computes \(sum\) with"),
+        (Blocks(StochasticDepth(4, 4), nn.Linear(4, 4)), "numbers are drawn before the last frozen block"),
+        (Blocks(nn.Linear(4, 4), nn.Dropout(0.01)), r"blocks.1 \(Dropout\) drops features \(p = 0.01\)"),
+        (Blocks(nn.Linear(4, 4), nn.BatchNorm1d(4)), r"blocks.1 \(BatchNorm1d\) takes statistics of a batch"),
+        (Blocks(nn.Linear(4, 4), Counting()), "changes a buffer of the frozen blocks"),
+        (Blocks(*[nn.Linear(4, 4)] * 2), "block 0 is called more than once"),
+    ],
+    ids=["skip", "sum of hidden states", "number", "stochastic depth", "dropout", "batch norm", "buffer", "shared"],
+)
+def test_what_depends_on_more_than_the_last_frozen_block_is_refused(model: Blocks, sentence: str) -> None:
+    with pytest.raises(UserCodeError, match=sentence):
+        epochs(model.cached(), 3)
+
+
+def test_a_draw_that_is_keyed_by_sample_is_seen_too() -> None:
+    model = Blocks(StochasticDepth(4, 4), nn.Linear(4, 4)).cached()
+    draws = KeyedDraws(model, seed=0)
+    with pytest.raises(UserCodeError, match="numbers are drawn"), draws:
+        epochs(model, 1)
+
+
+def test_blocks_whose_statistics_stand_still_and_dropout_behind_them_are_cached() -> None:
+    model = Blocks(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    model.blocks[1].eval()
+    model.head = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 1))
+    calls = counted_blocks(model, list(model.blocks))
+    epochs(model.cached(), 3)
+    assert calls == [5, 5, 5], "four batches, and the first one again"
+
+
+def test_a_mixture_is_refused_in_frozen_blocks() -> None:
+    """Its loss and the bias of its router would stand still."""
+    config = MoEConfig(vocabulary=61, layers=2, width=16, heads=2, experts=4, balance="bias")
+    model = GPT(config)
+    initialise(model, seed=1, device="cpu", dtype=torch.float64)
+    freeze(model, FreezeConfig(layers=("embedding", "blocks.0")))
+    CachedBlocks(model, list(model.blocks), MIB)
+    with pytest.raises(UserCodeError, match="adds to the loss: use a model without mixtures"):
+        model(torch.zeros(2, 8, dtype=torch.int64))
+
+
+def test_hidden_states_without_samples_in_front_are_refused() -> None:
+    """Also where there are as many samples as tokens: as soon as samples come in other company."""
+
+    class Turned(Blocks):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.transpose(0, 1)).transpose(0, 1)
+
+    with pytest.raises(UserCodeError, match=r"block 2 of Turned gives \[5, 3, 4\] for 3 samples"):
+        Turned().cached()(torch.randn(3, 5, 4))
+    turned = Turned().cached()
+    samples = torch.randn(4, 3, 3, 4)
+    epochs(turned, 3, samples)
+    with pytest.raises(UserCodeError, match="gave something else for the same samples"):
+        turned(torch.stack([samples[0, 0], samples[1, 1], samples[2, 2]]))
+
+
+def test_blocks_may_be_called_with_keywords_alone() -> None:
+    plain, cached = (Blocks(call=lambda block, x: block(input=x)) for _ in range(2))
+    wanted = epochs(plain, 3)
+    calls = counted_blocks(cached, list(cached.blocks))
+    assert all(torch.allclose(one, other) for one, other in zip(epochs(cached.cached(), 3), wanted, strict=True))
+    assert calls == [5, 5, 5]
+
+
+def test_ranks_that_share_a_batch_have_no_cache(tmp_path: Path) -> None:
+    """Also where their number is known only when they are there."""
+    run_file = run_file_of(tmp_path, freeze={"layers": ["embedding"], "cache": "1 MiB"})
+    with pytest.raises(ConfigError, match=r"freeze\.cache with 2 ranks that share a batch"):
+        Tiers(run_file, torch.device("cpu")).keep_activations(cast(Any, None), 0, shares=2)
+
+
+def test_numbers_that_a_model_is_called_with_tell_samples_apart() -> None:
+    class Scaled(Blocks):
+        def forward(self, x: Tensor, by: float = 1.0) -> Tensor:
+            return super().forward(x * by)
+
+    plain, cached, x = Scaled(), Scaled().cached(), torch.randn(3, 4)
+    for _ in range(3):
+        cached(x, by=1.0)
+    assert torch.equal(cached(x, by=2.0), plain(x, by=2.0))
+
+
+def test_cached_blocks_that_cannot_be_are_refused() -> None:
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    model = half_frozen_gpt()
+    CachedBlocks(model, list(model.blocks), budget_bytes=100)
+    with pytest.raises(UserCodeError, match="1 samples of 1,024 bytes are more than it may hold"):
+        model(tokens)
+    model = GPT(GPTConfig(vocabulary=61, layers=2, width=16, heads=2))
+    freeze(model, FreezeConfig(layers=("blocks.1",)))
+    CachedBlocks(model, list(model.blocks), MIB)
+    with pytest.raises(UserCodeError, match="GPT has no frozen blocks at its front"):
+        model(tokens)
+
+
+def test_a_run_with_cached_blocks_learns_as_without(ranks, tmp_path: Path) -> None:
+    """Over epochs of three steps."""
+    corpus(tmp_path)
+    small = {"kind": "gpt", "vocabulary": 61, "layers": 4, "width": 16, "heads": 2, "feed_forward_width": 24}
+    tables = ADAM | {"model": small, "data": {"subset": 0.02}}
+    half = {"layers": ["embedding", "blocks.0", "blocks.1"]}
+    plain = ranks(1, train, tables | {"freeze": half}, str(tmp_path))[0]
+    cached = ranks(1, train, tables | {"freeze": half | {"cache": "1 MiB"}}, str(tmp_path))[0]
+    assert gap(cached.weights, plain.weights) < SUM_ORDER
