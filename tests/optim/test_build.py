@@ -11,18 +11,20 @@ from torch import nn
 
 from shoal.errors import ConfigError
 from shoal.optim.build import build_optimizer, layer_rates, part_of, set_rate
-from shoal.optim.config import SGD, AdamW
+from shoal.optim.config import SGD, AdamW, AdamW8bit
 from shoal.optim.declared import Group
 from shoal.optim.kinds import LAMB, Lion, NAdam
 from shoal.optim.preconditioned_config import Muon
-from shoal.optim.slots import make_slots, named_slots
+from shoal.optim.slots import make_slots, named_slots, pack_slots
 
 ROUNDING = 1e-6  # fused and unfused kernels differ in the order of operations
+LOW = 1e-4
+"""A rate at which all optimizers descend."""
 
 
-def net() -> nn.Module:
+def net(width: int = 8) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Linear(width, 2))
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
@@ -56,22 +58,34 @@ def test_matrices_decay_and_the_rest_does_not(config, plain) -> None:
         assert torch.allclose(a, b, rtol=ROUNDING, atol=ROUNDING)
 
 
-@pytest.mark.parametrize("config", [AdamW(lr=0.01), SGD(lr=0.01, momentum=0.9), SGD(lr=0.01)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        AdamW(lr=0.01),
+        SGD(lr=0.01, momentum=0.9),
+        SGD(lr=0.01),
+        AdamW8bit(lr=0.01),
+        AdamW8bit(lr=0.01, groups={"0.*": Group(kind="adamw"), "1.*": Group(kind="lion")}),
+        AdamW8bit(lr=0.01, groups={"0.*": Group(kind="lion", lr=1e-3)}),
+    ],
+)
 def test_a_state_that_was_saved_and_loaded_goes_on_bitwise(config) -> None:
     """Slots read out by name and filled into a fresh optimizer continue as if nothing had happened."""
-    going_on = net()
-    first = build_optimizer(config, [(n, p, True) for n, p in going_on.named_parameters()], lr=0.01)
+    going_on = net(AdamW8bit.least_numbers // 2)
+    first = build_optimizer(config, [(n, p, True) for n, p in going_on.named_parameters()], lr=LOW)
+    set_rate(first, LOW)
     steps(going_on, first, 3)
     resumed = copy.deepcopy(going_on)
     second = build_optimizer(config, [(n, p, True) for n, p in resumed.named_parameters()], lr=0.5)
-    set_rate(second, 0.01)
+    set_rate(second, LOW)
     saved = {name: tensor.clone() for name, tensor in named_slots(first, going_on.named_parameters()).items()}
     made = make_slots(
-        second, resumed.named_parameters(), {name: t.dtype for name, t in saved.items()}, slots=config.slots
+        second, resumed.named_parameters(), {name: t.dtype for name, t in saved.items()}, slots=config.all_slots
     )
     assert made.keys() == saved.keys()
     for name, tensor in made.items():
         tensor.copy_(saved[name])
+    pack_slots(second)
     for model, optimizer in ((going_on, first), (resumed, second)):
         steps(model, optimizer, 3)
     assert all(torch.equal(a, b) for a, b in zip(going_on.parameters(), resumed.parameters(), strict=True))

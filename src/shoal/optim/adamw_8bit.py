@@ -64,9 +64,9 @@ class EightBitAdamW(FusedAdamW):
     """
 
     def pack(self) -> None:
-        """Encodes the moments that are tensors, one after the other."""
+        """Encodes the moments that are tensors, one after the other; not those of groups that another kind steps."""
         for group in self.param_groups:
-            for parameter in () if group.get("small") else group["params"]:
+            for parameter in () if group.get("small") or "kind" in group else group["params"]:
                 state = self.state.get(parameter, {})
                 for name, signed in MOMENTS.items():
                     if isinstance(state.get(name), Tensor):
