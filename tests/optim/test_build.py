@@ -193,9 +193,26 @@ def test_what_steps_all_itself_has_no_groups_of_another_kind(config) -> None:
     if isinstance(config, SGD):
         built()
     else:
-        with pytest.raises(ConfigError, match=r'optimizer.kind = "nadam": it steps all parameters itself; choose'):
+        with pytest.raises(
+            ConfigError,
+            match=r'optimizer.kind = "nadam", which steps all parameters itself: choose "adamw", .* or leave kind out',
+        ):
             built()
     with pytest.raises(ValueError, match=r"lr = 0\.1 without kind"):
         Group(lr=0.1)
     with pytest.raises(ValueError, match=r'momentum = 0\.9 without kind = "sgd"'):
         Group(kind="lion", momentum=0.9)
+    none = SGD(lr=0.0, groups={"0.*": Group(kind="lion")})
+    with pytest.raises(ConfigError, match=r"optimizer.lr = 0: a schedule scales both rates alike.*set it above 0"):
+        build_optimizer(none, [("0.w", nn.Parameter(torch.ones(2)), True)], lr=0.0)
+
+
+@pytest.mark.parametrize(
+    ("group", "said"), [(Group(kind="lion"), 'kind = "lion" for e.weight'), (Group(rate=2.0), "rate = 2 for e.weight")]
+)
+def test_a_table_with_a_sparse_gradient_has_the_runs_optimizer(group: Group, said: str) -> None:
+    """What a group says otherwise is not passed over."""
+    parameters = [("e.weight", nn.Parameter(torch.ones(2, 2)), True), ("w", nn.Parameter(torch.ones(2)), True)]
+    with pytest.raises(ConfigError, match=said + ", whose gradient is sparse"):
+        build_optimizer(SGD(groups={"e*": group}), parameters, lr=0.1, sparse=["e.weight"])
+    build_optimizer(SGD(groups={"w": group}), parameters, lr=0.1, sparse=["e.weight"])

@@ -194,6 +194,8 @@ class Common(Table, frozen=True):
     sends_momentum: ClassVar[bool] = False
     """Whether ranks sum momenta, coded, instead of gradients (`OneBit`)."""
 
+    steps_alone: ClassVar[bool] = False
+    """Whether it steps all parameters itself, so that no group has an optimizer of its own."""
     updates_apart: ClassVar[bool] = False
     """Whether the update of some parameters needs nothing but their own state, which may then lie elsewhere."""
 
