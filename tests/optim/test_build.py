@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UsageError
 from shoal.optim.build import build_optimizer, layer_rates, part_of, set_rate
 from shoal.optim.config import SGD, AdamW, AdamW8bit
 from shoal.optim.declared import Group
 from shoal.optim.kinds import LAMB, Lion, NAdam
-from shoal.optim.preconditioned_config import Muon
+from shoal.optim.preconditioned_config import SOAP, Muon
 from shoal.optim.slots import make_slots, named_slots, pack_slots
 
 ROUNDING = 1e-6  # fused and unfused kernels differ in the order of operations
@@ -216,3 +216,18 @@ def test_a_table_with_a_sparse_gradient_has_the_runs_optimizer(group: Group, sai
     with pytest.raises(ConfigError, match=said + ", whose gradient is sparse"):
         build_optimizer(SGD(groups={"e*": group}), parameters, lr=0.1, sparse=["e.weight"])
     build_optimizer(SGD(groups={"w": group}), parameters, lr=0.1, sparse=["e.weight"])
+
+
+def test_a_group_of_another_kind_may_have_slots_anywhere() -> None:
+    """A plan counts what the rest of the model has for all of it, where a group could take hidden matrices."""
+    of = {slot.name: slot.of for slot in Muon(groups={"*": Group(kind="adamw")}).all_slots}
+    assert of == {"momentum_buffer": "hidden", "exp_avg": "all", "exp_avg_sq": "all", "step": "all"}
+    assert {slot.of for slot in Muon().all_slots if slot.name == "exp_avg"} == {"rest"}
+
+
+def test_slots_of_an_older_soap_are_named() -> None:
+    """Which no key of the run file brings back."""
+    held = [("w", nn.Parameter(torch.ones(4, 4)))]
+    optimizer = build_optimizer(SOAP(), [("w", held[0][1], True)], lr=0.1)
+    with pytest.raises(UsageError, match=r"holds optimizer state 'exp_avg_old'.*written by an older Shoal, whose SOAP"):
+        make_slots(optimizer, held, {"exp_avg_old/w": torch.float32}, slots=SOAP().slots)
