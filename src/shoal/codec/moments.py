@@ -111,7 +111,7 @@ def _packed_form(codes: torch.dtype) -> Tensor:
 @functools.cache
 def map_of(codes: torch.dtype, device: torch.device) -> Map:
     """The map of int8 or uint8 `codes`, for tensors on `device`. Its borders are where the kernel has them, to the last
-    bit.
+    bit, for finite numbers.
     """
     form, values = _form(codes)
     levels, one = torch.arange(1, len(values), device="cpu"), int(_float32(1).view(torch.int32))
