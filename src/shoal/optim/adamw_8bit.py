@@ -4,8 +4,8 @@
     x <- (1 - lr w) x - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
 All in float32, or in float64 for parameters of it. x moves by m and v as they are, and these are encoded for the next
-step (`shoal.codec.moments`). So on a CPU, a step that begins with the same moments gives the same weights wherever blocks
-begin; the moments that it leaves are those of its blocks.
+step (`shoal.codec.moments`). So on a CPU a step that begins with the same moments gives the same weights wherever
+blocks begin; the moments that it leaves are those of its blocks.
 
 On a CPU a loop in C does it in one pass (`codec/core/adam.c`). On a GPU with Triton it is one function that Inductor
 compiles (`step_compiled`): where it makes one kernel of it, each number is read and written once,
