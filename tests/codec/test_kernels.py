@@ -142,3 +142,20 @@ def test_a_library_of_another_version_is_one_sentence(tmp_path: Path) -> None:
     subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
     with pytest.raises(EnvironmentFault, match=r"another version of Shoal.*build it again"):
         Kernels(library)
+
+
+@kernels_built
+def test_kernels_write_where_the_vector_lies() -> None:
+    """Whatever device tensors are made on by default."""
+    x = numbers(64)
+    codecs = [
+        Quantised(block=8, levels=127, scale="largest", rounding="nearest"),
+        *(Cast(CastConfig(dtype=dtype)) for dtype in ("bfloat16", "float16")),
+    ]
+    wanted = [codec.encode(x) for codec in codecs]
+    with torch.device("meta"):
+        found = [codec.encode(x) for codec in codecs]
+        places, _ = built().select(x, 0.0, room=3)
+    assert places.tolist() == [0, 1, 2]
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(ours, theirs, strict=True))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from shoal.codec import moments
 from shoal.codec.config import MOMENT_BLOCK as BLOCK
 from shoal.codec.moments import TINIEST, Quantised, map_of, quantised, zeros
 from tests.codec.test_kernels import kernels_built
@@ -181,3 +185,23 @@ def test_what_is_no_number_stays_none() -> None:
         found = quantised(x, signed=True).decoded()
         assert not bool(found[:BLOCK].isfinite().all())
         assert torch.equal(found[BLOCK:], x[BLOCK:])
+
+
+@pytest.mark.parametrize("default", [torch.set_default_dtype, torch.set_default_device])
+def test_what_tensors_are_by_default_changes_nothing(default: Callable[[Any], None]) -> None:
+    """Not the maps, which are kept, either: a kernel writes float32, into memory of a CPU."""
+    x = numbers(2 * BLOCK + 3, signed=True)
+    wanted = quantised(x, signed=True)
+    numbers_of = wanted.decoded()
+    for kept in (moments._form, moments._packed_form, moments.map_of):
+        kept.cache_clear()
+    default(torch.float64 if default is torch.set_default_dtype else "meta")
+    try:
+        found = quantised(x, signed=True)
+        decoded, in_torch = found.decoded(), wanted.decoded_in_torch()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert all(torch.equal(a, b) for a, b in zip(bits(found), bits(wanted), strict=True))
+    assert torch.equal(decoded, numbers_of)
+    assert torch.equal(in_torch, numbers_of)

@@ -9,20 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UsageError
 from shoal.optim.build import build_optimizer, layer_rates, part_of, set_rate
-from shoal.optim.config import SGD, AdamW
+from shoal.optim.config import SGD, AdamW, AdamW8bit
 from shoal.optim.declared import Group
 from shoal.optim.kinds import LAMB, Lion, NAdam
-from shoal.optim.preconditioned_config import Muon
-from shoal.optim.slots import make_slots, named_slots
+from shoal.optim.preconditioned_config import SOAP, Muon
+from shoal.optim.slots import make_slots, named_slots, pack_slots
 
 ROUNDING = 1e-6  # fused and unfused kernels differ in the order of operations
+LOW = 1e-4
+"""A rate at which all optimizers descend."""
 
 
-def net() -> nn.Module:
+def net(width: int = 8) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    return nn.Sequential(nn.Linear(4, width), nn.LayerNorm(width), nn.Linear(width, 2))
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int) -> None:
@@ -56,22 +58,34 @@ def test_matrices_decay_and_the_rest_does_not(config, plain) -> None:
         assert torch.allclose(a, b, rtol=ROUNDING, atol=ROUNDING)
 
 
-@pytest.mark.parametrize("config", [AdamW(lr=0.01), SGD(lr=0.01, momentum=0.9), SGD(lr=0.01)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        AdamW(lr=0.01),
+        SGD(lr=0.01, momentum=0.9),
+        SGD(lr=0.01),
+        AdamW8bit(lr=0.01),
+        AdamW8bit(lr=0.01, groups={"0.*": Group(kind="adamw"), "1.*": Group(kind="lion")}),
+        AdamW8bit(lr=0.01, groups={"0.*": Group(kind="lion", lr=1e-3)}),
+    ],
+)
 def test_a_state_that_was_saved_and_loaded_goes_on_bitwise(config) -> None:
     """Slots read out by name and filled into a fresh optimizer continue as if nothing had happened."""
-    going_on = net()
-    first = build_optimizer(config, [(n, p, True) for n, p in going_on.named_parameters()], lr=0.01)
+    going_on = net(AdamW8bit.least_numbers // 2)
+    first = build_optimizer(config, [(n, p, True) for n, p in going_on.named_parameters()], lr=LOW)
+    set_rate(first, LOW)
     steps(going_on, first, 3)
     resumed = copy.deepcopy(going_on)
     second = build_optimizer(config, [(n, p, True) for n, p in resumed.named_parameters()], lr=0.5)
-    set_rate(second, 0.01)
+    set_rate(second, LOW)
     saved = {name: tensor.clone() for name, tensor in named_slots(first, going_on.named_parameters()).items()}
     made = make_slots(
-        second, resumed.named_parameters(), {name: t.dtype for name, t in saved.items()}, slots=config.slots
+        second, resumed.named_parameters(), {name: t.dtype for name, t in saved.items()}, slots=config.all_slots
     )
     assert made.keys() == saved.keys()
     for name, tensor in made.items():
         tensor.copy_(saved[name])
+    pack_slots(second)
     for model, optimizer in ((going_on, first), (resumed, second)):
         steps(model, optimizer, 3)
     assert all(torch.equal(a, b) for a, b in zip(going_on.parameters(), resumed.parameters(), strict=True))
@@ -179,9 +193,41 @@ def test_what_steps_all_itself_has_no_groups_of_another_kind(config) -> None:
     if isinstance(config, SGD):
         built()
     else:
-        with pytest.raises(ConfigError, match=r'optimizer.kind = "nadam": it steps all parameters itself; choose'):
+        with pytest.raises(
+            ConfigError,
+            match=r'optimizer.kind = "nadam", which steps all parameters itself: choose "adamw", .* or leave kind out',
+        ):
             built()
     with pytest.raises(ValueError, match=r"lr = 0\.1 without kind"):
         Group(lr=0.1)
     with pytest.raises(ValueError, match=r'momentum = 0\.9 without kind = "sgd"'):
         Group(kind="lion", momentum=0.9)
+    none = SGD(lr=0.0, groups={"0.*": Group(kind="lion")})
+    with pytest.raises(ConfigError, match=r"optimizer.lr = 0: a schedule scales both rates alike.*set it above 0"):
+        build_optimizer(none, [("0.w", nn.Parameter(torch.ones(2)), True)], lr=0.0)
+
+
+@pytest.mark.parametrize(
+    ("group", "said"), [(Group(kind="lion"), 'kind = "lion" for e.weight'), (Group(rate=2.0), "rate = 2 for e.weight")]
+)
+def test_a_table_with_a_sparse_gradient_has_the_runs_optimizer(group: Group, said: str) -> None:
+    """What a group says otherwise is not passed over."""
+    parameters = [("e.weight", nn.Parameter(torch.ones(2, 2)), True), ("w", nn.Parameter(torch.ones(2)), True)]
+    with pytest.raises(ConfigError, match=said + ", whose gradient is sparse"):
+        build_optimizer(SGD(groups={"e*": group}), parameters, lr=0.1, sparse=["e.weight"])
+    build_optimizer(SGD(groups={"w": group}), parameters, lr=0.1, sparse=["e.weight"])
+
+
+def test_a_group_of_another_kind_may_have_slots_anywhere() -> None:
+    """A plan counts what the rest of the model has for all of it, where a group could take hidden matrices."""
+    of = {slot.name: slot.of for slot in Muon(groups={"*": Group(kind="adamw")}).all_slots}
+    assert of == {"momentum_buffer": "hidden", "exp_avg": "all", "exp_avg_sq": "all", "step": "all"}
+    assert {slot.of for slot in Muon().all_slots if slot.name == "exp_avg"} == {"rest"}
+
+
+def test_slots_of_an_older_soap_are_named() -> None:
+    """Which no key of the run file brings back."""
+    held = [("w", nn.Parameter(torch.ones(4, 4)))]
+    optimizer = build_optimizer(SOAP(), [("w", held[0][1], True)], lr=0.1)
+    with pytest.raises(UsageError, match=r"holds optimizer state 'exp_avg_old'.*written by an older Shoal, whose SOAP"):
+        make_slots(optimizer, held, {"exp_avg_old/w": torch.float32}, slots=SOAP().slots)

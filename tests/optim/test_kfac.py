@@ -338,3 +338,13 @@ def test_a_forward_that_is_repeated_counts_once() -> None:
         squared(own.second(torch.tanh(hidden))).mean().backward()
         factors.append(statistics.agree(scale=1 / SAMPLES, terms=SAMPLES)["w"])
     assert all(close(a, b) for a, b in zip(*factors, strict=True))
+
+
+def test_targets_follow_the_seed_of_the_run() -> None:
+    """Two seeds draw otherwise, and one of them always the same."""
+    layer, keys = nn.Linear(3, 4), []
+    for seed in (0, 1, 1):
+        optimizer = OwnedKFAC(list(layer.parameters()), lr=0.1, fisher="sampled")
+        optimizer.watch({"weight": layer}, Alone(), seed=seed)
+        keys.append(optimizer._watching.drawn_by)
+    assert keys[0] != keys[1] == keys[2]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.errors import ConfigError
+from shoal.optim import muon
 from shoal.optim.build import build_optimizer, set_rate
 from shoal.optim.config import AdamW
 from shoal.optim.muon import OwnedMuon, orthogonalised
@@ -149,3 +151,26 @@ def test_a_script_builds_it_of_plain_parameters() -> None:
     ]
     grouped = OwnedMuon([{"params": [held["embedding"]], "lr": 0.5}, {"params": [held["blocks.wide"]], "whole": True}])
     assert [(g["whole"], g["lr"]) for g in grouped.param_groups] == [(False, 0.5), (True, 3e-4)]
+
+
+def test_tf32_follows_no_gram_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its 10 bits lose small singular values there: the matrix is multiplied in every iteration."""
+    taken: list[int] = []
+    iterated = muon._iterated
+    monkeypatch.setattr(muon, "_iterated", lambda x, steps: taken.append(len(steps)) or iterated(x, steps))
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    plain = orthogonalised(x)
+    monkeypatch.setattr(muon, "_in_tf32", lambda x: True)
+    assert torch.allclose(orthogonalised(x), plain, atol=1e-5)
+    assert taken == [3, 2, 1, 1, 1, 1, 1]
+
+
+def test_tf32_is_of_float32_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where somebody has allowed it."""
+    with FakeTensorMode():
+        on_gpu, on_cpu = torch.empty(2, 2, device="cuda"), torch.empty(2, 2)
+    found = {}
+    for precision in ("highest", "high"):
+        monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda precision=precision: precision)
+        found[precision] = [muon._in_tf32(x) for x in (on_gpu, on_cpu)]
+    assert found == {"highest": [False, False], "high": [True, False]}

@@ -144,3 +144,8 @@ def test_matrices_are_multiplied_without_gaps() -> None:
     for part in (x[:, 2:4], x.mT[1:3], x.mT[:2]):
         assert dense(part).is_contiguous()
         assert torch.equal(dense(part), part)
+
+
+def test_a_product_of_no_matrices_is_none() -> None:
+    """Of sides that oneDNN would multiply."""
+    assert product(torch.zeros(0, 64, 70), torch.zeros(0, 70, 80)).shape == (0, 64, 80)

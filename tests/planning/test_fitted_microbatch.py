@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from shoal.assembly.user_code import GIVEN
 from shoal.config.load import dumps
 from shoal.errors import ConfigError, LayoutError
 from shoal.launcher.environment import Place
-from shoal.observe.events import read_events
-from shoal.planning import fitted_microbatch
+from shoal.observe.events import EventWriter, read_events
+from shoal.planning import fitted_microbatch, memory_budget
+from shoal.planning.arrange import LOOKING, PLANNER
 from shoal.planning.fitted_microbatch import (
     FILE_NAME,
     Fitted,
@@ -74,11 +76,11 @@ def tried_by(monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
     """Trials fit up to so many samples; what is tried."""
     tried: list[int] = []
 
-    def fits(run_file: RunFile) -> bool:
+    def why_not(run_file: RunFile) -> str | None:
         tried.append(run_file.batch.micro_samples or 0)
-        return tried[-1] <= most
+        return None if tried[-1] <= most else f"{tried[-1]} are too many"
 
-    monkeypatch.setattr(fitted_microbatch, "_fits", fits)
+    monkeypatch.setattr(fitted_microbatch, "_why_not", why_not)
     return tried
 
 
@@ -100,20 +102,25 @@ def test_what_was_found_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_run_that_ends_without_memory_goes_on_with_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From size to size, until there is none."""
-    tried_by(monkeypatch, 4)
-    run_file = fitting(tmp_path, batch={"global_samples": 8})
-    assert with_microbatch(run_file, None)[0].batch.micro_samples == 4
-    found = []
-    while made_smaller(run_file) is not None:
-        found.append(with_microbatch(run_file, None)[0].batch.micro_samples)
-    assert found == [3, 2, 1]
+    """From size to size, until there is none, or two of them in a row took it no further."""
+    tried_by(monkeypatch, 6)
+    for wanted, grows in (([5, 4, 3, 2, 1], True), ([5, 4], False)):
+        folder = tmp_path / str(grows)
+        run_file = fitting(tmp_path, batch={"global_samples": 30}, run={"directory": str(folder), "device": "cpu"})
+        assert with_microbatch(run_file, None)[0].batch.micro_samples == 6
+        writer, found = EventWriter(folder, rank=0), []
+        while (said := made_smaller(run_file)) is not None:
+            found.append(with_microbatch(run_file, None)[0].batch.micro_samples)
+            assert said.endswith(f"starts again with {found[-1]}, from its newest checkpoint if there is one")
+            if grows:
+                writer.write(len(found), {}, time_s=1.0)
+        assert found == wanted
     assert made_smaller(fitting(tmp_path, memory={"simulate_device": "4 MiB"})) is None
 
 
 def test_nothing_that_fits_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried_by(monkeypatch, 0)
-    with pytest.raises(LayoutError, match="not even 1 sample at a time fit"):
+    with pytest.raises(LayoutError, match=r"not even 1 sample at a time fit; .* What the trial said: 1 are too many"):
         with_microbatch(fitting(tmp_path), None)
 
 
@@ -156,3 +163,66 @@ def test_a_device_is_filled_and_losses_stay(tmp_path: Path) -> None:
     losses, said = trained(run_file, late.parent)
     assert "8 samples at a time did not fit in the end" in said
     assert losses == pytest.approx(plain, rel=SAME)
+
+
+def test_nothing_is_tried_where_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proof takes the size that a run has found, and leaves nothing in its directory."""
+    tried = tried_by(monkeypatch, 2)
+    run_file = fitting(tmp_path, batch={"global_samples": 8}, run={"directory": str(tmp_path / "run")})
+    with pytest.raises(ConfigError, match=r"here nothing is kept; set memory\.fit_microbatch=false and batch"):
+        LOOKING.arrange(run_file, None)
+    assert not tried
+    assert not (tmp_path / "run").exists()
+    PLANNER.arrange(run_file, None)
+    assert LOOKING.arrange(run_file, None).batch.micro_samples == 2
+    assert LOOKING.made_smaller(run_file) is None
+    assert LOOKING.arrange(run_file, None).batch.micro_samples == 2
+
+
+@pytest.mark.parametrize("table", ["model", "data"])
+def test_objects_of_a_script_are_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str) -> None:
+    """Nor a script's own loop, whose model is one: a trial could not make them."""
+    tried = tried_by(monkeypatch, 2)
+    run_file = fitting(tmp_path, **{table: {"kind": "python", "build": GIVEN}})
+    with pytest.raises(ConfigError, match=f"the {table} of the run are objects of a script.*set batch.micro_samples"):
+        with_microbatch(run_file, None)
+    assert not tried
+
+
+@pytest.mark.parametrize(
+    ("small", "noise", "wanted"),
+    [({"schedule": [{"samples": 2, "until": 20}]}, 0, 8), ({"adaptive": {"first": 2}}, 1, 1)],
+    ids=["schedule", "adaptive"],
+)
+def test_the_largest_steps_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: dict[str, Any], noise: int, wanted: int
+) -> None:
+    """Not the small ones that the run begins with, each of which has two parts where noise is measured."""
+    began: list[RunFile] = []
+
+    def short_run(run_file: RunFile, folder: Path, *, steps: int) -> tuple[int, str]:
+        began.append(run_file)
+        return 0, ""
+
+    monkeypatch.setattr(fitted_microbatch, "short_run", short_run)
+    run_file = fitting(tmp_path, batch={"global_samples": 8, **small}, observe={"noise_every_steps": noise})
+    chosen, _ = with_microbatch(run_file, None)
+    assert chosen.batch.micro_samples == wanted
+    assert (began[0].batch.schedule, began[0].batch.adaptive, began[0].batch.global_samples) == ((), None, 8)
+    assert (chosen.batch.schedule, chosen.batch.adaptive) == (run_file.batch.schedule, run_file.batch.adaptive)
+
+
+def test_what_a_run_tells_and_keeps_does_not_ask_for_trials(tmp_path: Path) -> None:
+    """Only what decides the peak does."""
+    plain = fitting(tmp_path)
+    told = {"observe": {"evaluate_every_steps": 3}, "checkpoint": {"every_steps": 2}}
+    assert digest_of(fitting(tmp_path, **told)) == digest_of(plain)
+    assert digest_of(fitting(tmp_path, observe={"noise_every_steps": 2})) != digest_of(plain)
+
+
+def test_why_a_run_failed_is_the_line_of_its_rank() -> None:
+    """Not that of its report."""
+    after = ["bn: 3 steps", "rank 0 of 1 failed (host a, pid 3, exit code 5):", "out of memory (x)", "report: a.html"]
+    before = ["x is no number", "2 of 2 ranks failed with this, rank 1 first (host a, pid 3, exit code 1)", "report: b"]
+    found = [memory_budget._cause(lines) for lines in (after, before, ["run.steps = 0"], [])]
+    assert found == ["out of memory (x)", "x is no number", "run.steps = 0", ""]

@@ -36,7 +36,7 @@ from shoal.launcher.forks import forked_ranks
 from shoal.launcher.own_script import DESCRIBES, PROFILE, Reached, ScriptCheck, own_command, reads_for, script_check
 from shoal.launcher.supervision import NOTHING_KEPT, Patience, say
 from shoal.observe.facts import facts_path
-from shoal.planning.arrange import PLANNER
+from shoal.planning.arrange import LOOKING, PLANNER
 from shoal.runfile.load import run_file_of
 from shoal.runfile.run_file import RunFile, run_directory
 from shoal.verification.refusals import require_provable
@@ -281,7 +281,7 @@ def _run_ranks(
             file=file,
             patience=patience,
             environ=environ,
-            planner=PLANNER,
+            planner=LOOKING if patience == NOTHING_KEPT else PLANNER,
         )
     atexit.register(gc.freeze)  # the interpreter's last collection takes down torch, object by object: half a second
     if place is not None and place.launcher == "shoal":

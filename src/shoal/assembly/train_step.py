@@ -67,7 +67,8 @@ def watch_layers(optimizer: torch.optim.Optimizer, run_file: RunFile, generation
         raise ConfigError(refused)
     names = {id(trained.parameter): trained.holding.name for trained in trained_in(generation.parts)}
     axes: list[Axis] = [axis for axis in SAME_LAYERS if axis in generation.sync.lockstep_axes]
-    optimizer.watch(layers_in(generation.parts.split.model, names), generation.mesh.axis(*axes))
+    layers = layers_in(generation.parts.split.model, names)
+    optimizer.watch(layers, generation.mesh.axis(*axes), seed=run_file.run.seed)
     generation.forward_backward.compute.announces.append(optimizer.microbatch)
     generation.forward_backward.compute.looks.append(optimizer.look)
 

@@ -53,7 +53,7 @@ def profile(
     """
     from shoal.assembly.start import run
     from shoal.launcher.supervision import NOTHING_KEPT
-    from shoal.planning.arrange import PLANNER
+    from shoal.planning.arrange import LOOKING
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import run_directory
 
@@ -92,7 +92,7 @@ def profile(
     directory, hosts = run_directory(loaded), _lab(lab)
     raise typer.Exit(
         run(loaded, [*command, *(["--json"] if as_json else [])], rank, directory=directory, file=str(run_file),
-            patience=NOTHING_KEPT, lab=hosts, planner=PLANNER)
+            patience=NOTHING_KEPT, lab=hosts, planner=LOOKING)
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def verify(
         raise typer.Exit(_verify_script(run_file, overrides or (), steps=steps, exact=exact, as_json=as_json))
     from shoal.assembly.start import run
     from shoal.launcher.supervision import NOTHING_KEPT
-    from shoal.planning.arrange import PLANNER
+    from shoal.planning.arrange import LOOKING
     from shoal.runfile.load import load_run
     from shoal.runfile.run_file import run_directory
     from shoal.verification.refusals import require_provable
@@ -88,7 +88,7 @@ def verify(
             directory=run_directory(loaded),
             file=str(run_file),
             patience=NOTHING_KEPT,
-            planner=PLANNER,
+            planner=LOOKING,
         )
     )
 

@@ -186,7 +186,7 @@ class Kernels:
         """The first places, int64 ascending, of magnitude `least` or more, `room` of them at most; and how many there
         are in all.
         """
-        places = torch.empty(room + GROUP, dtype=torch.int64)
+        places = x.new_empty(room + GROUP, dtype=torch.int64)
         found = self._library.shoal_codec_select(x.data_ptr(), x.numel(), least, places.data_ptr(), room)
         return places[: min(found, room)], found
 

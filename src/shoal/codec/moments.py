@@ -65,9 +65,9 @@ class Form(NamedTuple):
 
     def packed(self) -> Tensor:
         """Float32 `[26]`, for the kernel."""
-        rows = torch.zeros(3, _FORM_DECADES)
+        rows = self.border.new_zeros(3, _FORM_DECADES)
         rows[:, : len(self.power)] = torch.stack([self.power, self.border, self.slope])
-        return torch.cat([rows.view(-1), self.top.view(1), torch.tensor([TINIEST])])
+        return torch.cat([rows.view(-1), self.top.view(1), self.top.new_tensor([TINIEST])])
 
     def levels(self, y: Tensor) -> Tensor:
         """The level of each number, int32."""
@@ -79,21 +79,26 @@ class Form(NamedTuple):
         return torch.where(y > self.top, most, level) * (y > self.border[0])
 
 
+def _float32(*numbers: float) -> Tensor:
+    """On the CPU, whatever is made by default: what the kernel reads and caches keep."""
+    return torch.tensor(numbers, dtype=torch.float32, device="cpu")
+
+
 @functools.cache
 def _form(codes: torch.dtype) -> tuple[Form, Tensor]:
     """And the values of its levels, `[2^D]`."""
     decades = DECADES[codes]
-    power = torch.tensor([10.0 ** (k + 1 - decades) for k in range(decades)])
-    levels = torch.arange(1, (1 << decades) - 1)
-    decade = torch.tensor([int(level).bit_length() - 1 for level in levels])
+    power = _float32(*(10.0 ** (k + 1 - decades) for k in range(decades)))
+    levels = torch.arange(1, (1 << decades) - 1, device="cpu")
+    decade = torch.tensor([int(level).bit_length() - 1 for level in levels], device="cpu")
     part = (2 * levels + 1).float() / (2 << decade).float()
-    values = torch.cat([torch.zeros(1), (part * 0.9 - 0.8) * power[decade], torch.ones(1)])
+    values = torch.cat([_float32(0), (part * 0.9 - 0.8) * power[decade], _float32(1)])
     exact = values.double()
     middles = ((exact[1:] + exact[:-1]) / 2).float()
     border = torch.stack([middles[(1 << k) - 1] for k in range(decades)])
     if codes == torch.uint8:
         border[0] = 0
-    slope = torch.tensor([10.0 ** (decades - 1 - k) * 2**k / 0.9 for k in range(decades)])
+    slope = _float32(*(10.0 ** (decades - 1 - k) * 2**k / 0.9 for k in range(decades)))
     return Form(power, border, slope, middles[-1]), values
 
 
@@ -106,10 +111,10 @@ def _packed_form(codes: torch.dtype) -> Tensor:
 @functools.cache
 def map_of(codes: torch.dtype, device: torch.device) -> Map:
     """The map of int8 or uint8 `codes`, for tensors on `device`. Its borders are where the kernel has them, to the last
-    bit.
+    bit, for finite numbers.
     """
     form, values = _form(codes)
-    levels, one = torch.arange(1, len(values)), int(torch.ones(()).view(torch.int32))
+    levels, one = torch.arange(1, len(values), device="cpu"), int(_float32(1).view(torch.int32))
     below, above = torch.zeros_like(levels), torch.full_like(levels, one)
     for _ in range(one.bit_length()):  # bits of positive floats are in their order
         middle = (below + above) // 2
@@ -118,8 +123,8 @@ def map_of(codes: torch.dtype, device: torch.device) -> Map:
     borders = below.int().view(torch.float32)
     if codes == torch.uint8:
         return Map(values.to(device), borders.to(device))
-    under = torch.nextafter(-borders, torch.tensor(-torch.inf)).flip(0)  # a number on a border is nearer to 0
-    both = torch.cat([values, torch.zeros(1), -values[1:].flip(0)])
+    under = torch.nextafter(-borders, _float32(-torch.inf)).flip(0)  # a number on a border is nearer to 0
+    both = torch.cat([values, _float32(0), -values[1:].flip(0)])
     return Map(both.to(device), torch.cat([under, borders]).to(device))
 
 
@@ -140,7 +145,7 @@ class Quantised(NamedTuple):
         kernels = kernels_for(self.scales) if self.codes.is_contiguous() else None
         if kernels is None:
             return self.decoded_in_torch()
-        out = torch.empty(self.codes.shape)
+        out = torch.empty_like(self.codes, dtype=torch.float32)
         kernels.decode_moment(self.kernel_form, out, block=MOMENT_BLOCK)
         return out
 
@@ -178,7 +183,8 @@ class Quantised(NamedTuple):
 def zeros(x: Tensor, *, signed: bool) -> Quantised:
     """Zeros in 8 bits, of the shape of `x` and on its device."""
     codes = torch.zeros(x.shape, dtype=torch.int8 if signed else torch.uint8, device=x.device)
-    return Quantised(codes, torch.full((-(-x.numel() // MOMENT_BLOCK),), TINIEST, device=x.device))
+    blocks = (-(-x.numel() // MOMENT_BLOCK),)
+    return Quantised(codes, torch.full(blocks, TINIEST, dtype=torch.float32, device=x.device))
 
 
 def quantised(x: Tensor, *, signed: bool) -> Quantised:

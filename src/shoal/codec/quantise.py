@@ -125,7 +125,7 @@ class Quantised(Codec):
             drawn = self._rounding == "stochastic"  # another key, and so another program, in each call
             encode = compiled(Quantised.encode_in_torch) if compiles_for(x) and not drawn else Quantised.encode_in_torch
             return encode(self, x, key)
-        scales, digits = (torch.empty(field.numel, dtype=field.dtype) for field in self.fields(x.numel()))
+        scales, digits = (x.new_empty(field.numel, dtype=field.dtype) for field in self.fields(x.numel()))
         kernels.encode(
             x, scales, digits, block=self._block, scale=self._scale, rounding=self._rounding, levels=self._levels,
             base=self._base, key=key,
@@ -241,10 +241,10 @@ class Cast(Codec):
         if kernels is None:
             return self.encode_in_torch(x)
         if self._scaled is None:
-            narrow = torch.empty(x.numel(), dtype=torch.bfloat16)
+            narrow = torch.empty_like(x, dtype=torch.bfloat16)
             kernels.to_bfloat16(x, narrow)
             return (narrow,)
-        scales, numbers = (torch.empty(field.numel, dtype=field.dtype) for field in self.fields(x.numel()))
+        scales, numbers = (x.new_empty(field.numel, dtype=field.dtype) for field in self.fields(x.numel()))
         kernels.narrow(x, scales, numbers, block=self._block)
         return scales, numbers
 

@@ -289,7 +289,7 @@ def _grid(values: Tensor) -> Tensor:
     Decoded numbers are multiples of it: what the transform's rounding adds far below them would make x - y inexact.
     """
     _, exponent = torch.frexp(values.abs().amax(1))
-    return torch.ldexp(torch.ones(len(values), device=values.device), exponent.clamp(min=-100) - 24)
+    return torch.ldexp(torch.ones_like(values[:, 0], dtype=torch.float32), exponent.clamp(min=-100) - 24)
 
 
 def cosines(size: int) -> Tensor:

@@ -188,10 +188,11 @@ def _memory_message(error: BaseException) -> str:
         return ". ".join(str(error).split(". ")[:3])
     limit, asked = memory_limit(), re.search(r"(\d+) bytes|allocate ([\d.]+ [KMGT]iB)", str(error))
     wanted = "more memory" if asked is None else asked[2] or f"{int(asked[1]) / GIB:.2f} GiB"
+    said = f" ({str(error).splitlines()[0]})" if asked is None and str(error) else ""
     if limit is None:
-        return f"out of memory: {wanted} could not be had"
+        return f"out of memory{said}: {wanted} could not be had"
     there = f"{limit.available_bytes / GIB:.2f} GiB are left of {limit.total_bytes / GIB:.2f} GiB"
-    return f"out of memory: asked for {wanted}, and {there} ({limit.limited_by})"
+    return f"out of memory{said}: asked for {wanted}, and {there} ({limit.limited_by})"
 
 
 def _is_lost_peer(error: BaseException) -> bool:

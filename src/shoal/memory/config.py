@@ -127,9 +127,10 @@ class MemoryConfig(Table, frozen=True):
     fit_microbatch: Annotated[
         bool,
         says(
-            "Before any rank starts, the largest microbatch that fits is found, by the planner and then by trials of "
-            "two steps. It becomes `batch.micro_samples`; updates are the same with any. On CPUs it wants "
-            "`simulate_device`. What was tried is in microbatch.json of the run directory."
+            "Before any rank starts, the largest microbatch that fits is found, by trials of three steps; under "
+            "`simulate_device`, which it wants on CPUs, the planner says where to begin. It becomes "
+            "`batch.micro_samples`; updates are the same with any, and synchronised batch norms are refused. What was "
+            "tried is in microbatch.json of the run directory."
         ),
     ] = False
     collect_every_steps: Annotated[

@@ -4,15 +4,16 @@
     x <- (1 - lr w) x - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
 All in float32, or in float64 for parameters of it. x moves by m and v as they are, and these are encoded for the next
-step (`shoal.codec.moments`). So a step that begins with the same moments gives the same weights wherever blocks begin;
-the moments that it leaves are those of its blocks.
+step (`shoal.codec.moments`). So on a CPU a step that begins with the same moments gives the same weights wherever
+blocks begin; the moments that it leaves are those of its blocks.
 
 On a CPU a loop in C does it in one pass (`codec/core/adam.c`). On a GPU with Triton it is one function that Inductor
 compiles (`step_compiled`): where it makes one kernel of it, each number is read and written once,
 
     x and g read, x written, both codes read and written, and scales:    16 + 4/64 bytes,    AdamW's are 28
 
-What follows in torch is the oracle of both, and what runs on other devices, for other dtypes, without a C compiler or
+What follows in torch is the oracle of both (on a CPU bit by bit, of finite numbers; a GPU may round last bits in its
+own way), and what runs on other devices, for other dtypes, without a C compiler or
 Triton: in chunks, so that float32 copies stay small, in eight times AdamW's bytes.
 """
 
@@ -64,9 +65,9 @@ class EightBitAdamW(FusedAdamW):
     """
 
     def pack(self) -> None:
-        """Encodes the moments that are tensors, one after the other."""
+        """Encodes the moments that are tensors, one after the other; not those of groups that another kind steps."""
         for group in self.param_groups:
-            for parameter in () if group.get("small") else group["params"]:
+            for parameter in () if group.get("small") or "kind" in group else group["params"]:
                 state = self.state.get(parameter, {})
                 for name, signed in MOMENTS.items():
                     if isinstance(state.get(name), Tensor):

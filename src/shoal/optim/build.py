@@ -15,7 +15,7 @@ from shoal.config.check import implementation_of
 from shoal.errors import ConfigError
 from shoal.models.roles import Widened
 from shoal.optim.average import keep_average, look_ahead
-from shoal.optim.config import SGD, Adagrad, AdamW, OptimizerConfig
+from shoal.optim.config import SGD, Adagrad, AdamW, OptimizerConfig, groups_refusal
 from shoal.optim.declared import Common, Described, Dims
 from shoal.optim.fused import FusedAdamW, FusedOptimizer, FusedSGD
 from shoal.optim.mup import factor_of
@@ -42,9 +42,12 @@ def build_optimizer(
     Groups of another `kind` are updated by an optimizer of that kind, within the step of the first.
 
     Raises `ConfigError` for an optimizer that moves rows which a step has not touched, for `layer_decay` where the
-    names do not count layers, and for a group of another kind where the optimizer does not step beside others.
+    names do not count layers, for a group of another kind where the optimizer does not step beside others, and for what
+    a group says of tables that they do not have.
     """
     parameters, tables = list(parameters), set(sparse)
+    if (why := groups_refusal(config) or _against_tables(config, tables)) is not None:
+        raise ConfigError(why)
     of_layers = layer_rates(kinds or [name for name, *_ in parameters], config.layer_decay)
     if tables and not config.takes_sparse:
         kind = config.variant
@@ -75,13 +78,22 @@ def build_optimizer(
     return optimizer
 
 
+def _against_tables(config: OptimizerConfig, tables: Collection[str]) -> str | None:
+    """One sentence if a group says what a table with a sparse gradient does not have: such tables are a group."""
+    for name in sorted(tables):
+        group = config.group_of(name)
+        if group.kind is not None or group.rate != 1:
+            key = f'kind = "{group.kind}"' if group.kind is not None else f"rate = {group.rate:g}"
+            return (
+                f"optimizer.groups: {key} for {name}, whose gradient is sparse: the run's optimizer steps it, at the "
+                "run's rate; leave it out of the pattern"
+            )
+    return None
+
+
 def _step_others(optimizer: torch.optim.Optimizer, config: OptimizerConfig) -> None:
     """Gives `optimizer` those that update its groups of another kind, whose options are in the groups."""
-    if not isinstance(optimizer, FusedOptimizer) or config.sends_momentum:
-        raise ConfigError(
-            f'optimizer.groups with a kind of their own, and optimizer.kind = "{config.variant}": it steps all '
-            'parameters itself; choose "adamw", "sgd", "lion", "muon" or another of matrices, or leave kind out'
-        )
+    assert isinstance(optimizer, FusedOptimizer), f"{config.variant} does not say that it steps alone"
     optimizer.others = {_kind_of(t): implementation_of(t)(t, [{"params": []}], 1.0) for t in config.others}
     for other in optimizer.others.values():
         other.state = optimizer.state
@@ -143,7 +155,7 @@ def _options(config: OptimizerConfig, parameter: Described, factor: float, of_la
 def _of_another_kind(config: OptimizerConfig, table: Common) -> dict[str, Any]:
     """What says that a parameter's group is another optimizer's, and its rate."""
     own, others = getattr(config, "lr"), getattr(table, "lr")  # noqa: B009
-    return {"kind": _kind_of(table), **({} if own == 0 else {"rate": others / own})}
+    return {"kind": _kind_of(table), "rate": others / own}
 
 
 def adamw(config: AdamW, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:

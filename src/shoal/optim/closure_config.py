@@ -15,6 +15,7 @@ class Searching(Common, frozen=True):
     """Keys of both."""
 
     asks_for_whole: ClassVar[bool] = True
+    steps_alone: ClassVar[bool] = True
 
     lr: Annotated[
         float, says("The length of a step that is tried first, as a share of the direction; 1 is Newton's.", gt=0, le=1)

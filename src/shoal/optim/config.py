@@ -95,6 +95,7 @@ class Adagrad(Common, frozen=True, tag_field="kind", tag="adagrad"):
     """Adagrad (JMLR 12, 2011), whose step shrinks with the sum of squared gradients: for embedding tables."""
 
     implemented_by: ClassVar[str] = "shoal.optim.build:adagrad"
+    steps_alone: ClassVar[bool] = True
 
     lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 0.01
     eps: Annotated[float, says("Added to the root of the sum.", gt=0)] = 1e-10
@@ -114,6 +115,7 @@ class OneBit(Common, frozen=True):
     """What the optimizers have in common that send their momentum in one bit a number."""
 
     sends_momentum: ClassVar[bool] = True
+    steps_alone: ClassVar[bool] = True
 
     lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 3e-4
     beta1: Annotated[float, says("Decay of the momentum.", ge=0, lt=1)] = 0.9
@@ -222,6 +224,25 @@ def kinds_whose(tables: Callable[[type[Common]], bool]) -> str:
     """The kinds of optimizers whose tables are so, in words: `"a", "b" or "c"`."""
     *others, last = [f'"{table.__struct_config__.tag}"' for table in get_args(OptimizerConfig) if tables(table)]
     return f"{', '.join(others)} or {last}"
+
+
+def groups_refusal(optimizer: Common) -> str | None:
+    """One sentence if `optimizer` does not step beside those of its groups, or gives them no rate."""
+    pattern = next((pattern for pattern, group in optimizer.groups.items() if group.kind is not None), None)
+    if pattern is None:
+        return None
+    said = f'optimizer.groups."{pattern}" with a kind of its own'
+    if optimizer.steps_alone:
+        return (
+            f'{said}, and optimizer.kind = "{optimizer.variant}", which steps all parameters itself: choose '
+            f"{kinds_whose(lambda table: not table.steps_alone)}, or leave kind out of the groups"
+        )
+    if getattr(optimizer, "lr") == 0:  # noqa: B009
+        return (
+            f"{said}, and optimizer.lr = 0: a schedule scales both rates alike, and cannot from 0; set it above 0, and "
+            "freeze what is not to train ([freeze])"
+        )
+    return None
 
 
 # The table `[schedule]`: the learning rate over the run. Imports no torch.

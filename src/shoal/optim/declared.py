@@ -7,7 +7,7 @@ Checkpoints make slots from the declaration, ZeRO divides parameters as it asks,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -194,6 +194,8 @@ class Common(Table, frozen=True):
     sends_momentum: ClassVar[bool] = False
     """Whether ranks sum momenta, coded, instead of gradients (`OneBit`)."""
 
+    steps_alone: ClassVar[bool] = False
+    """Whether it steps all parameters itself, so that no group has an optimizer of its own."""
     updates_apart: ClassVar[bool] = False
     """Whether the update of some parameters needs nothing but their own state, which may then lie elsewhere."""
 
@@ -229,9 +231,12 @@ class Common(Table, frozen=True):
         counted = (counter("averaged", with_parts=True),) if isinstance(self.average, SWA) else ()
         average = () if self.average is None else (Slot("average"), *counted)
         slow = () if self.lookahead is None else (Slot("slow_weight"), counter("looked", with_parts=True))
-        names = {slot.name for slot in self.slots}
-        others = {slot.name: slot for table in self.others for slot in table.slots if slot.name not in names}
-        return (*self.slots, *others.values(), *average, *slow)
+        found: dict[str, Slot] = {}
+        for slot in (*self.slots, *(slot for table in self.others for slot in table.slots)):
+            known = found.setdefault(slot.name, slot)
+            if known.of != slot.of:  # a group may take any parameter
+                found[slot.name] = replace(known, of="all")
+        return (*found.values(), *average, *slow)
 
     @property
     def others(self) -> tuple[Common, ...]:

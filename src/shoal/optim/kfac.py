@@ -111,9 +111,9 @@ class OwnedKFAC(WholeOptimizer):
         self._equal: Collective = Alone()
         self._sharing: Owners | None = None
 
-    def watch(self, layers: Mapping[str, nn.Module], group: Collective) -> None:
-        """Measures `layers` over the ranks of `group`. Weights of none of them become AdamW's."""
-        drawn_by = key_of(0, "fisher") if self.defaults["fisher"] == "sampled" else None
+    def watch(self, layers: Mapping[str, nn.Module], group: Collective, *, seed: int = 0) -> None:
+        """Measures `layers` over the ranks of `group`; `seed` draws targets. Weights of none become AdamW's."""
+        drawn_by = key_of(seed, "fisher") if self.defaults["fisher"] == "sampled" else None
         largest = self.defaults["largest_side"]
         self._statistics = LayerStatistics(layers, group, self.weight_sharing, largest, drawn_by)
         self._names = {id(module.weight): name for name, module in layers.items()}

@@ -16,6 +16,7 @@ class RMSprop(Common, frozen=True, tag_field="kind", tag="rmsprop"):
     """RMSProp (Hinton, lecture 6e of the 2012 course), PyTorch's."""
 
     implemented_by: ClassVar[str] = "shoal.optim.adaptive:rmsprop"
+    steps_alone: ClassVar[bool] = True
 
     lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 0.01
     alpha: Annotated[float, says("Decay of the mean square.", ge=0, lt=1)] = 0.99
@@ -50,6 +51,7 @@ class NAdam(_Adam, frozen=True, tag_field="kind", tag="nadam"):
     """NAdam (Dozat, ICLR workshop 2016), Adam with Nesterov's momentum; PyTorch's."""
 
     implemented_by: ClassVar[str] = "shoal.optim.adaptive:nadam"
+    steps_alone: ClassVar[bool] = True
 
     momentum_decay: Annotated[float, says("How fast the momentum reaches `beta1`.", ge=0)] = 4e-3
 
@@ -63,6 +65,7 @@ class RAdam(_Adam, frozen=True, tag_field="kind", tag="radam"):
     """RAdam (arXiv:1908.03265), Adam that waits for its variance to be known; PyTorch's."""
 
     implemented_by: ClassVar[str] = "shoal.optim.adaptive:radam"
+    steps_alone: ClassVar[bool] = True
 
 
 class Lion(Common, frozen=True, tag_field="kind", tag="lion"):

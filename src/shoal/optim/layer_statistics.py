@@ -41,7 +41,7 @@ class SeesLayers(SeesParts, Protocol):
 
     weight_sharing: WeightSharing
 
-    def watch(self, layers: Mapping[str, nn.Module], group: Collective) -> None:
+    def watch(self, layers: Mapping[str, nn.Module], group: Collective, *, seed: int = 0) -> None:
         """Before it is connected: the layers by the names of their weights, and the ranks that hold the same ones and
         see other samples.
         """

@@ -69,10 +69,15 @@ def orthogonalised(x: Tensor, *, iterations: int = 5, polish: int = 0, dtype: to
         for step in steps:
             wide = _rounded(wide, *step)
     else:
-        length = followed(*wide.shape[-2:], precision="parameter")
+        length = 1 if _in_tf32(wide) else followed(*wide.shape[-2:], precision="parameter")
         for first in range(0, len(steps), length):
             wide = _iterated(wide, steps[first : first + length])
     return (wide.mT if tall else wide).to(x.dtype)
+
+
+def _in_tf32(x: Tensor) -> bool:
+    """Whether products of `x` keep 10 bits of each number: too few to follow the Gram matrix."""
+    return x.dtype == torch.float32 and x.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
 
 
 def _rounded(x: Tensor, a: float, b: float, c: float) -> Tensor:

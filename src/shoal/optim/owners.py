@@ -326,7 +326,7 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b of matrices, or of stacks of them. Float32 on a CPU goes to oneDNN, where torch has it: torch's own way is
     MKL, which has no AVX-512 on AMD's processors and takes twice as long there (2.1 times on an EPYC of 2024).
     """
-    if not _fits_onednn(a, b):
+    if not _fits_onednn(a, b) or not a.numel():
         return a @ b
     if a.ndim > 2:
         pairs = zip(a.flatten(0, -3), b.flatten(0, -3), strict=True)

@@ -76,9 +76,12 @@ def make_slots(
         if name not in owners:
             continue
         if slot not in declared:
+            older = (
+                ", or it was written by an older Shoal, whose SOAP kept other slots" if "turned_avg" in declared else ""
+            )
             raise UsageError(
                 f"the checkpoint holds optimizer state '{slot}', and this run's optimizer keeps "
-                f"{', '.join(declared) or 'none'}: go on with the optimizer and the keys that wrote it"
+                f"{', '.join(declared) or 'none'}: go on with the optimizer and the keys that wrote it{older}"
             )
         parameter = owners[name]
         own = tuple(parameter.shape)

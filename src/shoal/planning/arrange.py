@@ -5,17 +5,18 @@ memory ran out. It is imported only when asked.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 from shoal.assembly.start import Planner
 from shoal.launcher.environment import Place
 from shoal.runfile.run_file import RunFile
 
 
-def arranged(run_file: RunFile, place: Place | None) -> RunFile:
+def arranged(run_file: RunFile, place: Place | None, *, keeps: bool = True) -> RunFile:
     """The run file with a layout and a use of memory, if it leaves those to the planner; whoever started the run is
     told which and why.
 
-    `place` is None in the process that starts the ranks.
+    `place` is None in the process that starts the ranks. Unless it `keeps` something, no microbatch is fitted.
     """
     tells = place is None or (place.rank == 0 and place.launcher != "shoal")
     if run_file.layout.auto:
@@ -32,7 +33,7 @@ def arranged(run_file: RunFile, place: Place | None) -> RunFile:
     if run_file.memory.fit_microbatch:
         from shoal.planning.fitted_microbatch import with_microbatch
 
-        run_file, why = with_microbatch(run_file, place)
+        run_file, why = with_microbatch(run_file, place, keeps=keeps)
         _say(why, tells)
     return run_file
 
@@ -60,3 +61,5 @@ def made_smaller(run_file: RunFile) -> str | None:
 
 PLANNER = Planner(arranged, memory_advice, made_smaller)
 """For `assembly.start.run`."""
+LOOKING = Planner(partial(arranged, keeps=False), memory_advice, lambda run_file: None)
+"""For what starts ranks and leaves nothing in the run directory."""

@@ -12,6 +12,7 @@ The choice lies in `memory.json` of the run directory, with the bill: ranks read
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import msgspec
 from blake3 import blake3
 
 from shoal import units
+from shoal.checkpoint.config import CheckpointConfig
 from shoal.config.load import dumps
 from shoal.errors import ConfigError, LayoutError
 from shoal.files import read_json
@@ -31,6 +33,7 @@ from shoal.launcher import warm
 from shoal.launcher.devices import gpus
 from shoal.launcher.environment import Place
 from shoal.memory.config import MemoryConfig, OffloadConfig
+from shoal.observe.config import ObserveConfig
 from shoal.observe.events import read_events
 from shoal.observe.facts import replace_file
 from shoal.runfile.rules import refusal
@@ -219,8 +222,11 @@ def _keys(before: MemoryConfig, memory: Mapping[str, Any]) -> str:
 
 
 def digest_of(run_file: RunFile) -> str:
-    """Of what decides the peak: all but how long it runs and what it tells."""
-    own = msgspec.structs.replace(run_file, run=msgspec.structs.replace(run_file.run, steps=1, name="", directory=None))
+    """Of what decides the peak: all but how long it runs, what it keeps, and what it tells."""
+    run = msgspec.structs.replace(run_file.run, steps=1, name="", directory=None)
+    noise = {key: getattr(run_file.observe, key) for key in ("noise_every_steps", "noise_by_layer")}
+    observe = msgspec.structs.replace(ObserveConfig(), **noise)
+    own = msgspec.structs.replace(run_file, run=run, checkpoint=CheckpointConfig(), observe=observe)
     return blake3(dumps(own).encode()).hexdigest()
 
 
@@ -258,7 +264,7 @@ def needed(peaks: Sequence[float]) -> int:
 
 
 def short_run(run_file: RunFile, folder: Path, *, steps: int) -> tuple[int, str]:
-    """The exit code of the first steps of the run, whose directory is `run` in `folder`, and the last line it said."""
+    """The exit code of the first steps of the run, whose directory is `run` in `folder`, and why it failed."""
     directory = folder / "run"
     path = folder / "run.toml"
     path.write_text(dumps(run_file), encoding="utf-8")
@@ -269,4 +275,14 @@ def short_run(run_file: RunFile, folder: Path, *, steps: int) -> tuple[int, str]
     ]  # fmt: skip
     process = warm.start(command, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     said = process.communicate()[1].decode(errors="replace").strip()
-    return process.returncode, said.splitlines()[-1] if said else f"exit code {process.returncode}"
+    return process.returncode, _cause(said.splitlines()) or f"exit code {process.returncode}"
+
+
+def _cause(lines: Sequence[str]) -> str:
+    """The line beside that which says which rank failed (`shoal.launcher.failure`); without one, the last."""
+    for number, line in enumerate(lines[:-1]):
+        if re.match(r"rank \d+ of \d+ failed \(", line):
+            return lines[number + 1]
+        if re.match(r"\d+ of \d+ ranks failed with this", lines[number + 1]):
+            return line
+    return lines[-1] if lines else ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from shoal.optim.config import kinds_whose
-from shoal.runfile.run_file import RunFile
+from shoal.runfile.run_file import RunFile, synchronises_norms
 
 
 def memory_refusal(run_file: RunFile) -> str | None:
@@ -134,5 +134,8 @@ def _against_fitting(run_file: RunFile) -> Iterator[tuple[str, str]]:
             f"layout.pipeline = {run_file.layout.pipeline}",
             "how many microbatches there are decides its bubble, too; set pipeline.microbatches",
         )
+    if synchronises_norms(run_file.model):
+        why = "its statistics are those of a microbatch, so that its size decides the losses; set batch.micro_samples"
+        yield 'model.batch_norm = "synchronised"', why
     if run_file.elastic is not None:
         yield "[elastic]", "shares of a step grow when replicas leave; set batch.micro_samples"

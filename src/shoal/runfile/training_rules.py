@@ -10,7 +10,7 @@ from shoal.memory.config import OffloadConfig
 from shoal.models.config import MoEConfig, PromptTuning
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.optim.closure_config import Searching
-from shoal.optim.config import AdamW8bit, kinds_whose
+from shoal.optim.config import AdamW8bit, groups_refusal, kinds_whose
 from shoal.optim.preconditioned_config import KFAC
 from shoal.runfile.run_file import RunFile, synchronises_norms
 from shoal.sparsity.config import Grasp
@@ -61,6 +61,8 @@ def _against_masters(run_file: RunFile, precision: BFloat16Params) -> Iterator[t
 def optimizer_refusal(run_file: RunFile) -> str | None:
     """One sentence if another table takes from the optimizer what it needs."""
     rules = (_transforms_rule, _average_rule, _layers_rule, _search_rule, _width_rule)
+    if (found := groups_refusal(run_file.optimizer)) is not None:
+        return found
     return next((found for rule in rules if (found := rule(run_file)) is not None), None)
 
 

@@ -60,7 +60,7 @@ def reference_of(run: Run) -> Reference:
     alone = [(held(Layout(), 0, name, tuple(p.shape)), p) for name, p, _ in trained]
     parts = Parts([owned_whole(Trained(holding, p)) for holding, p in alone], Alone(), Alone())
     if isinstance(optimizer, SeesLayers):
-        optimizer.watch(layers_in(model, {id(p): name for name, p, _ in trained}), Alone())
+        optimizer.watch(layers_in(model, {id(p): name for name, p, _ in trained}), Alone(), seed=run_file.run.seed)
         optimizer.connect(parts)
         compute.announces.append(optimizer.microbatch)
         compute.looks.append(optimizer.look)

@@ -1,5 +1,5 @@
-/* Moments in 8 bits, and AdamW with such (shoal.codec.moments and shoal.optim.adamw_8bit, the oracle, bit by bit): the
-   weights and the gradient are read once and the weights written once, block by block, while a block of both moments lies
+/* Moments in 8 bits, and AdamW with such (shoal.codec.moments and shoal.optim.adamw_8bit, on a CPU the oracle bit by
+   bit, of finite numbers): the weights and the gradient are read once and the weights written once, block by block, while a block of both moments lies
    decoded in the innermost cache.
 
    A map has `decades` decades, `most` = 2^decades - 1 values above 0. Chains of comparisons find a decade: unlike tables,
