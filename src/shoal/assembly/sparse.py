@@ -139,9 +139,8 @@ def build_sparse(
     heads = key_heads(run_file.model) if config.pattern == "heads" else None
     groups = unit_groups(layers, kinds, pattern=config.pattern, heads=heads) if config.removes else []
     stepped = [own for own in owned if own.name in layers]
-    home = None
-    takes_home = isinstance(optimizer, FusedOptimizer) and optimizer.takes_home  # not all references of `shoal verify`
-    if config.packed_state and takes_home:
+    home = None  # not all references of `shoal verify` take one
+    if config.packed_state and isinstance(optimizer, FusedOptimizer) and optimizer.takes_home:
         optimizer.home = home = PackedState()
     return SparseTraining(
         MaskPlan(config, run_file.run.steps),
