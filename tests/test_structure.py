@@ -6,8 +6,12 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import re
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import shoal
 
@@ -21,6 +25,14 @@ LONG_SIGNATURES = {
     "shoal.models.keyed_functions:_attention": "stands in for scaled_dot_product_attention, with its signature",
 }
 """Functions that take more, and why."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_collections() -> Iterator[None]:
+    """A million nodes are kept, and each collection would go through them all."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @functools.cache

@@ -251,6 +251,7 @@ def test_a_client_with_fewer_samples_than_ranks_trains(ranks: Any, tmp_path: Pat
         require_equal(found, rounds(federated_task(run_file(tmp_path, tables)), 1), CLOSE)
 
 
+@pytest.mark.slow
 def test_nothing_is_finite_after_a_step_that_is_not(ranks: Any, tmp_path: Path) -> None:
     """The engine would skip such a step; the update says what one process would say, and the server refuses it."""
     tables = [LAYOUTS["zero3"], {"optimizer": {"lr": 1e3, "momentum": 0.9}, "batch": {"global_samples": 1}}]

@@ -89,6 +89,7 @@ def test_the_closed_form_is_what_the_allocator_gave_out(ranks: Any, tmp_path: Pa
     assert max(map(tensor_bytes, one.footprints)) == pytest.approx(measured, rel=WITHIN)
 
 
+@pytest.mark.slow
 def test_what_is_given_back_counts_in_the_peak_alone() -> None:
     """A tensor that stays and one that goes, of known bytes."""
     kept = []

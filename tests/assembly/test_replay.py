@@ -50,6 +50,7 @@ def train(place: TestPlace, tables: Tables, folder: str, replay: str, late: bool
     return whole_state(run)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize(
     "tables",

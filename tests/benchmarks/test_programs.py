@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # registers the backend "fake"
@@ -58,6 +59,7 @@ def calls(group: Any, corpus: Path) -> tuple[list[int], list[int], list[int]]:
     return numels, all_reduces(tensor), all_reduces(fsdp2)
 
 
+@pytest.mark.slow
 def test_the_all_reduces_of_a_step_are_found(ranks, tmp_path: Path) -> None:
     """Tensor parallelism: activations, two in each layer's forward, at least as many in its backward; FSDP2: none."""
     for numels, once_more, fsdp2 in ranks(2, with_group, "gloo", calls, corpus_file(tmp_path)):

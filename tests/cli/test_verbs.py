@@ -55,6 +55,7 @@ def test_training_from_the_resolved_file_is_the_same_run(trained: Project) -> No
     assert trained.losses("again") == trained.losses()
 
 
+@pytest.mark.slow
 def test_evaluate_gives_what_training_gave(trained: Project) -> None:
     """On one rank and on two, the last evaluation of the run comes out again; --json prints one object."""
     want = next(e.get("loss/eval") for e in reversed(trained.events()) if e.get("loss/eval") is not None)
@@ -67,6 +68,7 @@ def test_evaluate_gives_what_training_gave(trained: Project) -> None:
         assert "evaluating" in done.stderr
 
 
+@pytest.mark.slow
 def test_verify_says_how_far_it_is(trained: Project) -> None:
     """Each step is announced on standard error before it is computed; standard output is one JSON object."""
     done = trained.shoal("verify", "run.toml", "run.processes=2", "--steps", "2", "--json")
@@ -127,6 +129,7 @@ def test_a_run_tells_what_its_first_step_did(trained: Project) -> None:
     assert "set observe.peak_tflops" in facts["device_use"]["peak_from"]
 
 
+@pytest.mark.slow
 def test_mfu_is_measured_where_the_peak_is_said(trained: Project) -> None:
     """In every step but the one that was looked at, on every rank, and in the last line."""
     done = trained.shoal("train", "run.toml", "run.directory=peak", "run.steps=3", "observe.peak_tflops=0.001")

@@ -178,6 +178,7 @@ def test_the_plain_loop_has_the_calls_of_a_run() -> None:
     assert given <= plain
 
 
+@pytest.mark.slow
 def test_on_the_command_line(tmp_path: Path) -> None:
     """Code 6, what differs, and JSON alone, whatever the script prints and leaves running; a script without a call.
     Nothing is left behind.

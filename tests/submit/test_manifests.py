@@ -73,6 +73,7 @@ def test_manifests_of_twelve_run_files_are_valid(name: str, writer: Callable[...
     assert [fault for found in objects[1:] for fault in faults(found)] == []
 
 
+@pytest.mark.slow
 def test_what_pods_request_follows_from_the_plan(tmp_path: Path) -> None:
     """`--cluster`: GPUs, and a core for each of the threads that train and read, in a manifest that is valid; what is
     asked for on the command line stands. A layout that no device holds is refused, with keys that would fit."""

@@ -48,6 +48,7 @@ def test_an_agreement_a_period_sends_less(ranks, folder: Path) -> None:
     assert sum(local.sent) < 1.2 * sum(plain.sent) / STEPS
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("layout", [{"replicate": 2}, {"replicate": 2, "shard": 2}], ids=str)
 def test_a_run_goes_on_bitwise(ranks, folder: Path, layout: Tables) -> None:

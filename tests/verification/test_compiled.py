@@ -33,6 +33,7 @@ def compiled(tables: dict[str, Any], what: bool | str) -> dict[str, Any]:
     return TABLES | tables | {"run": {"compile": what}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "tables", "what"), [(1, {}, "model"), (1, {}, "blocks"), (2, ZERO_3, "blocks")], ids=str
 )

@@ -176,6 +176,7 @@ def shoal(*arguments: str, folder: Path) -> Any:
     return done
 
 
+@pytest.mark.slow
 def test_split_experts_are_exported_for_transformers(tmp_path: Path) -> None:
     """Trained on two ranks with half of the experts each: `from_pretrained` finds every weight, bit by bit."""
     corpus(tmp_path)

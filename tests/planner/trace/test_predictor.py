@@ -145,6 +145,7 @@ def test_why_not_says_what_the_model_says(both: tuple[Predictor, TracedPredictor
     assert "tensor" in why_not(both[1], "tensor=3", best, allowed=FEW)
 
 
+@pytest.mark.slow
 def test_the_search_finds_what_fits(both: tuple[Predictor, TracedPredictor]) -> None:
     """The same plan is fastest as by the closed forms."""
     closed, found = (search(predictor, FEW, keep=1).best[0] for predictor in both)
