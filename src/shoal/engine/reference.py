@@ -1,9 +1,8 @@
 """The same steps in one process, written down plainly: what every layout is compared with.
 
-No buckets, no parts, no overlap: the whole model, autograd and PyTorch's optimizer. `Reference` takes all samples that
-it is given through one forward, whatever microbatches the layout makes of them: a loss that couples samples is then
-another one, and `neighbour_effect` names the first sample that shows it. The reference shares the model, the loss and
-the data with the layout, and none of the code that splits them.
+No buckets, no parts, no overlap: the whole model, autograd and PyTorch's optimizer. `Reference` takes all samples through
+one forward, whatever microbatches the layout makes of them: a loss that couples samples is then another one, which
+`neighbour_effect` names. It shares model, loss and data with the layout, and none of the code that splits them.
 
 `StaleReference` is the sequential program that PipeDream computes: microbatch after microbatch, each with the weights
 that its stages had in the pipeline. It keeps every version of every weight until the step ends.
@@ -437,9 +436,8 @@ def assembled(parts: Iterable[HeldBox], like: dict[str, Tensor]) -> dict[str, Te
         covered[part.name][part.box.slices] = True
     for name, mask in covered.items():
         if not bool(mask.all()):
-            raise ValueError(
-                f"no rank owns all of {name}: {int((~mask).sum())} of its {mask.numel()} numbers are missing"
-            )
+            missing = int((~mask).sum())
+            raise ValueError(f"no rank owns all of {name}: {missing} of its {mask.numel()} numbers are missing")
     return whole
 
 

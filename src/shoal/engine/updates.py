@@ -101,9 +101,7 @@ class LeavesOut(Protocol):
         ...
 
     def explore(self, step: int, again: Callable[[], object]) -> None:
-        """After the backward, if the agreed gradient is finite. `again` computes the step's agreed gradient anew, at
-        the weights as they then are; all is left as it was found.
-        """
+        """After the backward, if the agreed gradient is finite. `again` computes it anew, at the weights as they are."""
         ...
 
     def agreed(self, step: int, *, scale: float = 1.0) -> float | None:
