@@ -1,6 +1,6 @@
 """The same steps in one process, written down plainly: what every layout is compared with.
 
-No buckets, no parts, no overlap: the whole model, autograd and PyTorch's optimizer. `Reference` takes all samples through
+No buckets, no parts, no overlap: the whole model, autograd and PyTorch's optimizer. `Reference` takes all samples in
 one forward, whatever microbatches the layout makes of them: a loss that couples samples is then another one, which
 `neighbour_effect` names. It shares model, loss and data with the layout, and none of the code that splits them.
 

@@ -101,7 +101,7 @@ class LeavesOut(Protocol):
         ...
 
     def explore(self, step: int, again: Callable[[], object]) -> None:
-        """After the backward, if the agreed gradient is finite. `again` computes it anew, at the weights as they are."""
+        """After the backward, if the agreed gradient is finite. `again` computes it at the weights as they are."""
         ...
 
     def agreed(self, step: int, *, scale: float = 1.0) -> float | None:
