@@ -68,8 +68,8 @@ def doctor(
         _several(hosts, shell=shell, python=python, folder=folder, port=port, as_json=as_json)
         return
     with busy("looking at this machine"):
+        assumed = _write_cluster(cluster) if cluster is not None else ()  # first, as the disk may be full
         found = [*findings(os.environ), attention_finding(*_attention_kernels())]
-        assumed = _write_cluster(cluster) if cluster is not None else ()
     if as_json:
         result = {"findings": [dataclasses.asdict(finding) for finding in found]}
         answer(json.dumps(result if cluster is None else result | {"cluster": str(cluster), "assumed": list(assumed)}))
