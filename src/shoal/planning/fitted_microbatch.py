@@ -30,7 +30,6 @@ from shoal.launcher.devices import gpus
 from shoal.launcher.environment import Place
 from shoal.observe.events import read_events
 from shoal.observe.facts import replace_file
-from shoal.planning.memory_advice import fullest_bytes, predictor_of_ranks
 from shoal.planning.memory_budget import MOST_BYTES, TRIED_STEPS, digest_of, short_run
 from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile, run_directory, statistics_group
@@ -175,6 +174,8 @@ def _fit(run_file: RunFile, digest: str) -> Fitted:
 
 def _predicted(run_file: RunFile, own: Sequence[int]) -> int:
     """The first of the sizes that fits by the planner's closed forms; the largest where they say nothing."""
+    from shoal.planning.memory_advice import fullest_bytes, predictor_of_ranks  # imports torch
+
     limit_bytes = run_file.memory.simulated_bytes
     with contextlib.suppress(ShoalError):  # this run cannot be priced
         predictor = predictor_of_ranks(run_file)
