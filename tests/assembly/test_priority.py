@@ -89,6 +89,7 @@ def same_bits(one: Trained, other: Trained) -> bool:
     return one.state.keys() == other.state.keys() and all(torch.equal(t, other.state[n]) for n, t in one.state.items())
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("tables", [{}, {"batch": {"micro_samples": 1}}, {"memory": {"recompute": "full"}}], ids=str)
 def test_a_schedule_by_priority_changes_nothing(ranks, folder: Path, tables: Tables) -> None:

@@ -73,6 +73,7 @@ def test_a_replay_is_the_run_to_the_bit(ranks, tmp_path: Path, tables: Tables) -
         assert first.index("c2") > [place for place, event in enumerate(first) if event == "c0"][3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strength", "equal"), [(0.0, True), (1.0, False)])
 def test_compensation_of_no_strength_is_the_asynchronous_run(
     ranks, tmp_path: Path, strength: float, equal: bool

@@ -114,6 +114,7 @@ def test_masters_go_where_another_layout_stopped(ranks, folder: Path, here: str,
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one process", "ZeRO-1", "ZeRO-3"])
 def test_a_run_with_masters_resumes_to_the_bit(ranks, folder: Path, name: str) -> None:
     """Six steps, and three with three more behind a checkpoint: losses, masters, moments."""

@@ -132,6 +132,7 @@ OUTSIDE = 2 * 61 + 1
 """Rows of the width outside of blocks: embedding, head and the last norm."""
 
 
+@pytest.mark.slow
 def test_a_step_that_does_not_fit_is_refused_and_fits_with_the_key_that_is_named(ranks, folder: Path) -> None:
     """The device is as large as the peak of the run with the key; without it the refusal names that key."""
     offloaded = HOMES["activations"]

@@ -61,6 +61,7 @@ def numbers(shape, dtype=torch.float32):
 TENSORS = {"model/a": torch.float32, "model/b": torch.bfloat16, "optimizer/exp_avg/a": torch.float64}
 
 
+@pytest.mark.slow
 @few
 @given(st.data(), st.lists(shapes, min_size=3, max_size=3), st.integers(16, 200))
 def test_any_layout_is_loaded_under_any_other_bit_by_bit(tmp_path_factory, data, drawn, object_bytes):

@@ -75,6 +75,7 @@ def own(folder: Path, drop_last: bool, *overrides: str, world: int, dies_at: int
     return run_script(script, folder, *overrides, world=world, dies_at=dies_at)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("layout", ["3", "2 layout.shard=2 memory.zero=3 batch.micro_samples=5"])
 def test_the_batches_are_those_of_the_loader(plain: tuple[bool, list[float]], layout: str, tmp_path: Path) -> None:

@@ -78,6 +78,7 @@ def test_verify_says_how_far_it_is(trained: Project) -> None:
     assert [line[:11] for line in announced] == ["step 1 of 2", "step 1 of 2", "step 2 of 2", "step 2 of 2"]
 
 
+@pytest.mark.slow
 def test_checkpoints_are_listed_and_a_flipped_bit_is_named(trained: Project) -> None:
     """`ls` shows every step; `verify` reads them and exits 0; after one changed byte it names file and step, exit 6."""
     listed = json.loads(trained.shoal("checkpoint", "ls", "runs/own", "--json").stdout)["checkpoints"]
@@ -177,6 +178,7 @@ def test_torchrun_starts_the_same_run(trained: Project) -> None:
     assert trained.losses("torchrun") == trained.losses()
 
 
+@pytest.mark.slow
 def test_srun_variables_make_ranks_of_several_nodes(trained: Project) -> None:
     """Two processes with Slurm's variables, as two nodes of one task each, train the same run."""
     with socket.socket() as free:

@@ -147,6 +147,7 @@ def against_gloo(place, hosts: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", ["abb", "abab"])
 def test_reductions_are_those_of_gloo_and_the_same_bits_everywhere(ranks, hosts: str) -> None:
     """Dtypes, operations, nothing, one element, several pieces: Gloo's result up to rounding, and always the same."""

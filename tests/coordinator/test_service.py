@@ -238,6 +238,7 @@ def test_a_connection_that_breaks_is_no_refusal() -> None:
     assert tried == [True] * 4
 
 
+@pytest.mark.slow
 def test_a_second_coordinator_on_one_journal_is_refused(tmp_path: Path) -> None:
     """One journal, one coordinator: the second ends with exit code 3 and says why."""
     with running(tmp_path):

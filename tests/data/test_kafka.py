@@ -113,6 +113,7 @@ def test_a_line_stays_the_line_that_it_was(
     assert json.loads(journal.read_text().splitlines()[-1])["stop"] == path.stat().st_size
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_a_topic_and_resumes(cluster: Cluster, topic: str, tmp_path: Path) -> None:
     """Samples come while ranks wait for them, are used once, and a run with other ranks goes on."""
     table = {

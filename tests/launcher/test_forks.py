@@ -124,6 +124,7 @@ def test_no_fork_outlives_a_killed_launcher(tmp_path: Path) -> None:
     wait_until(lambda: not any(map(runs, pids)))
 
 
+@pytest.mark.slow
 def test_ctrl_c_reaches_forks_through_the_launcher(tmp_path: Path) -> None:
     """They lead sessions of their own, and one that a signal has killed is reported as such."""
     process = launched(WAITS, tmp_path)
@@ -186,6 +187,7 @@ print(json.dumps(said))
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_forked_where_a_fork_could_differ(tmp_path: Path) -> None:
     """A file's place that forks would share, a connection, a thread, a script that asks which rank it is."""
     (tmp_path / "script.py").write_text(HEAD + REASONS)

@@ -72,6 +72,7 @@ raise errors.DataError("sample 7 is empty")
     assert said.splitlines()[2].endswith("lost another rank")
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_noticed_and_named(launch):
     """kill -9 of a rank whose peer would never end: the launcher ends with 128 + 9, naming rank and signal."""
     launched = launch(WAIT)
@@ -216,6 +217,7 @@ def test_ctrl_c_twice_stops_at_once(launch):
     assert launched.survivors(pids) == []
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_with_75_waits_for_the_others_to_save(launch):
     """Exit 75 gives peers the long patience, not the short one of a failure; a peer's own 0 or 75 keeps it 75."""
     body = """

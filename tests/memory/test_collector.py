@@ -52,6 +52,7 @@ def lines_of(collector: Collector, steps: int, each: Any) -> dict[int, list[str]
     return said
 
 
+@pytest.mark.slow
 def test_a_tensor_a_step_is_named_within_sixty_steps() -> None:
     """Once: its kind, the line that makes it, and what holds it."""
 

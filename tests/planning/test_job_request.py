@@ -54,6 +54,7 @@ def test_ranks_on_cores_ask_for_the_memory_of_their_host(tmp_path: Path) -> None
     assert 1 < two.memory_gib < four.memory_gib
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_fit_is_refused_with_keys_that_do(tmp_path: Path) -> None:
     """Copies of a model that no GPU holds: the sentence has bytes, and overrides with which the request is answered."""
     path, ranks = cluster(tmp_path), ("run.processes=32", "run.device=cuda", "batch.global_samples=64")

@@ -80,6 +80,7 @@ def test_what_is_frozen_stays_and_has_no_state(ranks, folder: Path, alone: dict[
     assert not any(name.split("/", 2)[2].startswith(frozen) for name in after.state if name.startswith("optimizer/"))
 
 
+@pytest.mark.slow
 def test_half_a_model_sends_half_of_its_gradients(ranks, folder: Path) -> None:
     """From the start, and while a schedule freezes it; the masks of neither cost an index on the wire."""
     tables = BASE | LAYOUTS["replicate"][1]

@@ -40,6 +40,7 @@ def test_pulls_without_gradients_keep_the_sum(ranks, folder: Path) -> None:
         assert float((own - after.own(1)[name] - apart).norm() / apart.norm()) < 1e-9
 
 
+@pytest.mark.slow
 def test_the_first_pull_takes_the_centre_to_the_mean(ranks, folder: Path) -> None:
     """With beta = 1 the centre becomes the mean of the replicas: after one step of SGD, that of all-reduce."""
     tables = SGD | BATCH
@@ -48,6 +49,7 @@ def test_the_first_pull_takes_the_centre_to_the_mean(ranks, folder: Path) -> Non
     assert gap(easgd.weights, plain.weights) < SUM_ORDER
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("layout", [{"replicate": 2}, {"replicate": 2, "shard": 2}], ids=str)
 def test_a_run_goes_on_bitwise(ranks, folder: Path, layout: Tables) -> None:

@@ -70,6 +70,7 @@ def test_replicas_have_moments_of_their_own(ranks, folder: Path) -> None:
     assert not torch.equal(own, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", [{}, DILOCO], ids=["all-reduce", "local"])
 def test_other_replicas_go_on_from_it(ranks, folder: Path, sync: Tables) -> None:
     """Three replicas, or a synchronous run, take over the state of two."""
@@ -92,6 +93,7 @@ def test_a_codec_codes_outer_gradients(ranks, folder: Path) -> None:
     assert "codec/residual/1/head.weight" in coded.state
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(first=1)
 @pytest.mark.parametrize("sync", [DILOCO, {"kind": "streaming", "period": 4, "fragments": 2, "delay": 1}], ids=str)
 def test_coded_outer_gradients_go_on_bitwise(ranks, folder: Path, sync: Tables) -> None:
@@ -105,6 +107,7 @@ def test_coded_outer_gradients_go_on_bitwise(ranks, folder: Path, sync: Tables) 
     assert all(torch.equal(tensor, whole.state[key]) for key, tensor in resumed.state.items())
 
 
+@pytest.mark.slow
 def test_an_adaptive_period_goes_on_bitwise(ranks, folder: Path) -> None:
     """It is shorter by then, and a checkpoint holds it."""
     tables = ADAM | {"sync": DILOCO | {"adapt_every": 4}}

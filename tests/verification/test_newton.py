@@ -146,6 +146,7 @@ def test_exact_products_agree_on_the_way_as_well(ranks, tmp_path: Path, alone: A
     assert runs[0][0][-1] == pytest.approx(alone[0][-1], rel=AT_THE_END)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["replicate", pytest.param("ZeRO-1", marks=pytest.mark.stress)])
 def test_exact_products_are_proved_on_a_transformer(ranks, tmp_path: Path, layout: str) -> None:
     """Through attention, beside one process that multiplies by the whole Hessian."""

@@ -421,6 +421,7 @@ def _made_and_dropped(place, gloo: Any, name: str) -> None:
         message.wait()
 
 
+@pytest.mark.slow
 def test_groups_leave_nothing_behind(ranks) -> None:
     """200 of them, waited for or not: no descriptor, map or thread."""
     ranks(2, left_behind)

@@ -303,6 +303,7 @@ def left_behind(place: Any) -> float:
     return float(memory.sum())
 
 
+@pytest.mark.slow
 def test_memory_is_given_back_and_may_outlive_its_group(ranks: Any) -> None:
     """300 allocations leave no descriptor and no map."""
     assert ranks(2, left_behind) == [2.0 * LARGE] * 2

@@ -38,6 +38,7 @@ def test_bubble_rates_are_the_papers(folder: Path) -> None:
     assert [one for one in found if abs(one.difference) > BOUNDS[one.schedule]] == []
 
 
+@pytest.mark.slow
 def test_measured_throughput_and_memory_are_met(folder: Path) -> None:
     """Every row within 8 % of the samples per second and 10 % of the peak memory."""
     assert [one for one in throughput(folder) if abs(one.difference) > THROUGHPUT] == []

@@ -117,6 +117,7 @@ def test_arithmetic_is_what_pytorch_counts_in_a_real_step(name: str) -> None:
     assert sum(p.matmul.flops for one in trace.operators for p in one.products) == counter.get_total_flops()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "scratch"), [("blocks", SCRATCH), ("convnet", CONVOLUTIONS)])
 def test_bytes_are_those_of_a_real_step(name: str, scratch: float) -> None:
     """Kept for the backward but for the loss's own; at the peak all but scratch memory inside of operators."""
