@@ -18,7 +18,7 @@ OLDEST := .venv-oldest
 help:
 	@echo "make demo    trains a small GPT on this machine's Python library (about 2 minutes) and writes a report"
 	@echo "make test    runs the tests; installs what they need besides (200 packages, once)"
-	@echo "make slow    runs the tests of two seconds and more each, which \`make test\` leaves to CI"
+	@echo "make slow    runs the tests of a second and a half and more each, which \`make test\` leaves to CI"
 	@echo "make quick   runs the tests of the rooms below the others, in a minute and a half, at each change"
 	@echo "make test-oldest   runs the fast part of the tests on the oldest PyTorch that Shoal admits, in an environment of its own"
 	@echo "make gpu     on a machine with a GPU: tests and measurements there, in four minutes; docs/benchmarks/gpu.json"
