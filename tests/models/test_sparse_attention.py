@@ -110,7 +110,7 @@ def test_flex_attention_is_attention_under_the_mask(case: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make gpu")
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
 def test_gpus_take_flex_attention_and_its_gradients(documents: bool) -> None:
     numbers = (torch.arange(300, device="cuda") // 50).expand(2, -1) if documents else None

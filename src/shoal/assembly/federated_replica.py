@@ -90,7 +90,7 @@ class ReplicaRanks:
         shift: Tensor | None = None,
         anchor: Tensor | None = None,
     ) -> Trained:
-        """See `Replica`. After a step that is not finite nothing of the change is, as in one process."""
+        """See `Replica`. After a step that is not finite the whole change is not, as in one process."""
         ids, sizes = np.concatenate(steps).astype(np.int64).tobytes(), tuple(map(len, steps))
         anchored, shifted = anchor is not None, shift is not None
         assignment = Assignment(ids, sizes, lr, first, pull, anchored=anchored, shifted=shifted)

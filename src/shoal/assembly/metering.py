@@ -119,7 +119,7 @@ def _peak(run: Run) -> Peak:
 
 
 def arithmetic(variant: str) -> str:
-    """In which type, as the devices of `topology` name it, a GPU counts what a run of this precision multiplies."""
+    """The type whose peak rate counts for a run of this precision, as the devices of `topology` name it."""
     kind = variant.removesuffix("_params")
     return "tfloat32" if kind == "float32" and _takes_tf32() else kind
 

@@ -99,8 +99,8 @@ class Tiers:
         if self._block_cache is not None:
             if shares > 1:
                 raise ConfigError(
-                    f"freeze.cache with {shares} ranks that share a batch: an epoch gives each other samples than the "
-                    "one before, so that it finds hardly any batch; train with one rank, or leave cache out"
+                    f"freeze.cache with {shares} ranks that share a batch: in every epoch a rank gets other samples "
+                    "than before, and finds hardly any of them in its cache; train with one rank, or leave cache out"
                 )
             model = parts.split.model
             CachedBlocks(model, blocks_in(model, parts.stages, rank), memory_bytes(self._block_cache))

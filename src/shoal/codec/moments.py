@@ -80,7 +80,7 @@ class Form(NamedTuple):
 
 
 def _float32(*numbers: float) -> Tensor:
-    """On the CPU, whatever is made by default: what the kernel reads and caches keep."""
+    """Float32 on the CPU, whatever defaults a script has set: caches keep it, and the kernel reads it."""
     return torch.tensor(numbers, dtype=torch.float32, device="cpu")
 
 

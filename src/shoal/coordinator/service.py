@@ -66,7 +66,7 @@ class RunningClock:
         now = self._clock()
         late = now - self._read - self._period_s
         if late > self._period_s:
-            LOG.warning("the coordinator stood still for %.1f s: nobody is taken to have been silent", late)
+            LOG.warning("the coordinator stood still for %.1f s, which count as nobody's silence", late)
             self._lost += late
         self._read = now
         return now - self._lost

@@ -209,7 +209,7 @@ class Compute:
             return programs.loss_sum(inputs, batch.targets, batch.weights, ones=microbatch.ones)
 
     def look(self, outputs: Any, batch: Batch) -> None:
-        """Shows the outputs of a forward of a step to who asked for them, before its backward."""
+        """Shows the outputs of a forward to whoever asked for them, before its backward."""
         for look in self.looks:
             look(outputs, batch.targets, batch.weights, batch.positions)
 

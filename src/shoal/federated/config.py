@@ -45,7 +45,7 @@ class _Strategy(Table, frozen=True):
     sampling: Annotated[
         Literal["uniform", "by_size", "importance"],
         says(
-            "uniform: every client is as likely. by_size: in proportion to its samples; updates then count alike. "
+            "uniform: all clients are equally likely. by_size: in proportion to its samples; updates then count alike. "
             "importance: by its samples and the norm of its last update; updates count the more, the less likely "
             "(arXiv:2010.13723)."
         ),

@@ -164,7 +164,7 @@ class OfWholeParameters(OverReplica):
         """What is in `.grad` is what the optimizer sees."""
 
     def accept_weights(self) -> None:
-        """The optimizer has the model's own."""
+        """What is in the weights is what the optimizer sees: nothing to do where its tensors are the model's own."""
 
     def settle(self) -> None:
         """Nothing is under way between two steps."""

@@ -142,7 +142,7 @@ def may_fork(command: Sequence[str]) -> bool:
 
 
 def _uses_accelerator(torch: Any) -> bool:
-    """Whether this process has begun to: a fork could not go on."""
+    """Whether this process has used one: a fork of it could not."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and torch.get_device_module(accelerator).is_initialized()
 

@@ -63,7 +63,7 @@ class Mapped:
         self.tensor = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))[:size_bytes]
 
     def ahead(self) -> None:
-        """Has the kernel begin to read it."""
+        """Asks the kernel to begin to read it."""
         self._memory.madvise(mmap.MADV_WILLNEED)
 
 

@@ -190,7 +190,7 @@ def chosen_layers(model: nn.Module, patterns: tuple[str, ...], *, key: str) -> d
 
 
 def _unfreeze(model: nn.Module, patterns: Sequence[str]) -> bool:
-    """Has what the patterns name trained. Whether that is anything."""
+    """Trains the parameters that the patterns name. Returns whether there are any."""
     found = [p for name, p in model.named_parameters() if any(fnmatchcase(name, pattern) for pattern in patterns)]
     for parameter in found:
         parameter.requires_grad_(True)
