@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +20,9 @@ from shoal.memory.collector import (
     Collector,
     LeakWatch,
     largest_holders,
+    living_tensors,
 )
+from shoal.observe.profile.first_step import StepLook
 
 WITHIN_STEPS = 60
 KEPT: list[Tensor] = []
@@ -131,3 +135,35 @@ def test_the_largest_holders_are_named_where_memory_ends() -> None:
     said = largest_holders()
     assert said.startswith("the largest tensors: 8.02 MiB in 3 Tensor of float32 [700, 1001]"), said
     del views
+
+
+def look_at_a_step() -> None:
+    with StepLook(compiled=False).around(nullcontext)():
+        torch.ones(2)
+
+
+@pytest.mark.parametrize("look", [living_tensors, look_at_a_step])
+def test_no_look_at_all_objects_spoils_another_threads_tuple(look: Callable[[], object]) -> None:
+    """CPython fills a tuple from an iterator in place and fails where somebody else holds it, as a list of all does."""
+    before_s = sys.getswitchinterval()
+    spoilt: list[SystemError] = []
+    ends = threading.Event()
+
+    def read_samples() -> None:
+        while not ends.is_set() and not spoilt:
+            try:
+                tuple(number for number in range(64))
+            except SystemError as error:
+                spoilt.append(error)
+
+    reader = threading.Thread(target=read_samples)
+    sys.setswitchinterval(1e-6)
+    reader.start()
+    try:
+        for _ in range(20):
+            look()
+    finally:
+        ends.set()
+        reader.join()
+        sys.setswitchinterval(before_s)
+    assert not spoilt

@@ -189,8 +189,17 @@ class LeakWatch:
 
 
 def living_tensors() -> list[Tensor]:
-    """The tensors that Python's collector follows, without those that were frozen."""
-    return [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
+    """The tensors that Python's collector follows, without those that were frozen: what refers to a class of them. A
+    list of all objects would hold tuples that other threads still fill: their `tuple(...)` would fail.
+    """
+    kinds = set(_with_subclasses(Tensor))
+    return [found for found in gc.get_referrers(*kinds) if type(found) in kinds]
+
+
+def _with_subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    for subclass in type.__subclasses__(kind):
+        yield from _with_subclasses(subclass)
 
 
 def by_kind(tensors: Iterable[Tensor]) -> dict[Kind, Held]:
@@ -243,10 +252,12 @@ def _rises(sizes: list[int]) -> bool:
 
 
 def _holders_of(tensors: list[Tensor], living: list[Tensor]) -> str:
-    """What holds the most of them, in a clause; neither of these lists."""
+    """What holds the most of them, in a clause; neither of these lists. Tuples are left out: one that another thread
+    still fills must not be held.
+    """
     own = {id(tensor) for tensor in tensors}
     referrers = [x for x in gc.get_referrers(*tensors) if x is not tensors and x is not living]
-    holders = [x for x in referrers if type(x) in (list, dict, tuple, deque, set)]
+    holders = [x for x in referrers if type(x) in (list, dict, deque, set)]
     counted = [(sum(id(one) in own for one in _items(x)), x) for x in holders]
     count, holder = max(counted, key=lambda pair: pair[0], default=(0, None))
     return (

@@ -324,12 +324,13 @@ def _silent() -> Iterator[None]:
 
 def _another_profiler() -> bool:
     """Is one at work, or getting ready? PyTorch tells nothing of one that warms up: it is looked for among all objects
-    of this process, which takes some ten milliseconds. A daemon may begin one at any time.
+    that refer to its class, which takes some ten milliseconds. (A list of all of them, `gc.get_objects`, would hold
+    tuples that other threads still fill: their `tuple(...)` would fail.) A daemon may begin one at any time.
     """
     if torch.autograd._profiler_enabled() or "KINETO_USE_DAEMON" in os.environ:  # pyright: ignore[reportPrivateImportUsage]
         return True
     kinds = {profile, *profile.__subclasses__()}
-    profiles = [one for one in gc.get_objects() if type(one) in kinds]
+    profiles = [one for one in gc.get_referrers(*kinds) if type(one) in kinds]
     return any(one.entered and one.kineto_results is None for one in profiles)
 
 
