@@ -26,6 +26,14 @@ def test_optimizers_of_pytorch_are_separable(name: str) -> None:
     assert not tried(getattr(torch.optim, name)(model().parameters(), lr=0.1)).couples
 
 
+class OwnAdagrad(torch.optim.Adagrad):
+    """A user's. PyTorch before 2.12 makes its state when it is built."""
+
+
+def test_what_is_made_of_adagrad_is_tried() -> None:
+    assert not tried(OwnAdagrad(model().parameters(), lr=0.1)).couples
+
+
 @pytest.mark.parametrize("kind", planted.COUPLED, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("groups", [1, 2, 7])
 def test_what_takes_a_number_from_all_gradients_couples(kind: Any, groups: int) -> None:

@@ -85,7 +85,7 @@ def tried(optimizer: torch.optim.Optimizer) -> Tried:
 
 
 def twin_of(optimizer: torch.optim.Optimizer, groups: Mapping[int, Sequence[Parameter]]) -> torch.optim.Optimizer:
-    """A copy without state and hooks that steps `groups`: of each of its groups, by number, these parameters."""
+    """A copy without hooks and before its first step; of `groups`, by their numbers, it steps these parameters."""
     found = [{**optimizer.param_groups[number], "params": list(own)} for number, own in groups.items()]
     memo: dict[int, Any] = {id(optimizer.state): defaultdict(dict), id(optimizer.param_groups): found}
     stands_for = next(iter(groups.values()))[0]
@@ -94,7 +94,10 @@ def twin_of(optimizer: torch.optim.Optimizer, groups: Mapping[int, Sequence[Para
         memo |= {id(parameter): stands_for for parameter in group["params"]}
     for group in found:
         group.update({name: copy.deepcopy(value, memo) for name, value in group.items() if name != "params"})
-    return _copied(optimizer, memo)
+    twin = _copied(optimizer, memo)
+    if isinstance(twin, torch.optim.Adagrad):
+        _start_adagrad(twin)
+    return twin
 
 
 def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
@@ -373,8 +376,6 @@ def _stepped(
     """The state of a copy with the options of group `number`, after a step on `probes`."""
     try:
         twin = twin_of(optimizer, {number: probes})
-        if isinstance(twin, torch.optim.Adagrad):
-            _start_adagrad(twin)
         step_of(twin)
     except Exception as error:
         raise UserCodeError(
