@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,7 @@ from shoal.launcher.environment import Place
 from shoal.resilience.events import View
 from shoal.resilience.membership import Rules
 from tests.horovod.test_horovod import CHANGED, SCRIPTS
-from tests.waiting import HANG_S, wait_until
+from tests.waiting import NEVER_S, wait_until
 
 CLOSE = {"rel": 1e-9}  # float64, summed in another order
 
@@ -83,13 +84,39 @@ def played(steps: list[list[Any]], batch: int, lr: float) -> tuple[list[float], 
     return losses, [parameter.flatten().tolist() for parameter in model.parameters()]
 
 
-def launched(folder: Path, *arguments: str, options: tuple[str, ...] = ("-n", "3", "--min", "2")) -> subprocess.Popen:
-    text = (SCRIPTS / "elastic.py").read_text()
-    assert text.count(CHANGED[0]) == 1
-    (folder / "elastic.py").write_text(text.replace(*CHANGED))
-    command = [sys.executable, "-m", "shoal", "launch", *options, "elastic.py", *arguments]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=folder, env=environ, stderr=subprocess.PIPE, text=True)
+class Launched:
+    """A launcher of the script, which is ended with the block, and its ranks with it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        options: tuple[str, ...] = ("-n", "3", "--min", "2"),
+        name: str = "launcher",
+    ) -> None:
+        text = (SCRIPTS / "elastic.py").read_text()
+        assert text.count(CHANGED[0]) == 1
+        (folder / "elastic.py").write_text(text.replace(*CHANGED))
+        self._said = folder / f"{name}.stderr"
+        command = [sys.executable, "-m", "shoal", "launch", *options, "elastic.py", *arguments]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with self._said.open("w") as stderr:
+            self.process = subprocess.Popen(command, cwd=folder, env=environ, stderr=stderr)
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def said(self) -> str:
+        """What the launcher and its rank 0 have said so far."""
+        return f"== {self._said.name}\n{self._said.read_text()}"
+
+    def ended(self) -> bool:
+        """Whether the launcher has."""
+        return self.process.poll() is not None
 
 
 @pytest.mark.slow
@@ -105,9 +132,9 @@ def test_an_elastic_script_of_horovods_goes_on(tmp_path: Path, arguments: tuple[
     """A rank is killed, rank 0 is killed and replaced, or a rank leaves: each step's loss and the weights are those of
     one process, every sample is used once an epoch, and a step that failed is taken again.
     """
-    launcher = launched(tmp_path, *arguments)
-    _, said = launcher.communicate(timeout=HANG_S)
-    assert launcher.returncode == 0, said
+    with Launched(tmp_path, *arguments) as launcher:
+        wait_until(launcher.ended, launcher.said)
+    assert launcher.process.returncode == 0, launcher.said()
     found = json.loads((tmp_path / "found.json").read_text())
     seen = [size for _, size, _ in found["steps"]]
     changes = [size for size, before in zip(seen, [None, *seen], strict=False) if size != before]
@@ -121,19 +148,27 @@ def test_an_elastic_script_of_horovods_goes_on(tmp_path: Path, arguments: tuple[
 @pytest.mark.slow
 def test_launchers_of_several_hosts_come_and_go(tmp_path: Path) -> None:
     """Two launchers share a coordinator: the second joins the first, whose rank is then told to leave."""
-    rules = Rules(1, 2, start_s=0.0)
-    with coordinator_in(tmp_path, rules, told=lambda news: None) as address:
+    rules = Rules(1, 2, start_s=0.0, silence_s=NEVER_S)
+    launchers: list[Launched] = []
+    with ExitStack() as stack:
+        address = stack.enter_context(coordinator_in(tmp_path, rules, told=lambda news: None))
+
+        def have_stepped() -> bool:
+            """Whether all have taken a step together, and hold it: the end of an epoch is a commit without one."""
+            view = view_of(address)
+            return len(view.members) == len(launchers) and view.committed >= view.step + 2
+
+        def said() -> str:
+            return "\n".join(launcher.said() for launcher in launchers)
+
         where = ("--coordinator", f"{address.host}:{address.port}", "--token", str(tmp_path / "token"))
-        launchers = []
-        for number in (1, 2):
-            options = ("-n", "1", *where, "--directory", f"host-{number}")
-            launchers.append(launched(tmp_path, "--until-sizes", "2", options=options))
-            wait_until(lambda: len(view_of(address).members) == number)  # noqa: B023
-        wait_until(lambda: view_of(address).committed > view_of(address).step)
-        launchers[0].send_signal(signal.SIGTERM)
-        for launcher, code in zip(reversed(launchers), (0, 75), strict=True):
-            _, said = launcher.communicate(timeout=HANG_S)
-            assert launcher.returncode == code, said
+        for name in ("host-1", "host-2"):
+            options = ("-n", "1", *where, "--directory", name)
+            launchers.append(stack.enter_context(Launched(tmp_path, "--until-sizes", "2", options=options, name=name)))
+            wait_until(have_stepped, said)
+        launchers[0].process.send_signal(signal.SIGTERM)
+        wait_until(lambda: all(launcher.ended() for launcher in launchers), said)
+    assert [launcher.process.returncode for launcher in launchers] == [75, 0], said()
     sizes = [size for _, size, _ in json.loads((tmp_path / "found.json").read_text())["steps"]]
     assert sizes[0] == sizes[-1] == 1
     assert 2 in sizes

@@ -16,7 +16,7 @@ from shoal.errors import EnvironmentFault
 from shoal.launcher.failure import FAILURE_FOLDER
 from shoal.launcher.rank_process import start
 from shoal.launcher.signals import SAME_REQUEST_S
-from shoal.launcher.spawn import conclude, listening, run_ranks
+from shoal.launcher.spawn import _pass_on, conclude, listening, run_ranks
 from shoal.launcher.supervision import Patience, StartOver, Supervision, Watch, has_arrived
 from shoal.launcher.warm import GLIBC_BYTES
 from tests.waiting import HANG_S, NEVER_S, wait_until
@@ -201,6 +201,17 @@ def test_a_signal_that_another_thread_is_given_is_an_event():
         assert events.get(timeout=HANG_S) is signal.SIGTERM
     over.set()
     other.join()
+
+
+def test_signals_that_come_at_once_are_one_request_however_late_each_is_heard_of():
+    """Of a launcher that hears of the second a second later, it would be another request: to end at once."""
+    events, (read_end, write_end) = queue.SimpleQueue(), os.pipe()
+    os.write(write_end, bytes((signal.SIGTERM, signal.SIGINT)))
+    os.close(write_end)
+    _pass_on(read_end, frozenset((signal.SIGTERM, signal.SIGINT)), events)
+    os.close(read_end)
+    assert events.get_nowait() is signal.SIGTERM
+    assert events.empty()
 
 
 def test_ctrl_c_twice_stops_at_once(launch):

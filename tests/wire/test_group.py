@@ -6,10 +6,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.waiting import HANG_S
+from shoal.errors import GenerationOver
+from shoal.launcher import sockets
+from shoal.launcher.environment import LOOPBACK, Place
+from shoal.launcher.store.connection import reach_store
+from shoal.wire.tcp import StoreBoard, Tcp
+from tests.waiting import HANG_S, wait_until
 from tests.wire.processes import EPILOGUE, POISON, PRELUDE, run, run_codes, started
 
 HOSTS = {"SharedMemory": (), "Tcp": ("a", "b", "c", "d"), "TwoLevels": ("a", "a", "b", "b")}
@@ -145,6 +151,22 @@ def test_a_rank_that_is_killed_is_named(transport: str) -> None:
     assert "rank 1 of the group is gone" in survivor[1]
     assert processes[1].returncode == -signal.SIGKILL
     assert not victim[0]
+
+
+def test_who_waits_for_the_connection_of_a_lost_rank_is_woken() -> None:
+    """Rank 1 has said where it is, and is gone before it connects: its loss ends the connection to the store."""
+    token, place = b"x" * 32, Place(0, 2, 0, 2, 0, "shoal")
+    listener = sockets.listen_at(LOOPBACK, 0, one_host=True)
+    port, fd = listener.getsockname()[1], listener.detach()
+    store = reach_store(place, LOOPBACK, port, token=token, timeout_s=HANG_S, listen_fd=fd)
+    board = StoreBoard(store, "group", timeout_s=2 * HANG_S)
+    board.publish("doors/1", b"127.0.0.1 9")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(Tcp, board, 0, ("a", "b"), address=LOOPBACK, token=token)
+        wait_until(lambda: board.published("doors/0"))
+        store.give_up("b was lost")
+        with pytest.raises(GenerationOver, match="b was lost"):
+            waiting.result(HANG_S)
 
 
 def test_a_rank_may_leave_after_its_last_call() -> None:

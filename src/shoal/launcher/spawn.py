@@ -13,6 +13,7 @@ import os
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -25,6 +26,7 @@ from shoal.launcher.environment import STORE_FD, Environ
 from shoal.launcher.failure import FAILURE_FOLDER, ExitCode, exit_code, failure_report, read_failures, root_cause
 from shoal.launcher.handshake import make_token
 from shoal.launcher.rank_process import HostEntry, RankProcess, rank_environment, start
+from shoal.launcher.signals import Debounce
 from shoal.launcher.store.messages import JOB_TOKEN
 from shoal.launcher.supervision import Patience, Supervision, Watch, say
 
@@ -123,7 +125,8 @@ def conclude(watch: Watch, folder: Path, world_size: int) -> ExitCode:
 
 @contextlib.contextmanager
 def listening(events: queue.SimpleQueue) -> Iterator[None]:
-    """Signals to the launcher become events. One that is ignored (`nohup`) stays so.
+    """Signals to the launcher become events. One that is ignored (`nohup`) stays so. Several that come at once are one
+    request (`signals.Debounce`), by when they come: a busy launcher may be late to hear of each.
 
     Of two signals at once the kernel may hand both to a thread that waits for a rank. The main thread, in which Python
     runs handlers, then sleeps on; so a thread of their own passes on what Python's C handler writes down at once.
@@ -151,9 +154,11 @@ def _noted(number: int, frame: FrameType | None) -> None:
 
 
 def _pass_on(read_end: int, chosen: frozenset[signal.Signals], events: queue.SimpleQueue) -> None:
+    debounce = Debounce()
     while numbers := os.read(read_end, 64):
+        now_s = time.monotonic()
         for number in numbers:
-            if number in chosen:
+            if number in chosen and debounce.request(now_s):
                 events.put(signal.Signals(number))
 
 

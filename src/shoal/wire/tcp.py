@@ -104,6 +104,8 @@ ONE_SHOT_BYTES = 4096
 """Up to so many, each rank sends its whole vector to all: one step instead of two."""
 _HEAD = struct.Struct("!BqQ")
 _LOOK_S = 0.1
+_DOOR_S = 0.5
+"""How often who waits for connections looks whether somebody still waits for this group."""
 _SENDABLE, _ARRIVED = select.POLLOUT, select.POLLIN | select.POLLHUP | select.POLLERR
 _SHORT = ("float16", "bfloat16")
 
@@ -147,7 +149,7 @@ class Tcp:
             here = f"{address} {listener.getsockname()[1]}"
             doors = board.all_gather("doors", here, rank=rank, ranks=range(size))
             self._peers = {q: _Peer(_knock(doors[q], rank, q, key)) for q in range(rank)}
-            self._peers |= _let_in(listener, rank, size, key, timeout_s=board.timeout_s)
+            self._peers |= _let_in(listener, rank, size, key, board)
         self._poll = select.poll()
         self._by_descriptor = {peer.connection.fileno(): q for q, peer in self._peers.items()}
 
@@ -388,15 +390,20 @@ def _knock(door: str, rank: int, other: int, key: bytes) -> socket.socket:
     return connection
 
 
-def _let_in(listener: socket.socket, rank: int, size: int, key: bytes, *, timeout_s: float) -> dict[int, _Peer]:
-    """The connections of all higher ranks. Who does not know the token is let go."""
+def _let_in(listener: socket.socket, rank: int, size: int, key: bytes, board: StoreBoard) -> dict[int, _Peer]:
+    """The connections of all higher ranks, for which it waits as long as there is a store. Who does not know the token
+    is let go.
+    """
     found: dict[int, _Peer] = {}
-    end_s = time.monotonic() + timeout_s
+    end_s = time.monotonic() + board.timeout_s
     while missing := [q for q in range(rank + 1, size) if q not in found]:
-        if not sockets.readable(listener, max(0.0, end_s - time.monotonic())):
-            raise CollectiveError(
-                f"rank {rank} waited {timeout_s:g} s for a connection of rank {missing[0]}: see its log"
-            )
+        if not sockets.readable(listener, min(_DOOR_S, max(0.0, end_s - time.monotonic()))):
+            if time.monotonic() > end_s:
+                raise CollectiveError(
+                    f"rank {rank} waited {board.timeout_s:g} s for a connection of rank {missing[0]}: see its log"
+                )
+            board.published("doors")
+            continue
         connection, _ = listener.accept()
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.settimeout(handshake.ANSWER_S)

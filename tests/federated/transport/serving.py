@@ -23,7 +23,7 @@ from shoal.federated.transport.enrol import SERVER, enrol, tls_context
 from shoal.federated.transport.host import Host
 from shoal.federated.transport.service import Service
 from shoal.federated.transport.store import ClientStore, Store
-from tests.waiting import wait_until
+from tests.waiting import NEVER_S, wait_until
 
 
 @dataclass
@@ -35,6 +35,7 @@ class Server:
     port: int = 0
     host: Host | None = None
     told: list[str] = field(default_factory=list)
+    thread: threading.Thread | None = None
 
     @property
     def certificates(self) -> Path:
@@ -43,6 +44,10 @@ class Server:
     @property
     def url(self) -> str:
         return f"https://127.0.0.1:{self.port}"
+
+    def is_up(self) -> bool:
+        """Whether it serves."""
+        return self.thread is not None and self.thread.is_alive()
 
     def client(self, number: int, **more: Any) -> Client:
         name = client_name(number)
@@ -89,7 +94,7 @@ def serving(task: Task, folder: Path, *, enrolment: bool = False) -> Iterator[Se
         tls = tls_context(server.certificates, SERVER, server=True, anybody=enrolment)
         folder_of_tokens = server.certificates if enrolment else None
         try:
-            service = Service(server.host, farewell_s=0.5, enrolment=folder_of_tokens)
+            service = Service(server.host, farewell_s=NEVER_S, enrolment=folder_of_tokens)
             await service.run(tls, address="127.0.0.1", port=0, listening=lambda port: setattr(server, "port", port))
         finally:
             server.host.close()
@@ -105,7 +110,7 @@ def serving(task: Task, folder: Path, *, enrolment: bool = False) -> Iterator[Se
         except BaseException as error:
             failures.append(error)
 
-    thread = threading.Thread(target=work)
+    thread = server.thread = threading.Thread(target=work)
     thread.start()
     try:
         wait_until(lambda: server.port or failures)

@@ -28,6 +28,7 @@ from shoal.federated.transport.service import Service
 from shoal.federated.transport.store import ClientStore
 from tests.federated.tasks import task
 from tests.federated.transport.serving import Server, packed, serving
+from tests.waiting import wait_until
 
 CLOSE = 2e-5
 """Clients train alone here and together in the simulation; secret sums are rounded to 20 bits."""
@@ -61,6 +62,23 @@ def test_a_run_over_the_network_makes_the_model_of_the_simulation(tables: dict[s
         simulation.run()
         assert torch.allclose(found, simulation.server.model, rtol=0.0, atol=CLOSE)
     assert server.host.server.version == 2
+
+
+def test_a_server_stays_until_every_client_has_heard_that_the_run_is_over(tmp_path: Path) -> None:
+    """One that comes late, too; then it ends, however long it would have waited."""
+    one = task_of(steps=1, federated={"clients": 2, "least": 1, "deadline_s": 0.5})
+    with serving(one, tmp_path) as server:
+
+        async def play() -> None:
+            late = client_name(1)
+            said = messages.Join(5, one.trainer.layout.fingerprint, strategy_of(one))
+            await server.ask(late, "POST", "/join", packed(said))
+            await server.run_clients(0)
+            assert server.is_up()
+            assert (await server.ask(late, "POST", "/work"))[1] == messages.Over()
+
+        asyncio.run(play())
+        wait_until(lambda: not server.is_up())
 
 
 def upload(model: torch.Tensor, *, samples: int, scale: float = 1.0, value: float | None = None) -> bytes:

@@ -14,6 +14,7 @@ import asyncio
 import logging
 import re
 import ssl
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -38,15 +39,15 @@ CHUNK_S = 30.0
 READ_BYTES = 1 << 20
 """What is read of an upload before it is written."""
 REFUSAL_S = 1.0
-FAREWELL_S = 5.0
-"""How long a server whose run is over tells clients so."""
+FAREWELL_S = 60.0
+"""How long a server whose run is over waits for clients that have not heard so yet."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _Handler = Callable[["Service", str, web.Request], Awaitable[web.StreamResponse]]
 
 
 class Service:
-    """Serves until the last model is made, or until it is cancelled. `on_round` hears of each model; when the run is
-    over, clients are told so for `farewell_s`."""
+    """Serves until the last model is made, or until it is cancelled. `on_round` hears of each model. When the run is
+    over, all clients that are there hear so before the server ends, for which it waits `farewell_s` at most."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class Service:
         """`enrolment`: the folder with the authority's key and the tokens, where clients may enrol by themselves."""
         self.host, self.on_round, self.farewell_s, self.enrolment = host, on_round, farewell_s, enrolment
         self._uploading: set[Ticket] = set()
+        self._dismissed: set[str] = set()
         self._failed: asyncio.Future[None] | None = None
 
     async def run(self, tls: ssl.SSLContext, *, address: str, port: int, listening: Callable[[int], object]) -> None:
@@ -104,7 +106,14 @@ class Service:
             finally:
                 self.host.advancing = False
             self.on_round(row)
-        await asyncio.sleep(self.farewell_s if self.host.rounds.present else 0)
+        await self._farewell()
+
+    async def _farewell(self) -> None:
+        """Waits until every client has heard that the run is over, or is silent for too long."""
+        deadline_s = time.monotonic() + self.farewell_s
+        while self.host.rounds.present.keys() - self._dismissed and time.monotonic() < deadline_s:
+            await asyncio.sleep(POLL_S / 4)
+            self.host.tick()
 
     def _known(self, handler: _Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """The handler, for a client with a name. What goes wrong with the host's files ends the server."""
@@ -152,7 +161,10 @@ class Service:
         return _answer(answer, status=409 if isinstance(answer, messages.Refusal) else 200)
 
     async def _work(self, client: str, request: web.Request) -> web.StreamResponse:
-        return _answer(self.host.work(client))
+        answer = self.host.work(client)
+        if isinstance(answer, messages.Over):
+            self._dismissed.add(client)
+        return _answer(answer)
 
     async def _alive(self, client: str, request: web.Request) -> web.StreamResponse:
         return web.Response(status=204)
