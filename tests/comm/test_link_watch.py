@@ -19,7 +19,7 @@ from shoal.topology.layout import Layout
 from shoal.topology.links import Links, clustered, uniform
 
 MIB = 1 << 20
-QUIET_S, STEPS = 0.003, 12
+QUIET_S, STEPS = 0.003, 14
 FLAT = uniform(4, latency_s=1e-4, bytes_s=1e9)
 TWO_HOSTS = clustered([0, 0, 1, 1], inner=(1e-5, 1e10), outer=(1e-3, 1e7))
 Step = tuple[float, float]

@@ -111,41 +111,48 @@ class LinkWatch:
 
     def _watch(self) -> None:
         if self._agreed is None:
-            self._usual_s = self._timed_s() if self._usual_s is None else self._usual_s
             return
         said, handle = self._agreed
         handle.wait()
         self._agreed = None
-        if self._searching():
+        if self._search is not None and self._search.searching:
+            self._was_searching = True  # waits of steps that try sizes say nothing of the link
+            return
+        if self._usual_s is None or self._was_searching:
+            self._begin_to_watch()
             return
         less_waited_s, step_s = said.tolist()
         if self._alarm.rings(-less_waited_s, step_s):
+            changed = self._look()
+            self._alarm.looked(changed=changed, rang=True)
+            if changed and self._search is not None:
+                self._search.again()
+
+    def _begin_to_watch(self) -> None:
+        """The run is warm, and a search over: what the next steps wait is usual. The link may have changed meanwhile,
+        which a search notices by itself.
+        """
+        if self._was_searching and self._search is not None:
+            self._lines.append(f"buckets of {self._search.size >> 20} MiB are the fastest on the link as it is")
+        self._was_searching = False
+        self._alarm.looked(changed=True, rang=False)
+        if self._usual_s is None:
+            self._usual_s = self._timed_s()
+        else:
             self._look()
 
-    def _searching(self) -> bool:
-        """Waits of steps that try sizes say nothing of the link; those after them are the usual ones."""
-        searching = self._search is not None and self._search.searching
-        if self._was_searching and not searching and self._search is not None:
-            self._alarm.looked(changed=True, rang=False)
-            self._lines.append(f"buckets of {self._search.size >> 20} MiB are the fastest on the links as they are")
-        self._was_searching = searching
-        return searching
-
-    def _look(self) -> None:
+    def _look(self) -> bool:
+        """Times an all-reduce. If the link has changed, groups choose by its new links; whether it has."""
         now_s, usual_s = self._timed_s(), self._usual_s or 0.0
-        changed = not 1 / CHANGED < now_s / max(usual_s, 1e-9) < CHANGED
-        self._alarm.looked(changed=changed, rang=True)
-        if not changed:
-            return
+        if 1 / CHANGED < now_s / max(usual_s, 1e-9) < CHANGED:
+            return False
         found = [_chosen_anew(seam, group, self._bucket_bytes()) for seam, group in self._groups().values()]
-        if self._search is not None:
-            self._search.again()
-            found += [] if not self._search.searching else ["sizes of buckets are tried anew"]
         self._usual_s = self._timed_s()
         self._lines.append(
-            f"the link has changed, {PROBE_BYTES >> 10} KiB took {1e3 * usual_s:.1f} ms and take {1e3 * now_s:.1f}: "
-            f"{'; '.join(found) or 'nothing depends on it'}"
+            f"the link has changed: {PROBE_BYTES >> 10} KiB took {1e3 * usual_s:.1f} ms and take {1e3 * now_s:.1f}"
+            + "".join(f"; {line}" for line in found)
         )
+        return True
 
     def _timed_s(self) -> float:
         """Of one all-reduce, on the slowest rank."""
