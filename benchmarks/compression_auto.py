@@ -5,6 +5,9 @@ layers, so that a codec's work for each matrix counts beside its bytes; `wide` f
 then 50 Mbit/s, then 1 Gbit/s again, for as many steps each. Every fixed choice and `codec.kind = "auto"`, which has to
 notice, take a few steps of a phase in turn.
 
+`--links`: the size of buckets and the algorithm of sums in place of codecs; with `--ranks-per-host 2` all sums go over
+Gloo, so that hierarchies of hosts are among the algorithms.
+
 `--periods`: local steps with fixed periods and with one that follows the link (`sync.wait_share`), for as many seconds
 at each rate, one side after the other.
 """
@@ -27,7 +30,7 @@ import typer
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from benchmarks.command import run
-from benchmarks.compression import TOKENS, two_hosts
+from benchmarks.compression import TOKENS
 from shoal.bench.groups import join_group, join_store, slowest_rank
 from shoal.bench.options import AsJson, names
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
@@ -35,15 +38,18 @@ from shoal.bench.report import Check, Result, check, print_report
 from shoal.bench.training_job import MODEL, Training, gpt_run_file, start_training
 from shoal.codec.config import AutoConfig, BlockwiseConfig, CastConfig, CodecConfig, NoCodec, PowerSGDConfig
 from shoal.comm.collective import Collective
+from shoal.comm.config import WireConfig
 from shoal.data.config import StdlibText
 from shoal.errors import EnvironmentFault
+from shoal.gradients.config import GradientsConfig
 from shoal.launcher.environment import Place
+from shoal.launcher.lab.lab_file import lab_from
 from shoal.launcher.lab.network import INTERFACE, tc, why_not
 from shoal.models.config import GPTConfig, ModelConfig
 from shoal.sync.config import LocalConfig
 
 FAST_MBIT, SLOW_MBIT, BURST_BYTES = 1000, 50, 32 << 10
-PHASES_MBIT = (FAST_MBIT, SLOW_MBIT, FAST_MBIT)
+PHASES = 3
 AUTO, WARM_UP_STEPS, BLOCK, LAST, LOST = "auto", 12, 10, 20, 1.1
 MODELS = {"thin": GPTConfig(layers=24, width=64, heads=4, feed_forward="gelu", feed_forward_width=256), "wide": MODEL}
 SIDES: Mapping[str, CodecConfig] = {
@@ -54,6 +60,21 @@ SIDES: Mapping[str, CodecConfig] = {
     AUTO: AutoConfig(),
 }
 
+
+MIB = 1 << 20
+FOLLOWS = {"gradients": GradientsConfig(bucket="auto"), "wire": WireConfig(algorithm="auto", transport="gloo")}
+LINK_SIDES: Mapping[str, Mapping[str, Any]] = {
+    **{
+        f"{algorithm} {size}": {
+            "gradients": GradientsConfig(bucket_bytes=size * MIB),
+            "wire": WireConfig(algorithm=algorithm, transport="gloo"),
+        }
+        for algorithm in ("backend", "ring", "halving-doubling", "recursive-doubling", "two-shot", "hierarchical")
+        for size in (1, 4, 25)
+    },
+    AUTO: FOLLOWS,
+}
+"""By algorithm and MiB of a bucket. `backend` is Gloo's own ring."""
 
 WAIT_SHARE, LONGEST = 0.2, 32
 AVERAGING = LocalConfig(outer_lr=1.0, outer_momentum=0.0)
@@ -66,7 +87,13 @@ PERIODS: Mapping[str, LocalConfig] = {
 def compression_auto(
     steps: Annotated[int, typer.Option(help="Steps of each phase.", min=10)] = 160,
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "thin",
-    sides: Annotated[str, typer.Option(help=f"Of {', '.join(SIDES)}; several, with commas.")] = "int8,power_sgd,auto",
+    sides: Annotated[
+        str, typer.Option(help=f"Of {', '.join(SIDES)}; with --links ring 4 and others, or auto.")
+    ] = "int8,power_sgd,auto",
+    links: Annotated[bool, typer.Option(help="Algorithms and sizes of buckets in place of codecs.")] = False,
+    ranks_per_host: Annotated[int, typer.Option(help="Ranks on each of two hosts.", min=1)] = 1,
+    fast_mbit: Annotated[int, typer.Option(help="Rate of the first and last phase.")] = FAST_MBIT,
+    slow_mbit: Annotated[int, typer.Option(help="Rate of the second phase.")] = SLOW_MBIT,
     periods: Annotated[float, typer.Option(help="Seconds of each phase of local steps, in place of codecs.")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
@@ -76,39 +103,45 @@ def compression_auto(
 
     Takes four minutes. Example: python -m benchmarks.compression_auto --steps 40 --sides none,bfloat16,int8,auto
     """
-    chosen = names(sides, "--sides", SIDES)
+    tables = LINK_SIDES if links else {name: {"codec": codec} for name, codec in SIDES.items()}
+    chosen = {name: tables[name] for name in names(sides, "--sides", tables)}
     names(model, "--model", MODELS)
+    rates = (fast_mbit, slow_mbit, fast_mbit)
     if is_rank():
-        measured = partial(measure, chosen=chosen, model=MODELS[model], steps=steps)
-        run_as_rank(lambda place: measure_periods(place, MODELS[model], periods) if periods else measured(place))
+        measured = partial(measure, chosen=chosen, model=MODELS[model], steps=steps, rates=rates)
+        run_as_rank(lambda place: measure_periods(place, MODELS[model], periods, rates) if periods else measured(place))
         return
     if reason := why_not():
         raise EnvironmentFault(f"{reason}; this benchmark has no other network")
     command = ["benchmarks.compression_auto", "--steps", str(steps), "--periods", str(periods)]
-    command += ["--model", model, "--sides", sides]
-    print_report("compression_auto", on_ranks(command, processes=2, lab=two_hosts(FAST_MBIT)), as_json=as_json)
+    command += ["--model", model, "--sides", sides, "--links" if links else "--no-links"]
+    command += ["--fast-mbit", str(fast_mbit), "--slow-mbit", str(slow_mbit)]
+    lab = lab_from({"lab": {"hosts": 2, "ranks_per_host": ranks_per_host, "rate_mbit": fast_mbit}}, file="lab")
+    print_report("compression_auto", on_ranks(command, processes=2 * ranks_per_host, lab=lab), as_json=as_json)
 
 
-def measure(place: Place, *, chosen: Sequence[str], model: ModelConfig, steps: int) -> Result | None:
+def measure(
+    place: Place, *, chosen: Mapping[str, Mapping[str, Any]], model: ModelConfig, steps: int, rates: Sequence[int]
+) -> Result | None:
     """A row for each side; None on all ranks but rank 0. Sides take `BLOCK` steps in turn."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
         store = join_store(place)
         clock = join_group("clock", place, store, transport="gloo")
         sides = [
-            Side(name, _started(place, stack, folder, PrefixStore(name, store), model, codec=SIDES[name]))
-            for name in chosen
+            Side(name, _started(place, stack, folder, PrefixStore(name, store), model, **tables))
+            for name, tables in chosen.items()
         ]
         for side in sides:
             side.take(WARM_UP_STEPS, clock)
-        for mbit in PHASES_MBIT:
+        for mbit in rates:
             set_rate(mbit, clock)
             for side in sides:
                 side.phases_s.append(0.0)
             for begin in range(0, steps, BLOCK):
                 for side in sides:
                     side.phases_s[-1] += side.take(min(BLOCK, steps - begin), clock)
-        set_rate(FAST_MBIT, clock)
+        set_rate(rates[0], clock)
         rows = [side.row() for side in sides]
     return {"rows": rows, "checks": held_against(rows)} if place.rank == 0 else None
 
@@ -137,8 +170,9 @@ class Side:
         for _ in range(steps):
             self.losses.append(self.training.take_step().loss)
             self.taken += 1
-            coded = self.training.run.generation.coded
-            self.said += [] if coded is None else [f"step {self.taken}: {line}" for line in coded.take_lines()]
+            chooses = (self.training.run.generation.coded, self.training.run.step.links)
+            lines = [line for each in chooses if each is not None for line in each.take_lines()]
+            self.said += [f"step {self.taken}: {line}" for line in lines]
         return slowest_rank(time.perf_counter() - begin_s, clock)
 
     def row(self) -> dict[str, Any]:
@@ -155,7 +189,7 @@ def held_against(rows: Sequence[Mapping[str, Any]]) -> list[Check]:
     auto = next((row for row in rows if row["side"] == AUTO), None)
     if auto is None or not fixed:
         return []
-    best = [min(row["phases_s"][phase] for row in fixed) for phase in range(len(PHASES_MBIT))]
+    best = [min(row["phases_s"][phase] for row in fixed) for phase in range(PHASES)]
     whole_s = min(row["run_s"] for row in fixed)
     return [
         *(
@@ -167,7 +201,7 @@ def held_against(rows: Sequence[Mapping[str, Any]]) -> list[Check]:
     ]
 
 
-def measure_periods(place: Place, model: ModelConfig, phase_s: float) -> Result | None:
+def measure_periods(place: Place, model: ModelConfig, phase_s: float, rates: Sequence[int]) -> Result | None:
     """A row for each period; None on all ranks but rank 0."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
@@ -177,16 +211,16 @@ def measure_periods(place: Place, model: ModelConfig, phase_s: float) -> Result 
         for name, sync in PERIODS.items():
             with ExitStack() as own:
                 training = _started(place, own, folder, PrefixStore(name, store), model, sync=sync)
-                rows.append({"side": name, **_periods_taken(training, clock, phase_s=phase_s)})
+                rows.append({"side": name, **_periods_taken(training, clock, phase_s=phase_s, rates=rates)})
     return {"rows": rows, "checks": []} if place.rank == 0 else None
 
 
-def _periods_taken(training: Training, clock: Collective, *, phase_s: float) -> dict[str, Any]:
+def _periods_taken(training: Training, clock: Collective, *, phase_s: float, rates: Sequence[int]) -> dict[str, Any]:
     """Steps and last losses by phase. A phase ends with an agreement."""
     steps: list[int] = []
     losses: list[float] = []
     agreement = training.run.generation.agreement
-    for mbit in PHASES_MBIT:
+    for mbit in rates:
         set_rate(mbit, clock)
         begin_s, said, over = time.perf_counter(), [], False
         while not over:
@@ -194,7 +228,7 @@ def _periods_taken(training: Training, clock: Collective, *, phase_s: float) -> 
             over = agreement.equal and slowest_rank(time.perf_counter() - begin_s, clock) > phase_s
         steps.append(len(said))
         losses.append(round(statistics.fmean(said[-LAST:]), 3))
-    set_rate(FAST_MBIT, clock)
+    set_rate(rates[0], clock)
     return {"steps": steps, "losses": losses}
 
 

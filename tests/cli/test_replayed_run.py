@@ -96,3 +96,42 @@ def test_a_codec_that_followed_the_link_is_repeated(tmp_path: Path) -> None:
     assert orders[0] == orders[1]
     assert "wsign" in orders[0]
     assert own.manifest(f"{RECORDED}-replay")["objects"] == own.manifest()["objects"]
+
+
+IN_LAB = "[lab]\nhosts = 2\nranks_per_host = 2\nrate_mbit = 200\n"
+FOLLOWING = {
+    "a codec, with two ranks a host": (
+        ["codec.kind=auto", "codec.candidates=['sign']", "codec.measure_every=1"], ["--lab", "lab.toml"], '"w'
+    ),
+    "algorithms and buckets": (
+        ["wire.transport=gloo", "wire.algorithm=auto", "gradients.bucket=auto"], [], '"k{'
+    ),
+    "a codec and algorithms": (
+        ["wire.transport=gloo", "wire.algorithm=auto", "codec.kind=auto", "codec.candidates=['sign']"],
+        ["--lab", "lab.toml"],
+        '"k{',
+    ),
+}  # fmt: skip
+"""(keys of the run, how it is repeated, how its events begin)"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("can_lab")
+@pytest.mark.parametrize("name", FOLLOWING)
+def test_four_ranks_that_followed_their_links_are_repeated(tmp_path: Path, name: str) -> None:
+    """Of two hosts: where more than two ranks sum, algorithm and size of buckets are part of the bits. Algorithms are
+    repeated on a single host, too, whose links are others.
+    """
+    keys, where, begins = FOLLOWING[name]
+    own = project(tmp_path)
+    (own.folder / "lab.toml").write_text(IN_LAB)
+    run = ["run.processes=4", "batch.global_samples=8", "model.arguments.width=150000", "run.steps=9"]
+    done = own.shoal("train", "run.toml", "--lab", "lab.toml", *run, *keys)
+    assert done.returncode == 0, done.stderr
+    done = own.shoal("train", *where, "--replay", RECORDED)
+    assert done.returncode == 0, done.stderr
+    for rank in range(4):
+        orders = [event_file(own.folder / folder, rank).read_text() for folder in (RECORDED, f"{RECORDED}-replay")]
+        assert orders[0] == orders[1]
+        assert rank > 1 or begins in orders[0]
+    assert own.manifest(f"{RECORDED}-replay")["objects"] == own.manifest()["objects"]

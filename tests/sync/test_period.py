@@ -11,7 +11,7 @@ import torch
 
 from shoal.sync.config import LocalConfig
 from shoal.sync.event_order import EventFiles, Rounds
-from shoal.sync.local import LinkPace, Period
+from shoal.sync.period import LinkPace, Period
 
 
 def agreements(period: Period, loss: list[float], lr: float = 0.1) -> list[int]:
@@ -177,7 +177,10 @@ def test_a_recorded_period_is_repeated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("keys", "words"),
-    [({"adapt_every": 50}, "leave one out"), ({"period": 600}, "longest_period = 500 with period = 600")],
+    [
+        ({"adapt_every": 50}, "adapt_every = 50 with longest_period = 500"),
+        ({"period": 600}, "longest_period = 500 with period = 600"),
+    ],
 )
 def test_what_does_not_go_together_is_refused(keys: dict[str, int], words: str) -> None:
     with pytest.raises(ValueError, match=words):

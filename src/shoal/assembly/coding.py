@@ -1,4 +1,6 @@
-"""From `[codec]`, `[shard_codec]` and the optimizer to the exchanges of a run: how sums between ranks are coded."""
+"""From `[codec]`, `[shard_codec]` and the optimizer to the exchanges of a run: how sums between ranks are coded, and
+what of them follows the links.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,16 @@ from shoal.comm.exchanges.choice import Choice
 from shoal.comm.exchanges.coded import Coded, CodedExchanges, NewChoice
 from shoal.comm.exchanges.exchange import PieceCodecs
 from shoal.comm.exchanges.momentum import MomentumCorrected, MomentumSum
+from shoal.comm.link_watch import LinkWatch
 from shoal.comm.mesh import Mesh
+from shoal.comm.seam import Seam
 from shoal.config.check import Table, implementation_of
 from shoal.errors import ConfigError
 from shoal.optim.config import OneBit, OptimizerConfig
 from shoal.runfile.run_file import RunFile
-from shoal.sync.event_order import CODEC, Rounds
+from shoal.sync.config import AllReduceConfig
+from shoal.sync.event_order import CODEC, LINKS, Rounds
+from shoal.sync.strategy import Sync
 
 
 class _Parts(NamedTuple):
@@ -29,12 +35,41 @@ class _Parts(NamedTuple):
     new: Callable[..., Coded] = Coded
 
 
+def follows_links(run_file: RunFile) -> bool:
+    """Whether what a run chooses by its links is chosen anew when they change: the algorithms of groups, or the size of
+    buckets. Ranks look at their links between two steps that all of them take together, with nothing under way.
+    """
+    asked = run_file.wire.algorithm == "auto" or run_file.gradients.bucket == "auto"
+    together = isinstance(run_file.sync, AllReduceConfig) and not run_file.pipeline.asynchronous
+    return asked and together and run_file.gradients.schedule == "order"
+
+
+def build_link_watch(run_file: RunFile, mesh: Mesh, sync: Sync, search: Any, rounds: Rounds | None) -> LinkWatch | None:
+    """None where nothing follows the links: on one rank, and on GPUs, whose waits the host does not see. `search` is
+    what finds the size of buckets; None: it is fixed.
+    """
+    ranks = set(mesh.layout.group(sync.lockstep_axes, mesh.rank))
+    if len(ranks) == 1 or mesh.device.type != "cpu" or not follows_links(run_file):
+        return None
+
+    def opened() -> dict[str, Seam]:
+        return {label: seam for label, (members, seam) in mesh.opened().items() if ranks.issuperset(members)}
+
+    settings = {} if rounds is None else {"decided": partial(_links_decided, rounds), "repeats": rounds.repeats}
+    return LinkWatch(mesh.axis(*sync.lockstep_axes), mesh.ledger, opened, search, **settings)
+
+
+def _links_decided(rounds: Rounds, said: str) -> str:
+    return rounds.decide(f"{LINKS}{said}", first=True).removeprefix(LINKS)
+
+
 def _velocities(config: DGCConfig, mesh: Mesh, rounds: Rounds | None) -> _Parts:
     new = partial(MomentumCorrected, momentum=config.momentum, clip_norm=config.clip_norm)
     return _Parts(implementation_of(config)(config), new)
 
 
-def _choice(config: AutoConfig, mesh: Mesh, rounds: Rounds | None) -> _Parts:
+def _choice(config: AutoConfig, mesh: Mesh, rounds: Rounds | None, *, watched: bool = False) -> _Parts:
+    """`watched`: a step has decided by its links (`build_link_watch`) before it asks for a codec."""
     if mesh.device.type != "cpu":
         raise ConfigError(
             f'codec.kind = "auto" on {mesh.device.type}: it measures processors and their links so far; name a codec, '
@@ -45,7 +80,7 @@ def _choice(config: AutoConfig, mesh: Mesh, rounds: Rounds | None) -> _Parts:
     made = count()
 
     def new(group: Collective) -> Choice:
-        first, settings = next(made) == 0, {"every": every, "most_growth": config.most_growth}
+        first, settings = next(made) == 0 and not watched, {"every": every, "most_growth": config.most_growth}
         if rounds is None:
             return Choice(candidates, group, **settings)
         decided = partial(_decided, rounds, first=first)
@@ -87,6 +122,8 @@ def coded_exchanges(run_file: RunFile, mesh: Mesh, rounds: Rounds | None) -> Cod
         sign, feedback = SignConfig(block=optimizer.block), True
         new = partial(MomentumSum, beta=optimizer.beta1, exact=optimizer.exact)
         parts = _Parts(implementation_of(sign)(sign), new)
+    elif isinstance(config, AutoConfig):
+        parts = _choice(config, mesh, rounds, watched=follows_links(run_file))
     else:
         parts = _SPECIAL.get(type(config), _gradients)(config, mesh, rounds)
     # Of the ranks of a host one keeps what all have not sent: which one changes with the members of an elastic run.

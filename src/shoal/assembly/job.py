@@ -299,6 +299,8 @@ def _figures(run: Run, sinks: Sinks, unkeyed: UnkeyedDraws) -> dict[str, float]:
     coded = run.generation.coded
     for line in [] if coded is None else coded.take_lines():
         sinks.note(line)
+    for line in [] if run.step.links is None else run.step.links.take_lines():
+        sinks.note(f"links: {line}")
     measured = {} if coded is None else coded.take_figures()
     agreed, kept = run.generation.agreement.take_figures(), run.tiers.take_figures()
     for line in run.tiers.take_lines():

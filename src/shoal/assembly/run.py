@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch._C._distributed_c10d import Store
 
+from shoal.assembly.coding import build_link_watch
 from shoal.assembly.generation import Generation, build_generation, next_generation
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.process import Process, open_process
@@ -233,4 +234,5 @@ def run_in_generation(
     tiers.hold(generation.parts.split.model, generation.gradients, state.optimizers)
     step = build_step(run_file, generation, state, scaler)
     step.counting = tiers.counting
+    step.links = build_link_watch(run_file, mesh, generation.sync, generation.gradients.tuned, rounds)
     return Run(run_file, process, workload, generation, state, step, trained, tiers)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shoal.assembly.coding import follows_links
 from shoal.assembly.data_record import record_data
 from shoal.assembly.run import Run
 from shoal.checkpoint.inspect import compare
@@ -115,7 +116,7 @@ def rounds_of(run_file: RunFile, rank: int, directory: Path, replay: Path | None
 
     None where the order changes nothing.
     """
-    chooses = isinstance(run_file.codec, AutoConfig)
+    chooses = isinstance(run_file.codec, AutoConfig) or follows_links(run_file)
     if run_file.sync.events_are != "recorded" and not chooses:
         return None
     rounds = Rounds(EventFiles(event_file(directory, rank), None if replay is None else event_file(replay, rank)))

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from shoal.comm.collective import Collective
+from shoal.comm.link_watch import LinkWatch
 from shoal.data.sample import Batch
 from shoal.engine.compute import Compute
 from shoal.engine.precision import LossScaler, Precision
@@ -27,6 +28,8 @@ class TrainStep:
         self.context, self.policy, self.agreement = context, policy, agreement
         self.counting: Callable[[], AbstractContextManager[None]] = nullcontext
         """Around what a step computes: what a simulated device counts."""
+        self.links: LinkWatch | None = None
+        """What chooses anew when the links of ranks in lock-step change; None: nothing does."""
 
     @property
     def lockstep(self) -> Collective:
@@ -57,7 +60,7 @@ class TrainStep:
 
     def _like(self, context: RankContext, policy: UpdatePolicy) -> TrainStep:
         step = TrainStep(context, policy, self.agreement)
-        step.counting = self.counting
+        step.counting, step.links = self.counting, self.links
         return step
 
     def __call__(
@@ -106,6 +109,8 @@ class TrainStep:
         context = self.context
         if not self.policy.overlaps_steps:
             context.ledger.take()  # what an evaluation has sent belongs to no step
+        if self.links is not None:
+            self.links.begin()
         self.agreement.before_step(sum(batch.weight for batch in batches))
         context.begin(step, samples=samples)
         tally = context.tally(batches, stop=stop)
@@ -117,6 +122,8 @@ class TrainStep:
         context.finish(counted, committed=outcome.keeps_buffers)
         taken = Taken(counted.stop, counted.tokens, outcome.loss, work.lr, counted.denominator)
         agreed = self.agreement.after_update(work.step, taken)
+        if self.links is not None:
+            self.links.end()
         return context.result(
             loss=outcome.loss,
             norm=outcome.norm,

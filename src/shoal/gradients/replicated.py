@@ -31,19 +31,21 @@ from shoal.gradients.gradients import Groups, OfWholeParameters, global_norm
 from shoal.gradients.reducer import OwnGradient, Reducer
 from shoal.state import Owned, Trained, owned_whole
 
-# The bucket size, found in the first steps: every size in turn, several times; the fastest stays.
+# The bucket size, found by trying: every size in turn, several times; the fastest stays, until the link changes.
 #
 # Small buckets leave early, large ones use the wire better; which matters more depends on the machine. The sizes take
-# turns, so that a slow minute slows all of them, and a median ignores the slow first step. Times are those of the
-# slowest rank, equal on all ranks, so all of them choose alike.
+# turns, so that a slow minute slows all of them, and a median ignores the slow first step. A size that was never within
+# `WORSE` of the best median is left out after its second turn. Times are those of the slowest rank, equal on all ranks,
+# so all of them choose alike. Where a whole turn takes `OTHER` times as long as the turns before it, or as short, the
+# link has changed meanwhile (or the run has warmed up), and that turn is the first of a new search.
 #
 # The choice is saved, because over Gloo the order in which three or more ranks sum depends on a number's place in its
 # message. (Shared memory sums in the order of ranks; two ranks have only one order.) A resumed run keeps the size, or
-# continues the search. Two separate runs may choose different sizes.
+# continues the search. Two separate runs may choose different sizes; a replay takes those that were recorded.
 
 
 SMALLEST_BYTES, LARGEST_BYTES = 1 << 20, 64 << 20
-ROUNDS = 5
+ROUNDS, WORSE, OTHER = 5, 1.1, 2.0
 
 
 def candidates(gradient_bytes: int) -> list[int]:
@@ -59,8 +61,21 @@ class BucketSearch:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = list(sizes)
-        self._seconds: list[float] = []
-        self._chosen: int | None = sizes[0] if len(sizes) == 1 else None
+        self.again()
+
+    def again(self) -> None:
+        """Every size is tried anew."""
+        self._seconds: dict[int, list[float]] = {size: [] for size in self._sizes}
+        self._chosen: int | None = self._sizes[0] if len(self._sizes) == 1 else None
+
+    def use(self, size: int) -> None:
+        """`size` is chosen."""
+        self._chosen = size
+
+    @property
+    def searching(self) -> bool:
+        """Whether the next step is one that is tried."""
+        return self._chosen is None
 
     @property
     def chosen(self) -> int | None:
@@ -70,23 +85,42 @@ class BucketSearch:
     @property
     def size(self) -> int:
         """Bytes of a bucket in the next step."""
-        return self._chosen or self._sizes[len(self._seconds) % len(self._sizes)]
+        return self._chosen or min(self._seconds, key=lambda size: (len(self._seconds[size]), size))
 
     def note(self, seconds: float) -> None:
         """The step with `size` took so long. Ties go to the smaller size."""
-        self._seconds.append(seconds)
-        if len(self._seconds) == ROUNDS * len(self._sizes):
-            medians = [statistics.median(self._seconds[turn :: len(self._sizes)]) for turn in range(len(self._sizes))]
-            self._chosen = self._sizes[medians.index(min(medians))]
+        self._seconds[self.size].append(seconds)
+        if len({len(times) for times in self._seconds.values()}) == 1:
+            self._turn_over()
+
+    def _turn_over(self) -> None:
+        """All that are left have been tried equally often."""
+        typical = {size: statistics.median(times) for size, times in self._seconds.items()}
+        best, turns = min(typical, key=lambda size: typical[size]), len(self._seconds[self.size])
+        if turns > 1 and self._is_another_link():
+            self._seconds = {size: self._seconds.get(size, [])[-1:] for size in self._sizes}
+            return
+        if turns > 1:
+            self._seconds = {s: times for s, times in self._seconds.items() if min(times) <= WORSE * typical[best]}
+        if turns == ROUNDS or len(self._seconds) == 1:
+            self._chosen = best
+
+    def _is_another_link(self) -> bool:
+        """Whether the last turn is no turn like those before."""
+        last = sum(times[-1] for times in self._seconds.values())
+        before = sum(statistics.median(times[:-1]) for times in self._seconds.values())
+        return not 1 / OTHER < last / max(before, 1e-9) < OTHER
 
     def to_state(self) -> dict[str, Any]:
         """For a checkpoint."""
-        return {"sizes": self._sizes, "seconds": self._seconds, "chosen": self._chosen}
+        return {"sizes": self._sizes, "tried": [[*each] for each in self._seconds.items()], "chosen": self._chosen}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `to_state` gave, with its sizes."""
-        self._sizes, self._seconds = list(state["sizes"]), list(state["seconds"])
-        self._chosen = state["chosen"]
+        """Goes on from what `to_state` gave, with its sizes; also from what earlier versions gave."""
+        self._sizes, self._chosen = list(state["sizes"]), state["chosen"]
+        turn = len(self._sizes)
+        tried = state.get("tried") or [[s, state["seconds"][i::turn]] for i, s in enumerate(self._sizes)]
+        self._seconds = {size: list(times) for size, times in tried}
 
 
 MakeExchange = Callable[[Collective, Tensor, Sequence[Segment]], Exchange]

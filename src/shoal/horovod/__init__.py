@@ -55,7 +55,12 @@ from shoal.horovod.operations import (
     reducescatter_async,
     synchronize,
 )
-from shoal.horovod.optimizer import DistributedOptimizer, broadcast_optimizer_state, broadcast_parameters
+from shoal.horovod.optimizer import (
+    DistributedOptimizer,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+    sparse_allreduce_async,
+)
 from shoal.horovod.process import ProcessSet, process
 
 __all__ = [
@@ -123,6 +128,7 @@ __all__ = [
     "rocm_built",
     "shutdown",
     "size",
+    "sparse_allreduce_async",
     "start_timeline",
     "stop_timeline",
     "synchronize",

@@ -96,12 +96,12 @@ def _check_numbers(op: str, tensors: Sequence[Tensor]) -> None:
         raise UsageError("a mean of whole numbers: give op=hvd.Sum")
 
 
-def synchronize(handle: Handle) -> Any:
+def synchronize(handle: Any) -> Any:
     """The result of a call, once it is there."""
     return handle.wait()
 
 
-def poll(handle: Handle) -> bool:
+def poll(handle: Any) -> bool:
     """Whether `synchronize` would return at once."""
     return handle.future.done()
 
@@ -201,8 +201,29 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet | None = None) -> Tensor:
-    """The ranks' tensors along the first dimension, in which they may differ."""
-    return synchronize(allgather_async(tensor, name, process_set))
+    """The ranks' tensors along the first dimension, in which they may differ. Its gradient is Horovod's: this rank's
+    rows of the mean over ranks.
+    """
+    return _AllGather.apply(tensor, name, process_set)  # pyright: ignore[reportReturnType]
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, tensor: Tensor, name: str | None, process_set: ProcessSet | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        context.rows, context.how = tensor.shape[:1], (_of_gradient(name), process_set)
+        return synchronize(allgather_async(tensor, name, process_set))
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        name, process_set = context.how
+        mean = allreduce(gradient, name=name, process_set=process_set)
+        rows = synchronize(allgather_async(torch.tensor(context.rows), name and f"{name}.rows", process_set))
+        rank = (process_set or ProcessSet()).rank()
+        return mean.split(rows.tolist())[rank], None, None
+
+
+def _of_gradient(name: str | None) -> str | None:
+    return name and f"{name}.gradient"
 
 
 def grouped_allgather(
@@ -243,16 +264,51 @@ def broadcast_(
 
 
 def broadcast(tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet | None = None) -> Tensor:
-    """The tensor of `root_rank`."""
-    return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+    """The tensor of `root_rank`. Its gradient is Horovod's: at the root the mean over ranks, elsewhere zeros."""
+    return _Broadcast.apply(tensor, root_rank, name, process_set)  # pyright: ignore[reportReturnType]
+
+
+class _Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        context: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet | None
+    ) -> Tensor:
+        context.root, context.how = root_rank, (_of_gradient(name), process_set)
+        return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        name, process_set = context.how
+        mean = allreduce(gradient, name=name, process_set=process_set)
+        at_root = process().there().rank == context.root
+        return mean if at_root else torch.zeros_like(mean), None, None, None
 
 
 def alltoall(
     tensor: Tensor, splits: Tensor | Sequence[int] | None = None, name: str | None = None,
     process_set: ProcessSet | None = None,
 ) -> Any:  # fmt: skip
-    """See `alltoall_async`."""
-    return synchronize(alltoall_async(tensor, splits, name, process_set))
+    """See `alltoall_async`. Its gradient goes back to the ranks whose rows they were."""
+    came, rows = _AllToAll.apply(tensor, splits, name, process_set)  # pyright: ignore[reportGeneralTypeIssues]
+    return came if splits is None else (came, rows)
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        context: Any, tensor: Tensor, splits: Any, name: str | None, process_set: ProcessSet | None
+    ) -> tuple[Tensor, Tensor]:
+        found = synchronize(alltoall_async(tensor, splits, name, process_set))
+        size = (process_set or ProcessSet()).size()
+        came, rows = found if splits is not None else (found, torch.full((size,), tensor.shape[0] // size))
+        context.how = (rows, _of_gradient(name), process_set)
+        context.mark_non_differentiable(rows)
+        return came, rows
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor, _: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        back, _ = synchronize(alltoall_async(gradient.contiguous(), *context.how))
+        return back, None, None, None
 
 
 def alltoall_async(

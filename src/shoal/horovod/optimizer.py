@@ -2,6 +2,7 @@
 
 A hook begins the all-reduce of a gradient when backward has accumulated it, `backward_passes_per_step` times; `step`
 waits for all of them. A parameter without a gradient is summed as zeros, so that ranks whose graphs differ stay alike.
+A sparse gradient, as of `nn.Embedding(sparse=True)`, is sent as its indices and values, or made dense before.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from shoal.horovod.operations import (
     Average,
     Compression,
     Compressor,
+    Sum,
+    allgather_async,
     broadcast_,
     broadcast_object,
     grouped_allreduce_async_,
@@ -31,19 +34,47 @@ from shoal.horovod.values import to_device
 Named = Iterable[tuple[str, Tensor]]
 
 
+class SparseHandle:
+    """A sum of sparse tensors under way; `synchronize` waits for it."""
+
+    def __init__(self, indices: Handle, values: Handle, like: Tensor, divisor: int) -> None:
+        self.future, self._indices, self._values = values.future, indices, values
+        self._like, self._divisor = like, divisor
+
+    def wait(self) -> Tensor:
+        """The sum or mean, not coalesced."""
+        values, indices = self._values.wait() / self._divisor, self._indices.wait().t()
+        return torch.sparse_coo_tensor(indices, values, self._like.shape, is_coalesced=False)
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str | None = None, op: str | None = None, process_set: ProcessSet | None = None
+) -> SparseHandle:
+    """The mean or sum (`op`) of the ranks' sparse tensors: all ranks get the indices and values of each."""
+    op = op or Average
+    if not tensor.is_sparse or op not in (Average, Sum):
+        raise UsageError("sparse_allreduce_async takes a sparse tensor, and gives hvd.Average or hvd.Sum of the ranks'")
+    indices = allgather_async(tensor._indices().t().contiguous(), name and f"{name}.indices", process_set)
+    values = allgather_async(tensor._values().contiguous(), name and f"{name}.values", process_set)
+    return SparseHandle(indices, values, tensor, (process_set or ProcessSet()).size() if op == Average else 1)
+
+
 class _Reduction:
     """The gradients of an optimizer on their way: hooks, counts and handles."""
 
     def __init__(
         self, groups: Sequence[Sequence[tuple[str, Tensor]]], *, compression: type[Compressor], op: str, passes: int,
-        predivide: float, process_set: ProcessSet | None,
+        predivide: float, sparse_as_dense: bool, process_set: ProcessSet | None,
     ) -> None:  # fmt: skip
         self._groups, self._process_set = groups, process_set
+        self._sparse_as_dense, self._seen_sparse = sparse_as_dense, set[Tensor]()
+        self._sparse: dict[Tensor, SparseHandle] = {}
         self._group_of = {parameter: place for place, group in enumerate(groups) for _, parameter in group}
         self._compression, self._op, self._predivide = compression, op, predivide
         self.passes = passes
         self._counts = dict.fromkeys(self._group_of, 0)
-        self.handles: dict[int, tuple[Handle, list[Any]]] = {}
+        self.handles: dict[int, tuple[Handle, list[Tensor], list[Any]] | None] = {}
+        """By place of the group; None where all its gradients are sparse."""
         self.done = False
         for parameter in self._group_of:
             parameter.register_post_accumulate_grad_hook(self._ready)
@@ -59,10 +90,11 @@ class _Reduction:
             self._send(place)
 
     def _send(self, place: int) -> None:
-        names, parameters = zip(*self._groups[place], strict=True)
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+        dense = [(name, parameter) for name, parameter in self._groups[place] if not self._sent_sparse(name, parameter)]
+        if not dense:
+            self.handles[place] = None
+            return
+        names, parameters = zip(*dense, strict=True)
         pairs = [self._compression.compress(parameter.grad) for parameter in parameters]
         op = self._op
         halves = self._predivide if op == Average else 1.0
@@ -70,25 +102,44 @@ class _Reduction:
             [small for small, _ in pairs], name=f"gradient.{names[0]}", op=op, prescale_factor=1 / halves,
             postscale_factor=halves, process_set=self._process_set,
         )  # fmt: skip
-        self.handles[place] = handle, [context for _, context in pairs]
+        self.handles[place] = handle, list(parameters), [context for _, context in pairs]
+
+    def _sent_sparse(self, name: str, parameter: Tensor) -> bool:
+        """Begins to sum the gradient if it is sparse, or was before and is missing now; a dense one is made ready."""
+        if parameter.grad is None:
+            zeros = torch.zeros_like(parameter)
+            parameter.grad = zeros.to_sparse(1) if parameter in self._seen_sparse else zeros
+        if parameter.grad.is_sparse and self._sparse_as_dense:
+            parameter.grad = parameter.grad.to_dense()
+        if not parameter.grad.is_sparse:
+            return False
+        self._seen_sparse.add(parameter)
+        self._sparse[parameter] = sparse_allreduce_async(
+            parameter.grad, f"gradient.{name}", self._op, self._process_set
+        )
+        return True
 
     def finish(self) -> None:
         """Sends what no backward came to, and writes all reduced gradients."""
         for place in range(len(self._groups)):
             if place not in self.handles:
                 self._send(place)
-        for place, (handle, contexts) in self.handles.items():
+        for handle, parameters, contexts in (sent for sent in self.handles.values() if sent is not None):
             reduced = synchronize(handle)
-            for (_, parameter), small, context in zip(self._groups[place], reduced, contexts, strict=True):
+            for parameter, small, context in zip(parameters, reduced, contexts, strict=True):
                 whole = self._compression.decompress(small, context)
                 if parameter.grad is not None and whole.data_ptr() != parameter.grad.data_ptr():
                     parameter.grad.copy_(whole)
+        for parameter, handle in self._sparse.items():
+            parameter.grad = synchronize(handle)
+        self._sparse.clear()
         self.handles.clear()
         self._counts = dict.fromkeys(self._counts, 0)
         self.done = True
 
     def abandon(self) -> None:
         """Forgets what was begun with ranks that are gone."""
+        self._sparse.clear()
         self.handles.clear()
         self._counts = dict.fromkeys(self._counts, 0)
         self.done = False
@@ -155,12 +206,13 @@ def DistributedOptimizer(
     optimizer: torch.optim.Optimizer, named_parameters: Named | None = None,
     compression: type[Compressor] = Compression.none, backward_passes_per_step: int = 1, op: str = Average,
     gradient_predivide_factor: float = 1.0, num_groups: int = 0, groups: Sequence[Sequence[Tensor]] | None = None,
-    process_set: ProcessSet | None = None,
+    sparse_as_dense: bool = False, process_set: ProcessSet | None = None,
 ) -> Any:  # fmt: skip
     """`optimizer` whose `step` first averages (`op`) the gradients over all ranks; of its class, with its state.
 
     `num_groups`, or `groups` of parameters: gradients that are sent together, once the last of them is there. With
-    op=hvd.Adasum the changes that ranks' own steps make are added up instead. `process_set`: the ranks that agree.
+    op=hvd.Adasum the changes that ranks' own steps make are added up instead. `sparse_as_dense`: sparse gradients are
+    made dense, else all ranks get the indices and values of each. `process_set`: the ranks that agree.
     Raises `UsageError` for names that are missing or occur twice.
     """
     if gradient_predivide_factor != 1.0 and op != Average:
@@ -172,7 +224,7 @@ def DistributedOptimizer(
         return _of_class(optimizer, _Adaptive, {"named": named, "process_set": process_set})
     reduction = _Reduction(
         _grouped(named, num_groups, groups), compression=compression, op=op, passes=backward_passes_per_step,
-        predivide=gradient_predivide_factor, process_set=process_set,
+        predivide=gradient_predivide_factor, sparse_as_dense=sparse_as_dense, process_set=process_set,
     )  # fmt: skip
     return _of_class(optimizer, _Distributed, {"reduction": reduction})
 

@@ -123,8 +123,8 @@ class LocalConfig(OuterKeys, frozen=True, tag_field="kind", tag="local"):
     adapt_every: Annotated[
         int,
         says(
-            "Steps after which the period follows the training loss down from `period` (AdaComm, arXiv:1810.08313); "
-            "0: it stays.",
+            "Steps after which the period follows the training loss down from `period` (AdaComm, arXiv:1810.08313), or "
+            "with wait_share from `longest_period`; 0: it stays.",
             ge=0,
         ),
     ] = 0
@@ -132,7 +132,8 @@ class LocalConfig(OuterKeys, frozen=True, tag_field="kind", tag="local"):
         float,
         says(
             "The part of the time that agreements may take: while the run goes on, the period becomes as long as the "
-            "measured link asks for, between `period` and `longest_period`, and short again; 0: it stays.",
+            "measured link asks for, between `period` and `longest_period`, and short again; with adapt_every it is "
+            "as long as the loss lets it be, and at least that. 0: it stays.",
             ge=0,
             lt=1,
         ),
@@ -144,14 +145,11 @@ class LocalConfig(OuterKeys, frozen=True, tag_field="kind", tag="local"):
     ] = 0
 
     def __post_init__(self) -> None:
-        if self.adapt_every and self.adapt_every < self.period:
+        if self.adapt_every and self.adapt_every < self.first_period:
+            key = "longest_period" if self.wait_share else "period"
             raise ValueError(
-                f"adapt_every = {self.adapt_every} with period = {self.period}: losses are compared once replicas "
-                f"have agreed; set it to {self.period} or more, or to 0"
-            )
-        if self.adapt_every and self.wait_share:
-            raise ValueError(
-                "adapt_every with wait_share: one lets the period follow the loss, the other the link; leave one out"
+                f"adapt_every = {self.adapt_every} with {key} = {self.first_period}: losses are compared once replicas "
+                f"have agreed; set it to {self.first_period} or more, or to 0"
             )
         if self.wait_share and self.longest_period < self.period:
             raise ValueError(
@@ -161,6 +159,11 @@ class LocalConfig(OuterKeys, frozen=True, tag_field="kind", tag="local"):
     @property
     def events_are(self) -> EventsAre:
         return "recorded" if self.wait_share else "ordered"
+
+    @property
+    def first_period(self) -> int:
+        """Where a period that follows the loss begins, and every other one."""
+        return self.longest_period if self.adapt_every and self.wait_share else self.period
 
     @property
     def moves_period(self) -> bool:

@@ -9,7 +9,8 @@ number of a worker,
 
 Under asynchronous gossip the events of a replica are its own: a0, a share of replica 0 is added, and g, the step is
 over. Where the period of local steps follows the link, p20 says that the next agreement is 20 steps away; where a codec
-is chosen by the link, wint8 says with what the step sums.
+is chosen by the link, wint8 says with what the step sums; k{...}, which size of buckets it uses, and on which measured
+links its groups choose algorithms.
 
 Each rank has a file of its own, with a line of JSON for each round: {"first": 1, "last": 50, "events": ["c0", ...]}. A
 run that went on from a checkpoint records rounds again; the last line of a step counts. What is decided for each step,
@@ -26,7 +27,7 @@ from typing import NamedTuple, Protocol
 
 from shoal.errors import ConfigError
 
-CONTRIBUTE, READ, LOOK_UP, LEAVE, CODEC = "c", "r", "t", "l", "w"
+CONTRIBUTE, READ, LOOK_UP, LEAVE, CODEC, LINKS = "c", "r", "t", "l", "w", "k"
 
 
 class EventFiles(NamedTuple):
@@ -190,7 +191,8 @@ def read_rounds(path: Path) -> dict[int, list[str]]:
     except FileNotFoundError:
         raise ConfigError(
             f"{path} is not there: the run recorded no order of events on this rank; replay one whose sync.kind is "
-            '"server" or asynchronous gossip, or whose period or codec follows the link, on as many processes'
+            '"server" or asynchronous gossip, or whose period, codec, algorithm or buckets follow the link, on as many '
+            "processes"
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(

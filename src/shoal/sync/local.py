@@ -12,11 +12,7 @@ is an agreement, however long the round was.
 
 from __future__ import annotations
 
-import math
-import statistics
-import time
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +25,8 @@ from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
 from shoal.state import Held, Owned, Section
 from shoal.sync.config import LocalConfig, OuterKeys, StreamingConfig
-from shoal.sync.event_order import AsTheyCome, Rounds
 from shoal.sync.flat_copy import MOMENTUM, SYNC, FlatCopy, Meeting, OwnSection, device_of
+from shoal.sync.period import LinkPace, Period
 from shoal.sync.strategy import Agreed, OwnOptimizer, OwnSteps, Replica, Taken
 
 # The outer optimizer: SGD, with momentum, on what replicas changed since they last agreed.
@@ -45,10 +41,6 @@ from shoal.sync.strategy import Agreed, OwnOptimizer, OwnSteps, Replica, Taken
 #
 # The mean is an exchange between replicas: as it is, or with a codec, which then codes outer gradients. In its place
 # there may be the adaptive sum of x - x_k (`shoal.comm.exchanges.adasum`), in which all replicas count the same.
-
-
-MEDIAN_OF = 3
-"""Agreements whose seconds say what the link does now."""
 
 
 class OuterStep:
@@ -123,109 +115,6 @@ class OuterStep:
         return config.outer_lr * unit * momentum
 
 
-# When replicas that take steps of their own agree: every H steps, or with an H that follows the loss. Pure.
-#
-# AdaComm (Wang, Joshi, "Adaptive Communication Strategies to Achieve the Best Error-Runtime Trade-off in Local-Update
-# SGD", arXiv:1810.08313, equations 17 and 18): rare agreements serve while the loss is high, frequent ones at the end.
-# With the losses F and learning rates lr of the first interval (0) and of the last one (l),
-#
-#     H_l = ceil(sqrt(lr_0 F_l / (lr_l F_0)) H_0),    and at most H_(l-1) / 2 if that is not below H_(l-1)
-#
-# The intervals of the paper are seconds; here they are steps, so that a run repeats itself.
-#
-# The period may follow the link instead (`by_link`). Where an agreement takes a and a step s seconds, agreements take
-# the share w of the time with a period of
-#
-#     H = a (1 - w) / (w s)
-#
-# Replicas agree on a and s, so they choose alike: a is that of the replica that came last, which waited for nobody, and
-# s that of the slowest. After a change of the link the old period counts once or twice more: the median of three.
-
-
-class Period:
-    """Counts a replica's steps. `adapt_every`: steps of an interval; 0: the period stays, unless it is set."""
-
-    def __init__(self, period: int, *, adapt_every: int = 0, moves: bool = False) -> None:
-        self.period, self._first, self._adapt_every = period, period, adapt_every
-        self._moves = moves or bool(adapt_every)
-        self._agreed = self._adapted = 0
-        self._start: tuple[float, float] | None = None
-
-    def due(self, step: int) -> bool:
-        """Whether replicas agree after `step`."""
-        return step - self._agreed >= self.period if self._moves else step % self.period == 0
-
-    def agreed(self, step: int, *, loss: float, lr: float) -> None:
-        """Replicas agreed after `step`; `loss` is the mean of theirs since the last agreement."""
-        self._agreed = step
-        if not self._adapt_every or not math.isfinite(loss) or loss <= 0 or lr <= 0:
-            return
-        if self._start is None:
-            self._start = (loss, lr)
-        if step - self._adapted < self._adapt_every:
-            return
-        self._adapted = step
-        first_loss, first_lr = self._start
-        wanted = math.ceil(math.sqrt(first_lr / lr * loss / first_loss) * self._first)
-        self.period = max(1, wanted if wanted < self.period else self.period // 2)
-
-    def to_state(self) -> dict[str, Any]:
-        """For a checkpoint; nothing if the period stays."""
-        if not self._moves:
-            return {}
-        return {"period": self.period, "agreed": self._agreed, "adapted": self._adapted, "start": self._start}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Goes on from `to_state`; a run whose period stays leaves it."""
-        if not self._moves or not state:
-            return
-        self.period, self._agreed, self._adapted = state["period"], state["agreed"], state["adapted"]
-        self._start = None if state["start"] is None else (state["start"][0], state["start"][1])
-
-
-class LinkPace:
-    """Measures agreements and the steps between them on `replicas`, and says which period the link asks for.
-
-    `rounds` records what is chosen, or repeats what was. `clock` counts seconds.
-    """
-
-    def __init__(
-        self, config: LocalConfig, replicas: Collective, device: torch.device, *, rounds: Rounds | None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:  # fmt: skip
-        self._config, self._replicas, self._device = config, replicas, device
-        self._rounds, self._clock = rounds, clock
-        self._agreements_s: deque[float] = deque(maxlen=MEDIAN_OF)
-        self._since_s = clock()
-
-    def begin(self) -> None:
-        """An agreement begins."""
-        self._begun_s = self._clock()
-
-    def end(self, step: int, steps: int) -> int:
-        """The agreement after `step`, and `steps` since the last one, is over: the period from now on."""
-        now_s = self._clock()
-        # Negative: one maximum finds the longest step, and the shortest agreement, in which others wait for the last.
-        own = [self._begun_s - now_s, (self._begun_s - self._since_s) / max(1, steps)]
-        told = torch.tensor(own, dtype=torch.float64, device=self._device)
-        self._replicas.all_reduce(told, "max").wait()
-        less_agreement_s, step_s = told.tolist()
-        self._agreements_s.append(-less_agreement_s)
-        order = AsTheyCome() if self._rounds is None else self._rounds.begin()
-        chosen = order.decided(f"p{by_link(self._config, statistics.median(self._agreements_s), step_s)}")
-        if self._rounds is not None:
-            self._rounds.end(step)
-        self._since_s = self._clock()
-        return int(chosen[1:])
-
-
-def by_link(config: LocalConfig, agreement_s: float, step_s: float) -> int:
-    """Steps between agreements of `agreement_s`, so that these take `config.wait_share` of the time."""
-    share = config.wait_share
-    wanted = agreement_s * (1 - share) / (share * max(step_s, 1e-9))
-    return max(config.period, min(config.longest_period, math.ceil(wanted)))
-
-
 class LocalSync(OwnSteps):
     """`Sync` of kind "local"."""
 
@@ -244,7 +133,7 @@ class LocalAgreement(OwnOptimizer):
         self._config, self._replica = config, replica
         self._outer = OuterStep(config, replica, replicas, replica.owned, adaptive=config.merge == "adasum")
         self._meeting, self._device = Meeting(replica, replicas), device_of(replica)
-        self._period = Period(config.period, adapt_every=config.adapt_every, moves=config.moves_period)
+        self._period = Period(config.first_period, adapt_every=config.adapt_every, moves=config.moves_period)
         self._pace = LinkPace(config, replicas, self._device, rounds=replica.rounds) if config.wait_share else None
         self._rates: list[float] = []
         self._weight = 0.0
@@ -273,7 +162,7 @@ class LocalAgreement(OwnOptimizer):
         agreed = self._meeting.hold(self._device)
         self._period.agreed(step, loss=self._meeting.loss, lr=1.0 if taken.lr is None else taken.lr)
         if self._pace is not None:
-            self._period.period = self._pace.end(step, steps)
+            self._period.follow(self._pace.end(step, steps))
         self.equal, self._weight = True, 0.0
         self._rates.clear()
         return agreed

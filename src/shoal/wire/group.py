@@ -229,7 +229,7 @@ def _check_reduction(op: str) -> None:
         raise UsageError(f"there is no reduction {op!r}: it is one of {', '.join(_REDUCTIONS)}")
 
 
-# Which way to sum, while links change: chosen by the rate of the last sums, alike on all ranks.
+# Which way to sum, while links change: chosen by what the last sums took, alike on all ranks.
 #
 #     reducer = wire.Adaptive(group, {"plain": None, "int8": wire.Int8()})
 #     mean = reducer.all_reduce(gradient, op="avg")
@@ -238,10 +238,12 @@ def _check_reduction(op: str) -> None:
 #
 #     t_w = c_w + b_w / r
 #
-# Every sum, by whichever way, shows r. So a change of the link is answered without trials: the median of the last
-# `window` rates counts, and the way with the smallest t_w is next, if it saves more than `gain`. A rate that is not
-# between half and twice that median is another link, of which it is the first. Regret against the best way of each
-# phase: one sum by the old way after a change, and `gain` of the time.
+# Every sum, by whichever way, shows r, a long message better than a short one. So a change of the link is answered
+# without trials: the way with the smallest t_w is next, if it saves more than `gain`. Of a way that has been used on
+# this link the median of its last `window` sums counts instead, so that a prediction which was wrong is believed once.
+# The link is another one where an exchange takes twice as long as that way's last ones, or half, and that is more than
+# `NOTABLE` of a sum. Regret against the best way of each phase: a sum by the old way after a change, a sum by each way
+# whose prediction was wrong, and `gain` of the time.
 #
 # All ranks choose alike, because they agree on the numbers of a sum with the next one: the longest coding, and the
 # shortest exchange, which is that of the rank that came last and waited for nobody, less what a message without content
@@ -255,35 +257,77 @@ class Way(NamedTuple):
     coding_s: float
 
 
-class Choice:
-    """Of `ways`, by name; begins with the first. Pure: it is told seconds, and reads no clock."""
+class Sum(NamedTuple):
+    """What a sum took: seconds of its exchange, and of its coding."""
 
-    def __init__(self, ways: Mapping[str, Way], *, window: int = 3, gain: float = 0.05) -> None:
+    exchange_s: float
+    coding_s: float
+
+
+NOTABLE, OTHER = 0.25, 2.0
+
+
+class Choice:
+    """Of `ways`, by name; begins with the first, or with the best at `bytes_s` bytes a second. Pure: it is told
+    seconds, and reads no clock.
+    """
+
+    def __init__(
+        self, ways: Mapping[str, Way], *, window: int = 3, gain: float = 0.05, bytes_s: float | None = None
+    ) -> None:
         if not ways or window < 1:
             raise UsageError(f"a choice of {len(ways)} ways by {window} sums: give one or more of both")
-        self._ways, self._gain = dict(ways), gain
-        self._rates: deque[float] = deque(maxlen=window)
+        self._ways, self._gain, self._window = dict(ways), gain, window
+        self._sums: dict[str, deque[Sum]] = {}
+        self._bytes_s = bytes_s
         self.name = next(iter(ways))
         self.changes = 0
+        if bytes_s is not None:
+            self.name = self._best()
 
     def note(self, exchange_s: float, coding_s: float) -> None:
         """What a sum by `name` took; `name` is then the way of the next one."""
-        way = self._ways[self.name]
-        self._ways[self.name] = way._replace(coding_s=coding_s)
-        rate = way.sent_bytes / max(exchange_s, 1e-9)
-        if self._rates and not 0.5 < rate / statistics.median(self._rates) < 2:
-            self._rates.clear()
-        self._rates.append(rate)
-        seconds = {name: self.predicted_s(name) for name in self._ways}
-        best = min(seconds, key=lambda name: seconds[name])
-        if seconds[best] < (1 - self._gain) * seconds[self.name]:
+        found = Sum(exchange_s, coding_s)
+        if self._is_another_link(found):
+            self._sums.clear()
+            self._bytes_s = None
+        self._ways[self.name] = self._ways[self.name]._replace(coding_s=coding_s)
+        self._sums.setdefault(self.name, deque(maxlen=self._window)).append(found)
+        best = self._best()
+        if self.predicted_s(best) < (1 - self._gain) * self.predicted_s(self.name):
             self.name = best
             self.changes += 1
 
     def predicted_s(self, name: str) -> float:
-        """Seconds of a sum by that way, at the rate of the last sums."""
+        """Seconds of a sum by that way on the link as it is."""
+        if name in self._sums:
+            return statistics.median(each.exchange_s + each.coding_s for each in self._sums[name])
         way = self._ways[name]
-        return way.coding_s + way.sent_bytes / statistics.median(self._rates)
+        return way.coding_s + way.sent_bytes / self._rate()
+
+    def _best(self) -> str:
+        return min(self._ways, key=self.predicted_s)
+
+    def _rate(self) -> float:
+        """Bytes a second: by the longest message that this link has carried."""
+        if not self._sums:
+            assert self._bytes_s is not None, "asked before the first sum without a rate"
+            return self._bytes_s
+        longest = max(self._sums, key=lambda name: self._ways[name].sent_bytes)
+        exchange_s = statistics.median(each.exchange_s for each in self._sums[longest])
+        return self._ways[longest].sent_bytes / max(exchange_s, 1e-9)
+
+    def _is_another_link(self, found: Sum) -> bool:
+        before = self._sums.get(self.name)
+        if before is None:
+            return False
+        usual_s = max(statistics.median(each.exchange_s for each in before), 1e-9)
+        notable = abs(found.exchange_s - usual_s) > NOTABLE * min(sum(found), usual_s + found.coding_s)
+        return notable and not 1 / OTHER < found.exchange_s / usual_s < OTHER
+
+
+SAMPLE, PROBE = 8, 1 << 16
+"""One part of so many of an array is coded to see what coding takes; so many numbers are summed to see the rate."""
 
 
 class Adaptive:
@@ -304,7 +348,7 @@ class Adaptive:
         """See `Group.all_reduce`. One small message more, in which ranks agree on what the last sum took."""
         given = readable(array)
         if self.choice is None:
-            self.choice, self._numel = Choice(self._priced(given), **self._settings), given.size
+            self.choice, self._numel = self._first_choice(given), given.size
         if given.size != self._numel:
             raise UsageError(f"an adaptive sum of {given.size} numbers, after {self._numel}: use one for each length")
         if self._last is not None:
@@ -326,20 +370,34 @@ class Adaptive:
         self.log.append((choice.name, exchange_s, coding_s))
         choice.note(exchange_s, coding_s)
 
-    def _priced(self, given: Array) -> dict[str, Way]:
-        """What each way costs for such an array, from one coding of zeros; the slowest rank's counts."""
-        ranks, own = self._group.size, {}
+    def _first_choice(self, given: Array) -> Choice:
+        """By what coding a part of such an array takes, and by a short sum; the slowest rank's seconds count."""
+        ranks, share = self._group.size, 2 * (self._group.size - 1) / self._group.size
+        ways: dict[str, Way] = {}
         for name, codec in self._codecs.items():
-            own[name] = Way(2 * (ranks - 1) / ranks * given.nbytes, 0.0)
+            ways[name] = Way(share * given.nbytes, 0.0)
             if codec is not None:
-                begin_s = time.perf_counter()
-                sample = _fresh(codec)
-                payload = sample.encode(np.zeros(given.size, given.dtype))
-                for _ in range(ranks):
-                    sample.decode(payload, given.size, given.dtype)
-                own[name] = Way(float((ranks - 1) * payload.nbytes), time.perf_counter() - begin_s)
-        worst = self._group.all_reduce(np.array([way.coding_s for way in own.values()]), op="max")
-        return {name: way._replace(coding_s=float(s)) for (name, way), s in zip(own.items(), worst, strict=True)}
+                payload_bytes, coding_s = _coded_part(_fresh(codec), given, ranks=ranks)
+                ways[name] = Way((ranks - 1) * payload_bytes, coding_s)
+        probe = np.zeros(max(1, min(PROBE, given.nbytes // 4)), np.float32)
+        self._group.barrier()
+        begin_s = time.perf_counter()
+        self._group.all_reduce(probe)
+        own_s = [time.perf_counter() - begin_s, *(way.coding_s for way in ways.values())]
+        probe_s, *coding_s = map(float, self._group.all_reduce(np.array(own_s), op="max"))
+        agreed = {name: way._replace(coding_s=s) for (name, way), s in zip(ways.items(), coding_s, strict=True)}
+        return Choice(agreed, bytes_s=max(share * probe.nbytes, 1.0) / max(probe_s, 1e-9), **self._settings)
+
+
+def _coded_part(codec: Codec, given: Array, *, ranks: int) -> tuple[float, float]:
+    """(bytes of a payload, seconds of encoding it and decoding those of all ranks), by a part of the array."""
+    part = given.reshape(-1)[: -(-given.size // SAMPLE)]
+    scale = given.size / max(part.size, 1)
+    begin_s = time.perf_counter()
+    payload = codec.encode(part)
+    for _ in range(ranks):
+        codec.decode(payload, part.size, part.dtype)
+    return scale * payload.nbytes, scale * (time.perf_counter() - begin_s)
 
 
 def _fresh(codec: Codec) -> Codec:

@@ -1,9 +1,10 @@
 """`AlgorithmGroup`: a Gloo group whose collectives are made of messages, by a table for each size.
 
-With "auto" the group probes its links when it opens, so that the choice, and with it the order of sums, may differ from
-one run to the next; a named algorithm is the same in every run. Groups for which the named algorithm does not exist (a
-torus of five ranks, a hierarchy of one host) take the cheapest. Gloo makes what has no table: reductions other than
-sum, max and min, parts of different sizes, gather and scatter. The ranks always agree on that.
+With "auto" the group probes its links when it opens, and again when it is told to (`look`), so that the choice, and
+with it the order of sums, may differ from one run to the next; a named algorithm is the same in every run. Groups for
+which the named algorithm does not exist (a torus of five ranks, a hierarchy of one host) take the cheapest. Gloo makes
+what has no table: reductions other than sum, max and min, parts of different sizes, gather and scatter. The ranks
+always agree on that.
 """
 
 from __future__ import annotations
@@ -142,6 +143,16 @@ class Tables:
         """How many ranks a table is for."""
         return self._links.ranks
 
+    @property
+    def links(self) -> Links:
+        """Those on which tables are chosen."""
+        return self._links
+
+    def follow(self, links: Links) -> None:
+        """Tables are chosen on `links`, the same on all ranks, from the next call on."""
+        self._links = links
+        self._made.clear()
+
     def __call__(self, kind: Kind, size_bytes: int, *, root: int = 0) -> CollectiveTable:
         """For the whole vector of `size_bytes`, or for what one rank holds for an all-to-all."""
         key = (kind, size_bytes.bit_length(), root)
@@ -228,12 +239,21 @@ class ChosenCollective:
     def barrier(self) -> Handle:
         return self._inner.barrier()
 
+    def look(self) -> Handle:
+        """Measures the links anew, behind the calls under way, and chooses by them from then on. All ranks call it."""
+        return self._worker.do(functools.partial(_look, self._inner, self.tables), what="a measurement of links")
+
     def close(self) -> None:
         """Waits for what is under way and ends the thread."""
         self._worker.close()
 
     def _run(self, function: Callable[..., None], *args: object, **keywords: object) -> Handle:
         return self._worker.do(functools.partial(function, *args, **keywords), what="an algorithm's messages")
+
+
+def _look(inner: Collective, tables: Tables) -> None:
+    """With fewer messages than at the start: the run waits for it."""
+    tables.follow(probe(inner, device=torch.device("cpu"), repeats=1))
 
 
 def _nothing() -> None:
@@ -289,6 +309,28 @@ class AlgorithmGroup:
     def pending(self) -> int:
         """Calls that the thread has not begun."""
         return self._chosen.pending
+
+    @property
+    def measures(self) -> bool:
+        """Whether algorithms are chosen on measured links."""
+        return self._all_kinds
+
+    @property
+    def links(self) -> Links:
+        """Those on which algorithms are chosen now."""
+        return self._chosen.tables.links
+
+    def follow(self, links: Links) -> None:
+        """Chooses by these `links` from now on, the same on all ranks."""
+        self._chosen.tables.follow(links)
+
+    def look(self) -> Handle:
+        """Measures the links anew, and chooses by them once that is over. All ranks call it."""
+        return self._chosen.look()
+
+    def name_for(self, size_bytes: int) -> str:
+        """The algorithm of an all-reduce of this size."""
+        return self._chosen.tables("all_reduce", size_bytes).name
 
     def __getattr__(self, name: str) -> Any:
         """Any other operation is Gloo's. Forwarded by name, because c10d's names differ between torch versions."""

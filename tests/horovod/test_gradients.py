@@ -1,0 +1,80 @@
+"""What Horovod's calls give to a backward, and gradients that are sparse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.horovod.test_horovod import on_ranks
+
+
+def differentiates(rank: int) -> dict[str, list[float]]:
+    """Gradients of x, one or two rows of it, through calls whose results count three, five and seven times as much."""
+    import shoal.horovod as hvd
+
+    hvd.init()
+    found, factor = {}, [3.0, 5.0, 7.0][rank]
+
+    def gradient_of(name: str, rows: int, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        x = torch.ones(rows, requires_grad=True)
+        came = call(x)
+        (factor * came * torch.arange(1.0, len(came) + 1)).sum().backward()
+        assert x.grad is not None
+        found[name] = x.grad.tolist()
+
+    gradient_of("allgather", 1 + (rank == 1), lambda x: hvd.allgather(x, name="all"))
+    gradient_of("broadcast", 2, lambda x: hvd.broadcast(x, 1))
+    gradient_of("alltoall", 3, lambda x: hvd.alltoall(x))
+    gradient_of("splits", 3, lambda x: hvd.alltoall(x, splits=[1, 2, 0])[0])
+    hvd.shutdown()
+    return found
+
+
+def test_calls_have_horovods_gradients() -> None:
+    """Means over ranks of what came to a row; and of an all-to-all what came to it where it went. Numbers have none."""
+    first, second, third = on_ranks(3, differentiates)
+    mean = (3.0 + 5.0 + 7.0) / 3
+    assert [first["allgather"], second["allgather"], third["allgather"]] == [[mean], [2 * mean, 3 * mean], [4 * mean]]
+    assert [first["broadcast"], second["broadcast"], third["broadcast"]] == [[0, 0], [mean, 2 * mean], [0, 0]]
+    assert [first["alltoall"], second["alltoall"], third["alltoall"]] == [
+        [3, 5, 7], [6, 10, 14], [9, 15, 21],
+    ]  # fmt: skip
+    assert [first["splits"], second["splits"], third["splits"]] == [
+        [3, 5, 10], [6, 15, 20], [9, 25, 30],
+    ]  # fmt: skip
+
+
+def embeds(rank: int, **options: Any) -> list[float]:
+    """A table and a dense layer after three steps; in the second one rank 0 uses no row."""
+    import shoal.horovod as hvd
+
+    hvd.init()
+    torch.manual_seed(0)
+    sparse = options.pop("sparse", True)
+    table, layer = nn.Embedding(6, 2, sparse=sparse).double(), nn.Linear(2, 1).double()
+    named = [("table", table.weight), *layer.named_parameters()]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in named], 0.1), named, **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        rows = torch.tensor([step, step, 5 - rank])
+        inner = table(rows) if step != 1 or rank else torch.ones(3, 2, dtype=torch.float64)
+        layer(inner).square().sum().backward()
+        optimizer.step()
+    one = hvd.synchronize(hvd.sparse_allreduce_async(torch.eye(2).to_sparse() * (rank + 1), name="eye", op=hvd.Sum))
+    assert torch.equal(one.to_dense(), 3 * torch.eye(2))
+    hvd.shutdown()
+    return [float(x) for _, p in named for x in p.detach().flatten()]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_groups": 1}, {"sparse_as_dense": True}], ids=str)
+def test_sparse_gradients_train_as_dense_ones(options: dict[str, Any]) -> None:
+    """By indices and values, beside dense ones of their group, or made dense; also where a rank has none."""
+    dense = on_ranks(2, partial(embeds, sparse=False))
+    sparse = on_ranks(2, partial(embeds, **options))
+    assert sparse[0] == sparse[1]
+    assert sparse[0] == pytest.approx(dense[0], rel=1e-12)
