@@ -44,10 +44,10 @@ from benchmarks.host_overhead import CLIP_NORM, adamw, loss_of
 from benchmarks.own_gpt import build
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.run import open_run
-from shoal.assembly.user_code import GIVEN
 from shoal.bench.groups import repeat
 from shoal.bench.report import machine_facts
 from shoal.bench.training_job import ENDLESS, LR, Training, training_job
+from shoal.config.named import GIVEN
 from shoal.engine.loop import take_step
 from shoal.errors import EnvironmentFault, ShoalError
 from shoal.launcher.environment import Place

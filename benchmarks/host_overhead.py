@@ -36,7 +36,6 @@ from benchmarks.command import run
 from benchmarks.own_gpt import build
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.run import open_run
-from shoal.assembly.user_code import GIVEN
 from shoal.bench.groups import interleaved, join_group, join_store, repeat
 from shoal.bench.options import AsJson, names, numbers
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
@@ -53,6 +52,7 @@ from shoal.bench.report import (
     ratios,
 )
 from shoal.bench.training_job import ENDLESS, LR, Training, training_job
+from shoal.config.named import GIVEN
 from shoal.data.inputs import AsInputs
 from shoal.engine.loop import take_step
 from shoal.launcher.environment import Place

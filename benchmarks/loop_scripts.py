@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.run import open_run
-from shoal.assembly.user_code import GIVEN
 from shoal.bench.ddp_script import decay_groups, new_gpt
 from shoal.bench.training_job import ENDLESS, LR, SEQUENCE, Training, training_job
+from shoal.config.named import GIVEN
 from shoal.data.inputs import AsInputs
 from shoal.launcher.environment import Place
 from shoal.own_loop.loop import Training as OwnLoop

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 import shoal
-from shoal.optim.adaptive import OwnedAdafactor
-from shoal.optim.adaptive import LionSign
+from shoal.optim.adaptive import ElementOptimizer, OwnedAdafactor
+from shoal.optim.kinds import Adan, Lion
 from shoal.optim.muon import OwnedDion
 from shoal.optim.layerwise import LayerwiseAdam, LayerwiseSGD
 from shoal.optim.kfac import OwnedKFAC
@@ -39,7 +39,8 @@ OPTIMIZERS = {
     "lamb": "LayerwiseAdam(model.parameters(), lr=0.05)",
     "muon": "OwnedMuon(model.parameters(), lr=0.02)",
     "lars": "LayerwiseSGD(model.parameters(), coefficient=0.1)",
-    "lion": "LionSign(model.parameters(), lr=0.01)",
+    "lion": "ElementOptimizer(model.parameters(), Lion(lr=0.01))",
+    "adan": "ElementOptimizer(model.parameters(), Adan(lr=0.01))",
     "dion": "OwnedDion(model.parameters(), lr=0.02)",
     "soap": "OwnedSOAP(model.parameters(), lr=0.02, every=2)",
     "shampoo": "OwnedShampoo(model.parameters(), lr=0.02, every=2, start=1)",

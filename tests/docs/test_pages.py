@@ -25,6 +25,7 @@ from shoal.checkpoint.inspect import weights_of
 from shoal.cli.main import app
 from shoal.cli.submit import WithDefault
 from shoal.config.load import apply
+from shoal.optim.build import build_optimizer
 from shoal.runfile.load import load_run, run_file_of
 from shoal.runfile.run_file import RunFile
 from tests.cli.project import project
@@ -99,10 +100,25 @@ def test_the_loss_over_gathered_samples_runs() -> None:
     assert names["losses"].shape == (3,)
 
 
+def test_the_optimizer_of_the_page_is_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class of optimizers.md, by the table that names it."""
+    (code,) = blocks("optimizers", "python")
+    (tmp_path / "my_optimizer.py").write_text(f"import torch\n{code}")
+    monkeypatch.syspath_prepend(tmp_path)
+    (table,) = [text for text in blocks("optimizers", "toml") if "my_optimizer" in text]
+    run_file = run_file_of(apply(LEAST | tomllib.loads(table), [], RunFile), file="optimizers")
+    parameter = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = build_optimizer(run_file.optimizer, [("w", parameter, True)], lr=0.1)
+    parameter.grad = torch.full_like(parameter, 4.0)
+    optimizer.step()
+    assert torch.allclose(parameter.detach(), torch.tensor(1 - 0.1 * 0.1 - 0.1 * 0.4**0.5))
+
+
 def test_every_page_with_python_is_run() -> None:
     """Here, or by the tests of its room."""
     with_python = {str(page.relative_to(DOCS).with_suffix("")) for page in PAGES if "```python" in page.read_text()}
     own = {"data", "own-loop", "your-model", "python-api", "losses-and-tables", "wire", "horovod", "federated"}
+    own |= {"optimizers"}
     assert {name for name in with_python if not name.startswith("migration/")} == own
 
 

@@ -57,6 +57,20 @@ def test_packed_tensors_lie_whole_in_one_piece(lengths: list[int], ranks: int) -
     assert layout.piece <= bound * ALIGNMENT
 
 
+BLOCK_OF_768 = [768 * 3072] * 2 + [768 * 768] * 4
+
+
+@given(st.integers(2, 6), st.lists(st.sampled_from([BLOCK_OF_768, [768 * 3072], [768 * 768] * 3]), min_size=48))
+def test_ranks_own_alike_over_all_buckets(ranks: int, buckets: list[list[int]]) -> None:
+    """What a bucket cannot divide evenly goes to another rank each time: no rank owns 1.4 times its share."""
+    held = [0] * ranks
+    for number, lengths in enumerate(buckets):
+        layout = flat_layout(lengths, ranks, undivided=None, number=number)
+        for each, length in enumerate(lengths):
+            held[layout.starts[each] // layout.piece] += length
+    assert max(held) < 1.4 * sum(held) / ranks
+
+
 def trained(place: TestPlace, zero: int | None, whole: bool) -> tuple[dict[str, Tensor], list[tuple[int, ...]]]:
     """The parameters after four steps, and the shapes of what this rank's optimizer steps."""
     layout = Layout(replicate=place.size) if zero is None else Layout(shard=place.size)

@@ -1,6 +1,7 @@
 """Optimizers written down plainly, in float64, on whole parameters: what the real ones are compared with.
 
-Each is `step(x, g, state, t)` for update t, from 1; it changes `x` and the dictionary `state` of one parameter.
+Each is `step(x, g, state, t)` for update t, from 1; it changes `x` and the dictionary `state` of one parameter. One
+that has the name of a kind is that kind's, with the options that `OPTIONS` has for it: `test_equations.py` finds it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,70 @@ from shoal.maths.counter import key_of, normal
 Plain = Callable[[Tensor, Tensor, dict[str, Any], int], None]
 
 LR, DECAY = 0.02, 0.1
+
+_BETAS = {"beta1": 0.95, "beta2": 0.95}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "adamw": {"beta2": 0.999},
+    "sgd": {"momentum": 0.9, "nesterov": True},
+    "rmsprop": {"momentum": 0.9, "centered": True},
+    "lars": {"coefficient": 0.1},
+    "muon": {"adamw": (), **_BETAS},
+    "dion": {"adamw": (), "rank_fraction": 0.45, **_BETAS},
+    "soap": {"adamw": (), "every": 3, **_BETAS},
+    "shampoo": {"adamw": (), "every": 2, "start": 2, "block": 4, **_BETAS},
+}
+
+
+def adamw(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
+    """x = (1 - lr w) x - lr m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)."""
+    mean, square = _moments(g, state)
+    x *= 1 - LR * DECAY
+    x -= LR * mean / (1 - 0.9**t) / ((square / (1 - 0.999**t)).sqrt() + 1e-8)
+
+
+def sgd(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
+    """b = mu b + g,  x -= lr (g + mu b); the first b is g; decay in g."""
+    g = g + DECAY * x
+    state["b"] = 0.9 * state.get("b", 0) + g
+    x -= LR * (g + 0.9 * state["b"])
+
+
+def adagrad(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
+    """s = s + g^2,  x -= lr g / (sqrt(s) + eps); decay in g."""
+    g = g + DECAY * x
+    state["s"] = state.get("s", 0) + g**2
+    x -= LR * g / (state["s"].sqrt() + 1e-10)
+
+
+def adan(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
+    """d = g - g_before,  m, v, n = means of g, d and (g + 0.92 d)^2,  x = (x - lr (m + 0.92 v) / (sqrt(n) + eps)) /
+    (1 + lr w).
+    """
+    change = g - state.get("g", g)
+    state["g"] = g.clone()
+    means = []
+    for name, kept, number in (("m", 0.98, g), ("v", 0.92, change), ("n", 0.99, (g + 0.92 * change) ** 2)):
+        state[name] = kept * state.get(name, 0) + (1 - kept) * number
+        means.append(state[name] / (1 - kept**t))
+    x -= LR * (means[0] + 0.92 * means[1]) / (means[2].sqrt() + 1e-8)
+    x /= 1 + LR * DECAY
+
+
+def muon(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
+    """m = 0.95 m + 0.05 g,  u = 0.95 m + 0.05 g over its norm, five times u = 3.4445 u - 4.775 G u + 2.0315 G^2 u with
+    G = u u^T,  x -= lr 0.2 sqrt(max(rows, columns)) u; vectors as Adam has them.
+    """
+    if x.ndim < 2:
+        x -= LR * (adam_step(g, state, t) + DECAY * x)
+        return
+    state["m"] = 0.95 * state.get("m", 0) + 0.05 * g
+    step = 0.95 * state["m"] + 0.05 * g
+    step = step / step.norm()
+    for _ in range(5):
+        gram = step @ step.T
+        step = 3.4445 * step - 4.775 * gram @ step + 2.0315 * gram @ gram @ step
+    x *= 1 - LR * DECAY
+    x -= LR * 0.2 * max(x.shape) ** 0.5 * step
 
 
 def rmsprop(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
@@ -200,7 +265,7 @@ def first_factor(shape: torch.Size, rank: int) -> Tensor:
     return torch.linalg.qr(normal(key_of(0, "dion"), counters, dtype=torch.float64))[0]
 
 
-def schedule_free(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
+def schedule_free_sgd(x: Tensor, g: Tensor, state: dict[str, Any], t: int) -> None:
     """z = z - lr (d + w y),  a = (1 - 1/t) a + z / t,  y = 0.1 z + 0.9 a, at one rate; d = g."""
     _schedule_free(x, g, g, state, t)
 

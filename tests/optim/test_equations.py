@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import msgspec
 import pytest
 import torch
@@ -10,9 +13,8 @@ from torch import Tensor, nn
 from shoal.optim.average import AVERAGE
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD, OptimizerConfig
-from shoal.optim.declared import EMA, SWA, Lookahead
-from shoal.optim.kinds import LAMB, LARS, Adafactor, Lion, NAdam, RAdam, RMSprop, ScheduleFreeAdamW, ScheduleFreeSGD
-from shoal.optim.preconditioned_config import SOAP, Dion, Shampoo
+from shoal.optim.declared import EMA, SWA, Common, Lookahead
+from shoal.optim.kinds import LAMB
 from tests.optim import references
 from tests.optim.references import DECAY, LR, Plain
 
@@ -23,35 +25,43 @@ LESS_SAME = {"nadam": 1e-8, "soap": 1e-9, "shampoo": 1e-9, "dion": 1e-9}
 """PyTorch keeps the product of NAdam's momenta in float32. Eigenvectors of small eigenvalues amplify last bits."""
 SHAPES = {"embedding": (7, 5), "wide": (4, 9), "bias": (5,), "gate": ()}
 
-CASES: dict[str, tuple[OptimizerConfig, Plain]] = {
-    "rmsprop": (RMSprop(lr=LR, weight_decay=DECAY, momentum=0.9, centered=True), references.rmsprop),
-    "nadam": (NAdam(lr=LR, weight_decay=DECAY), references.nadam),
-    "radam": (RAdam(lr=LR, weight_decay=DECAY), references.radam),
-    "lion": (Lion(lr=LR, weight_decay=DECAY), references.lion),
-    "adafactor": (Adafactor(lr=LR, weight_decay=DECAY), references.adafactor),
-    "soap": (SOAP(lr=LR, weight_decay=DECAY, beta1=0.95, beta2=0.95, every=3, adamw=()), references.soap),
-    "shampoo": (
-        Shampoo(lr=LR, weight_decay=DECAY, beta1=0.95, beta2=0.95, every=2, start=2, block=4, adamw=()),
-        references.shampoo,
-    ),
-    "dion": (
-        Dion(lr=LR, weight_decay=DECAY, beta1=0.95, beta2=0.95, rank_fraction=0.45, adamw=()),
-        references.dion,
-    ),
-    "schedule-free sgd": (ScheduleFreeSGD(lr=LR, weight_decay=DECAY), references.schedule_free),
-    "schedule-free adamw": (ScheduleFreeAdamW(lr=LR, weight_decay=DECAY), references.schedule_free_adamw),
+VARIANTS: dict[str, tuple[OptimizerConfig, Plain]] = {
     "lookahead and ema": (
         SGD(lr=LR, weight_decay=DECAY, lookahead=Lookahead(every=3), average=EMA(decay=0.9)),
         references.ema,
     ),
     "swa": (SGD(lr=LR, weight_decay=DECAY, average=SWA(start=5, every=2)), references.swa),
-    "lars": (LARS(lr=LR, weight_decay=DECAY, coefficient=0.1), references.lars),
-    "lamb": (LAMB(lr=LR, weight_decay=DECAY), references.lamb),
     "lamb, apart": (
         LAMB(lr=LR, weight_decay=DECAY, bias_correction=False, decay_in_norm=False, max_trust=0.5),
         references.lamb_apart,
     ),
 }
+
+
+def case_of(kind: str, table: type[Common]) -> tuple[OptimizerConfig, Plain]:
+    """The optimizer of a kind, and the equation of its name."""
+    keys: dict[str, Any] = {"lr": LR, "weight_decay": DECAY, **references.OPTIONS.get(kind, {})}
+    return table(**keys), getattr(references, kind)
+
+
+CASES = {kind: case_of(kind, table) for kind, table in Common.kinds().items() if hasattr(references, kind)} | VARIANTS
+ELSEWHERE = {
+    "adamw_8bit": "test_adamw_8bit.py",
+    "kfac": "test_kfac.py",
+    "newton_cg": "test_newton.py",
+    "lbfgs": "test_newton.py",
+    "one_bit_adam": "../comm/exchanges/test_momentum_sum.py",
+    "zero_one_adam": "../comm/exchanges/test_momentum_sum.py",
+    "one_bit_lamb": "../comm/exchanges/test_momentum_sum.py",
+    "python": "test_named.py",
+}
+"""Kinds whose equations are of another form, and where those are."""
+
+
+def test_every_kind_has_an_equation() -> None:
+    """A new one that has none is named here."""
+    assert {kind for kind in Common.kinds() if kind not in ELSEWHERE} <= CASES.keys()
+    assert all((Path(__file__).parent / file).is_file() for file in ELSEWHERE.values())
 
 
 ROUNDED = 0.03

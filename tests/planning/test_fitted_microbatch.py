@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from shoal.assembly.user_code import GIVEN
 from shoal.config.load import dumps
+from shoal.config.named import GIVEN
 from shoal.errors import ConfigError, LayoutError
 from shoal.launcher.environment import Place
 from shoal.observe.events import EventWriter, read_events

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.run import open_run
-from shoal.assembly.user_code import GIVEN
+from shoal.config.named import GIVEN
 from shoal.engine.transforms import clip_by_global_norm
 from shoal.engine.updates import AtOnce
 from shoal.launcher.environment import Place

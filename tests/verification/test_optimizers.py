@@ -17,6 +17,7 @@ from shoal.checkpoint.inspect import weights_of
 from shoal.engine.loop import steps
 from shoal.observe.sink import Sinks
 from shoal.optim.config import OptimizerConfig
+from shoal.optim.declared import Common
 from shoal.optim.layerwise import LayerwiseAdam
 from shoal.runfile.rules import refusal
 from tests.assembly.journey import Leg, travel, whole_state
@@ -35,26 +36,20 @@ DIFFERENCED = 1e-9
 """A product with the Hessian is a difference of gradients, which enlarges last bits."""
 LESS_SAME = {"soap": OTHER_BASIS, "newton_cg": DIFFERENCED}
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw": {},
+KEYS: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.9, "nesterov": True},
-    "adagrad": {},
     "rmsprop": {"momentum": 0.9, "centered": True},
-    "nadam": {},
-    "radam": {},
-    "lion": {},
     "lars": {"coefficient": 0.1},
     "lamb": {"trust": "all"},
-    "adafactor": {},
     "soap": {"every": 2},
     "shampoo": {"every": 2, "start": 1, "block": 24},
-    "schedule_free_adamw": {},
     "schedule_free_sgd": {"lr": 0.5},
-    "dion": {},
     "muon": {"polish": 1, "adamw_lr": 1e-3, "heads": {"*.query.weight": 4}},
     "newton_cg": {"clip_norm": None, "cg_iterations": 3, "damping": 0.5},
     "lbfgs": {"clip_norm": None, "history": 2},
+    "python": {"build": "torch.optim:Adamax"},
 }
+"""What a kind is given beside its defaults."""
 ELSEWHERE = {
     "adamw_8bit": "tests/assembly/test_adamw_8bit.py",
     "kfac": "tests/verification/test_kfac.py",
@@ -63,6 +58,7 @@ ELSEWHERE = {
     "one_bit_lamb": "tests/assembly/test_codec.py",
 }
 """Kinds whose proofs are of another form, and where those are."""
+OPTIMIZERS = {kind: KEYS.get(kind, {}) for kind in Common.kinds() if kind not in ELSEWHERE}
 CONSTANT = ("schedule_free_adamw", "schedule_free_sgd", "newton_cg", "lbfgs")
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),
@@ -128,6 +124,7 @@ def tables_of(kind: str, layout: str) -> tuple[int, dict[str, Any]]:
 def test_every_kind_is_proved() -> None:
     """Here or elsewhere: a member of the union without a proof would be trained with all the same."""
     assert {kind.__struct_config__.tag for kind in get_args(OptimizerConfig)} == {*OPTIMIZERS, *ELSEWHERE}
+    assert KEYS.keys() <= OPTIMIZERS.keys()
     for kind, path in ELSEWHERE.items():
         assert kind in (Path(__file__).parents[2] / path).read_text()
 

@@ -137,8 +137,10 @@ def _agreement(
     model = parts.split.model
     saved = model.state_dict(keep_vars=True)
     buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
-    whole = any(optimizer.works_on == "matrices" for optimizer in optimizers or [run_file.optimizer])
-    whole = whole or run_file.optimizer.asks_for_whole  # servers step what they hold, and know of no other parts
+    needs = [optimizer.works_on for optimizer in optimizers] or [run_file.optimizer.needs]
+    whole = (
+        "matrices" in needs or run_file.optimizer.asks_for_whole
+    )  # servers step what they hold, and know of no other parts
     return sync.agreement(
         Replica(
             gradients.owned,

@@ -22,10 +22,10 @@ from shoal.assembly.proofs import UnkeyedDraws, missing_proof
 from shoal.assembly.run import Run
 from shoal.assembly.run_gradients import gathering_of, zero_of
 from shoal.assembly.saving import CopySender, build_saver, fetch_newer, save_interval, share_between_hosts
-from shoal.assembly.user_code import find_named, users_traceback
 from shoal.checkpoint.agreement import MessageExchange
 from shoal.comm.board import Board
 from shoal.comm.collective import gather_texts
+from shoal.config.named import find_named, users_traceback
 from shoal.data.config import BatchConfig
 from shoal.engine.copies import Copies
 from shoal.engine.loop import Cadence, Hook, Hooks, Job

@@ -16,7 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shoal.assembly.sampling import sampled
 from shoal.assembly.trainable import partly_trained, require_trainable
-from shoal.assembly.user_code import call_named, find_named
+from shoal.assembly.user_code import call_named
+from shoal.config.named import find_named
 from shoal.data import build as data_build
 from shoal.data.build import Dataset
 from shoal.data.config import PythonData

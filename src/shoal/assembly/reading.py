@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from shoal.assembly.objects import UserObjects, data_of
-from shoal.assembly.user_code import GIVEN
 from shoal.comm.config import WireConfig
 from shoal.config.load import dumps, parse
+from shoal.config.named import GIVEN
 from shoal.data.augment import Augmentation, augmentation_of
 from shoal.data.batches import BatchReader, OrderOfSamples, PinnedReader, SourceReader
 from shoal.data.config import BatchConfig, PythonData

@@ -25,12 +25,14 @@ from shoal.gradients.priority import PriorityGradients
 from shoal.gradients.sparse_rows import WithSparseRows
 from shoal.memory.config import MemoryConfig
 from shoal.optim.adopt import OwnOptimizer
+from shoal.optim.build import asked
+from shoal.optim.config import PythonOptimizer
 from shoal.optim.declared import Granularity
 from shoal.optim.parts import Parts
 from shoal.runfile.run_file import RunFile
 from shoal.state import Owned, Trained
 from shoal.sync.strategy import Sync
-from shoal.topology.layout import Axis
+from shoal.topology.layout import Axis, Layout
 
 
 def dense_and_tables(run_file: RunFile, parts: Divided) -> tuple[list[Trained], list[Trained]]:
@@ -202,20 +204,43 @@ def build_run_gradients(
 
     if not several:
         own = run_file.optimizer
-        dense = of(trained, optimizers[0].works_on) if optimizers else of(trained, own.works_on, own.undivided)
+        dense = of(trained, optimizers[0].works_on) if optimizers else of(trained, own.needs, own.undivided)
         return with_tables(dense, tables, parts, groups=mesh.ranks, replica=replica, ranks=sync.gradient_ranks)
     return JointGradients([of([t for t in trained if t.holding.name in set(o.names)], o.works_on) for o in optimizers])
 
 
 def _check_separable(run_file: RunFile, mesh: Mesh, optimizers: Sequence[OwnOptimizer]) -> None:
-    """Raises `ConfigError` where an optimizer that needs all gradients would get some of them."""
-    stage, coupling = zero_of(run_file.memory, mesh), next((own for own in optimizers if own.couples), None)
+    """Raises `ConfigError` where an optimizer that needs all gradients, or whole parameters, would get some of them."""
+    stage = zero_of(run_file.memory, mesh)
+    coupling = next((own.kind for own in optimizers if own.couples), None)
+    if isinstance(run_file.optimizer, PythonOptimizer) and not optimizers:
+        coupling = _checked(run_file.optimizer, mesh.layout)
     if coupling is not None and stage is not None:
         raise ConfigError(
-            f"{coupling.kind} computes its step from the gradients of all parameters together, and under memory.zero = "
+            f"{coupling} computes its step from the gradients of all parameters together, and under memory.zero = "
             f"{stage} each rank has those of its own alone, so that the model would be another: set layout.shard to 1 "
             f"and layout.replicate to {mesh.layout.shard * mesh.layout.replicate}, where every rank has all of them"
         )
+
+
+def _checked(optimizer: PythonOptimizer, layout: Layout) -> str | None:
+    """The class that the run file names if it couples parameters, else None. Raises `ConfigError` where ranks of a
+    replica have parts of what it wants whole.
+    """
+    known, said = asked(optimizer), f"optimizer.build = {optimizer.build!r}"
+    axes = [axis for axis in ("tensor", "expert", "pipeline") if getattr(layout, axis) > 1]
+    if axes and known.couples:
+        raise ConfigError(
+            f"{said} computes its step from the gradients of all parameters together, of which ranks of "
+            f"layout.{axes[0]} = {getattr(layout, axes[0])} have some: divide the batch alone, by layout.replicate"
+        )
+    if axes and axes[0] != "pipeline" and known.works_on == "matrices" and not known.sees_parts:
+        raise ConfigError(
+            f"{said} is taken for an optimizer of whole parameters, of which ranks of layout.{axes[0]} = "
+            f"{getattr(layout, axes[0])} have parts: if it treats every number alone, write works_on = "
+            '"elements" in the class, and prove it by shoal verify; else use layout.shard or layout.pipeline'
+        )
+    return said if known.couples else None
 
 
 def parts_on(run_file: RunFile, owned: Sequence[Owned], mesh: Mesh, sync: Sync) -> Parts:

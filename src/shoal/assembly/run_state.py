@@ -54,7 +54,7 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
         "data.shuffle": run_file.data.shuffle,
         **chosen_samples(run_file, workload.data),
         "the number of training samples": epoch_samples(run_file.batch, len(workload.data.train)),
-        "optimizer.kind": " and ".join(o.kind for o in own) or run_file.optimizer.variant,
+        "optimizer.kind": " and ".join(o.kind for o in own) or run_file.optimizer.identity,
         **({} if run_file.sparsity is None else {"sparsity.kind": run_file.sparsity.variant}),
     }
     model, owned, names = ModelSection(split.model), None, ()

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from shoal.assembly.data_record import data_hashes, recorded_data
-from shoal.assembly.user_code import GIVEN
 from shoal.checkpoint.objects import Places
 from shoal.config.load import read
+from shoal.config.named import GIVEN
 from shoal.errors import ConfigError, EnvironmentFault, Stopped, UsageError
 from shoal.files import cache_folder
 from shoal.launcher.children import wait_for

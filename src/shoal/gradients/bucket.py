@@ -34,11 +34,13 @@ from shoal.topology.holding import Holding, Ranks
 #     pieces   | rank 0         | rank 1                     |
 #
 # largest first, each onto the rank with the least so far (Graham's LPT rule: the longest piece is at most 4/3 of the
-# best).
+# best). Of equal ranks it is another one in each bucket: else the first would have the largest tensor of all of them.
 
 
 ALIGNMENT = 16
 """Elements: tensors start on a cache line."""
+GOLDEN = (5**0.5 - 1) / 2
+"""Its multiples spread evenly over 0 to 1, and so do those of every second or third bucket."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,14 @@ class FlatLayout:
         return [slice(end, begin) for end, begin in zip(ends, begins, strict=True) if end < begin]
 
 
-def flat_layout(lengths: Sequence[int], ranks: int, *, undivided: int | None = ALIGNMENT) -> FlatLayout:
+def flat_layout(
+    lengths: Sequence[int], ranks: int, *, undivided: int | None = ALIGNMENT, number: int = 0
+) -> FlatLayout:
     """The layout of tensors of these lengths. `undivided`, a multiple of `ALIGNMENT`: so many numbers of a tensor, from
-    its first on, stay on one rank; None: all of them.
+    its first on, stay on one rank; None: all of them. `number`: which bucket of the model it is.
     """
     if undivided is None:
-        return _packed(lengths, ranks)
+        return _packed(lengths, ranks, first=int(number * GOLDEN % 1 * ranks))
     starts, end = [], 0
     for length in lengths:
         starts.append(end)
@@ -112,10 +116,10 @@ def share_of(length: int, rank: int, size: int) -> slice:
     return slice(start, stop)
 
 
-def _packed(lengths: Sequence[int], ranks: int) -> FlatLayout:
+def _packed(lengths: Sequence[int], ranks: int, *, first: int) -> FlatLayout:
     ends, places = [0] * ranks, [(0, 0)] * len(lengths)
     for number in sorted(range(len(lengths)), key=lambda number: (-lengths[number], number)):
-        rank = min(range(ranks), key=lambda rank: (ends[rank], rank))
+        rank = min(range(ranks), key=lambda rank: (ends[rank], (rank - first) % ranks))
         places[number] = (rank, ends[rank])
         ends[rank] += _lines(lengths[number]) * ALIGNMENT
     piece = max(ends)
@@ -301,13 +305,15 @@ class Member:
 class BucketParameters:
     """The parameters of one bucket, by index, in the order in which they lie in it.
 
-    `sums` are the ranks that sum it, `shard` those of them that divide it; `unit` counts blocks, -1 for the rest.
+    `sums` are the ranks that sum it, `shard` those of them that divide it; `unit` counts blocks, -1 for the rest;
+    `number` counts buckets.
     """
 
     indices: tuple[int, ...]
     sums: Ranks
     shard: Ranks
     unit: int = -1
+    number: int = 0
 
 
 def fill_buckets(members: Sequence[Member], *, first_bytes: int, bytes_limit: int) -> list[list[Member]]:
@@ -385,8 +391,8 @@ def _parts(
         kind = (t.parameter.dtype, t.master is None, t.parameter.device, ranks(t.holding), shard, units[index])
         members.append(Member(index, t.parameter.numel(), t.parameter.nbytes, kind))
     found = []
-    for bucket in fill_buckets(members, first_bytes=first_bytes, bytes_limit=bytes_limit):
+    for number, bucket in enumerate(fill_buckets(members, first_bytes=first_bytes, bytes_limit=bytes_limit)):
         indices = tuple(member.index for member in bucket)
         holding = trained[indices[0]].holding
-        found.append(BucketParameters(indices, ranks(holding), holding.shard, units[indices[0]]))
+        found.append(BucketParameters(indices, ranks(holding), holding.shard, units[indices[0]], number))
     return found

@@ -319,7 +319,8 @@ def flat(
 ) -> tuple[list[Parameter], FlatLayout]:
     """The parameters of a bucket, and how they lie."""
     parameters = [trained[index].parameter for index in part.indices]
-    return parameters, flat_layout([p.numel() for p in parameters], groups(part.shard).size, undivided=undivided)
+    lengths, ranks = [p.numel() for p in parameters], groups(part.shard).size
+    return parameters, flat_layout(lengths, ranks, undivided=undivided, number=part.number)
 
 
 def masters_of(trained: Sequence[Trained], part: BucketParameters) -> list[Tensor] | None:

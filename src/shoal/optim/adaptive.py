@@ -1,9 +1,5 @@
-"""RMSProp, NAdam and RAdam by PyTorch, Adafactor (below), and Lion (Chen et al., arXiv:2302.06675, algorithm 2), which
-PyTorch has not:
-
-    x <- (1 - lr w) x - lr sign(b1 m + (1 - b1) g),     m <- b2 m + (1 - b2) g
-
-All of them treat every number alone, so that a parameter may be cut anywhere.
+"""RMSProp, NAdam and RAdam by PyTorch, Adafactor (below), and the optimizers whose tables are their equations
+(`Elementwise`: Lion, Adan). But for Adafactor they treat every number alone, so that a parameter may be cut anywhere.
 """
 
 from __future__ import annotations
@@ -16,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shoal.optim.declared import Granularity, Slot
+from shoal.optim.declared import Common, Elementwise, Granularity, Slot
 from shoal.optim.fused import FusedOptimizer
-from shoal.optim.kinds import Adafactor, Lion, NAdam, RAdam, RMSprop
+from shoal.optim.kinds import Adafactor, NAdam, RAdam, RMSprop
 from shoal.optim.owners import WholeOptimizer
 from shoal.optim.parts import Parts, PartSums
 
@@ -49,44 +45,46 @@ def radam(config: RAdam, groups: list[dict[str, Any]], lr: float) -> torch.optim
     )
 
 
-def lion(config: Lion, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+def elementwise(config: Elementwise, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
     """The optimizer of the run file."""
-    return LionSign(groups, lr=lr, betas=(config.beta1, config.beta2))
+    return ElementOptimizer(groups, config, lr=lr)
 
 
-class LionSign(FusedOptimizer):
-    """Lion.
+class ElementOptimizer(FusedOptimizer):
+    """The optimizer of a table that is an equation, such as Lion: `ElementOptimizer(parameters, Lion(lr=1e-4))`.
 
     Args:
-        params: Parameters, or dictionaries with `params` and their options.
-        lr: The learning rate.
-        betas: The share of the momentum in the step, and its decay.
-        weight_decay: The decay of weights, apart from the gradient.
+        params: Parameters, or dictionaries with `params` and their options, which may be any of the table's keys.
+        config: The table, whose `update` is the equation; its keys are options of every group that does not say them.
+        lr: The learning rate; None: the table's.
     """
 
     works_on: Granularity = "elements"
-    slots = (Slot("exp_avg"),)
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
-        weight_decay: float = 0.0,
-    ) -> None:
-        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
+    def __init__(self, params: Iterable[Any], config: Elementwise, *, lr: float | None = None) -> None:
+        params = list(params)
+        groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+        own = [key for key in config.__struct_fields__ if key not in Common.__struct_fields__]
+        options = {key: getattr(config, key) for key in (*own, "weight_decay")}
+        super().__init__(groups, **(options if lr is None else options | {"lr": lr}))
+        self.slots, self._update = config.slots, config.update
 
     def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
-        """One step."""
-        beta1, beta2 = group["betas"]
+        """One update of each."""
         for parameter, gradient in zip(parameters, gradients, strict=True):
             state = self.state[parameter]
             if not state:
-                state["exp_avg"] = torch.zeros_like(parameter)
-            momentum = state["exp_avg"]
-            direction = momentum.lerp(gradient, 1 - beta1).sign_()
-            momentum.lerp_(gradient, 1 - beta2)
-            parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+                state |= {slot.name: _zeros(slot, parameter) for slot in self.slots}
+            if "step" in state:
+                state["step"] += 1
+            t = state.get("step", torch.zeros((), device=parameter.device)).double()
+            self._update(parameter, gradient, state, group, t)
+
+
+def _zeros(slot: Slot, parameter: Parameter) -> Tensor:
+    if slot.like_parameter:
+        return torch.zeros_like(parameter)
+    return torch.zeros(slot.shape(tuple(parameter.shape)), device=parameter.device)
 
 
 # Adafactor (Shazeer and Stern, arXiv:1804.04235), as PyTorch has it: a second moment kept as a row and a column.

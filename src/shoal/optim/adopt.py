@@ -305,6 +305,12 @@ def _own(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OwnOptim
     return replace(own, **tried(optimizer)._asdict())
 
 
+def fill_empty_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Gives groups without parameters something to step."""
+    for group in optimizer.param_groups:
+        group["params"] = group["params"] or [_placeholder(optimizer, torch.device("cpu"))]
+
+
 def _placeholder(optimizer: torch.optim.Optimizer, device: torch.device) -> Parameter:
     """What a rank steps in a group of which it owns nothing, with a gradient of 0: not every optimizer can step
     nothing. No checkpoint holds it.

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch.nn import Parameter
 
 from shoal.config.check import implementation_of
-from shoal.errors import ConfigError
+from shoal.config.named import find_named, users_traceback
+from shoal.errors import ConfigError, UserCodeError
 from shoal.models.roles import Widened
+from shoal.optim.adopt import fill_empty_groups, slots_of, tried, works_on
 from shoal.optim.average import keep_average, look_ahead
-from shoal.optim.config import SGD, Adagrad, AdamW, OptimizerConfig, groups_refusal
-from shoal.optim.declared import Common, Described, Dims
+from shoal.optim.config import SGD, Adagrad, AdamW, OptimizerConfig, PythonOptimizer, groups_refusal
+from shoal.optim.declared import Common, Described, Dims, Granularity, Slot
 from shoal.optim.fused import FusedAdamW, FusedOptimizer, FusedSGD
 from shoal.optim.mup import factor_of
+from shoal.optim.parts import SeesParts
 
 
 def build_optimizer(
@@ -171,6 +176,70 @@ def sgd(config: SGD, groups: list[dict[str, Any]], lr: float) -> torch.optim.Opt
 def adagrad(config: Adagrad, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
     """PyTorch's Adagrad."""
     return torch.optim.Adagrad(groups, lr=lr, eps=config.eps)
+
+
+# The optimizer that a run file names (`optimizer.kind = "python"`).
+
+
+class Asked(NamedTuple):
+    """What is known of a class: its state, what its update needs together, whether it `couples` parameters, what it
+    says of a parameter's group (None: nothing), and whether it finds the parts of a parameter (`SeesParts`).
+    """
+
+    slots: Sequence[Slot]
+    works_on: Granularity
+    couples: bool
+    options: Callable[[Described], dict[str, Any]] | None
+    sees_parts: bool
+
+
+def asked(config: PythonOptimizer) -> Asked:
+    """What the class that `config` names says, or does with two small parameters. Raises `UserCodeError` for one that
+    is not there, or keeps what no checkpoint can hold.
+    """
+    return _asked(config.build, msgspec.msgpack.encode(config.arguments))
+
+
+@functools.cache
+def _asked(build: str, arguments: bytes) -> Asked:
+    config = PythonOptimizer(build=build, arguments=msgspec.msgpack.decode(arguments))
+    optimizer = _made(config, [{"params": [Parameter(torch.ones(3, 2))]}], lr=config.lr)
+    sees_parts = isinstance(optimizer, SeesParts)
+    kind, options = works_on(optimizer), getattr(optimizer, "options", None)
+    slots, found = slots_of(optimizer), tried(optimizer) if kind == "matrices" and not sees_parts else None
+    if found is not None and found.counts:
+        raise UserCodeError(
+            f"optimizer.build = {build!r} changes numbers of its groups ({', '.join(found.counts)}), which a "
+            "checkpoint of shoal train does not hold: keep them in the state of parameters, or hand the optimizer to "
+            "shoal.start"
+        )
+    return Asked(slots, kind, found is not None and found.couples, options, sees_parts)
+
+
+def named(config: PythonOptimizer, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
+    """The optimizer of the class that the run file names. Raises `ConfigError` for a decay that it does not know."""
+    optimizer = _made(config, groups, lr=lr)
+    if "weight_decay" not in optimizer.defaults and any(group["weight_decay"] for group in groups):
+        raise ConfigError(
+            f"optimizer.weight_decay with optimizer.build = {config.build!r}, which has no option of this name: leave "
+            "it out, and give what the class calls it in optimizer.arguments"
+        )
+    if config.needs == "matrices":
+        fill_empty_groups(optimizer)
+    return optimizer
+
+
+def _made(config: PythonOptimizer, groups: list[dict[str, Any]], *, lr: float) -> torch.optim.Optimizer:
+    build = find_named(config.build, key="optimizer.build")
+    try:
+        optimizer = build(groups, lr=lr, **config.arguments)
+    except Exception as error:
+        raise UserCodeError(f"optimizer.build = {config.build!r} raised:\n{users_traceback(error)}") from None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserCodeError(
+            f"optimizer.build = {config.build!r} made {type(optimizer).__name__}; it must be a torch.optim.Optimizer"
+        )
+    return optimizer
 
 
 def set_rate(optimizer: torch.optim.Optimizer, lr: float | None) -> None:

@@ -6,17 +6,16 @@ asks, and the planner counts its bytes.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 import msgspec
 
 from shoal.codec.config import MOMENT_BLOCK
 from shoal.config.check import Positive, PositiveFloat, Table, says
-from shoal.optim.closure_config import LBFGS, NewtonCG
-from shoal.optim.declared import Common, Granularity, Slot, counter
-from shoal.optim.kinds import LAMB, LARS, Adafactor, Lion, NAdam, RAdam, RMSprop, ScheduleFreeAdamW, ScheduleFreeSGD
-from shoal.optim.preconditioned_config import KFAC, SOAP, Dion, Muon, Shampoo
+from shoal.optim import closure_config, kinds, preconditioned_config  # noqa: F401  # optimizers' tables
+from shoal.optim.declared import Common, Described, Granularity, Slot, counter
 
 
 class AdamW(Common, frozen=True, tag_field="kind", tag="adamw"):
@@ -193,36 +192,62 @@ class ZeroOneAdam(OneBit, frozen=True, tag_field="kind", tag="zero_one_adam"):
         return (update - first - 1) % interval == interval - 1
 
 
-OptimizerConfig = (
-    AdamW
-    | AdamW8bit
-    | SGD
-    | Adagrad
-    | RMSprop
-    | NAdam
-    | RAdam
-    | Lion
-    | LARS
-    | LAMB
-    | Adafactor
-    | Muon
-    | Dion
-    | SOAP
-    | Shampoo
-    | KFAC
-    | NewtonCG
-    | LBFGS
-    | ScheduleFreeAdamW
-    | ScheduleFreeSGD
-    | OneBitAdam
-    | ZeroOneAdam
-    | OneBitLAMB
-)
+class PythonOptimizer(Common, frozen=True, kw_only=True, tag_field="kind", tag="python"):
+    """The user's own optimizer, PyTorch's, or a package's: a class of `torch.optim.Optimizer`.
+
+    What it keeps, and what its update needs to see together, the class says (`slots`, `works_on`), or it is tried.
+    """
+
+    implemented_by: ClassVar[str] = "shoal.optim.build:named"
+    asks_for_whole: ClassVar[bool] = True
+    steps_alone: ClassVar[bool] = True
+
+    build: Annotated[
+        str,
+        says(
+            '"package.module:Class"; called with groups of parameters, `lr` and `arguments`, it returns a '
+            "`torch.optim.Optimizer`.",
+            pattern=r"^[^:\s]+:[^:\s]+$",
+        ),
+    ]
+    lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 1e-3
+    arguments: Annotated[dict[str, Any], says("Keywords for the class.")] = msgspec.field(default_factory=dict)
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """What the class says, or keeps after a step."""
+        return self._asked().slots
+
+    @property
+    def needs(self) -> Granularity:
+        """What the class says, or whole parameters."""
+        return self._asked().works_on
+
+    @property
+    def identity(self) -> str:
+        """Another class has other state."""
+        return f"{self.variant}, {self.build}"
+
+    def options(self, parameter: Described) -> dict[str, Any]:
+        """What the class says of it, if it has a function `options`."""
+        found = self._asked().options
+        return {} if found is None else found(parameter)
+
+    def _asked(self) -> Any:
+        """Imports torch and the class."""
+        return importlib.import_module("shoal.optim.build").asked(self)
+
+
+if TYPE_CHECKING:
+    OptimizerConfig = Common
+else:
+    OptimizerConfig = Union[tuple(Common.kinds().values())]  # noqa: UP007
+"""Every optimizer's table: those above, and those of the files that are imported for it."""
 
 
 def kinds_whose(tables: Callable[[type[Common]], bool]) -> str:
     """The kinds of optimizers whose tables are so, in words: `"a", "b" or "c"`."""
-    *others, last = [f'"{table.__struct_config__.tag}"' for table in get_args(OptimizerConfig) if tables(table)]
+    *others, last = [f'"{kind}"' for kind, table in Common.kinds().items() if tables(table)]
     return f"{', '.join(others)} or {last}"
 
 

@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import msgspec
 
 from shoal.config.check import Positive, PositiveFloat, Table, says
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # The tables `[optimizer.average]` and `[optimizer.lookahead]`. Imports no torch.
 
@@ -176,9 +179,8 @@ class Group(Table, frozen=True):
         """That of its own optimizer; None: the run's steps them."""
         if self.kind is None:
             return None
-        tables = {table.__struct_config__.tag: table for table in Common.__subclasses__()}
         given: dict[str, Any] = {"lr": self.lr, "momentum": self.momentum}
-        return tables[self.kind](**{key: value for key, value in given.items() if value is not None})
+        return Common.kinds()[self.kind](**{key: value for key, value in given.items() if value is not None})
 
 
 class Common(Table, frozen=True):
@@ -210,6 +212,25 @@ class Common(Table, frozen=True):
 
     keeps_average: ClassVar[bool] = False
     """Whether one of its slots is an average, under which the run is evaluated (`shoal.optim.average`)."""
+
+    @classmethod
+    def kinds(cls) -> dict[str, type[Common]]:
+        """Every table with a kind, by it, in alphabetical order: all that are defined."""
+        found: dict[str, type[Common]] = {}
+        for table in cls.__subclasses__():
+            own = {str(tag): table} if (tag := table.__struct_config__.tag) is not None else {}
+            found |= own | table.kinds()
+        return dict(sorted(found.items()))
+
+    @property
+    def needs(self) -> Granularity:
+        """`works_on`, or what the class says that a table names."""
+        return self.works_on
+
+    @property
+    def identity(self) -> str:
+        """What may not change from a checkpoint to the run that goes on from it."""
+        return self.variant
 
     @property
     def backwards(self) -> float:
@@ -296,3 +317,23 @@ class Common(Table, frozen=True):
     def group_of(self, name: str) -> Group:
         """What `groups` says of the parameter `name`."""
         return next((group for pattern, group in self.groups.items() if fnmatchcase(name, pattern)), Group())
+
+
+class Elementwise(Common, frozen=True):
+    """An optimizer that treats every number alone, written down as its equation: a subclass is all there is of it.
+
+    Its state begins at zero. A slot `step` counts updates.
+    """
+
+    implemented_by: ClassVar[str] = "shoal.optim.adaptive:elementwise"
+    updates_apart: ClassVar[bool] = True
+
+    @staticmethod
+    def update(x: Tensor, g: Tensor, state: dict[str, Tensor], options: dict[str, Any], t: Tensor) -> None:
+        """Changes `x`, a parameter or a piece of one, and its `state`, in place, by the gradient `g`.
+
+        `options` holds the keys of the table, `lr` as the schedule has it, and `weight_decay`. `t` is the number of
+        this update, from 1, one number in float64 on the device; of tables without a slot `step` it is 0. It may call
+        what tensors have, and nothing that differs between a piece and the whole, such as a norm.
+        """
+        raise NotImplementedError

@@ -1,13 +1,18 @@
-"""Tables of the optimizers beside AdamW, SGD and Adagrad, but for those of whole matrices: RMSProp, NAdam, RAdam, Lion
-and Adafactor; LARS and LAMB; the schedule-free ones. Imports no torch.
+"""Tables of the optimizers beside AdamW, SGD and Adagrad, but for those of whole matrices: RMSProp, NAdam, RAdam, Lion,
+Adan and Adafactor; LARS and LAMB; the schedule-free ones. Imports no torch.
+
+Lion and Adan have their equations here (`Elementwise`): a new optimizer that treats every number alone is such a class.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from shoal.config.check import PositiveFloat, says
-from shoal.optim.declared import Common, Described, Granularity, Slot, counter
+from shoal.optim.declared import Common, Described, Elementwise, Granularity, Slot, counter
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # The tables of optimizers with a rate for each number, beside AdamW and Adagrad. Imports no torch.
 
@@ -68,15 +73,12 @@ class RAdam(_Adam, frozen=True, tag_field="kind", tag="radam"):
     steps_alone: ClassVar[bool] = True
 
 
-class Lion(Common, frozen=True, tag_field="kind", tag="lion"):
+class Lion(Elementwise, frozen=True, tag_field="kind", tag="lion"):
     """Lion (arXiv:2302.06675): the sign of a momentum. It wants a third to a tenth of AdamW's rate, and 3 to 10 times
     its decay.
     """
 
     width_rule: ClassVar[Literal["adam", "sgd"] | None] = "adam"
-
-    implemented_by: ClassVar[str] = "shoal.optim.adaptive:lion"
-    updates_apart: ClassVar[bool] = True
 
     lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 1e-4
     beta1: Annotated[float, says("Share of the momentum in what the sign is taken of.", ge=0, lt=1)] = 0.9
@@ -86,6 +88,53 @@ class Lion(Common, frozen=True, tag_field="kind", tag="lion"):
     def slots(self) -> tuple[Slot, ...]:
         """The momentum."""
         return (Slot("exp_avg"),)
+
+    @staticmethod
+    def update(x: Tensor, g: Tensor, state: dict[str, Tensor], options: dict[str, Any], t: Tensor) -> None:
+        """x <- (1 - lr w) x - lr sign(b1 m + (1 - b1) g),     m <- b2 m + (1 - b2) g     (algorithm 2)."""
+        momentum, lr = state["exp_avg"], options["lr"]
+        direction = momentum.lerp(g, 1 - options["beta1"]).sign_()
+        momentum.lerp_(g, 1 - options["beta2"])
+        x.mul_(1 - lr * options["weight_decay"]).add_(direction, alpha=-lr)
+
+
+class Adan(Elementwise, frozen=True, tag_field="kind", tag="adan"):
+    """Adan (arXiv:2208.06677): Adam with Nesterov's momentum, from the change of the gradient. It takes larger rates
+    than AdamW, and is in use for vision transformers and diffusion models.
+    """
+
+    width_rule: ClassVar[Literal["adam", "sgd"] | None] = "adam"
+
+    lr: Annotated[float, says("Peak learning rate; often 2 to 5 times AdamW's.", ge=0, le=1e3)] = 1e-3
+    beta1: Annotated[float, says("Decay of the mean gradient.", ge=0, lt=1)] = 0.98
+    beta2: Annotated[float, says("Decay of the mean change of the gradient.", ge=0, lt=1)] = 0.92
+    beta3: Annotated[float, says("Decay of the second moment.", ge=0, lt=1)] = 0.99
+    eps: Annotated[float, says("Added to the root of the second moment.", gt=0)] = 1e-8
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Three moments, the gradient of the last update, and the number of updates."""
+        moments = (Slot("exp_avg"), Slot("exp_avg_diff"), Slot("exp_avg_sq"))
+        return (*moments, Slot("previous_gradient"), counter("step"))
+
+    @staticmethod
+    def update(x: Tensor, g: Tensor, state: dict[str, Tensor], options: dict[str, Any], t: Tensor) -> None:
+        """With d = g - g_before, 0 in the first update, and moments corrected for their start from zero,
+
+            m <- b1 m + (1 - b1) g,     v <- b2 v + (1 - b2) d,     n <- b3 n + (1 - b3) (g + b2 d)^2
+            x <- (x - lr (m + b2 v) / (sqrt(n) + eps)) / (1 + lr w)                                    (algorithm 1)
+
+        where the paper's betas are 1 less these.
+        """
+        beta1, beta2, beta3 = (options[f"beta{n}"] for n in (1, 2, 3))
+        change = (g - state["previous_gradient"]).mul_(t > 1)
+        state["previous_gradient"].copy_(g)
+        ahead = g.add(change, alpha=beta2)
+        mean = state["exp_avg"].lerp_(g, 1 - beta1) / (1 - beta1**t)
+        mean_change = state["exp_avg_diff"].lerp_(change, 1 - beta2) / (1 - beta2**t)
+        square = state["exp_avg_sq"].mul_(beta3).addcmul_(ahead, ahead, value=1 - beta3) / (1 - beta3**t)
+        mean.add_(mean_change, alpha=beta2).div_(square.sqrt_().add_(options["eps"]))
+        x.sub_(mean, alpha=options["lr"]).div_(1 + options["lr"] * options["weight_decay"])
 
 
 class Adafactor(Common, frozen=True, tag_field="kind", tag="adafactor"):

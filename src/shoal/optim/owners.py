@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.comm.collective import Collective, Handle, exchanged
-from shoal.optim.declared import Dims, Granularity
+from shoal.optim.declared import Described, Dims, Granularity
 from shoal.optim.fused import FusedAdamW, FusedOptimizer, Work
 from shoal.optim.parts import Parts
+from shoal.optim.preconditioned_config import is_hidden
 from shoal.topology.holding import Box, whole
 
 Cost = Callable[[Dims], float]
@@ -254,6 +255,11 @@ class WholeOptimizer(FusedAdamW):
             whole = {id(p) for group in self.param_groups if group["whole"] for p in group["params"]}
             own = {owned.name for owned in parts.owned if id(owned.parameter) in whole}
             self._owners = Owners(parts, self.cost, wanted=lambda name, shape: name in own)
+
+    @staticmethod
+    def options(parameter: Described) -> dict[str, Any]:
+        """What `optimizer.kind = "python"` asks of a parameter: hidden matrices are `whole`, embeddings are not."""
+        return {"whole": is_hidden(parameter)}
 
     def whole_shape(self, parameter: Parameter) -> Dims | None:
         """That of the whole parameter, if its state is on this rank; None if another rank has it."""

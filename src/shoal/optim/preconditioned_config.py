@@ -17,6 +17,14 @@ from shoal.optim.declared import Common, Described, Dims, Granularity, Slot, cou
 
 HIDDEN = ("column", "row", "packed", "replicated", "expert")
 """Roles of parameters whose matrices map activations to activations."""
+AT_THE_ENDS = ("*embed*", "*head*")
+"""Names of embeddings and heads, where a model does not tell roles."""
+
+
+def is_hidden(parameter: Described, others: tuple[str, ...] = AT_THE_ENDS) -> bool:
+    """Whether it is such a matrix, and fits none of these patterns."""
+    matrix = parameter.decays and parameter.kind in HIDDEN and len(parameter.shape) > 1
+    return matrix and not any(fnmatchcase(parameter.name, pattern) for pattern in others)
 
 
 class HiddenMatrices(Common, frozen=True):
@@ -27,7 +35,7 @@ class HiddenMatrices(Common, frozen=True):
 
     adamw: Annotated[
         tuple[str, ...], says("Patterns of parameter names that AdamW steps, beside embeddings and heads it knows.")
-    ] = ("*embed*", "*head*")
+    ] = AT_THE_ENDS
     adamw_lr: Annotated[PositiveFloat | None, says("Peak learning rate of the others; without it, `lr`.")] = None
     beta1: Annotated[float, says("Decay of AdamW's first moment.", ge=0, lt=1)] = 0.9
     beta2: Annotated[float, says("Decay of AdamW's second moment.", ge=0, lt=1)] = 0.95
@@ -219,7 +227,7 @@ class _Preconditioned(Common, frozen=True):
     ] = "parameter"
     adamw: Annotated[
         tuple[str, ...], says("Patterns of parameter names that AdamW steps, beside embeddings and heads it knows.")
-    ] = ("*embed*", "*head*")
+    ] = AT_THE_ENDS
     weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
         0.01
     )
@@ -229,8 +237,7 @@ class _Preconditioned(Common, frozen=True):
 
     def options(self, parameter: Described) -> dict[str, Any]:
         """`whole`: its sides are preconditioned."""
-        hidden = parameter.decays and parameter.kind in HIDDEN and len(parameter.shape) > 1
-        return {"whole": hidden and not any(fnmatchcase(parameter.name, pattern) for pattern in self.adamw)}
+        return {"whole": is_hidden(parameter, self.adamw)}
 
 
 class SOAP(_Preconditioned, frozen=True, tag_field="kind", tag="soap"):

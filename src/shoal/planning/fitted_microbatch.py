@@ -23,7 +23,7 @@ from tempfile import mkdtemp
 import msgspec
 
 from shoal import units
-from shoal.assembly.user_code import GIVEN
+from shoal.config.named import GIVEN
 from shoal.errors import ConfigError, LayoutError, OutOfMemory, ShoalError
 from shoal.files import read_json
 from shoal.launcher.devices import gpus
