@@ -15,7 +15,7 @@ from shoal.config.named import GIVEN
 from shoal.errors import ConfigError, LayoutError
 from shoal.launcher.environment import Place
 from shoal.observe.events import EventWriter, read_events
-from shoal.planning import fitted_microbatch, memory_budget
+from shoal.planning import fitted_microbatch, trial
 from shoal.planning.arrange import LOOKING, PLANNER
 from shoal.planning.fitted_microbatch import (
     FILE_NAME,
@@ -224,5 +224,5 @@ def test_why_a_run_failed_is_the_line_of_its_rank() -> None:
     """Not that of its report."""
     after = ["bn: 3 steps", "rank 0 of 1 failed (host a, pid 3, exit code 5):", "out of memory (x)", "report: a.html"]
     before = ["x is no number", "2 of 2 ranks failed with this, rank 1 first (host a, pid 3, exit code 1)", "report: b"]
-    found = [memory_budget._cause(lines) for lines in (after, before, ["run.steps = 0"], [])]
+    found = [trial._cause(lines) for lines in (after, before, ["run.steps = 0"], [])]
     assert found == ["out of memory (x)", "x is no number", "run.steps = 0", ""]

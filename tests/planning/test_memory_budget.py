@@ -1,8 +1,10 @@
-"""What `memory.budget` chooses: the first mixture that fits, of those that the run can use, with its bill."""
+"""What `memory.budget` chooses: of the mixtures that fit the one with the shortest predicted step, with its bill."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,15 @@ from shoal import units
 from shoal.errors import ConfigError, LayoutError
 from shoal.launcher.environment import Place
 from shoal.planning import memory_budget
-from shoal.planning.memory_budget import FILE_NAME, Bill, mixtures, needed, with_budget
+from shoal.planning.memory_budget import FILE_NAME, Bill, with_budget
+from shoal.planning.mixtures import AS_IT_IS, Prices, choices, ladder, mixtures, with_values
+from shoal.planning.trial import FirstSteps, needed, trial_of
+from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile
 from tests.verification.layouts import corpus, run_file_of
 
 MIB = 1 << 20
+TORCHRUN = Place(0, 1, 0, 1, 0, "torchrun")
 
 
 @pytest.fixture
@@ -25,71 +31,188 @@ def budgeted(tmp_path: Path) -> RunFile:
     return run_file_of(tmp_path, memory={"budget": "30 MiB"}, run={"processes": 1, "device": "cpu"})
 
 
-def peaks(monkeypatch: pytest.MonkeyPatch, found: list[int | None]) -> list[RunFile]:
-    """Trials have these peaks, in order; what is tried."""
-    tried: list[RunFile] = []
+class Trials:
+    """Stand for runs: `peak` says what a run file needs (bytes), or why it does not run; `losses` what it comes to."""
 
-    def peak_of(run_file: RunFile) -> tuple[int | None, str]:
-        tried.append(run_file)
-        return found[min(len(tried), len(found)) - 1], "why not"
+    def __init__(
+        self, peak: Callable[[RunFile], int | str], losses: Callable[[RunFile], float] = lambda run_file: 2.0
+    ) -> None:
+        self.peak, self.losses, self.tried = peak, losses, list[RunFile]()
 
-    monkeypatch.setattr(memory_budget, "peak_of", peak_of)
-    return tried
+    def __call__(self, run_file: RunFile) -> FirstSteps | str:
+        self.tried.append(run_file)
+        found = self.peak(run_file)
+        return found if isinstance(found, str) else FirstSteps(found, [self.losses(run_file)], 0.1)
 
 
-def test_the_cheapest_that_fits_is_used_and_held_to_the_budget(
-    budgeted: RunFile, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    tried = peaks(monkeypatch, [60 * MIB, None, 30 * MIB + 1, 30 * MIB])
-    chosen, why = with_budget(budgeted, None)
-    assert [one.memory.simulate_device for one in tried] == ["1024 GiB"] * 4
+def as_priced(run_file: RunFile, scale: float = 1.0) -> Callable[[RunFile], int]:
+    """Peaks are what the planner says of each mixture, times `scale`."""
+    prices = Prices(run_file)
+    known = {dumped(run_file, one.values): price for one in mixtures(run_file) if (price := prices.of(one)) is not None}
+    return lambda tried: int(scale * known[dumped(tried, {})].size_bytes)
+
+
+def dumped(run_file: RunFile, values: dict[str, Any]) -> tuple[Any, ...]:
+    """What mixtures differ in."""
+    own = with_values(run_file, values)
+    offload = own.memory.offload
+    return (
+        own.memory.recompute, offload.optimizer, offload.activations, offload.parameters, own.memory.zero,
+        own.memory.loss_chunks, own.batch.micro_samples, own.optimizer.variant,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("processes", "share", "scale"), [(1, 1.0, 1.0), (1, 0.6, 0.8), (2, 0.6, 1.3), (1, 0.4, 1.0), (2, 0.2, 1.0)]
+)
+def test_the_cheapest_that_fits_is_found(tmp_path: Path, processes: int, share: float, scale: float) -> None:
+    """Against all mixtures: where trials come to the predicted peaks, or are all off by the same, the one with the
+    least change that fits, and of those the one with the shortest step. Few are tried.
+    """
+    model = {"kind": "gpt", "vocabulary": 512, "layers": 4, "width": 128, "heads": 4}
+    given = {"model": model, "batch": {"sequence": 64}, "run": {"processes": processes, "device": "cpu"}}
+    plain = as_priced(run_file_of(tmp_path, **given))(run_file_of(tmp_path, **given))
+    own = run_file_of(tmp_path, **given, memory={"budget": f"{int(plain * share * scale)} B"})
+    peak, prices = as_priced(own, scale), Prices(own)
+    fitting = [
+        (("nothing", "rounding").index(one.change), price.step_s, one)
+        for one in mixtures(own)
+        if one.change != "moments" and (price := prices.of(one)) is not None
+        if peak(with_values(own, one.values)) <= (own.memory.budget_bytes or 0)
+    ]
+    trials = Trials(peak)
+    if not fitting:
+        with pytest.raises(LayoutError, match="is short by"):
+            with_budget(own, None, trial=trials)
+        return
+    with_budget(own, None, trial=trials)
+    bill = msgspec.json.decode((tmp_path / "run" / FILE_NAME).read_bytes(), type=Bill)
+    best = min(fitting, key=lambda one: one[:2])
+    as_it_is = prices.of(AS_IT_IS)
+    assert as_it_is is not None
+    longer = best[1] / as_it_is.step_s - 1
+    assert (bill.tried[-1].change, bill.tried[-1].longer) == (best[2].change, pytest.approx(longer))
+    assert len(trials.tried) <= 6
+
+
+def test_it_is_held_to_the_budget_and_the_bill_says_what_was_tried(budgeted: RunFile, tmp_path: Path) -> None:
+    peaks = iter([60 * MIB, 29 * MIB])
+    trials = Trials(lambda run_file: next(peaks))
+    chosen, why = with_budget(budgeted, None, trial=trials)
+    assert [one.memory.simulate_device for one in trials.tried] == ["1024 GiB"] * 2
     assert chosen.memory.simulate_device == "30 MiB"
     assert chosen.memory.budget is None
-    assert (chosen.memory.offload, chosen.memory.recompute) == (tried[3].memory.offload, tried[3].memory.recompute)
-    assert "needs 30 MiB (the run as it is needs 60 MiB;" in why
-    assert 'memory.offload.optimizer = "host" did not run: why not;' in why
+    assert (chosen.memory.offload, chosen.memory.recompute) == (
+        trials.tried[1].memory.offload, trials.tried[1].memory.recompute,
+    )  # fmt: skip
+    assert "needs 29 MiB" in why
+    assert "losses keep every bit (the run as it is needs 60 MiB)" in why
     bill = msgspec.json.decode((tmp_path / "run" / FILE_NAME).read_bytes(), type=Bill)
-    assert [one.peak_bytes for one in bill.tried] == [60 * MIB, None, 30 * MIB + 1, 30 * MIB]
+    assert [one.peak_bytes for one in bill.tried] == [60 * MIB, 29 * MIB]
 
 
-def test_ranks_and_later_starts_use_what_was_chosen(budgeted: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_and_later_starts_use_what_was_chosen(budgeted: RunFile) -> None:
     """Until something changes that the peak depends on. A rank of another launcher cannot choose for all."""
-    tried, place = peaks(monkeypatch, [60 * MIB, 20 * MIB]), Place(0, 1, 0, 1, 0, "torchrun")
+    trials = Trials(lambda run_file: 60 * MIB if len(trials.tried) == 1 else 20 * MIB)
     with pytest.raises(ConfigError, match="under torchrun"):
-        with_budget(budgeted, place)
-    first, _ = with_budget(budgeted, None)
+        with_budget(budgeted, TORCHRUN, trial=trials)
+    first, _ = with_budget(budgeted, None, trial=trials)
     longer = msgspec.structs.replace(budgeted, run=msgspec.structs.replace(budgeted.run, steps=999))
-    assert with_budget(longer, place)[0].memory == first.memory
-    assert len(tried) == 2
+    assert with_budget(longer, TORCHRUN, trial=trials)[0].memory == first.memory
+    assert len(trials.tried) == 2
     wider = msgspec.structs.replace(budgeted, batch=msgspec.structs.replace(budgeted.batch, sequence=32))
-    with_budget(wider, None)
-    assert len(tried) == 3
+    with_budget(wider, None, trial=trials)
+    assert len(trials.tried) == 3
 
 
-def test_a_budget_that_nothing_meets_says_by_how_much(budgeted: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    peaks(monkeypatch, [60 * MIB, 41 * MIB, 50 * MIB])
-    given = msgspec.structs.replace(budgeted.memory.offload, part="1 MiB")
-    own = msgspec.structs.replace(budgeted, memory=msgspec.structs.replace(budgeted.memory, offload=given))
-    with pytest.raises(LayoutError, match=r"short by 11 MiB: .* met is 41 MiB, with memory\.offload\.optimizer"):
-        with_budget(own, None)
+def test_a_look_leaves_the_run_directory_alone(
+    budgeted: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What verify tries lies in the cache folder, where its ranks find it; the bill of a run stays as it is."""
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+    trials = Trials(lambda run_file: 20 * MIB)
+    looked, _ = with_budget(budgeted, None, keeps=False, trial=trials)
+    assert not (tmp_path / "run").exists()
+    assert with_budget(budgeted, TORCHRUN, keeps=False, trial=trials)[0] == looked
+    kept, _ = with_budget(budgeted, None, trial=trials)
+    before = (tmp_path / "run" / FILE_NAME).read_bytes()
+    with_budget(with_values(budgeted, {"memory.budget": "25 MiB"}), None, keeps=False, trial=trials)
+    assert (tmp_path / "run" / FILE_NAME).read_bytes() == before
+    assert (kept, len(trials.tried)) == (looked, 3)
 
 
-def test_the_least_is_one_that_is_met(budgeted: RunFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_budget_that_nothing_meets_says_by_how_much_and_what_frees_what(tmp_path: Path) -> None:
+    memory = {"budget": "30 MiB", "offload": {"part": "1 MiB"}}
+    own = run_file_of(tmp_path, memory=memory, run={"processes": 1, "device": "cpu"})
+    trials = Trials(lambda run_file: 41 * MIB if run_file.memory.recompute == "full" else 60 * MIB)
+    with pytest.raises(LayoutError, match=r"short by 11 MiB: the least that is met is 41 MiB, with .*full") as refused:
+        with_budget(own, None, trial=trials)
+    assert re.search(r'memory\.recompute = "full" frees [0-9.]+ [KM]iB for \+[0-9]+ % of a step', str(refused.value))
+    assert 'adamw_8bit" and memory.budget_may_change = "moments" frees' in str(refused.value)
+
+
+def test_the_least_is_one_that_is_met(budgeted: RunFile) -> None:
     """Parts of the state are larger under a larger budget: three of them and 38 MiB, not what the trials needed."""
-    tried: list[RunFile] = []
-
-    def peak_of(run_file: RunFile) -> tuple[int | None, str]:
-        tried.append(run_file)
-        return 38 * MIB + 3 * run_file.memory.offload.part_bytes, ""
-
-    monkeypatch.setattr(memory_budget, "peak_of", peak_of)
+    trials = Trials(lambda run_file: 38 * MIB + 3 * run_file.memory.offload.part_bytes)
     with pytest.raises(LayoutError) as refused:
-        with_budget(budgeted, None)
+        with_budget(budgeted, None, trial=trials)
     found = re.search(r"the least that is met is ([0-9.]+ MiB), with", str(refused.value))
     assert found is not None
-    raised = msgspec.structs.replace(budgeted.memory, budget=found[1])
-    chosen, _ = with_budget(msgspec.structs.replace(budgeted, memory=raised), None)
-    assert peak_of(chosen)[0] <= (raised.budget_bytes or 0) < 43 * MIB
+    raised = with_values(budgeted, {"memory.budget": found[1]})
+    chosen, _ = with_budget(raised, None, trial=trials)
+    assert int(trials.peak(chosen)) <= (raised.memory.budget_bytes or 0) < 43 * MIB
+
+
+def test_what_changes_the_losses_is_not_used(budgeted: RunFile) -> None:
+    """As a smaller microbatch does where samples are coupled."""
+
+    def losses(run_file: RunFile) -> float:
+        return 2.0 + 0.1 * (run_file.batch.micro_samples is not None)
+
+    trials = Trials(lambda run_file: 60 * MIB - 40 * MIB * (losses(run_file) > 2.0), losses)
+    with pytest.raises(LayoutError, match="is short by"):
+        with_budget(budgeted, None, trial=trials)
+    assert any(run_file.batch.micro_samples for run_file in trials.tried)
+
+
+def test_what_only_rounds_waits_until_that_is_allowed(tmp_path: Path) -> None:
+    """Of means that should change nothing: they are used where no other mixture keeps every bit."""
+
+    def losses(run_file: RunFile) -> float:
+        return 2.0 + 1e-7 * (run_file.memory.offload.activations == "host")
+
+    for full, used in ((20, "full"), (60, "none")):
+        own = run_file_of(tmp_path / used, memory={"budget": "30 MiB"}, run={"processes": 1, "device": "cpu"})
+        peaks = {"full": full * MIB, "none": 50 * MIB}
+        trials = Trials(
+            lambda run_file, peaks=peaks: (
+                20 * MIB
+                if run_file.memory.offload.activations == "host"
+                else peaks.get(run_file.memory.recompute, 50 * MIB)
+            ),
+            losses,
+        )
+        chosen, why = with_budget(own, None, trial=trials)
+        assert (chosen.memory.recompute, "keep every bit" in why) == (used, used == "full")
+
+
+def test_what_does_not_run_is_passed_over(budgeted: RunFile) -> None:
+    trials = Trials(lambda run_file: 60 * MIB if run_file.memory.offload.optimizer == "device" else "why not")
+    with pytest.raises(LayoutError, match=r"the least that is met is 60 MiB"):
+        with_budget(budgeted, None, trial=trials)
+    assert sum(run_file.memory.offload.optimizer == "host" for run_file in trials.tried) < 5
+
+
+def test_what_may_change_is_the_users_to_say(tmp_path: Path) -> None:
+    """Moments in 8 bits are tried where they are allowed, behind all else."""
+    for may, tried in (("nothing", {"adamw"}), ("rounding", {"adamw"}), ("moments", {"adamw", "adamw_8bit"})):
+        memory = {"budget": "30 MiB", "budget_may_change": may}
+        own = run_file_of(tmp_path / may, memory=memory, run={"processes": 2, "device": "cpu"})
+        trials = Trials(lambda run_file: 60 * MIB)
+        with pytest.raises(LayoutError):
+            with_budget(own, None, trial=trials)
+        assert {run_file.optimizer.variant for run_file in trials.tried} == tried
+        assert any(run_file.batch.micro_samples for run_file in trials.tried) == (may != "nothing")
 
 
 @pytest.mark.parametrize("size", [1, 1000, 41 * MIB + 1, 42_000_001, (1 << 30) + 5, 123_456_789_012])
@@ -101,18 +224,41 @@ def test_a_size_is_written_as_no_less(size: int) -> None:
 
 @pytest.mark.parametrize(
     ("given", "absent"),
-    [({"optimizer": {"kind": "muon"}}, "offload.optimizer"), ({"run": {"compile": True}}, "offload.activations")],
+    [
+        ({"optimizer": {"kind": "muon"}}, {"state", "parameters", "moments"}),
+        ({"run": {"compile": True}}, {"activations", "parameters"}),
+        ({"layout": {"replicate": 2}}, {"stage"}),
+        ({"layout": {"shard": 2}}, {"stage"}),
+        ({"layout": {"pipeline": 2}}, {"stage", "microbatch"}),
+        ({"sync": {"kind": "local"}}, {"stage"}),
+        ({"codec": {"kind": "cast"}}, {"stage"}),
+        ({"batch": {"micro_samples": 2}}, {"microbatch"}),
+    ],
 )
-def test_mixtures_are_those_that_the_run_can_use(tmp_path: Path, given: dict[str, Any], absent: str) -> None:
+def test_mixtures_are_those_that_the_run_can_be_with(tmp_path: Path, given: dict[str, Any], absent: set[str]) -> None:
     """Each once, and what the run file says itself in all of them."""
-    found = [keys for keys, _, _ in mixtures(run_file_of(tmp_path, **given))]
-    assert not any(absent in keys for keys in found)
+    run = {"processes": 2, "device": "cpu", **given.get("run", {})}
+    own = run_file_of(tmp_path, **{**given, "run": run})
+    found = list(mixtures(own))
+    assert {means.kind for one in found for means in one.means}.isdisjoint(absent)
     assert len(set(found)) == len(found)
-    own = run_file_of(tmp_path, memory={"recompute": "full", "offload": {"optimizer": "disk", "part": "1 MiB"}})
-    for _, _, changed in mixtures(own):
-        assert changed.memory.recompute == "full"
-        assert changed.memory.offload.optimizer == "disk"
-        assert changed.memory.offload.part == "1 MiB"
+    if "compile" not in run:
+        assert all(refusal(with_values(own, one.values)) is None for one in found)
+    said = run_file_of(tmp_path, memory={"recompute": "full", "offload": {"optimizer": "disk"}}, run=run)
+    assert {means.kind for one in mixtures(said) for means in one.means}.isdisjoint({"recompute", "state"})
+
+
+def test_without_prices_a_ladder_is_climbed(tmp_path: Path) -> None:
+    """Each rung frees no less than the one before it."""
+    rungs = list(ladder(run_file_of(tmp_path, run={"processes": 2, "device": "cpu"})))
+    assert rungs[0] == AS_IT_IS
+    assert all(after.frees_as_much_as(before) for before, after in pairwise(rungs))
+    assert len(rungs) < 20
+
+
+def test_kinds_of_means_are_ordered_by_what_they_free(tmp_path: Path) -> None:
+    for own in choices(run_file_of(tmp_path, run={"processes": 2, "device": "cpu"})):
+        assert [means.strength for means in own] == sorted({means.strength for means in own})
 
 
 def test_a_run_that_no_device_can_count_is_refused(tmp_path: Path) -> None:
@@ -121,16 +267,30 @@ def test_a_run_that_no_device_can_count_is_refused(tmp_path: Path) -> None:
         with_budget(run_file_of(tmp_path, memory={"budget": "30 MiB"}, run=run), None)
 
 
+def test_objects_of_a_script_are_refused(tmp_path: Path) -> None:
+    model = {"kind": "python", "build": "given:object"}
+    run = {"processes": 1, "device": "cpu"}
+    with pytest.raises(ConfigError, match=r"memory\.budget, and the model of the run are objects of a script"):
+        with_budget(run_file_of(tmp_path, memory={"budget": "30 MiB"}, run=run, model=model), None)
+
+
+def test_a_budget_beyond_the_machine_is_refused(tmp_path: Path) -> None:
+    run = {"processes": 1, "device": "cpu"}
+    with pytest.raises(ConfigError, match=r'memory\.budget = "900 TiB" is more than the .* that .* has'):
+        with_budget(run_file_of(tmp_path, memory={"budget": "900 TiB"}, run=run), None)
+
+
 @pytest.mark.stress
 def test_a_real_budget_is_met(tmp_path: Path) -> None:
     """Half of the peak: the trial's peak is the run's, as the ledger holds it to that."""
     corpus(tmp_path)
     model = {"kind": "gpt", "vocabulary": 61, "layers": 6, "width": 64, "heads": 4}
     given = {"model": model, "run": {"processes": 1, "device": "cpu"}, "batch": {"sequence": 64}}
-    plain, _ = memory_budget.peak_of(run_file_of(tmp_path, **given, memory={"simulate_device": "1 GiB"}))
-    assert plain is not None
-    chosen, _ = with_budget(run_file_of(tmp_path, **given, memory={"budget": f"{plain // 2048} KiB"}), None)
-    assert memory_budget.peak_of(chosen)[0] is not None
+    plain = trial_of(run_file_of(tmp_path, **given, memory={"simulate_device": "1 GiB"}))
+    assert isinstance(plain, FirstSteps)
+    budget = f"{plain.peak_bytes // 2048} KiB"
+    chosen, _ = with_budget(run_file_of(tmp_path, **given, memory={"budget": budget}), None)
+    assert not isinstance(trial_of(chosen), str)
 
 
 def test_what_steps_differ_by_is_asked_for_once_more() -> None:

@@ -280,6 +280,8 @@ def _explained(message: str, data: Mapping[str, Any], root: type[Table]) -> str:
 
 def _rule_in_words(rule: str, found: Any, key: Key | None) -> str:
     """A rule of msgspec's, with the repair where its own words name none: a pattern, a number written with a unit."""
+    if "KiB|MiB" in rule:
+        return 'write a size such as "512 MiB", in B, KiB, MiB, GiB or TiB'
     if "matching regex" in rule:
         return (
             f"it is not of the form that this key takes: {key.sentence}" if key is not None else "it has another form"

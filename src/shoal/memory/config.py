@@ -11,6 +11,9 @@ from shoal.units import MEMORY_SIZE, memory_bytes
 
 Size = Annotated[str, msgspec.Meta(pattern=MEMORY_SIZE)]
 
+BudgetChange = Literal["nothing", "rounding", "moments"]
+"""What a budget may change of the numbers, from the least on."""
+
 
 class OffloadConfig(Table, frozen=True):
     """Where a rank keeps what it does not use at the moment: on the device, on the host, or on disk.
@@ -120,10 +123,19 @@ class MemoryConfig(Table, frozen=True):
         Size | None,
         says(
             'On CPUs: what a rank\'s device may hold, such as "512 MiB". Before any rank starts, mixtures of recompute '
-            "and offload are tried from the cheapest on, by three steps each; the first that fits is used. "
-            "Losses stay the same to the last bit. The bill is memory.json in the run directory."
+            "and offload, ZeRO stage, microbatch, loss_chunks and moments in 8 bits are tried by three steps each, "
+            "from that with the shortest predicted step on; the first that fits is used. Keys that are set stay. The "
+            "bill is memory.json in the run directory."
         ),
     ] = None
+    budget_may_change: Annotated[
+        BudgetChange,
+        says(
+            "What `budget` may change of the numbers: nothing, losses are the same to the last bit; rounding, where "
+            "that does not fit, also the order of sums (ZeRO stage, microbatch, loss_chunks); moments, where that "
+            "does not fit either, also the optimizer's moments, to 8 bits."
+        ),
+    ] = "rounding"
     fit_microbatch: Annotated[
         bool,
         says(

@@ -28,7 +28,7 @@ def arranged(run_file: RunFile, place: Place | None, *, keeps: bool = True) -> R
     if run_file.memory.budget is not None:
         from shoal.planning.memory_budget import with_budget
 
-        run_file, why = with_budget(run_file, place)
+        run_file, why = with_budget(run_file, place, keeps=keeps)
         _say(why, tells)
     if run_file.memory.fit_microbatch:
         from shoal.planning.fitted_microbatch import with_microbatch

@@ -30,7 +30,8 @@ from shoal.launcher.devices import gpus
 from shoal.launcher.environment import Place
 from shoal.observe.events import read_events
 from shoal.observe.facts import replace_file
-from shoal.planning.memory_budget import MOST_BYTES, TRIED_STEPS, digest_of, short_run
+from shoal.planning.memory_budget import MOST_BYTES, digest_of
+from shoal.planning.trial import TRIED_STEPS, short_run
 from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile, run_directory, statistics_group
 

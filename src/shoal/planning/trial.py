@@ -8,16 +8,23 @@ so that a machine that slows down slows all of them.
 from __future__ import annotations
 
 import math
+import os
+import re
+import shutil
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
+import msgspec
+
+from shoal.config.load import dumps
 from shoal.errors import EnvironmentFault, UsageError
+from shoal.launcher import warm
 from shoal.launcher.children import THROWN_AWAY_S, stop
 from shoal.launcher.devices import gpus
 from shoal.observe.events import read_events
@@ -25,6 +32,7 @@ from shoal.observe.terminal import ProgressBar
 from shoal.planner.explain.residuals import prediction_record
 from shoal.planner.predict.predictor import Prediction
 from shoal.planning.plan_file import run_file_of
+from shoal.runfile.run_file import RunFile
 from shoal.topology.cluster import Cluster
 
 WARM_UP, STEPS, TURNS = 3, 10, 2
@@ -122,3 +130,72 @@ def _steps_s(run: Path, environ: Mapping[str, str]) -> list[float]:
     if train.returncode != 0:
         raise _Failed(f"exit code {train.returncode}\n{said.strip()[-MOST_TEXT:]}")
     return [step_s for event in read_events(run)[WARM_UP:] if (step_s := event.get("time/step")) is not None]
+
+
+# The first steps of a run file, as it stands: what a rank's simulated device held, and the losses.
+
+
+TRIED_STEPS = 3
+"""State is made in the first, and comes and goes in the others."""
+
+
+class FirstSteps(msgspec.Struct, frozen=True):
+    """What the fullest rank needs, the loss of each step, and the seconds of the fastest one after the first."""
+
+    peak_bytes: int
+    losses: list[float] = []
+    step_s: float = 0.0
+
+
+def trial_of(run_file: RunFile) -> FirstSteps | str:
+    """Some first steps of the run, in processes and a folder of their own; or why there are none."""
+    folder = Path(mkdtemp(prefix="shoal-budget-"))  # a TemporaryDirectory would end with the first fork that does
+    try:
+        return first_steps(run_file, folder, steps=TRIED_STEPS)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def first_steps(run_file: RunFile, folder: Path, *, steps: int) -> FirstSteps | str:
+    """What the first steps of the run come to, in processes of their own; or why there are none. `folder` is theirs."""
+    code, said = short_run(run_file, folder, steps=steps)
+    if code != 0:
+        return said
+    ranks = [read_events(folder / "run", rank=rank) for rank in range(run_file.run.processes or 1)]
+    peaks = [[peak for event in own if (peak := event.get("memory/device_peak_bytes")) is not None] for own in ranks]
+    losses = [loss for event in ranks[0] if (loss := event.get("loss/train")) is not None]
+    times = [step_s for event in ranks[0][1:] if (step_s := event.get("time/step")) is not None]
+    if not all(peaks):
+        return "it took no step"
+    return FirstSteps(max(map(needed, peaks)), losses, min(times, default=0.0))
+
+
+def needed(peaks: Sequence[float]) -> int:
+    """Bytes of a device in whose steps these were the peaks: the highest, and what those after the first differ by."""
+    later = peaks[1:] or peaks
+    return int(max(peaks) + max(later) - min(later))
+
+
+def short_run(run_file: RunFile, folder: Path, *, steps: int) -> tuple[int, str]:
+    """The exit code of the first steps of the run, whose directory is `run` in `folder`, and why it failed."""
+    directory = folder / "run"
+    path = folder / "run.toml"
+    path.write_text(dumps(run_file), encoding="utf-8")
+    command = [
+        sys.executable, "-m", "shoal", "train", str(path), f"run.directory={directory}", f"run.steps={steps}",
+        "checkpoint.every_steps=0", "observe.evaluate_every_steps=0", "observe.report=false",
+        "observe.evaluate_samples=1", "observe.sample_bytes=0",
+    ]  # fmt: skip
+    process = warm.start(command, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    said = process.communicate()[1].decode(errors="replace").strip()
+    return process.returncode, _cause(said.splitlines()) or f"exit code {process.returncode}"
+
+
+def _cause(lines: Sequence[str]) -> str:
+    """The line beside that which says which rank failed (`shoal.launcher.failure`); without one, the last."""
+    for number, line in enumerate(lines[:-1]):
+        if re.match(r"rank \d+ of \d+ failed \(", line):
+            return lines[number + 1]
+        if re.match(r"\d+ of \d+ ranks failed with this", lines[number + 1]):
+            return line
+    return lines[-1] if lines else ""

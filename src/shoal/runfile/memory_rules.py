@@ -19,6 +19,7 @@ def memory_refusal(run_file: RunFile) -> str | None:
         or _activations_rule(run_file)
         or _device_rule(run_file)
         or _fitted_rule(run_file)
+        or _budget_rule(run_file)
     )
 
 
@@ -128,7 +129,7 @@ def _against_fitting(run_file: RunFile) -> Iterator[tuple[str, str]]:
     if run_file.layout.auto:
         yield "layout.auto = true", "it chooses the microbatch with the layout; leave one of them out"
     if run_file.memory.budget is not None:
-        yield "memory.budget", "it finds what fits by recomputation and offload; leave one of them out"
+        yield "memory.budget", "it chooses the microbatch, too; leave one of them out"
     if run_file.layout.pipeline > 1:
         yield (
             f"layout.pipeline = {run_file.layout.pipeline}",
@@ -139,3 +140,20 @@ def _against_fitting(run_file: RunFile) -> Iterator[tuple[str, str]]:
         yield 'model.batch_norm = "synchronised"', why
     if run_file.elastic is not None:
         yield "[elastic]", "shares of a step grow when replicas leave; set batch.micro_samples"
+
+
+def _budget_rule(run_file: RunFile) -> str | None:
+    memory = run_file.memory
+    if memory.budget is None:
+        return None
+    if memory.budget_bytes == 0:
+        return (
+            f'memory.budget = "{memory.budget}" holds nothing: say what a rank\'s device may hold, such as "512 MiB", '
+            "or leave it out"
+        )
+    if memory.simulate_device is not None:
+        return (
+            f'memory.budget = "{memory.budget}" with memory.simulate_device = "{memory.simulate_device}": the budget '
+            "is what the simulated device holds; leave one of the two out"
+        )
+    return None

@@ -146,6 +146,8 @@ def _say(unit: UnitSeconds, message: Message, links: Links) -> None:
 
 BUCKETS_ON_THE_WAY = 3
 """Of ZeRO-2: two that travel and one that is filled."""
+FEW_SAMPLES = 2
+"""Of a trace whose size does not matter; batch norms refuse a single one."""
 MOVING = 3
 """Activations that a stage sends, and receives ahead of their use."""
 
@@ -269,8 +271,8 @@ class TracedPredictor(Predictor):
 
     @property
     def step_flops(self) -> float:
-        """Of a whole step, from the trace of one sample."""
-        return self._trace(TracedSplit(1)).flops * self.job.global_samples
+        """Of a whole step, from the trace of a few samples."""
+        return self._trace(TracedSplit(FEW_SAMPLES)).flops / FEW_SAMPLES * self.job.global_samples
 
     def trace(self, plan: Plan) -> Trace:
         """One microbatch of a rank of `plan`, as if it held all stages. Raises `LayoutError` for what has no price."""
@@ -294,7 +296,7 @@ class TracedPredictor(Predictor):
     def stage(self, plan: Plan) -> Stage:
         """What of the fullest pipeline rank is sent and summed; the largest activation between blocks stands for all,
         and parameters that several units share for a tied embedding."""
-        trace, shared = self.trace(plan), self._trace(TracedSplit(1)).parameters.values()
+        trace, shared = self.trace(plan), self._trace(TracedSplit(FEW_SAMPLES)).parameters.values()
         between = [trace.boundary_bytes[unit] for unit in trace.units.blocks] if plan.layout.pipeline > 1 else [0]
         held = max(self.stages(plan).held, key=lambda units: trace.numbers(units, trained=True))
         return Stage(

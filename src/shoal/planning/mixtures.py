@@ -1,0 +1,294 @@
+"""What a budget of memory may choose from: mixtures of keys that free memory, what they change, and their price.
+
+A mixture takes one value for each of some keys. What it may change decides when it is tried:
+
+    nothing     recomputation, where state, activations and parameters live, and most ZeRO stages: losses keep every bit
+    rounding    the same sums in another order: smaller microbatches, the loss in chunks, the other ZeRO stages
+    moments     the optimizer's moments in 8 bits
+
+A key that the run file sets to anything but its default stays. The price of a mixture is what the planner's closed
+forms or traces say of it (`shoal.planning.answer`), and what is moved to the host: activations leave and come once a
+microbatch, parameters come twice and gradients leave once, at the rate at which a device's memory is copied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Any, NamedTuple
+
+import msgspec
+
+from shoal import units
+from shoal.codec.config import NoCodec
+from shoal.errors import ShoalError
+from shoal.memory.config import BudgetChange, OffloadConfig
+from shoal.optim.config import in_8_bits
+from shoal.runfile.layout_rules import most_samples
+from shoal.runfile.rules import refusal
+from shoal.runfile.run_file import RunFile, statistics_group
+from shoal.sync.config import AllReduceConfig
+
+CHANGES: tuple[BudgetChange, ...] = ("nothing", "rounding", "moments")
+"""From the least to the most."""
+PART_SHARE, LEAST_PART, MOST_PART = 32, 64 << 10, 32 << 20
+"""A part of the state is such a share of the budget, within bounds: three of them are on the device."""
+BOUNDLESS = "1024 GiB"
+CHUNKS = 8
+"""Of the loss: logits are then less than the activations of a block."""
+ELEMENT_WISE = ("adamw", "sgd", "lion")
+"""Optimizers whose update of a number needs nothing of another."""
+MOST_HALVINGS = 5
+"""Of a microbatch; each size of it is traced."""
+HELD_BLOCKS = 2
+"""Whose activations are on the device where they live on the host, and whose parameters."""
+PASSES = 4
+"""What leaves and comes back is read and written on either way."""
+
+
+@dataclass(frozen=True)
+class Means:
+    """Keys that free memory. Of one `kind`, those of more `strength` leave less on the device."""
+
+    kind: str
+    strength: int
+    change: BudgetChange
+    values: Mapping[str, Any] = field(hash=False)
+
+    @property
+    def said(self) -> str:
+        """As one writes it."""
+        return " and ".join(f"{key} = {_written(value)}" for key, value in self.values.items())
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """At most one of each kind of means. `values` are all keys that differ from the run file's own."""
+
+    means: tuple[Means, ...]
+
+    @property
+    def change(self) -> BudgetChange:
+        """The most that any of them changes."""
+        return CHANGES[max((CHANGES.index(one.change) for one in self.means), default=0)]
+
+    @property
+    def said(self) -> str:
+        """As one writes it."""
+        return " and ".join(one.said for one in self.means) or "the run as it is"
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Of all its keys."""
+        return {key: value for one in self.means for key, value in one.values.items()}
+
+    @cached_property
+    def strengths(self) -> dict[str, int]:
+        """By kind."""
+        return {one.kind: one.strength for one in self.means}
+
+    def frees_as_much_as(self, other: Mixture) -> bool:
+        """Whether it leaves no more on the device, whatever the model."""
+        return all(self.strengths.get(kind, 0) >= strength for kind, strength in other.strengths.items())
+
+    def apart_from(self, other: Mixture) -> int:
+        """Kinds in which the two differ."""
+        kinds = self.strengths.keys() | other.strengths.keys()
+        return sum(self.strengths.get(kind, 0) != other.strengths.get(kind, 0) for kind in kinds)
+
+
+AS_IT_IS = Mixture(())
+
+
+def choices(run_file: RunFile) -> list[list[Means]]:
+    """The means of each kind that this run can use, one by one; what the run file says itself has none."""
+    kinds = (_state, _recompute, _activations, _parameters, _stages, _chunks, _microbatches, _moments)
+    return [own for kind in kinds if (own := [means for means in kind(run_file) if _serves(run_file, means)])]
+
+
+def mixtures(run_file: RunFile) -> Iterator[Mixture]:
+    """All that this run can be with, the run as it is first."""
+    for chosen in product(*([None, *own] for own in choices(run_file))):
+        mixture = Mixture(tuple(means for means in chosen if means is not None))
+        if _refused(run_file, mixture.values) is None:
+            yield mixture
+
+
+def ladder(run_file: RunFile) -> Iterator[Mixture]:
+    """A few of them, each with one means more or stronger than the one before it: where none has a price."""
+    chosen: dict[str, Means] = {}
+    yield AS_IT_IS
+    every = [means for own in choices(run_file) for means in own]
+    for means in sorted(every, key=lambda means: CHANGES.index(means.change)):
+        mixture = Mixture(tuple({**chosen, means.kind: means}.values()))
+        if _refused(run_file, mixture.values) is None:
+            chosen[means.kind] = means
+            yield mixture
+
+
+def with_values(run_file: RunFile, values: Mapping[str, Any]) -> RunFile:
+    """The run file with values in the places of keys, such as `{"memory.zero": 1}`."""
+    for key, value in values.items():
+        run_file = _with_value(run_file, key.split("."), value)
+    return run_file
+
+
+def part_of(run_file: RunFile) -> dict[str, str]:
+    """The size of a part of the state under the run file's budget, as values; none where the run file gives one."""
+    if run_file.memory.offload.part != OffloadConfig().part:
+        return {}
+    part = min(MOST_PART, max(LEAST_PART, (run_file.memory.budget_bytes or MOST_PART) // PART_SHARE))
+    return {"memory.offload.part": f"{part >> 10} KiB"}
+
+
+def _with_value(table: Any, path: Sequence[str], value: Any) -> Any:
+    head, *rest = path
+    if path == ["optimizer", "kind"]:
+        return msgspec.structs.replace(table, optimizer=in_8_bits(table.optimizer) or table.optimizer)
+    inner = _with_value(getattr(table, head), rest, value) if rest else value
+    return msgspec.structs.replace(table, **{head: inner})
+
+
+def _written(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _serves(run_file: RunFile, means: Means) -> bool:
+    """Whether the run can be with it; parameters on the host need the optimizer's state there."""
+    needs = {"memory.offload.optimizer": "host"} if means.kind == "parameters" else {}
+    return _refused(run_file, {**needs, **means.values}) is None
+
+
+def _refused(run_file: RunFile, values: Mapping[str, Any]) -> str | None:
+    return refusal(with_values(run_file, {**values, "memory.budget": None, "memory.simulate_device": BOUNDLESS}))
+
+
+def _recompute(run_file: RunFile) -> Iterator[Means]:
+    for strength, how in enumerate(("selective", "operators", "full"), 1):
+        if run_file.memory.recompute == "none":
+            yield Means("recompute", strength, "nothing", {"memory.recompute": how})
+
+
+def _state(run_file: RunFile) -> Iterator[Means]:
+    if run_file.memory.offload.optimizer == "device":
+        yield Means("state", 1, "nothing", {"memory.offload.optimizer": "host"})
+
+
+def _activations(run_file: RunFile) -> Iterator[Means]:
+    if run_file.memory.offload.activations == "device":
+        yield Means("activations", 1, "nothing", {"memory.offload.activations": "host"})
+
+
+def _parameters(run_file: RunFile) -> Iterator[Means]:
+    if run_file.memory.offload.parameters == "device":
+        yield Means("parameters", 1, "nothing", {"memory.offload.parameters": "host"})
+
+
+def _stages(run_file: RunFile) -> Iterator[Means]:
+    """Of ZeRO, over the replicas: where they are copies that take each step together, and send plain numbers. No bit
+    changes where sums over ranks have one order, whatever is summed together, and no norm is taken of a piece.
+    """
+    layout, sync = run_file.layout, run_file.sync
+    ranks = layout.layout(run_file.run.processes or 1).replicate
+    plain = isinstance(sync, AllReduceConfig) and not sync.in_canonical_order and run_file.codec == NoCodec()
+    if ranks == 1 or layout.shard > 1 or layout.replicate is not None or run_file.memory.zero or not plain:
+        return
+    in_order = ranks == 2 or run_file.wire.transport in ("auto", "shm")
+    element_wise = run_file.optimizer.variant in ELEMENT_WISE and run_file.optimizer.clip_norm is None
+    change: BudgetChange = "nothing" if in_order and element_wise else "rounding"
+    for stage in (1, 2, 3):
+        yield Means("stage", stage, change, {"layout.shard": ranks, "memory.zero": stage})
+
+
+def _microbatches(run_file: RunFile) -> Iterator[Means]:
+    """A rank's share of a step in 2, 4, 8, ... parts, and the smallest: in whole groups of samples that belong
+    together.
+    """
+    layout = run_file.layout.layout(run_file.run.processes or 1)
+    if run_file.batch.micro_samples is not None or layout.pipeline > 1 or run_file.elastic is not None:
+        return
+    group = statistics_group(run_file.model)
+    groups = most_samples(run_file, shares=layout.replicate * layout.shard) // group
+    sizes = sorted({1, *(-(-groups // 2**halved) for halved in range(1, MOST_HALVINGS + 1))} - {groups}, reverse=True)
+    for strength, size in enumerate(sizes, 1):
+        yield Means("microbatch", strength, "rounding", {"batch.micro_samples": group * size})
+
+
+def _chunks(run_file: RunFile) -> Iterator[Means]:
+    if run_file.memory.loss_chunks == 1:
+        yield Means("chunks", 1, "rounding", {"memory.loss_chunks": CHUNKS})
+
+
+def _moments(run_file: RunFile) -> Iterator[Means]:
+    if (optimizer := in_8_bits(run_file.optimizer)) is not None:
+        yield Means("moments", 1, "moments", {"optimizer.kind": optimizer.variant})
+
+
+class Price(NamedTuple):
+    """What tensors of the fullest rank take at their peak, and a step, by prediction."""
+
+    size_bytes: float
+    step_s: float
+
+
+class Prices:
+    """Of the mixtures of one run file."""
+
+    def __init__(self, run_file: RunFile) -> None:
+        """Raises `ShoalError` where the run cannot be priced."""
+        from shoal.planning.answer import predictor_of  # imports torch where a model is traced
+
+        self._run_file = with_values(run_file, {**part_of(run_file), "memory.budget": None})
+        self._predictor = predictor_of(_on_device(self._run_file), None)
+        self._priced(self._run_file)
+
+    def of(self, mixture: Mixture) -> Price | None:
+        """None where the planner has no price for it."""
+        run_file = with_values(self._run_file, mixture.values)
+        try:
+            return self._priced(run_file)
+        except ShoalError:
+            return None
+
+    def _priced(self, run_file: RunFile) -> Price:
+        from shoal.planning.answer import tensor_bytes
+        from shoal.planning.plan_file import written_plan
+        from shoal.planning.stack import with_optimizer
+
+        on_device, offload = _on_device(run_file), run_file.memory.offload
+        predictor = with_optimizer(self._predictor, on_device)
+        plan = written_plan(on_device, predictor.cluster)
+        one = predictor.predict(plan)
+        fullest = max(one.footprints, key=tensor_bytes)
+        size, moved = tensor_bytes(fullest), 0.0
+        held = min(1.0, HELD_BLOCKS / self._blocks)
+        if offload.activations == "host":
+            size -= (1 - held) * fullest.activations
+            moved += PASSES * plan.microbatches * fullest.activations
+        if offload.parameters != "device":
+            kept = fullest.weights + fullest.gradients
+            size -= (1 - held) * kept + fullest.optimizer
+            moved += PASSES * kept * (plan.microbatches + 0.5) / 2
+        return Price(size, one.step_s + moved / predictor.machine.prices(plan.world_size).memory_bytes_s)
+
+    @cached_property
+    def _blocks(self) -> int:
+        return max(1, math.ceil(self._predictor.workload.model.layers))
+
+
+def _on_device(run_file: RunFile) -> RunFile:
+    """What the planner prices: activations and parameters where they are computed."""
+    return with_values(run_file, {"memory.offload.activations": "device", "memory.offload.parameters": "device"})
+
+
+def said_of(price: Price, plain: Price) -> str:
+    """How much longer a step takes: "+18 % of a step"."""
+    return f"{100 * (price.step_s / plain.step_s - 1):+.0f} % of a step"
+
+
+def freed(plain: Price, price: Price) -> str:
+    """Bytes that it frees, and what it costs."""
+    return f"{units.memory_size(plain.size_bytes - price.size_bytes)} for {said_of(price, plain)}"
