@@ -8,6 +8,8 @@ A user's own GPT, bfloat16 autocast, fused AdamW, clipping. All sides take block
     masters                    bfloat16 weights with float32 masters, compiled
     float8                     the blocks' linear layers in float8, compiled
     adamw 8 bit                moments in 8 bits, whose step is compiled, too
+    2:4 masks, 2:4             two of every four weights of the blocks, with dense products as `shoal`, and with those
+                               of the kept half, forward and backward
 
 ZeRO-3 itself divides a model over ranks of a GPU each: one GPU cannot show it, and the table says so. Model FLOPs count
 attention once below the diagonal (half of 12 L D T a token). Figures are kept by card, and compared with those of the
@@ -64,6 +66,12 @@ SIDES: Mapping[str, tuple[bool | str, str, str]] = {
     "adamw 8 bit": (True, "bfloat16", "adamw_8bit"),
 }
 """Shoal's sides: `run.compile`, `precision.kind` and `optimizer.kind`."""
+TWO_OF_FOUR = {"kind": "magnitude", "pattern": "2:4", "transposable": True, "schedule": {"shape": "one_shot"}}
+MASKED: Mapping[str, dict[str, Any]] = {
+    "2:4 masks": {"sparsity": TWO_OF_FOUR},
+    "2:4": {"sparsity": TWO_OF_FOUR | {"products": "semi_structured"}},
+}
+"""Further sides, as `shoal` is but for these tables."""
 PEAK_FLOPS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12}
 """Dense bfloat16 products a second, from NVIDIA's data sheets, by a part of the card's name."""
 NOT_HERE = {"ZeRO-3 compiled": "it divides a model over ranks of a GPU each, and one GPU is measured"}
@@ -171,9 +179,11 @@ def measure(setting: Setting, card: str, *, turns: int, block: int) -> list[dict
     made: dict[str, Callable[[], Any]] = {PLAIN: plain(setting, compiled=False)}
     made[COMPILED[PLAIN]] = plain(setting, compiled=True)
     refused: dict[str, str] = {}
-    for name, keys in SIDES.items():
+    sides = {name: (keys, {}) for name, keys in SIDES.items()}
+    sides |= {name: (SIDES[SHOAL], tables) for name, tables in MASKED.items()}
+    for name, (keys, tables) in sides.items():
         try:
-            made[name] = trained(setting, name.replace(" ", "-"), *keys)
+            made[name] = trained(setting, name.replace(" ", "-").replace(":", "-"), *keys, **tables)
         except ShoalError as error:
             refused[name] = str(error)
     start_s = {name: _seconds(setting, partial(repeat, step, 3)) for name, step in made.items()}
@@ -209,8 +219,10 @@ def plain(setting: Setting, *, compiled: bool) -> Callable[[], Any]:
     return step
 
 
-def trained(setting: Setting, name: str, compiles: bool | str, precision: str, optimizer: str) -> Callable[[], Any]:
-    """The body of the loop of `shoal train`. Raises what opening the run does."""
+def trained(
+    setting: Setting, name: str, compiles: bool | str, precision: str, optimizer: str, **tables: Any
+) -> Callable[[], Any]:
+    """The body of the loop of `shoal train`, with further `tables`. Raises what opening the run does."""
     (folder := setting.folder / name).mkdir()
     given, device = {"kind": "python", "build": GIVEN}, setting.device.type
     own = {"name": "gpu", "steps": ENDLESS, "directory": str(folder), "processes": 1, "device": device}
@@ -223,6 +235,7 @@ def trained(setting: Setting, name: str, compiles: bool | str, precision: str, o
             "precision": {"kind": precision},
             "optimizer": {"kind": optimizer, "lr": LR, "beta2": 0.95, "weight_decay": 0.1, "clip_norm": CLIP_NORM},
             "checkpoint": {"every_steps": 0},
+            **tables,
         },
         RunFile,
     )

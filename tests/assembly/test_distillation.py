@@ -17,7 +17,7 @@ from shoal.errors import ConfigError
 from shoal.models.config import GPTConfig
 from shoal.models.gpt import GPT
 from shoal.observe.sink import Sinks
-from shoal.runfile.training_rules import partly_trained_refusal
+from shoal.runfile.sparsity_rules import partly_trained_refusal
 from tests.ranks import TestPlace
 from tests.sync.steps import SGD, gap, opened, train
 from tests.verification.layouts import corpus, run_file_of, verified

@@ -9,7 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks.gpu import COMPILED, LAYOUTS, PLAIN, RUN, SHOAL, SIDES, compared, gpu, page, require_gpu
+from benchmarks.gpu import COMPILED, LAYOUTS, MASKED, PLAIN, RUN, SHOAL, SIDES, compared, gpu, page, require_gpu
 from shoal.errors import EnvironmentFault
 from shoal.runfile.load import load_run
 from tests.benchmarks.test_commands import app_of
@@ -26,9 +26,10 @@ def test_a_dry_run_measures_every_side_or_says_why_not(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert found.keys() == {"NVIDIA H100", "dry run"}
     rows = {row["side"]: row for row in found["dry run"]["rows"]}
-    assert rows.keys() == {PLAIN, COMPILED[PLAIN], *SIDES}
-    assert "compute capability" in rows["float8"]["refused"]
-    assert all(row["ms"] > 0 for side, row in rows.items() if side != "float8")
+    assert rows.keys() == {PLAIN, COMPILED[PLAIN], *SIDES, *MASKED}
+    refused = {"float8": "compute capability", "2:4": "only GPUs from the A100 on have such products"}
+    assert all(sentence in rows[side]["refused"] for side, sentence in refused.items())
+    assert all(row["ms"] > 0 for side, row in rows.items() if side not in refused)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from shoal.assembly.federated import federated_task, simulate
+from shoal.assembly.federated import FromScript, federated_task, simulate
+from shoal.assembly.objects import UserObjects
 from shoal.checkpoint.inspect import import_weights
 from shoal.data.batches import read_batch
 from shoal.data.corpora import Arrays, digits
@@ -302,6 +303,22 @@ def test_narrow_clients_train_corners() -> None:
     for name in names:
         wanted = torch.where(count[name] > 0, total[name] / count[name].clamp(min=1), start[name])
         torch.testing.assert_close(end[name], wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_narrow_models_have_corners_of_frozen_weights() -> None:
+    """Drawn at their own width, these would be other features than the trained weights behind them are for."""
+
+    def build(width: float = 1.0) -> torch.nn.Module:
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, int(8 * width)), torch.nn.ReLU())
+        model.append(torch.nn.Linear(int(8 * width), 10))
+        model[1].weight.requires_grad_(False)
+        return model
+
+    keys = {"kind": "heterofl", "clients": 4, "widths": [1.0, 0.5], "local_steps": 1}
+    one = federated_task(run_file(federated=keys), FromScript(UserObjects(model=build)))
+    whole, narrow = (dict(each.trainer.module.named_parameters()) for each in (one, one.corners[0].task))
+    assert torch.equal(narrow["1.weight"], whole["1.weight"][:4])
+    assert len(one.model) == 8 + 80 + 10
 
 
 def test_a_client_of_another_width_has_nothing_left_to_send() -> None:

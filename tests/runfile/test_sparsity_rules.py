@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.runfile.federated_rules import federated_refusal
-from shoal.runfile.training_rules import partly_trained_refusal
+from shoal.runfile.sparsity_rules import partly_trained_refusal
 from tests.verification.layouts import run_file_of
 
 RIGL = {"sparsity": {"kind": "rigl", "density": 0.1}}
@@ -43,9 +43,8 @@ LAYERS: list[tuple[dict[str, Any], str]] = [
     ({"adapter": {"kind": "lora"}, "quantisation": {}}, "[adapter] with [quantisation]"),
     (CACHED | {"model": {"kind": "gpt", "dropout": 0.1}}, "freeze.cache with model.dropout = 0.1"),
     (CACHED | {"model": {"kind": "moe"}}, 'freeze.cache with model.kind = "moe"'),
-    (CACHED | {"layout": {"replicate": 2}}, "freeze.cache with layout.replicate = 2"),
-    (CACHED | {"layout": {"shard": 2}}, "freeze.cache with layout.shard = 2"),
-    (CACHED | {"run": {"processes": 2}}, "freeze.cache with run.processes = 2"),
+    (CACHED | {"sync": {"kind": "gossip"}}, 'freeze.cache with sync.kind = "gossip"'),
+    (CACHED | {"batch": {"division": "by_speed"}}, 'freeze.cache with batch.division = "by_speed"'),
 ]
 
 

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.assembly.tiers import Tiers
-from shoal.errors import ConfigError, UserCodeError
+from shoal.comm.collective import Alone, Collective
+from shoal.errors import UserCodeError
 from shoal.models.build import initialise
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.gpt import GPT
 from shoal.models.huggingface.build import build
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.models.keyed_draws import KeyedDraws
-from shoal.sparsity.block_cache import CachedBlocks
+from shoal.sparsity.block_cache import CachedBlocks, KeptSamples
 from shoal.sparsity.config import FreezeConfig
 from shoal.sparsity.freezing import freeze
+from tests.assembly.journey import whole_state
+from tests.comm.local import local_group
 from tests.models.huggingface.architectures import BERT
-from tests.sync.steps import ADAM, gap, train
-from tests.verification.layouts import corpus, run_file_of
+from tests.ranks import TestPlace
+from tests.sync.steps import ADAM, LR, STEPS, Tables, gap, opened, train
+from tests.verification.layouts import corpus
 
 SUM_ORDER = 1e-8
 """Weights in float64 after 12 steps of AdamW, relative."""
-MIB = 1 << 20
+MIB, CPU = 1 << 20, torch.device("cpu")
 
 
 def counted_blocks(model: nn.Module, blocks: list[nn.Module]) -> list[int]:
@@ -76,7 +81,7 @@ def test_frozen_blocks_compute_a_sample_once_and_gradients_stay(kind: str) -> No
 
     wanted = [gradients(batch) for batch in batches]
     calls = counted_blocks(model, blocks)
-    CachedBlocks(model, blocks, budget_bytes=1 << 20)
+    CachedBlocks(model, blocks, KeptSamples(MIB, Alone(), CPU))
     for batch, each in zip(batches, wanted, strict=True):
         assert all(torch.allclose(one, other, rtol=1e-10) for one, other in zip(gradients(batch), each, strict=True))
     assert calls == [4, 4, 6, 6], "two new batches, one found, and a sample that is new"
@@ -109,7 +114,7 @@ class Blocks(nn.Module):
         return self.head(self.meet(given))
 
     def cached(self) -> Blocks:
-        CachedBlocks(self, list(self.blocks), MIB)
+        CachedBlocks(self, list(self.blocks), KeptSamples(MIB, Alone(), CPU))
         return self
 
 
@@ -180,7 +185,7 @@ def test_a_mixture_is_refused_in_frozen_blocks() -> None:
     model = GPT(config)
     initialise(model, seed=1, device="cpu", dtype=torch.float64)
     freeze(model, FreezeConfig(layers=("embedding", "blocks.0")))
-    CachedBlocks(model, list(model.blocks), MIB)
+    CachedBlocks(model, list(model.blocks), KeptSamples(MIB, Alone(), CPU))
     with pytest.raises(UserCodeError, match="adds to the loss: use a model without mixtures"):
         model(torch.zeros(2, 8, dtype=torch.int64))
 
@@ -209,11 +214,27 @@ def test_blocks_may_be_called_with_keywords_alone() -> None:
     assert calls == [5, 5, 5]
 
 
-def test_ranks_that_share_a_batch_have_no_cache(tmp_path: Path) -> None:
-    """Also where their number is known only when they are there."""
-    run_file = run_file_of(tmp_path, freeze={"layers": ["embedding"], "cache": "1 MiB"})
-    with pytest.raises(ConfigError, match=r"freeze\.cache with 2 ranks that share a batch"):
-        Tiers(run_file, torch.device("cpu")).keep_activations(cast(Any, None), 0, shares=2)
+def test_a_rank_finds_what_others_keep() -> None:
+    """Of samples of several forms. A rank that asks for nothing takes part; a batch that is not whole is not sent."""
+
+    def finds(group: Collective) -> list[Tensor | None]:
+        kept = KeptSamples(MIB, group, CPU)
+        if group.rank == 0:
+            kept.keep([key(1), key(2)], torch.tensor([[1.0], [2.0]], dtype=torch.float64))
+        else:
+            kept.keep([key(3)], torch.full((1, 2, 3), 3.0))
+            kept.keep([key(4)], torch.tensor([4.0]))
+        asked = [([1, 2], [3]), ([3, 3], []), ([4], [2, 1]), ([1, 5], [5]), ([], [])]
+        return [kept.find([key(number) for number in own[group.rank]]) for own in asked]
+
+    def key(number: int) -> bytes:
+        return bytes([number] * 16)
+
+    with ThreadPoolExecutor(2) as pool:
+        zero, one = ([None if x is None else x.tolist() for x in each] for each in pool.map(finds, local_group(2)))
+    rows = {1: [1.0], 2: [2.0], 3: [[3.0] * 3] * 2, 4: 4.0}
+    assert zero == [[rows[1], rows[2]], [rows[3], rows[3]], [rows[4]], None, None]
+    assert one == [[rows[3]], None, [rows[2], rows[1]], None, None]
 
 
 def test_numbers_that_a_model_is_called_with_tell_samples_apart() -> None:
@@ -230,22 +251,50 @@ def test_numbers_that_a_model_is_called_with_tell_samples_apart() -> None:
 def test_cached_blocks_that_cannot_be_are_refused() -> None:
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     model = half_frozen_gpt()
-    CachedBlocks(model, list(model.blocks), budget_bytes=100)
+    CachedBlocks(model, list(model.blocks), KeptSamples(100, Alone(), CPU))
     with pytest.raises(UserCodeError, match="1 samples of 1,024 bytes are more than it may hold"):
         model(tokens)
     model = GPT(GPTConfig(vocabulary=61, layers=2, width=16, heads=2))
     freeze(model, FreezeConfig(layers=("blocks.1",)))
-    CachedBlocks(model, list(model.blocks), MIB)
+    CachedBlocks(model, list(model.blocks), KeptSamples(MIB, Alone(), CPU))
     with pytest.raises(UserCodeError, match="GPT has no frozen blocks at its front"):
         model(tokens)
 
 
-def test_a_run_with_cached_blocks_learns_as_without(ranks, tmp_path: Path) -> None:
-    """Over epochs of three steps."""
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one rank": {},
+    "replicate": {"layout": {"replicate": 2}},
+    "microbatches": {"layout": {"replicate": 2}, "batch": {"micro_samples": 3}},
+    "ZeRO-1": {"layout": {"shard": 2}, "memory": {"zero": 1}},
+    "ZeRO-3": {"layout": {"shard": 2}},
+}
+
+
+def left_out(place: TestPlace, tables: Tables, folder: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Weights after twelve steps, and the share of samples in each whose frozen blocks were not computed."""
+    run, shares = opened(place, tables, folder, Path(folder) / "unused"), []
+    with closing(run.feed()) as feed:
+        for _ in range(STEPS):
+            fed = feed.next()
+            run.state.progress.advance(fed.interval)
+            run.step(run.state.progress.step, fed.microbatches, lr=LR)
+            shares.append(run.tiers.take_figures().get("freeze/left_out", 0.0))
+    return {n: t for n, t in whole_state(run).items() if n.startswith("model/")}, shares
+
+
+@pytest.mark.matrix(every=2)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_with_cached_blocks_learns_as_without(ranks, tmp_path: Path, layout: str) -> None:
+    """Over epochs of three steps, in which each rank gets other samples; all are found from the third epoch on."""
     corpus(tmp_path)
     small = {"kind": "gpt", "vocabulary": 61, "layers": 4, "width": 16, "heads": 2, "feed_forward_width": 24}
     tables = ADAM | {"model": small, "data": {"subset": 0.02}}
     half = {"layers": ["embedding", "blocks.0", "blocks.1"]}
+    world = 1 if layout == "one rank" else 2
     plain = ranks(1, train, tables | {"freeze": half}, str(tmp_path))[0]
-    cached = ranks(1, train, tables | {"freeze": half | {"cache": "1 MiB"}}, str(tmp_path))[0]
-    assert gap(cached.weights, plain.weights) < SUM_ORDER
+    kept = tables | {"freeze": half | {"cache": "1 MiB"}} | LAYOUTS[layout]
+    found = ranks(world, left_out, kept, str(tmp_path))
+    assert gap(found[0][0], plain.weights) < SUM_ORDER
+    for _, shares in found:
+        assert shares[:3] == [0.0] * 3
+        assert shares[6:] == [1.0] * 6

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from shoal.comm.collective import Alone
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UserCodeError
 from shoal.memory.tracker import measured_activation_bytes
+from shoal.models.build import initialise
 from shoal.models.config import GPTConfig
 from shoal.models.gpt import GPT
 from shoal.sparsity.config import FreezeByProgress, FreezeConfig, FreezeLater
-from shoal.sparsity.freezing import Freezing, Plasticity, blocks_of, freeze, frozen_by_schedule, matches
+from shoal.sparsity.freezing import Freezing, blocks_of, freeze, frozen_by_schedule, matches
 from shoal.sparsity.masks import Masks
+from shoal.sparsity.plasticity import Activations, Plasticity, similarity_loss
 from shoal.state import Owned, Region
 from shoal.topology.holding import Box, Holding, Placement
 from tests.assembly.journey import Leg, travel
@@ -40,7 +44,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline": (2, {"layout": {"pipeline": 2}}),
 }
 BY_GRADIENT = {"freeze": {"progress": {"criterion": "gradient", "every": 2, "below": 0.6, "patience": 1}}}
-FROZEN = {"half": HALF, "window": WINDOW, "progress": PROGRESS, "gradient": BY_GRADIENT}
+BY_ACTIVATIONS = {
+    "freeze": {"progress": {"criterion": "activations", "every": 1, "below": 0.9, "patience": 1, "window": 2}}
+}
+FROZEN = {"half": HALF, "window": WINDOW, "progress": PROGRESS, "gradient": BY_GRADIENT, "activations": BY_ACTIVATIONS}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +65,7 @@ def alone(ranks, folder: Path) -> dict[str, Trained]:
 
 @pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", FROZEN)
+@pytest.mark.parametrize("kind", [kind for kind in FROZEN if kind != "activations"])
 def test_every_layout_trains_as_one_process(
     ranks, folder: Path, alone: dict[str, Trained], kind: str, layout: str
 ) -> None:
@@ -125,7 +132,12 @@ def test_a_schedule_freezes_and_thaws(ranks, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layouts"),
-    [("window", ["replicate", "ZeRO-3"]), ("progress", ["ZeRO-1", "replicate"]), ("gradient", ["tensor", "ZeRO-3"])],
+    [
+        ("window", ["replicate", "ZeRO-3"]),
+        ("progress", ["ZeRO-1", "replicate"]),
+        ("gradient", ["tensor", "ZeRO-3"]),
+        ("activations", ["replicate", "ZeRO-2"]),
+    ],
 )
 def test_a_run_resumes_while_layers_are_frozen(ranks, kind: str, layouts: list[str], tmp_path: Path) -> None:
     corpus(tmp_path)
@@ -143,7 +155,7 @@ def test_a_run_resumes_while_layers_are_frozen(ranks, kind: str, layouts: list[s
     assert gone_on.losses == pytest.approx(whole.losses[5:], rel=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["progress", "gradient"])
+@pytest.mark.parametrize("kind", ["progress", "gradient", "activations"])
 def test_progress_freezes_blocks_from_the_front(alone: dict[str, Trained], kind: str) -> None:
     """The optimizer has no state for the first block, and has it for the last one."""
     states = {name.split("/", 2)[2] for name in alone[kind].state if name.startswith("optimizer/exp_avg/")}
@@ -194,6 +206,95 @@ def test_blocks_freeze_when_their_gradients_change_least() -> None:
     assert other == progress
     progress.observe([1.0] * 4, lr=0.1)
     assert progress.frozen == 0
+
+
+def test_blocks_freeze_when_the_slope_of_their_distance_is_small() -> None:
+    """Beside numpy's moving average and least squares: the second block goes on changing, the others level off."""
+    config = FreezeByProgress(criterion="activations", window=3, below=0.2, patience=2, most=0.75)
+    progress, seen = Plasticity(config, blocks=3), []
+    largest, settled, frozen = np.zeros(3), np.zeros(3, int), 0
+    for step in range(14):
+        seen.append([0.5**step, 1 - 0.05 * step if step < 9 else 0.6, 0.4**step])
+        progress.observe(seen[-1], lr=1.0)
+        if len(seen) >= 5:
+            means = [np.convolve(each, np.ones(3) / 3, "valid") for each in np.array(seen[-5:]).T]
+            slopes = np.abs([np.polyfit(range(3), each, 1)[0] for each in means])
+            largest = np.maximum(largest, slopes)
+            settled = np.where(slopes < 0.2 * largest, settled + 1, 0)
+            while frozen < 2 and settled[frozen] >= 2:
+                frozen += 1
+        assert progress.frozen == frozen, f"at comparison {step}"
+    assert frozen == 2
+    other = Plasticity(config, blocks=3)
+    other.load(progress.to_state())
+    assert other == progress
+    progress.observe(seen[-1], lr=0.1)
+    assert progress.frozen == 0
+    assert progress.recent == []
+
+
+def test_a_loss_of_similarities_is_that_of_the_paper() -> None:
+    """Pair by pair. Outputs that are turned or grow by a factor are as similar to each other as they were."""
+    one, other = torch.randn(2, 5, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    total = 0.0
+    for a in range(5):
+        rows = [torch.tensor([float((x[a] * x[b]).sum()) for b in range(5)]) for x in (one, other)]
+        total += float((rows[0] / rows[0].norm() - rows[1] / rows[1].norm()).square().sum())
+    assert float(similarity_loss(one, other)) == pytest.approx(total / 25, rel=1e-5)
+    turn = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64))[0]
+    assert float(similarity_loss(one, 3 * (one.flatten(1) @ turn))) < 1e-20
+
+
+def test_activations_are_compared_with_a_reference_of_8_bits() -> None:
+    """As a copy of the model, whose weights are rounded by hand, gives them; a reference goes through a checkpoint."""
+    model = GPT(GPTConfig(vocabulary=61, layers=3, width=16, heads=2)).double()
+    initialise(model, seed=1, device="cpu", dtype=torch.float64)
+    parameters, names = dict(model.named_parameters()), [f"blocks.{number}" for number in range(3)]
+    activations = Activations(model, parameters, names, Alone())
+    activations.renew()
+    copy = deepcopy(model).eval()
+    for parameter in copy.parameters():
+        if parameter.ndim > 1:
+            scale = parameter.data.abs().amax(1, keepdim=True) / 127
+            parameter.data = (parameter.data / scale).round() * scale
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)
+    tokens = torch.randint(0, 61, (4, 8), generator=torch.Generator().manual_seed(0))
+
+    def blocks(of: nn.Module) -> list[Tensor]:
+        given: list[Any] = []
+        for name in names:
+            of.get_submodule(name).register_forward_hook(lambda _, args, out: given.append(out))
+        with torch.no_grad():
+            of(tokens)
+        return given
+
+    saved = {name: cast(Tensor, held).clone() for name, held in activations.tensors().items()}
+    other = Activations(model, parameters, names, Alone())
+    for name, target in other.targets({name: held.dtype for name, held in saved.items()}).items():
+        cast(Tensor, target).copy_(saved[name])
+    assert sum(held.nbytes for held in saved.values()) < 0.3 * sum(p.nbytes for p in parameters.values())
+    found = []
+    for each in (activations, other):
+        each.look(now=True)
+        model.train()
+        model(tokens)
+        found.append(each.losses())
+        assert model.training
+    wanted = [float(similarity_loss(*pair)) for pair in zip(blocks(model.eval()), blocks(copy), strict=True)]
+    assert found[0] == found[1] == pytest.approx(wanted, rel=1e-9)
+    assert min(wanted) > 0
+
+
+def test_activations_of_one_sample_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    activations = Activations(model, dict(model.named_parameters()), ["0", "1"], Alone())
+    activations.renew()
+    activations.look(now=True)
+    model(torch.zeros(1, 2))
+    with pytest.raises(UserCodeError, match=r"block 0 of Sequential gives \[1, 2\], and at least two samples"):
+        activations.losses()
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])

@@ -26,7 +26,7 @@ from shoal.federated.page import PAGE
 from shoal.federated.privacy.mechanisms import PrivateGradient, Simulated, from_entropy
 from shoal.federated.simulation import Simulation
 from shoal.federated.task import Corner, OwnTraining, Task
-from shoal.federated.vector import corner_of, layout_of, upload_of, vector_of
+from shoal.federated.vector import copy_frozen, corner_of, layout_of, upload_of, vector_of
 from shoal.launcher.lock import RunLock
 from shoal.models.config import ConvNetConfig, MLPConfig, PythonModel
 from shoal.models.roles import roles_of
@@ -111,6 +111,7 @@ def _corner(task: Task, run_file: RunFile, objects: UserObjects) -> Corner:
     model = model_of(run_file, objects, device=torch.device("cpu"), dtype=dtype)
     layout, whole = layout_of(model), task.trainer.layout
     where = corner_of(whole, layout)
+    copy_frozen(task.trainer.module, model)
     trainer = replace(task.trainer, module=model, layout=layout, decays=task.trainer.decays[where])
     upload = upload_of(run_file.codec, numel=layout.numel, dtype=dtype, seed=task.seed)
     return Corner(replace(task, trainer=trainer, model=task.model[where], upload=upload), where)

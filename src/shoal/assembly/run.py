@@ -228,8 +228,7 @@ def run_in_generation(
         generation = build_generation(run_file, process, workload, mesh, plan, rounds, tiers.home)
         scaler, trained = scaler_of(run_file.precision), generation.trained
         state = build_state(run_file, generation, workload, scaler)
-    stage, shares = mesh.layout.index("pipeline", mesh.rank), mesh.layout.replicate * mesh.layout.shard
-    tiers.keep_activations(generation.parts, stage, shares=shares)
+    tiers.keep_activations(generation.parts, mesh)
     tiers.keep_state(state.optimizers)
     tiers.hold(generation.parts.split.model, generation.gradients, state.optimizers)
     step = build_step(run_file, generation, state, scaler)

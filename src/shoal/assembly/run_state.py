@@ -127,7 +127,7 @@ def _left_out(
     replica = mesh.axis("pipeline", "shard", "context", "tensor")
     found: list[Section] = []
     if run_file.freeze is not None and run_file.freeze.changes:
-        found.append(build_freezing(run_file, parts, owned, optimizer, masks=masks, replica=replica))
+        found.append(build_freezing(run_file, parts, owned, optimizer, masks=masks, mesh=mesh, replica=replica))
     if run_file.sparsity is not None:
         placed = Placed(mesh.device, workload.dtype)
         found.append(

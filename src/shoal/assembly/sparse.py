@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -29,8 +29,10 @@ from shoal.parallel.split import Split
 from shoal.runfile.run_file import RunFile
 from shoal.sparsity.changes import MaskPlan, Ticket
 from shoal.sparsity.config import Lottery, Sparse
-from shoal.sparsity.freezing import Freezing
+from shoal.sparsity.freezing import Freezing, block_names
 from shoal.sparsity.masks import Masks, Owners, PackedBy, unit_groups
+from shoal.sparsity.plasticity import Activations
+from shoal.sparsity.semi_structured import SemiStructured, check_device, of_device
 from shoal.sparsity.training import PackedState, SparseTraining, WholeNorm
 from shoal.state import Owned
 from shoal.topology.holding import Dims
@@ -152,7 +154,17 @@ def build_sparse(
         whole_norm=WholeNorm(owned, replica or group, placed.device),
         ticket=_ticket(config, placed.device),
         state_home=home,
+        products=_products(config, split, layers, placed.device),
     )
+
+
+def _products(config: Sparse, split: Split, layers: Iterable[str], device: torch.device) -> SemiStructured | None:
+    """What computes with the kept half of weights. Raises `ConfigError` where nothing does."""
+    if config.products == "dense":
+        return None
+    check_device(device)
+    modules = {name: split.model.get_submodule(name.rpartition(".")[0]) for name in layers}
+    return SemiStructured(modules, of_device, both=config.transposable)
 
 
 def build_freezing(
@@ -162,18 +174,25 @@ def build_freezing(
     optimizer: torch.optim.Optimizer,
     *,
     masks: Masks,
+    mesh: Mesh,
     replica: Collective,
 ) -> Freezing:
     """What freezes layers for a part of the run. `replica`: see `build_sparse`."""
     config, split = run_file.freeze, parts.split
     assert config is not None, "there is a table [freeze]"
     peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
+    parameters = {trained.holding.name: trained.parameter for trained in trained_in(parts)}
+    names = [name for name in split.shapes if name not in split.frozen]
+    activations = None
+    if config.progress is not None and config.progress.criterion == "activations":
+        activations = Activations(split.model, parameters, block_names(names), mesh.world)
     return Freezing(
         config,
-        {trained.holding.name: trained.parameter for trained in trained_in(parts)},
+        parameters,
         owned,
         optimizer,
-        names=[name for name in split.shapes if name not in split.frozen],
+        names=names,
+        activations=activations,
         replica=replica,
         masks=masks,
         rate=lambda step: rate(run_file.schedule, peak, step=step, steps=run_file.run.steps),

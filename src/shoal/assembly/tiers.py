@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.assembly.splitting import Divided, blocks_in
+from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
 from shoal.gradients.fully_sharded import FullyShardedGradients
 from shoal.gradients.gradients import Gradients
@@ -25,7 +26,7 @@ from shoal.memory.tiers import DiskTier, HostTier
 from shoal.optim.config import kinds_whose
 from shoal.optim.fused import FusedOptimizer
 from shoal.runfile.run_file import RunFile, run_directory
-from shoal.sparsity.block_cache import CachedBlocks
+from shoal.sparsity.block_cache import CachedBlocks, KeptSamples
 from shoal.units import memory_bytes
 
 SPILL_FOLDER = "spill"
@@ -38,6 +39,7 @@ class Tiers:
         memory = run_file.memory
         self._config, self._torch_device = memory.offload, device
         self._block_cache = None if run_file.freeze is None else run_file.freeze.cache
+        self._blocks: CachedBlocks | None = None
         self._folder = Path(memory.offload.folder or run_directory(run_file) / SPILL_FOLDER)
         self._traffic = Traffic()
         if memory.budget is not None:
@@ -91,19 +93,17 @@ class Tiers:
                 )
             optimizer.home = self._state = self._home_of_state()
 
-    def keep_activations(self, parts: Divided, rank: int, *, shares: int) -> None:
-        """Gives what the blocks of this rank's part of the model save its home, and what frozen ones give theirs;
-        a batch is split over `shares` ranks. Raises `ConfigError` without blocks.
+    def keep_activations(self, parts: Divided, mesh: Mesh) -> None:
+        """Gives what the blocks of this rank's part of the model save its home, and what frozen ones give theirs.
+
+        Raises `ConfigError` without blocks.
         """
-        config = self._config
+        config, rank = self._config, mesh.layout.index("pipeline", mesh.rank)
         if self._block_cache is not None:
-            if shares > 1:
-                raise ConfigError(
-                    f"freeze.cache with {shares} ranks that share a batch: in every epoch a rank gets other samples "
-                    "than before, and finds hardly any of them in its cache; train with one rank, or leave cache out"
-                )
             model = parts.split.model
-            CachedBlocks(model, blocks_in(model, parts.stages, rank), memory_bytes(self._block_cache))
+            sharing = mesh.axis("replicate", "shard", lane="cache")
+            kept = KeptSamples(memory_bytes(self._block_cache), sharing, self._torch_device)
+            self._blocks = CachedBlocks(model, blocks_in(model, parts.stages, rank), kept)
         if config.activations == "device" and config.activation_bits is None:
             return
         blocks = blocks_in(parts.split.model, parts.stages, rank)
@@ -150,12 +150,14 @@ class Tiers:
         self.device.hold(tensor for tensor in (*own, *stepped) if tensor.device.type == "cpu")
 
     def take_figures(self) -> dict[str, float]:
-        """What the step just taken moved, and the most that its device held."""
+        """What the step just taken moved and did not compute, and the most that its device held."""
         found = self._traffic.take_figures() if self.moves else {}
         if self.device is not None:
             found["memory/device_peak_bytes"] = self.device.take_peak()
         if self._collector is not None:
             found |= self._collector.after_step()
+        if self._blocks is not None:
+            found |= self._blocks.take_figures()
         return found
 
     def take_lines(self) -> list[str]:

@@ -85,13 +85,31 @@ def corner_of(whole: VectorLayout, narrow: VectorLayout) -> Tensor:
     if narrow.names != whole.names:
         raise ConfigError("the narrower model has other parameters than the whole one: only their sizes may differ")
     places = torch.arange(whole.numel)
-    found = []
-    for (name, parameter), shape in zip(whole.views(places).items(), narrow.shapes, strict=True):
-        size = tuple(parameter.shape)
-        if len(shape) != len(size) or any(map(gt, shape, size)):
-            raise ConfigError(f"{name} is {list(shape)} in the narrower model: that is no corner of {list(size)}")
-        found.append(parameter[tuple(map(slice, shape))].reshape(-1))
-    return torch.cat(found)
+    views = whole.views(places).items()
+    found = [corner(name, each, shape) for (name, each), shape in zip(views, narrow.shapes, strict=True)]
+    return torch.cat([each.reshape(-1) for each in found])
+
+
+def corner(name: str, whole: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The view of `whole` that begins at index 0 and has `shape`. Raises `ConfigError` where there is none."""
+    size = tuple(whole.shape)
+    if len(shape) != len(size) or any(map(gt, shape, size)):
+        raise ConfigError(f"{name} is {list(shape)} in the narrower model: that is no corner of {list(size)}")
+    return whole[tuple(map(slice, shape))]
+
+
+@torch.no_grad()
+def copy_frozen(whole: nn.Module, narrow: nn.Module) -> None:
+    """Gives parameters that `narrow` does not train the corners of those of `whole`. Raises `ConfigError` where it has
+    none of the name, or none so large.
+    """
+    theirs = dict(whole.named_parameters())
+    for name, own in narrow.named_parameters():
+        if own.requires_grad:
+            continue
+        if name not in theirs:
+            raise ConfigError(f"{name} is frozen in the narrower model, and the whole one does not have it")
+        own.copy_(corner(name, theirs[name], tuple(own.shape)))
 
 
 def vector_of(module: nn.Module, layout: VectorLayout) -> Tensor:

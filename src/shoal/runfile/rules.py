@@ -18,6 +18,7 @@ from shoal.runfile.federated_rules import federated_refusal
 from shoal.runfile.layout_rules import layout_refusal, microbatch_sizes, most_samples
 from shoal.runfile.memory_rules import memory_refusal
 from shoal.runfile.run_file import RunFile, statistics_group, synchronises_norms
+from shoal.runfile.sparsity_rules import partly_trained_refusal
 from shoal.runfile.sync_rules import (
     codec_refusal,
     division_refusal,
@@ -30,7 +31,6 @@ from shoal.runfile.training_rules import (
     masters_refusal,
     norm_refusal,
     optimizer_refusal,
-    partly_trained_refusal,
 )
 
 

@@ -2,7 +2,8 @@
 
 It is the same in every epoch: of a batch whose samples have all been seen, these blocks are not computed. A sample is
 known by a hash of what the model is called with, so that one which is augmented otherwise is another. Autograd tells
-which blocks these are: what they give requires no gradient.
+which blocks these are: what they give requires no gradient. Ranks that share a batch fetch from each other what they
+have kept (`KeptSamples`), because in each epoch another rank gets a sample.
 
 A wrong gradient that nobody notices would be worse than no cache, so all that it rests on is checked:
 
@@ -17,6 +18,7 @@ A wrong gradient that nobody notices would be worse than no cache, so all that i
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
+from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.models.batch_norm import StepStatistics
 from shoal.models.draw_watch import DrawWatch
@@ -87,17 +90,122 @@ class _Forward:
     drew: bool = False
 
 
+KEY_BYTES = 16
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+FORM = 9
+"""Numbers that say what is kept for a sample: which of `DTYPES`, and the sizes of its dims, each plus 1; then zeros."""
+
+
+class KeptSamples:
+    """What was given for samples, on the host, by their keys; of each rank `budget_bytes` at most.
+
+    A rank keeps what it has computed, and finds what any rank of `group` keeps: keys go round before every forward, and
+    for a batch that is found whole the first rank that has a sample sends it. Messages are on `device`.
+    """
+
+    def __init__(self, budget_bytes: int, group: Collective, device: torch.device) -> None:
+        self._budget_bytes, self._held_bytes = budget_bytes, 0
+        self._group, self._device = group, device
+        self._rows: dict[bytes, Tensor] = {}
+
+    def find(self, keys: Sequence[bytes]) -> Tensor | None:
+        """`[samples, ...]`; None where there is no sample, or one that nobody keeps. All ranks call it together."""
+        if self._group.size > 1:
+            return self._find_anywhere(keys)
+        found = [self._rows[key] for key in keys if key in self._rows]
+        return torch.stack(found) if found and len(found) == len(keys) else None
+
+    def keep(self, keys: Sequence[bytes], given: Tensor) -> None:
+        """`given` `[samples, ...]`. Raises `UserCodeError` where that is more than allowed."""
+        for key, row in zip(keys, given, strict=True):
+            if key not in self._rows:
+                self._rows[key] = row.clone()
+                self._held_bytes += row.nbytes
+        if self._held_bytes > self._budget_bytes:
+            each = self._held_bytes // len(self._rows)
+            raise UserCodeError(
+                f"freeze.cache: {len(self._rows)} samples of {each:,} bytes are more than it may hold, and there are "
+                "others: give it what all samples of a rank take, or leave it out"
+            )
+
+    def _find_anywhere(self, keys: Sequence[bytes]) -> Tensor | None:
+        asked = self._asked(keys)
+        if not any(asked):
+            return None
+        known = {key: self._rows[key] for own in asked for key in own if key in self._rows}
+        forms = torch.tensor([_form_of(known.get(key)) for own in asked for key in own])
+        by_rank = self._gathered(forms.flatten()).view(self._group.size, -1, FORM)
+        form_of = iter(by_rank.amax(0).tolist())  # those who keep a sample agree on its form
+        first_of = iter((by_rank[..., 0] > 0).to(torch.uint8).argmax(0).tolist())
+        wanted = []
+        for own in asked:
+            each = [(key, next(first_of), next(form_of)) for key in own]
+            wanted.append(each if all(form[0] for _, _, form in each) else [])
+        return self._fetch(wanted) if any(wanted) else None
+
+    def _fetch(self, wanted: Sequence[Sequence[tuple[bytes, int, list[int]]]]) -> Tensor | None:
+        """What this rank wants of (key, who sends it, its form), as each rank does."""
+        me, ranks = self._group.rank, range(self._group.size)
+        sent = [[_bytes_of(self._rows[key]) for key, holder, _ in each if holder == me] for each in wanted]
+        sizes = [sum(_bytes_in(form) for _, holder, form in wanted[me] if holder == rank) for rank in ranks]
+        got = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        out = torch.cat([torch.empty(0, dtype=torch.uint8), *(row for rows in sent for row in rows)]).to(self._device)
+        given = [sum(map(len, rows)) for rows in sent]
+        self._group.all_to_all(got, out, output_sizes=sizes, input_sizes=given).wait()
+        unread = list(got.cpu().split(sizes))
+        rows = []
+        for _, holder, form in wanted[me]:
+            row, unread[holder] = unread[holder].tensor_split([_bytes_in(form)])
+            rows.append(_row_of(row, form))
+        return torch.stack(rows) if rows else None
+
+    def _asked(self, keys: Sequence[bytes]) -> list[list[bytes]]:
+        """The keys of every rank."""
+        most = self._gathered(torch.tensor([len(keys)])).tolist()
+        padded = torch.zeros(max(most), KEY_BYTES, dtype=torch.uint8)
+        if keys:
+            padded[: len(keys)] = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(-1, KEY_BYTES)
+        whole = self._gathered(padded.flatten()).view(self._group.size, -1, KEY_BYTES).numpy()
+        return [[row.tobytes() for row in own[:number]] for own, number in zip(whole, most, strict=True)]
+
+    def _gathered(self, own: Tensor) -> Tensor:
+        """Every rank's numbers, one behind the other."""
+        found = torch.empty(self._group.size * own.numel(), dtype=own.dtype, device=self._device)
+        self._group.all_gather(found, own.to(self._device)).wait()
+        return found.cpu()
+
+
+def _form_of(row: Tensor | None) -> list[int]:
+    if row is None:
+        return [0] * FORM
+    return [1 + DTYPES.index(row.dtype), *(1 + size for size in row.shape), *[0] * (FORM - 1 - row.ndim)]
+
+
+def _sizes(form: Sequence[int]) -> list[int]:
+    return [size - 1 for size in form[1:] if size]
+
+
+def _bytes_of(row: Tensor) -> Tensor:
+    return row.contiguous().view(-1).view(torch.uint8)
+
+
+def _bytes_in(form: Sequence[int]) -> int:
+    return DTYPES[form[0] - 1].itemsize * math.prod(_sizes(form))
+
+
+def _row_of(numbers: Tensor, form: Sequence[int]) -> Tensor:
+    return numbers.clone().view(DTYPES[form[0] - 1]).view(_sizes(form))
+
+
 class CachedBlocks:
-    """What the last of the frozen `blocks` gives, by sample, in the host's memory: `budget_bytes` at most.
+    """What the last of the frozen `blocks` gives, by sample, `kept` from the epoch before.
 
     It replaces the `forward` of each block. Raises `UserCodeError` in a forward of `model` where one of the checks
     above fails, where there are no frozen blocks at the front, or more bytes than allowed.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], budget_bytes: int) -> None:
-        self._model, self._blocks = model, list(blocks)
-        self._budget_bytes, self._held_bytes = budget_bytes, 0
-        self._kept: dict[bytes, Tensor] = {}
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], kept: KeptSamples) -> None:
+        self._model, self._blocks, self._kept = model, list(blocks), kept
         self._batches: set[tuple[bytes, ...]] = set()
         """Those that were computed."""
         self._checked: set[bool] = set()
@@ -106,21 +214,30 @@ class CachedBlocks:
         self._device = torch.device("cpu")
         self._front: list[tuple[str, nn.Module]] = []
         self._now: _Forward | None = None
+        self._seen, self._left_out = 0, 0
         for number, block in enumerate(blocks):
             block.forward = partial(self._block, number, block.forward)
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
         model.register_forward_hook(self._end)
+
+    def take_figures(self) -> dict[str, float]:
+        """`freeze/left_out`: the share of this rank's samples, since it was asked last, that no block computed."""
+        share = self._left_out / max(1, self._seen)
+        self._seen, self._left_out = 0, 0
+        return {"freeze/left_out": share}
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._now = None
         if not (model.training and torch.is_grad_enabled()):
             return
         keys = tuple(keys_of_samples(tree_leaves((args, named))))
+        found = self._kept.find(keys)
         if not keys:
             return
-        found = torch.stack([self._kept[key] for key in keys]) if all(key in self._kept for key in keys) else None
         leaves_out = found is not None and (keys in self._batches) in self._checked
         self._now = _Forward(keys, found, leaves_out, self._buffers(), _keyed_draws())
+        self._seen += len(keys)
+        self._left_out += len(keys) if leaves_out else 0
 
     def _block(self, number: int, forward: Callable[..., Any], *args: Any, **named: Any) -> Any:
         now = self._now
@@ -154,7 +271,7 @@ class CachedBlocks:
             self._check_same(now, given)
             self._checked.add(now.keys in self._batches)
         self._batches.add(now.keys)
-        self._keep(now.keys, given)
+        self._kept.keep(now.keys, given)
 
     def _given(self, now: _Forward) -> Tensor:
         """What the last frozen block gave, on the host."""
@@ -224,18 +341,6 @@ class CachedBlocks:
                 "to depend on the sample alone; leave cache out"
             )
 
-    def _keep(self, keys: Sequence[bytes], given: Tensor) -> None:
-        for key, row in zip(keys, given, strict=True):
-            if key not in self._kept:
-                self._kept[key] = row.clone()
-                self._held_bytes += row.nbytes
-        if self._held_bytes > self._budget_bytes:
-            each = self._held_bytes // len(self._kept)
-            raise UserCodeError(
-                f"freeze.cache: {len(self._kept)} samples of {each:,} bytes are more than it may hold, and there are "
-                "others: give it what all samples of a rank take, or leave it out"
-            )
-
 
 def _why_not(module: nn.Module) -> str | None:
     """Why the result of a block with `module` cannot be kept, and what to do; None where it can."""
@@ -266,7 +371,7 @@ def keys_of_samples(inputs: Sequence[Any]) -> list[bytes]:
     plain = repr([x for x in inputs if isinstance(x, bool | int | float | str)]).encode()
     keys = []
     for number in range(samples):
-        digest = hashlib.blake2b(plain, digest_size=16)
+        digest = hashlib.blake2b(plain, digest_size=KEY_BYTES)
         for part in [*(x[number] for x in own if x.ndim and len(x) == samples), *shared]:
             digest.update(str((part.dtype, tuple(part.shape))).encode())
             digest.update(part.reshape(-1).view(torch.uint8).numpy().tobytes())

@@ -15,6 +15,7 @@ lottery     |w| of another run                                              noth
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -88,6 +89,27 @@ def of_every(scores: Tensor, kept: int, of: int) -> Tensor:
     return torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order, True).view(scores.shape)
 
 
+def of_every_tile(scores: Tensor, kept: int) -> Tensor:
+    """The mask that keeps `kept` of each row and of each column of every tile of 4 x 4, and of all such masks the one
+    of the largest sum of `scores` `[rows, columns]` in each tile (transposable masks, arXiv:2102.08124).
+    """
+    masks = _regular_tiles(kept).to(scores.device)
+    tiles = _blocks(scores.clamp(min=LEAST_SCORE), 4, 4).transpose(1, 2)
+    chosen = masks[(tiles.flatten(2) @ masks.to(scores.dtype).T).argmax(2)]
+    return chosen.unflatten(2, (4, 4)).transpose(1, 2).reshape(scores.shape)
+
+
+LEAST_SCORE = -1e30
+"""In the place of what may not come back, so that sums are numbers."""
+
+
+def _regular_tiles(kept: int) -> Tensor:
+    """All masks of 4 x 4 with `kept` in each row and column, bool `[masks, 16]`."""
+    rows = [row for row in itertools.product((False, True), repeat=4) if sum(row) == kept]
+    tiles = torch.tensor(list(itertools.product(rows, repeat=4)))
+    return tiles[(tiles.sum(1) == kept).all(1)].flatten(1)
+
+
 def units_in(shape: Dims, config: Sparse) -> int:
     """How many units a layer of `shape` has."""
     match config.pattern:
@@ -107,6 +129,11 @@ def check_divides(name: str, shape: Dims, config: Sparse) -> None:
         raise ConfigError(
             f'sparsity.pattern = "{config.pattern}": the rows of {name} have {width} weights, which is no multiple of '
             f"{kept[1]}; leave it out of sparsity.layers, or use another pattern"
+        )
+    if config.transposable and (len(shape) != 2 or height % 4):
+        raise ConfigError(
+            f"sparsity.transposable: {name} is {' x '.join(map(str, shape))}, which tiles of 4 x 4 do not divide; "
+            "leave it out of sparsity.layers, or leave transposable out"
         )
     rows, columns = config.block
     if config.pattern == "block" and (height % rows or width % columns):
@@ -310,7 +337,10 @@ class MaskChanges:
         config, shapes = self.config, self.owners.shapes
         if config.kept_of is not None:
             kept, of = config.kept_of
-            return {name: of_every(each, max(kept, round(density * of)), of) for name, each in scores.items()}
+            number = max(kept, round(density * of))
+            if config.transposable:
+                return {name: of_every_tile(each, number) for name, each in scores.items()}
+            return {name: of_every(each, number, of) for name, each in scores.items()}
         if config.removes:
             return self._removable(scores, density)
         flat, counts = {name: units(each, config) for name, each in scores.items()}, self.counts(density)

@@ -88,8 +88,32 @@ class Sparse(Table, frozen=True, kw_only=True):
         ),
     ] = False
 
+    transposable: Annotated[
+        bool,
+        says(
+            'With pattern = "N:4": N of every four neighbours of a column, too, so that the backward computes with as '
+            "few (arXiv:2102.08124)."
+        ),
+    ] = False
+    products: Annotated[
+        Literal["dense", "semi_structured"],
+        says(
+            'semi_structured: with pattern = "2:4" on GPUs from the A100 on, linear layers compute with the kept half '
+            "of their weights in training, in 16 bits; the gradient of their input as well if `transposable`."
+        ),
+    ] = "dense"
+
     def __post_init__(self) -> None:
         kept = self.kept_of
+        if self.transposable and (kept is None or kept[1] != 4):
+            raise ValueError(
+                f'transposable with pattern = "{self.pattern}": it is for N of every 4, such as "2:4"; leave it out'
+            )
+        if self.products != "dense" and kept != (2, 4):
+            raise ValueError(
+                f'products = "{self.products}" with pattern = "{self.pattern}": devices compute so with two of every '
+                'four; use pattern = "2:4", or leave products out'
+            )
         if kept is None and self.density is None:
             raise ValueError('density is missing: give the share of weights that stays, or pattern = "2:4"')
         if kept is not None and kept[0] >= kept[1]:
@@ -244,10 +268,11 @@ class FreezeByProgress(Table, frozen=True, kw_only=True):
     """Blocks are frozen from the front when they hardly change any more."""
 
     criterion: Annotated[
-        Literal["movement", "gradient"],
+        Literal["movement", "gradient", "activations"],
         says(
-            "What says that a block has settled: how far its weights move (after Egeria, arXiv:2201.06227), or how "
-            "much the norm of its gradient changes (AutoFreeze, arXiv:2102.01386)."
+            "What says that a block has settled: how far its weights move, how much the norm of its gradient changes "
+            "(AutoFreeze, arXiv:2102.01386), or how far what it gives is from what a reference gives, a copy of the "
+            "model of 8 bits that is `every` steps old (Egeria, arXiv:2201.06227)."
         ),
     ] = "movement"
     every: Annotated[int, says("Every so many steps blocks are compared with what they were.", ge=1)] = 100
@@ -256,9 +281,13 @@ class FreezeByProgress(Table, frozen=True, kw_only=True):
         says(
             "movement: a block has settled when it moves less, for its size and the learning rate, than this share of "
             "the most that it ever did; default 0.2. gradient: when its norm changes less than that of all but this "
-            "share of the trained blocks; default 0.5."
+            "share of the trained blocks; default 0.5. activations: when the slope of that distance is less than this "
+            "share of the largest that it ever had; default 0.2."
         ),
     ] = None
+    window: Annotated[
+        int, says("activations: comparisons that a distance is averaged over, and its slope fitted to.", ge=2)
+    ] = 5
     patience: Annotated[int, says("Comparisons in a row after which a settled block is frozen.", ge=1)] = 3
     most: Annotated[float, says("Share of the blocks that may be frozen.", gt=0, lt=1)] = 0.75
     thaw: Annotated[
@@ -268,7 +297,7 @@ class FreezeByProgress(Table, frozen=True, kw_only=True):
     @property
     def share(self) -> float:
         """`below`, the default resolved."""
-        return self.below or (0.2 if self.criterion == "movement" else 0.5)
+        return self.below or (0.5 if self.criterion == "gradient" else 0.2)
 
 
 class FreezeConfig(Table, frozen=True, kw_only=True):
@@ -288,8 +317,8 @@ class FreezeConfig(Table, frozen=True, kw_only=True):
         Size | None,
         says(
             'What each rank may keep, such as "4 GiB", of what the frozen blocks at the front of a model give for a '
-            "sample, so that an epoch after the first does not compute them. They may not depend on chance, and only "
-            "a rank that is alone has the same samples in every epoch: of several, each would find hardly any batch."
+            "sample, so that an epoch after the first does not compute them; ranks fetch it from each other. It may "
+            "depend on the sample alone."
         ),
     ] = None
 

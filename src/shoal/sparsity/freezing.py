@@ -8,28 +8,14 @@ dropped, replicas do not send their gradients (`shoal.sparsity.masks`), and auto
 the first trained layer. Trained again, their optimizer state begins anew. What is frozen follows from the step alone,
 but for progress, which is saved.
 
-By progress, in the manner of Egeria (arXiv:2201.06227): a block's plasticity is how far it has moved from a reference,
-a copy of its weights that is some steps old, for its size and the learning rate:
-
-    p = |w - w_ref| / (|w_ref| lr every)
-
-A block has settled when p is below a share of the largest that it ever had. By `criterion = "gradient"`, as AutoFreeze
-has it (arXiv:2102.01386, section 3.2), g is the sum of a block's gradients since the last comparison, and the block has
-settled when the change of its norm
-
-    c = | |g_before| - |g| | / |g_before|
-
-is not above the quantile of all trained blocks that `below` says. Blocks are frozen from the front, each when those
-before it are, because only then its backward is saved; they thaw when the learning rate has fallen.
+By progress, blocks are frozen from the front when they hardly change any more (`shoal.sparsity.plasticity`).
 """
 
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -39,8 +25,9 @@ from torch.nn import Parameter
 
 from shoal.comm.collective import Collective
 from shoal.errors import ConfigError
-from shoal.sparsity.config import FreezeByProgress, FreezeConfig
+from shoal.sparsity.config import FreezeConfig
 from shoal.sparsity.masks import Masks
+from shoal.sparsity.plasticity import Activations, Plasticity
 from shoal.state import Held, Owned, is_counted, views
 
 REFERENCE, GRADIENT = "freeze/reference/", "freeze/gradient/"
@@ -101,61 +88,10 @@ def blocks_of(names: Iterable[str]) -> list[list[str]]:
     return list(blocks.values())
 
 
-@dataclass
-class Plasticity:
-    """How blocks settle, one after the other. Pure: measurements come in, the number of frozen blocks goes out.
-
-    `largest` is the largest plasticity of each block so far, `before` the norms of their gradients at the last
-    comparison, `settled` comparisons in a row in which a block was below; `frozen` blocks at the front are frozen, at
-    the learning rate `lr`.
-    """
-
-    config: FreezeByProgress
-    blocks: int
-    frozen: int = 0
-    lr: float = 0.0
-    largest: list[float] = field(default_factory=list)
-    settled: list[int] = field(default_factory=list)
-    before: list[float] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.largest = self.largest or [0.0] * self.blocks
-        self.settled = self.settled or [0] * self.blocks
-
-    def observe(self, measured: Sequence[float], lr: float) -> None:
-        """The plasticity of every block, or the norm of its gradient, at a comparison; frozen ones have none."""
-        if self.frozen and lr * self.config.thaw <= self.lr:
-            self.frozen, self.settled, self.before = 0, [0] * self.blocks, []
-            return
-        trained = range(self.frozen, self.blocks)
-        settled = self._settled_by_gradient if self.config.criterion == "gradient" else self._settled_by_movement
-        for block, below in zip(trained, settled(measured, trained), strict=True):
-            self.settled[block] = self.settled[block] + 1 if below else 0
-        most = int(self.config.most * self.blocks)
-        while self.frozen < most and self.settled[self.frozen] >= self.config.patience:
-            self.frozen, self.lr = self.frozen + 1, lr
-
-    def _settled_by_movement(self, plasticity: Sequence[float], blocks: Sequence[int]) -> list[bool]:
-        for block in blocks:
-            self.largest[block] = max(self.largest[block], plasticity[block])
-        return [plasticity[block] < self.config.share * self.largest[block] for block in blocks]
-
-    def _settled_by_gradient(self, norms: Sequence[float], blocks: Sequence[int]) -> list[bool]:
-        before, self.before = self.before, list(norms)
-        if not before:
-            return [False for _ in blocks]
-        changes = [abs(before[block] - norms[block]) / max(before[block], 1e-300) for block in blocks]
-        limit = sorted(changes)[max(0, math.ceil(self.config.share * len(changes)) - 1)]
-        return [change <= limit for change in changes]
-
-    def to_state(self) -> dict[str, Any]:
-        names = ("frozen", "lr", "largest", "settled", "before")
-        return {name: getattr(self, name) for name in names}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self.before = list(map(float, state.get("before", ())))  # earlier versions saved none
-        self.frozen, self.lr = int(state["frozen"]), float(state["lr"])
-        self.largest, self.settled = list(map(float, state["largest"])), list(map(int, state["settled"]))
+def block_names(names: Iterable[str]) -> list[str]:
+    """What the modules of these blocks are called, front to back."""
+    found = (_BLOCK.match(name) for name in names)
+    return list(dict.fromkeys(each[1] for each in found if each is not None))
 
 
 class Freezing:
@@ -163,7 +99,8 @@ class Freezing:
 
     `parameters` are this rank's trained parameters by their names in the unsplit model, `owned` the parts that
     `optimizer` steps, `names` all trained parameters of the unsplit model; the ranks of `replica` make up one model.
-    `masks` are what the wire reads, `rate` the learning rate of a step.
+    `masks` are what the wire reads, `rate` the learning rate of a step, `activations` what blocks are compared by
+    (None: by weights or gradients).
     """
 
     name = "freeze"
@@ -179,7 +116,9 @@ class Freezing:
         replica: Collective,
         masks: Masks,
         rate: Callable[[int], float],
+        activations: Activations | None = None,
     ) -> None:
+        self._activations = activations
         self._config, self._parameters, self._owned, self._optimizer = config, parameters, owned, optimizer
         self._names, self._replica, self._masks, self._rate = names, replica, masks, rate
         self._blocks = blocks_of(names)
@@ -208,6 +147,8 @@ class Freezing:
         if frozen != self._masks.frozen:
             self._masks.frozen = frozen
             self._masks.version += 1
+        if self._activations is not None:
+            self._activations.look(self._compares(step))
         return False
 
     def explore(self, step: int, again: Callable[[], object]) -> None:
@@ -224,12 +165,16 @@ class Freezing:
             elif self._by_gradient and own.name in self._block_of:
                 total = self._references.setdefault(id(own), torch.zeros_like(own.parameter))
                 total.add_(own.gradient, alpha=1 / scale)
+        if self._activations is not None and self._progress is not None and self._compares(step):
+            if self._activations.has_reference:  # weights are whole here, and not yet gathered after an update
+                self._progress.observe(self._activations.losses(), self._rate(step))
+            self._activations.renew()
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
         """After the update of `step`; all ranks call it together."""
         progress = self._progress
-        if progress is None or step % progress.config.every:
+        if progress is None or self._activations is not None or not self._compares(step):
             return
         if self._by_gradient:
             progress.observe(self._norms(self._squares_of_gradient)[0].tolist(), self._rate(step))
@@ -242,6 +187,10 @@ class Freezing:
     def skipped(self) -> bool:
         """A step without an update. No weight has changed."""
         return False
+
+    def _compares(self, step: int) -> bool:
+        """Whether blocks are compared with what they were after `step`."""
+        return self._progress is not None and step % self._progress.config.every == 0
 
     def _plasticity(self, step: int, every: int) -> list[float]:
         """That of every block, the same on all ranks."""
@@ -277,6 +226,8 @@ class Freezing:
 
     def tensors(self) -> dict[str, Held]:
         """The references."""
+        if self._activations is not None:
+            return self._activations.tensors()
         return {
             f"{self._prefix}{own.name}": views(
                 self._references[id(own)],
@@ -289,6 +240,8 @@ class Freezing:
 
     def targets(self, saved: Mapping[str, torch.dtype]) -> dict[str, Held]:
         """What a checkpoint that holds `saved` is read into."""
+        if self._activations is not None:
+            return self._activations.targets(saved)
         there = [own for own in self._owned if f"{self._prefix}{own.name}" in saved]
         self._references = {id(own): torch.zeros_like(own.parameter) for own in there}
         return self.tensors()

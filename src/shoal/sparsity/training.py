@@ -32,6 +32,7 @@ from shoal.sparsity.changes import MaskChanges, MaskPlan, NewMasks, Ticket, chec
 from shoal.sparsity.config import L0, Grasp, Movement, Sparse, TopKAST
 from shoal.sparsity.gates import Gates
 from shoal.sparsity.masks import Masks, Owners, packed_bytes, taken
+from shoal.sparsity.semi_structured import SemiStructured
 from shoal.state import Held, Owned, is_counted, views
 
 # What an optimizer keeps for masked weights is zero, and need not be held (`sparsity.packed_state`).
@@ -137,7 +138,7 @@ class SparseTraining:
     `state_home` is where the optimizer's state lives (None: where it leaves it).
 
     `held` are the layers of which this rank has a part; `whole_norm` measures the gradient of the whole model;
-    `ticket`: see `Lottery`. Raises `ConfigError` where the pattern
+    `ticket`: see `Lottery`; `products`: what computes with masked weights. Raises `ConfigError` where the pattern
     does not divide a layer, or nothing of it would be left.
     """
 
@@ -155,8 +156,9 @@ class SparseTraining:
         whole_norm: WholeNorm,
         ticket: Ticket | None = None,
         state_home: PackedState | None = None,
+        products: SemiStructured | None = None,
     ) -> None:
-        self._whole_norm, self._state_home = whole_norm, state_home
+        self._whole_norm, self._state_home, self._semi_structured = whole_norm, state_home, products
         self.owners, self.masks, self._optimizer = owners, masks, optimizer
         self._held = frozenset(held) | {name for name in owners.shapes if owners.owns(name)}
         self._plan, self._wider = plan, Masks()
@@ -201,8 +203,14 @@ class SparseTraining:
         self.masks.all_sent = self._config.sends_all or (self._config.reads_gradient and self._due(step))
         if self._gates is not None and not self._masked and step >= self._plan.begin:
             self._gates.close(step)
-            return True
+            changed = True
+        self._refresh()
         return changed
+
+    def _refresh(self) -> None:
+        """Before forwards with other weights or masks than before."""
+        if self._semi_structured is not None:
+            self._semi_structured.refresh(self.masks)
 
     def _settle(self, step: int) -> bool:
         """In the first step of a process. Whether masks may have changed weights."""
@@ -241,6 +249,7 @@ class SparseTraining:
         for side in (reach, -reach):
             for (own, direction), weight in zip(directions, weights, strict=True):
                 own.parameter.copy_(weight).add_(direction, alpha=side)
+            self._refresh()
             with torch.enable_grad():
                 again()
             for (own, _), product in zip(directions, products, strict=True):
