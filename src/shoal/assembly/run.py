@@ -229,7 +229,7 @@ def run_in_generation(
         state = build_state(run_file, generation, workload, scaler)
     stage, shares = mesh.layout.index("pipeline", mesh.rank), mesh.layout.replicate * mesh.layout.shard
     tiers.keep_activations(generation.parts, stage, shares=shares)
-    tiers.keep_state(state.optimizers)
+    tiers.keep_state(state.optimizers, steps=lambda: state.progress.step)
     tiers.hold(generation.parts.split.model, generation.gradients, state.optimizers)
     step = build_step(run_file, generation, state, scaler)
     step.counting = tiers.counting
