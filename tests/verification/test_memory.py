@@ -33,6 +33,11 @@ PROVED: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {**LARGE, "layout": {"shard": 2}, "memory": {"zero": 1, "offload": {"optimizer": "disk"}}},
     ),
+    "delayed updates": (1, {**LARGE, "memory": {"offload": {"optimizer": "host", "delay_update_after": 0}}}),
+    "delayed updates, ZeRO-3": (
+        2,
+        {**LARGE, "layout": {"shard": 2}, "memory": {"offload": {"optimizer": "disk", "delay_update_after": 0}}},
+    ),
     "activations on the host": (
         2,
         {**LARGE, "layout": {"replicate": 2}, "memory": {"offload": {"activations": "host"}}},
@@ -69,6 +74,10 @@ UNPROVED: dict[str, tuple[dict[str, Any], str]] = {
     "nothing is large enough": ({"memory": {"offload": {"activations": "host"}}}, "moved nothing that blocks save"),
     "no state is, either": ({"memory": {"offload": {"optimizer": "host"}}}, "moved no state of the optimizer"),
     "all fits": ({"memory": budget("1 GiB")}, "nothing was computed again after the first step"),
+    "a first delayed update that comes later": (
+        {**LARGE, "memory": {"offload": {"optimizer": "host", "delay_update_after": 40}}},
+        "delay_update_after = 40 was taken as 0",
+    ),
     "8 bits": ({**LARGE, "memory": {"offload": {"activation_bits": 8}}}, "activation_bits was left out"),
 }
 
@@ -113,3 +122,24 @@ def test_what_comes_back_wrong_is_found(ranks, folder: Path, case: str, quantity
     verdict, *_ = ranks(world, verified_with_loss, tables, str(folder))
     assert not verdict["holds"]
     assert quantity in {row["quantity"] for row in verdict["rows"] if not row["holds"]}
+
+
+def verified_in_time(place: TestPlace, tables: dict[str, Any], folder: str) -> dict[str, Any] | None:
+    """With updates that are shown at once, though the run file says that they are delayed."""
+    from shoal.memory.streamed_state import DelayedUpdates
+
+    stream = DelayedUpdates.stream
+
+    def at_once(self: Any, parts: Any, state: Any) -> None:
+        self._after = 1 << 30
+        stream(self, parts, state)
+
+    with patch.object(DelayedUpdates, "stream", at_once):
+        return verified(place, tables, folder, False, STEPS)
+
+
+def test_an_update_that_is_not_delayed_is_found(ranks, folder: Path) -> None:
+    world, tables = PROVED["delayed updates"]
+    verdict, *_ = ranks(world, verified_in_time, tables, str(folder))
+    assert not verdict["holds"]
+    assert {row["quantity"] for row in verdict["rows"] if not row["holds"]} == {"weight"}

@@ -229,7 +229,7 @@ def run_in_generation(
         scaler, trained = scaler_of(run_file.precision), generation.trained
         state = build_state(run_file, generation, workload, scaler)
     tiers.keep_activations(generation.parts, mesh)
-    tiers.keep_state(state.optimizers)
+    tiers.keep_state(state.optimizers, steps=lambda: state.progress.step)
     tiers.hold(generation.parts.split.model, generation.gradients, state.optimizers)
     step = build_step(run_file, generation, state, scaler)
     step.counting = tiers.counting

@@ -31,6 +31,7 @@ from shoal.engine.state import (
 )
 from shoal.errors import ConfigError
 from shoal.gradients.residuals import ResidualSection
+from shoal.memory.streamed_state import NEXT_WEIGHT
 from shoal.optim.build import build_optimizer
 from shoal.optim.declared import Slot
 from shoal.optim.parts import SeesParts
@@ -86,7 +87,9 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
 
     if not own:
         built = _connected(_built(run_file, generation), run_file, generation)
-        optimizers = [section(built, run_file.optimizer.all_slots)]
+        delayed = run_file.memory.offload.delay_update_after is not None
+        ahead = (Slot(NEXT_WEIGHT),) if delayed else ()
+        optimizers = [section(built, (*run_file.optimizer.all_slots, *ahead))]
         left_out = _left_out(run_file, generation, workload, built)
     else:
         stepped = [(owned.name, owned.parameter) for owned in gradients.owned]

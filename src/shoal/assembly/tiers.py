@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from shoal.memory.recompute import Recomputed
 from shoal.memory.simulated_device import ACTIVATIONS, SimulatedDevice
 from shoal.memory.spill_file import DiskTraffic, SpillFile, Traffic
 from shoal.memory.streamed_state import LEAST_BYTES as LEAST_STATE_BYTES
-from shoal.memory.streamed_state import HostPieces, HostUpdates, StreamedState
+from shoal.memory.streamed_state import DelayedUpdates, HostPieces, HostUpdates, StreamedState
 from shoal.memory.tiers import DiskTier, HostTier
 from shoal.optim.config import kinds_whose
 from shoal.optim.fused import FusedOptimizer
@@ -47,7 +47,7 @@ class Tiers:
                 f'memory.budget = "{memory.budget}" is met where ranks are started: train by shoal train, or write the '
                 "keys that its run.toml has"
             )
-        self._state: StreamedState | HostUpdates | None = None
+        self._state: StreamedState | HostUpdates | DelayedUpdates | None = None
         if memory.offload.parameters != "device" and device.type != "cpu":
             raise ConfigError(
                 f'memory.offload.parameters = "{memory.offload.parameters}" on a {device.type} device: it runs on '
@@ -72,16 +72,23 @@ class Tiers:
         return self.home is not None or self._state is not None or self._activations is not None
 
     def check_own_loop(self) -> None:
-        """Raises `ConfigError` for what a script's own loop would leave uncounted."""
+        """Raises `ConfigError` for what a script's own loop would leave uncounted, or undo."""
+        if self._config.delay_update_after is not None:
+            raise ConfigError(
+                f"memory.offload.delay_update_after = {self._config.delay_update_after} in a loop of the script's own: "
+                "what it writes into weights would be lost with the next delayed update; leave the key out, or train "
+                "by shoal train"
+            )
         if self.device is not None:
             raise ConfigError(
                 "memory.simulate_device counts what the run's own steps compute, and this loop is the script's: leave "
                 "it out, or train by shoal train"
             )
 
-    def keep_state(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def keep_state(self, optimizers: Iterable[torch.optim.Optimizer], *, steps: Callable[[], int]) -> None:
         """Gives the state of `optimizers`, which have not stepped yet, its home. Raises `ConfigError` for one whose
-        parameters are not updated one by one."""
+        parameters are not updated one by one. `steps`: how many the run has taken.
+        """
         if self._config.optimizer == "device":
             return
         for optimizer in optimizers:
@@ -91,7 +98,7 @@ class Tiers:
                     "needs the state of all parameters at once or updates them itself: choose optimizer.kind = "
                     f"{kinds_whose(lambda table: table.updates_apart)}, or leave the key out"
                 )
-            optimizer.home = self._state = self._home_of_state()
+            optimizer.home = self._state = self._home_of_state(steps)
 
     def keep_activations(self, parts: Divided, mesh: Mesh) -> None:
         """Gives what the blocks of this rank's part of the model save its home, and what frozen ones give theirs.
@@ -197,18 +204,23 @@ class Tiers:
             self._pieces = SpillFile(self._folder)
         return HostPieces(self._traffic, self._pieces)
 
-    def _home_of_state(self) -> StreamedState | HostUpdates:
-        config, on_disk = self._config, self._config.optimizer == "disk"
-        on_device = self.home is None
+    def _home_of_state(self, steps: Callable[[], int]) -> StreamedState | HostUpdates | DelayedUpdates:
+        config, on_disk, after = self._config, self._config.optimizer == "disk", self._config.delay_update_after
+        on_device = self.home is None and after is None
         traffic = self._traffic if on_device else DiskTraffic(self._traffic)
         tier: HostTier | DiskTier = HostTier(self._torch_device, traffic)
         if on_disk:
             tier = DiskTier(SpillFile(self._folder), self._torch_device, traffic, pool_bytes=config.pool_bytes)
-        streamed = StreamedState(tier, self._torch_device, traffic, part_bytes=config.part_bytes)
+        there = self._torch_device if after is None else torch.device("cpu")
+        streamed = StreamedState(tier, there, traffic, part_bytes=config.part_bytes)
         if on_device:
             return streamed
         on_host = nullcontext if self.device is None else self.device.on_host
-        return HostUpdates(on_host, streamed if on_disk else None, part_bytes=config.part_bytes)
+        disk = streamed if on_disk else None
+        if after is None:
+            return HostUpdates(on_host, disk, part_bytes=config.part_bytes)
+        beside = HostUpdates(nullcontext, disk, part_bytes=config.part_bytes)  # nothing of a thread is counted
+        return DelayedUpdates(beside, self._torch_device, self._traffic, after=after, steps=steps, on_host=on_host)
 
 
 OPTIMIZER_STATE = "optimizer state"

@@ -18,7 +18,8 @@ BudgetChange = Literal["nothing", "rounding", "moments"]
 class OffloadConfig(Table, frozen=True):
     """Where a rank keeps what it does not use at the moment: on the device, on the host, or on disk.
 
-    Moved bytes are exact, and so is the update: with `activation_bits` left out, losses are the same to the last bit.
+    Moved bytes are exact, and so is the update: with `activation_bits` and `delay_update_after` left out, losses are
+    the same to the last bit.
     """
 
     optimizer: Annotated[
@@ -47,6 +48,14 @@ class OffloadConfig(Table, frozen=True):
         says(
             "Bits of a number that a block saves for its backward, in blocks of 256 with a scale: each is off by at "
             "most 1/254 of the largest of its block (arXiv:2206.11357). Default: as it was computed."
+        ),
+    ] = None
+    delay_update_after: Annotated[
+        Annotated[int, msgspec.Meta(ge=0)] | None,
+        says(
+            "From the step after this one on, the host makes the update of a step beside the forward and backward of "
+            "the next, which therefore computes with weights one update old (arXiv:2101.06840, section 5.2): another "
+            "training, which converges alike where steps are small. 0: from the first step on. Default: never."
         ),
     ] = None
     part: Annotated[

@@ -5,6 +5,9 @@
 (ZeRO-Offload, arXiv:2101.06840, and ZeRO-Infinity, arXiv:2104.07857, update on the host instead; decision 0064 says why
 not.) So at most three parts are on the device at a time, and the update is the same to the last bit. Bytes of a step,
 for S bytes of state: S to the device and S back, from the second step on.
+
+`HostUpdates` are for parameters that are on the host themselves, and `DelayedUpdates` for an update that the host makes
+beside the next step.
 """
 
 from __future__ import annotations
@@ -12,10 +15,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +26,8 @@ from torch.nn import Parameter
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shoal.memory.spill_file import Mapped, SpillFile, Traffic, aligned_buffer
-from shoal.memory.tiers import Image, Lane, Tier, exposed
+from shoal.memory.tiers import Image, Lane, Tier, exposed, places_of
+from shoal.state import works_in_streams
 
 LEAST_BYTES = 16 << 10
 """Smaller tensors, such as the moments of biases and counters of steps, stay on the device."""
@@ -31,11 +35,22 @@ LEAST_BYTES = 16 << 10
 State = MutableMapping[Parameter, dict[str, Any]]
 
 
-class Part(NamedTuple):
-    """Parameters that are updated together, and what updates them."""
+class Part(Protocol):
+    """Parameters that are updated together, and their gradients."""
 
-    parameters: Sequence[Parameter]
-    update: Callable[[], None]
+    @property
+    def parameters(self) -> list[Parameter]: ...
+
+    @property
+    def gradients(self) -> list[Tensor]: ...
+
+    def update(self) -> None:
+        """Updates them."""
+        ...
+
+    def of(self, parameters: list[Parameter], gradients: list[Tensor]) -> Part:
+        """The same update of copies of the parameters."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -226,3 +241,128 @@ class HostUpdates:
         """Ends the disk's threads, and frees its space."""
         if self._disk is not None:
             self._disk.close()
+
+
+NEXT_WEIGHT = "next_weight"
+"""The slot of weights that an update has made and that the model does not compute with yet."""
+
+
+class DelayedUpdates:
+    """Updates that the host makes beside the forward and backward of the next step, on copies of the weights
+    (ZeRO-Offload's delayed parameter update, arXiv:2101.06840, section 5.2).
+
+        x(t + 1) = x(t) - u(g(t))     u the optimizer's update, g(t) the gradient of step t at the weights w(t)
+        w(t + 1) = x(t)               from step `after` + 1 on;  x(t + 1) before
+
+    So weights are one update behind, and all that looks at the model sees w: forwards, evaluations, exports. What has
+    been made of x(t + 1) is a slot of the state, by which a run goes on to the last bit.
+
+    `updates` are those of the host, made in a thread of their own. `steps`: how many the run has taken. `on_host` is
+    around what is allocated there. Bytes of a step, for P bytes of parameters: P to the host (gradients), P back.
+    """
+
+    reads_to_host = True
+
+    def __init__(
+        self,
+        updates: HostUpdates,
+        device: torch.device,
+        traffic: Traffic,
+        *,
+        after: int,
+        steps: Callable[[], int],
+        on_host: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._updates, self._device, self._traffic, self._on_host = updates, device, traffic, on_host
+        self._after, self._steps, self.part_bytes = after, steps, updates.part_bytes
+        self._thread = Lane(torch.device("cpu"), "delayed-update")
+        self._copies: dict[Parameter, Parameter] = {}
+        self._stale: set[Parameter] = set()
+        self._own: list[Parameter] = []
+        self._going: Future[None] | None = None
+
+    def stream(self, parts: Sequence[Part], state: State) -> None:
+        """Shows what the update before has made, and begins this one."""
+        self.settle(state)
+        self._show(state)
+        copied = [part.of(*self._on_the_host(part)) for part in parts]
+        self._own = [parameter for part in parts for parameter in part.parameters]
+        for parameter in self._own:
+            state[self._copies[parameter]] = state.pop(parameter, {})
+        launched = torch.accelerator.current_stream(self._device).record_event() if self._in_streams else None
+        self._going = self._thread.submit(partial(self._make, copied, state, launched))
+        if self._steps() < self._after:
+            self.settle(state)
+            self._show(state)
+
+    def settle(self, state: State) -> None:
+        """Returns when the last update is made, and `state` is that after it."""
+        if self._going is None:
+            return
+        with exposed(self._traffic):
+            self._going.result()
+        self._going = None
+        for parameter in self._own:
+            copy = self._copies[parameter]
+            state[parameter] = {**state.pop(copy), NEXT_WEIGHT: copy.detach()}
+
+    def put_away(self, state: State) -> None:
+        """Goes on from what a checkpoint was read into: weights that it was ahead of are in their slot."""
+        ahead = {p: slots.pop(NEXT_WEIGHT) for p, slots in state.items() if NEXT_WEIGHT in slots}
+        for parameter in list(state):
+            state[self._copy_of(parameter)] = state.pop(parameter)
+        self._updates.put_away(state)
+        self._stale = set(self._copies) - set(ahead)
+        for parameter, copy in self._copies.items():
+            if copy in state:
+                state[parameter] = state.pop(copy)
+        with torch.no_grad():
+            for parameter, weight in ahead.items():
+                state[parameter][NEXT_WEIGHT] = self._copies[parameter].copy_(weight).detach()
+
+    def close(self) -> None:
+        """Ends its threads behind the update under way, and frees what is on disk."""
+        self._thread.close()
+        self._updates.close()
+
+    @property
+    def _in_streams(self) -> bool:
+        return works_in_streams(self._device)
+
+    def _make(self, parts: Sequence[Part], state: State, launched: torch.Event | None) -> None:
+        """In the thread."""
+        if launched is not None:
+            launched.synchronize()  # gradients are there, and what was made before was shown
+        with torch.no_grad():
+            self._updates.stream(parts, state)
+
+    def _show(self, state: State) -> None:
+        """The model computes with what has been made."""
+        for parameter, slots in state.items():
+            weight = slots.pop(NEXT_WEIGHT, None)
+            if weight is not None:
+                parameter.copy_(weight, non_blocking=True)
+                self._traffic.add(to_device_bytes=weight.nbytes)
+
+    def _on_the_host(self, part: Part) -> tuple[list[Parameter], list[Tensor]]:
+        """Copies of parameters and gradients. The weights are those of the update before already."""
+        found = [self._copy_of(parameter) for parameter in part.parameters]
+        for parameter, copy, gradient in zip(part.parameters, found, part.gradients, strict=True):
+            assert copy.grad is not None
+            if parameter in self._stale:
+                copy.copy_(parameter, non_blocking=True)
+                self._stale.discard(parameter)
+            copy.grad.copy_(gradient.to_dense() if gradient.is_sparse else gradient, non_blocking=True)
+            self._traffic.add(to_host_bytes=gradient.nbytes)
+        return found, [copy.grad for copy in found if copy.grad is not None]
+
+    def _copy_of(self, parameter: Parameter) -> Parameter:
+        """Its place on the host, with one for its gradient."""
+        if parameter not in self._copies:
+            with self._on_host(), torch.no_grad():
+                place = places_of([parameter])[0]
+                both = [place.view(aligned_buffer(place.size_bytes, self._device)) for _ in range(2)]
+                copy = self._copies[parameter] = Parameter(both[0])
+                copy.grad = both[1]
+            self._stale.add(parameter)
+        return self._copies[parameter]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,10 +28,19 @@ class Work(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Parameters that are updated together, and what updates them."""
+    """Parameters that are updated together, their gradients, and the kernel that updates such."""
 
     parameters: list[Parameter]
-    update: Callable[[], None]
+    gradients: list[Tensor]
+    kernel: Callable[[list[Parameter], list[Tensor]], None]
+
+    def update(self) -> None:
+        """Updates them, with the options that their group had when the step was taken."""
+        self.kernel(self.parameters, self.gradients)
+
+    def of(self, parameters: list[Parameter], gradients: list[Tensor]) -> Part:
+        """The same update of copies of the parameters."""
+        return Part(parameters, gradients, self.kernel)
 
 
 class StateHome(Protocol):
@@ -48,6 +57,15 @@ class StateHome(Protocol):
 
     def put_away(self, state: Any) -> None:
         """Takes all of the state out, as after a checkpoint was read into it."""
+        ...
+
+
+@runtime_checkable
+class Delays(Protocol):
+    """A home where updates go on after `stream` has returned, when what an optimizer is told of one step is gone."""
+
+    def settle(self, state: Any) -> None:
+        """Returns when the last update is made, and `state` is that after it."""
         ...
 
 
@@ -125,7 +143,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self.update(*one)
         else:
             parts = [part for one in work for part in _parts(one, self.home.part_bytes)]
-            self.home.stream([Part(part.parameters, partial(self.update, *part)) for part in parts], self.state)
+            kernels = [partial(self.update, dict(part.group)) for part in parts]
+            self.home.stream(
+                [Part(p.parameters, p.gradients, k) for p, k in zip(parts, kernels, strict=True)], self.state
+            )
 
     def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
         """Updates these parameters, which have one device and dtype, with the options of their group."""
@@ -133,7 +154,11 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 
 def _kernels_scale(optimizer: FusedOptimizer) -> bool:
-    """Whether PyTorch's kernels step all: a scale is too coarse for float64, and sparse gradients have no kernel."""
+    """Whether PyTorch's kernels step all: a scale is too coarse for float64, sparse gradients have no kernel, and a
+    delayed update comes when the scale of its step is gone.
+    """
+    if isinstance(optimizer.home, Delays):
+        return False
     fused = all(group.get("fused", True) for group in optimizer.param_groups)
     return fused and all(p.dtype == torch.float32 for group in optimizer.param_groups for p in group["params"])
 

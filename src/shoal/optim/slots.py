@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from shoal.codec.moments import Quantised
 from shoal.errors import UsageError
 from shoal.optim.declared import Dims, Slot
-from shoal.optim.fused import FusedOptimizer, StateHome
+from shoal.optim.fused import Delays, FusedOptimizer, StateHome
 
 
 @runtime_checkable
@@ -47,7 +47,8 @@ class StoredElsewhere(Protocol):
 
 
 def named_slots(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Tensor]:
-    """Every tensor of the state, by slot and parameter name. Empty before the first step."""
+    """Every tensor of the state, by slot and parameter name. Empty before the first step. Waits for delayed updates."""
+    _settle(optimizer)
     return {
         f"{slot}/{name}": value.decoded() if isinstance(value, Quantised) else local(value)
         for name, parameter in parameters
@@ -69,6 +70,7 @@ def make_slots(
     `UsageError` for a saved slot that it does not have.
     """
     owners, declared, made = dict(parameters), {slot.name: slot for slot in slots}, {}
+    _settle(optimizer)
     home = _home(optimizer)
     device = torch.device("cpu") if home is not None and home.reads_to_host else None
     for key, dtype in saved.items():
@@ -122,6 +124,12 @@ def _empty_slot(slot: Slot, parameter: Parameter, shape: Dims, dtype: torch.dtyp
 
 def _home(optimizer: torch.optim.Optimizer) -> StateHome | None:
     return optimizer.home if isinstance(optimizer, FusedOptimizer) else None
+
+
+def _settle(optimizer: torch.optim.Optimizer) -> None:
+    home = _home(optimizer)
+    if isinstance(home, Delays):
+        home.settle(optimizer.state)
 
 
 def _read(stored: StoredElsewhere) -> Tensor:

@@ -100,6 +100,11 @@ def _check_priced(run_file: RunFile) -> None:
             "memory.offload: plans are priced with parameters and all that blocks save on the device, as it was "
             "computed; leave activations, activation_bits and parameters out for an upper bound of the memory"
         )
+    if offload.delay_update_after is not None:
+        raise LayoutError(
+            f"memory.offload.delay_update_after = {offload.delay_update_after}: plans are priced with updates between "
+            "two steps; leave it out for an upper bound of the time"
+        )
     if run_file.memory.budget is not None:
         raise LayoutError(
             "memory.budget: what it becomes is tried when the run starts; leave it out for the plan of the run without"

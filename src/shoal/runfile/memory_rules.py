@@ -16,6 +16,7 @@ def memory_refusal(run_file: RunFile) -> str | None:
         _recompute_rule(run_file)
         or _parameters_rule(run_file)
         or _state_rule(run_file)
+        or _delay_rule(run_file)
         or _activations_rule(run_file)
         or _device_rule(run_file)
         or _fitted_rule(run_file)
@@ -90,6 +91,24 @@ def _against_streams(run_file: RunFile) -> Iterator[tuple[str, str]]:
     if sync.replicas_are == "workers" or run_file.elastic is not None:
         name = "[elastic]" if run_file.elastic is not None else f'sync.kind = "{sync.variant}"'
         yield name, "its state is brought to other ranks while the run goes on; leave one of the two out"
+
+
+def _delay_rule(run_file: RunFile) -> str | None:
+    offload = run_file.memory.offload
+    if offload.delay_update_after is None:
+        return None
+    said = f"memory.offload.delay_update_after = {offload.delay_update_after}"
+    if offload.optimizer == "device":
+        return (
+            f"{said} with the optimizer on the device, which is not free for an update while it computes the next "
+            'step: set memory.offload.optimizer = "host"'
+        )
+    if offload.parameters == "disk":
+        return f"{said} with parameters on disk, of which the host would need a copy in memory: leave one of them out"
+    if run_file.sparsity is not None or (run_file.freeze is not None and run_file.freeze.changes):
+        table = "[sparsity]" if run_file.sparsity is not None else "[freeze]"
+        return f"{said} with {table}, which changes weights between two steps: leave one of them out"
+    return None
 
 
 def _activations_rule(run_file: RunFile) -> str | None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -67,7 +68,33 @@ def reference_of(run: Run) -> Reference:
     chain = Chain(run_file.optimizer.transforms, parts, run_file.run.seed)
     sparse = None if run_file.sparsity is None else _masks(run, optimizer, parts.owned)
     clip_norm = run_file.optimizer.clip_norm
-    return Reference(compute, optimizer, clip_norm, _arrangement(run), transform=chain, sparse=sparse)
+    kind = Reference if run_file.memory.offload.delay_update_after is None else LateReference
+    return kind(compute, optimizer, clip_norm, _arrangement(run), transform=chain, sparse=sparse)
+
+
+@dataclass
+class LateReference(Reference):
+    """The same where a step computes with weights of which the last update is left out: `newest` have it."""
+
+    newest: dict[str, Tensor] = field(default_factory=dict)
+
+    def update(
+        self, gradients: dict[str, Tensor], *, lr: float, norm: float | None = None, loss: float = math.nan
+    ) -> None:
+        """One optimizer step of the newest weights; those before it are what the next step computes with."""
+        shown = self.newest or self._copied()
+        self._put(shown)
+        super().update(gradients, lr=lr, norm=norm, loss=loss)
+        self.newest = self._copied()
+        self._put(shown)
+
+    def _copied(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().clone() for name, parameter in self.weights.items()}
+
+    @torch.no_grad()
+    def _put(self, values: Mapping[str, Tensor]) -> None:
+        for name, parameter in self.weights.items():
+            parameter.copy_(values[name])
 
 
 def _masks(run: Run, optimizer: torch.optim.Optimizer, owned: Sequence[Owned]) -> SparseTraining:

@@ -83,6 +83,10 @@ LOSSY_ACTIVATIONS = (
     "memory.offload.activation_bits was left out: this compares the layout with activations that are saved as they "
     "are; with it each is off by up to 1/254 of its block's largest number"
 )
+DELAYED = (
+    "memory.offload.delay_update_after = {} was taken as 0, so that updates of the proof are delayed; after the first "
+    "step the layout and the one process go on from their own weights"
+)
 FLOAT8 = (
     'precision.kind = "float8" was left out: its products are rounded as their scales come, which no tolerance tells '
     "from a mistake; the layout is proved without them"
@@ -125,8 +129,10 @@ def verify_rank(
         run_file = msgspec.structs.replace(run_file, shard_codec=ShardCodecConfig())
     if run_file.memory.offload.activation_bits is not None:
         notes.append(LOSSY_ACTIVATIONS)
-        offload = msgspec.structs.replace(run_file.memory.offload, activation_bits=None)
-        run_file = msgspec.structs.replace(run_file, memory=msgspec.structs.replace(run_file.memory, offload=offload))
+        run_file = with_offload(run_file, activation_bits=None)
+    if run_file.memory.offload.delay_update_after:
+        notes.append(DELAYED.format(run_file.memory.offload.delay_update_after))
+        run_file = with_offload(run_file, delay_update_after=0)
     if (lossy := run_file.pipeline.codec) != "none":
         notes.append(LOSSY_STAGES.format(lossy))
     run_file = msgspec.structs.replace(run_file, pipeline=msgspec.structs.replace(run_file.pipeline, codec="none"))
@@ -170,6 +176,12 @@ def verify_rank(
     return verdict
 
 
+def with_offload(run_file: RunFile, **changed: int | None) -> RunFile:
+    """The same with other keys of `[memory.offload]`."""
+    offload = msgspec.structs.replace(run_file.memory.offload, **changed)
+    return msgspec.structs.replace(run_file, memory=msgspec.structs.replace(run_file.memory, offload=offload))
+
+
 def narrowing(run_file: RunFile, layout: Layout) -> str:
     """Which keys, changed one at a time, tell what computes otherwise; empty where there is one thing only."""
     sizes = {axis: layout.size(axis) for axis in ("shard", "pipeline", "context", "tensor", "expert")}
@@ -187,7 +199,9 @@ def narrowing(run_file: RunFile, layout: Layout) -> str:
 
 @dataclass
 class _Proof:
-    """The layout and, at rank 0, the reference, which take the same steps."""
+    """The layout and, at rank 0, the reference, which take the same steps. `apart`: whether both go on by themselves,
+    as each holds an update that its weights do not show yet.
+    """
 
     run: Run
     reference: Reference | None
@@ -198,6 +212,7 @@ class _Proof:
     moments: Sequence[HeldBox] = ()
     replayed: int = 0
     unkeyed: frozenset[str] = frozenset()
+    apart: bool = False
 
     def take(self, numbers: range, tolerances: Tolerances) -> bool:
         """The steps `numbers`, up to the first that differs. Does everything hold so far?"""
@@ -228,6 +243,7 @@ class _Proof:
         run_file = msgspec.structs.replace(run.run_file, precision=config)
         workload = with_new_model(replace(run.workload, precision=precision_of(config)), run_file, run.device)
         self.run, self.moments = run_in_generation(run_file, run.process, workload, number=generation), ()
+        self.apart = False
         if self.reference is not None:
             self.reference = reference_of(self.run)
 
@@ -240,7 +256,9 @@ class _Proof:
             self.unkeyed |= reference.compute.randomness.unkeyed(run.device)
         run.process.announce(f"verify/{number}/expected", str)  # a long wait, which no collective would allow
         self.bar.update(f"step {number} of {last}: the layout computes it", done=2 * number - 1, total=2 * last)
-        give_weights(run, reference)
+        if not self.apart:
+            give_weights(run, reference)
+        self.apart = run.run_file.memory.offload.delay_update_after is not None
         tap = ReplayRoutes(share_routes(run, routes, key=f"verify/{number}/routes"), tolerances.loss)
         found = take_step(run, number, self.feed.next().microbatches, tap)
         self.replayed += found.replayed
