@@ -17,7 +17,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal import units
-from shoal.assembly.metering import device_use, feed_of, layer_norms, replica_speeds, scaling
+from shoal.assembly.metering import CompileClock, device_use, feed_of, layer_norms, replica_speeds, scaling
 from shoal.assembly.proofs import UnkeyedDraws, missing_proof
 from shoal.assembly.run import Run
 from shoal.assembly.run_gradients import gathering_of, zero_of
@@ -108,6 +108,7 @@ def build_job(
     whole = mesh.layout.replica_size == 1 and zero_of(run_file.memory, mesh) is None
     forward = whole and not own_loop and not run.generation.looks_up
     unkeyed = UnkeyedDraws(run)
+    compiling = CompileClock(stack, compiles=run_file.run.compile is not False)
     return Job(
         state=run.state,
         step=run.step if injector is None else injector.around(run.step, run.state, run.model),
@@ -124,7 +125,7 @@ def build_job(
         rate=_none if own_loop else run.rate,
         evaluate=None if own_loop or run.workload.data.held_out is None else run.evaluate,
         stop_requested=stop_requested,
-        figures=lambda: _figures(run, sinks, unkeyed),
+        figures=lambda: _figures(run, sinks, unkeyed, compiling),
         compare=_comparison(run),
         speeds=replica_speeds(run, feed, sinks),
         hooks=run_hooks(run),
@@ -292,9 +293,9 @@ def _none(number: int) -> None:
     """No learning rate but the optimizer's own."""
 
 
-def _figures(run: Run, sinks: Sinks, unkeyed: UnkeyedDraws) -> dict[str, float]:
-    """What the codec and the strategy measured in the step just taken; says what was chosen and drawn in it."""
-    if news := unkeyed.news():
+def _figures(run: Run, sinks: Sinks, unkeyed: UnkeyedDraws, compiling: CompileClock) -> dict[str, float]:
+    """What the compiler, the codec and the strategy measured in the step just taken; says what was chosen and drawn."""
+    for news in filter(None, (unkeyed.news(), compiling.sentence())):
         sinks.note(news)
     coded = run.generation.coded
     for line in [] if coded is None else coded.take_lines():
@@ -305,4 +306,4 @@ def _figures(run: Run, sinks: Sinks, unkeyed: UnkeyedDraws) -> dict[str, float]:
     agreed, kept = run.generation.agreement.take_figures(), run.tiers.take_figures()
     for line in run.tiers.take_lines():
         sinks.warn(line)
-    return {**measured, **agreed, **kept, **run.state.figures()}
+    return {**measured, **agreed, **kept, **run.state.figures(), **compiling.take_figures()}

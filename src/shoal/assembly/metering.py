@@ -1,12 +1,16 @@
 """What a run measures beside its steps: the gradient by layers, the speed-up against one rank, its replicas' speeds,
-how well its device is used.
+how well its device is used, what its compiler takes.
 """
 
 from __future__ import annotations
 
+import sys
+import time
 import tomllib
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -56,6 +60,45 @@ def replica_speeds(run: Run, feed: Feed | GrowingFeed, sinks: Sinks) -> ReplicaS
         lasting=Lasting(observe.straggler_s),
         board=board,
     )
+
+
+class CompileClock:
+    """Seconds in which `torch.compile` was at work on this rank: when it first meets a function, and whenever inputs of
+    another size or a changed flag make it compile that again. Runs that compile nothing do not import a compiler.
+    """
+
+    def __init__(self, stack: ExitStack, *, compiles: bool) -> None:
+        self._began_s = self._took_s = 0.0
+        self._programs = 0
+        if not compiles and "torch._dynamo" not in sys.modules:  # which a script's own torch.compile imports
+            return
+        from torch._dynamo.callback import callback_handler as handler
+
+        handler.register_start_callback(self._started)
+        handler.register_end_callback(self._ended)
+        stack.callback(self._leave, handler)
+
+    def take_figures(self) -> dict[str, float]:
+        """Those of the step just taken; {} where nothing was compiled."""
+        took_s, self._took_s, self._programs = self._took_s, 0.0, 0
+        return {"time/compile": took_s} if took_s else {}
+
+    def sentence(self) -> str:
+        """What was compiled in the step just taken; "" where nothing was."""
+        programs = f"{self._programs} program{'s' * (self._programs != 1)}"
+        return f"torch.compile took {self._took_s:.1f} s of the last step, for {programs}" if self._took_s else ""
+
+    def _started(self, *_: Any) -> None:
+        self._began_s = time.perf_counter()
+
+    def _ended(self, *_: Any) -> None:
+        self._took_s += time.perf_counter() - self._began_s
+        self._programs += 1
+
+    def _leave(self, handler: Any) -> None:
+        if self._started in handler.start_callbacks:  # `torch._dynamo.reset` has taken all of them off
+            handler.remove_start_callback(self._started)
+            handler.remove_end_callback(self._ended)
 
 
 def _unsaid(sentence: str) -> None:

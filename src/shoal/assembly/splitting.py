@@ -256,16 +256,16 @@ def compiled(run_file: RunFile, parts: Divided, mesh: Mesh, *, loss: Loss, own_l
     """Compiles what `run.compile` says, in place, and the loss with it unless the loop is the script's own. None where
     nothing is compiled that the step has to call otherwise.
     """
-    said, model = run_file.run.compile, parts.split.model
+    said, options, model = run_file.run.compile, run_file.run.compile_options, parts.split.model
     if said is False:
         return None
     whole = said != "blocks"
     if not whole:
-        compile_blocks(blocks_in(model, parts.stages, mesh.layout.index("pipeline", mesh.rank)))
+        compile_blocks(blocks_in(model, parts.stages, mesh.layout.index("pipeline", mesh.rank)), options)
     elif own_loop:
-        model.compile()
+        model.compile(**options)
     chunked = run_file.memory.loss_chunks > 1
-    return None if own_loop or chunked else LossPrograms(model, loss, whole=whole)
+    return None if own_loop or chunked else LossPrograms(model, loss, whole=whole, options=options)
 
 
 def _repeatable(run_file: RunFile, parts: Divided, mesh: Mesh) -> bool:

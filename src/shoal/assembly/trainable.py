@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
@@ -154,6 +155,9 @@ class FrozenParameters:
             parameter.requires_grad_(name not in state["frozen"])
 
 
+_requires_grad = attrgetter("requires_grad")
+
+
 class TrainedSet:
     """The parameters of `model`, of which `trained` (by name) are trained, by `optimizers`."""
 
@@ -163,12 +167,13 @@ class TrainedSet:
         self._optimizers = optimizers
         own = {id(parameter) for parameter in trained.values()}
         self._others = {name: each for name, each in model.named_parameters() if id(each) not in own}
+        self._frozen = list(self._others.values())
         self._model, self._groups = model, [self._ids(optimizer) for optimizer in optimizers]
 
     def check(self, step: int) -> None:
         """Raises `UserCodeError` where parameters are to be trained now that were not at the start."""
-        unfrozen = next((name for name, parameter in self._others.items() if parameter.requires_grad), None)
-        if unfrozen is not None:
+        if any(map(_requires_grad, self._frozen)):
+            unfrozen = next(name for name, parameter in self._others.items() if parameter.requires_grad)
             raise UserCodeError(
                 f"step {step}: {unfrozen} requires a gradient now, and did not when shoal.start was called, so this "
                 f"run has no optimizer state for it. {REPAIR}"
@@ -211,16 +216,21 @@ Hook = Callable[[Tensor], Tensor | None]
 """From a gradient to another, or to None where it stays."""
 
 
+_hooks_of = attrgetter("_backward_hooks")
+
+
 class GradientHooks:
     """The hooks of the `trained` parameters, by name, those too that come while the loop runs."""
 
     def __init__(self, trained: Mapping[str, Parameter]) -> None:
-        self._trained = trained
+        self._trained, self._parameters = trained, list(trained.values())
 
     @property
     def names(self) -> list[str]:
         """The parameters that have one now."""
         with torch._C.DisableTorchFunctionSubclass():  # a released parameter of ZeRO-3 answers slowly
+            if not any(map(_hooks_of, self._parameters)):
+                return []
             return [name for name, parameter in self._trained.items() if parameter._backward_hooks]
 
     @contextmanager

@@ -75,13 +75,20 @@ class IntervalSet:
         )
 
     def union(self, other: IntervalSet) -> IntervalSet:
+        if not (self.parts and other.parts):
+            return self if self.parts else other
         return IntervalSet.of((*self.parts, *other.parts))
 
     def add(self, interval: Interval) -> IntervalSet:
+        last = self.parts[-1] if self.parts else None
+        if last is not None and last.stop == interval.start:  # as in a run that commits in order
+            return IntervalSet((*self.parts[:-1], Interval(last.start, interval.stop)))
         return IntervalSet.of((*self.parts, interval))
 
     def remove(self, interval: Interval) -> IntervalSet:
         """The set without the positions of `interval`."""
+        if self.parts == (interval,):
+            return IntervalSet()
         left = (Interval(p.start, max(p.start, min(p.stop, interval.start))) for p in self.parts)
         right = (Interval(min(p.stop, max(p.start, interval.stop)), p.stop) for p in self.parts)
         return IntervalSet.of((*left, *right)) if len(interval) else self

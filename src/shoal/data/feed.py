@@ -256,7 +256,8 @@ class Feed:
             yield self._order.ids(np.concatenate([np.empty(0, dtype=np.int64), *positions]))
 
     def _plan_step(self) -> None:
-        self._cursor, interval = self._cursor.lease(self._own.samples_at(self._cursor.next_position))
+        cursor, interval = self._cursor.lease(self._own.samples_at(self._cursor.next_position))
+        self._cursor = cursor.commit(interval)  # nobody gives a lease back here
         slot = _Slot(interval, self._own)
         self._slots.append(slot)
         self._work.put(slot)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -47,12 +48,16 @@ from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits, voc
 # gradient of zeros as large as the logits. An evaluation has a program of its own, which returns the outputs too.
 
 
+DEFAULTS: Mapping[str, Any] = MappingProxyType({})
+"""Options of `torch.compile`: none."""
+
+
 class LossPrograms:
     """`model` and `loss` in one program each for training and for evaluation. `whole`: the model is compiled with the
-    loss; else it is called as it is, and the loss is compiled alone.
+    loss; else it is called as it is, and the loss is compiled alone. `options` are those of `torch.compile`.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss, *, whole: bool) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, *, whole: bool, options: Mapping[str, Any] = DEFAULTS) -> None:
         def summed(outputs: Any, targets: Any, weights: Tensor, ones: bool) -> Tensor:
             return weighted_sum(loss(outputs, targets), weights, ones=ones)
 
@@ -64,9 +69,9 @@ class LossPrograms:
             return outputs, loss(outputs, targets)
 
         self._model = model
-        self._trained = torch.compile(trained) if whole else None
-        self._summed = torch.compile(summed)
-        self._evaluated = torch.compile(evaluated) if whole else evaluated
+        self._trained = torch.compile(trained, **options) if whole else None
+        self._summed = torch.compile(summed, **options)
+        self._evaluated = torch.compile(evaluated, **options) if whole else evaluated
 
     def loss_sum(self, inputs: Any, targets: Any, weights: Tensor, *, ones: bool) -> Tensor:
         """`sum(losses * weights)`, a scalar; `ones`: every weight is 1."""
@@ -79,10 +84,10 @@ class LossPrograms:
         return self._evaluated(inputs, targets)
 
 
-def compile_blocks(blocks: Iterable[nn.Module]) -> None:
+def compile_blocks(blocks: Iterable[nn.Module], options: Mapping[str, Any] = DEFAULTS) -> None:
     """Compiles the `forward` of each, in place."""
     for block in blocks:
-        block.forward = _OutsideModes(block.forward)
+        block.forward = _OutsideModes(block.forward, options)
 
 
 class _OutsideModes:
@@ -90,8 +95,8 @@ class _OutsideModes:
     forward for weights that are read while they are not there.
     """
 
-    def __init__(self, forward: Callable[..., Any]) -> None:
-        self._plain, self._compiled = forward, torch.compile(forward)
+    def __init__(self, forward: Callable[..., Any], options: Mapping[str, Any]) -> None:
+        self._plain, self._compiled = forward, torch.compile(forward, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self._plain if _get_current_function_mode_stack() else self._compiled

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import repeat
+from operator import attrgetter, is_not
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,7 @@ from shoal.gradients.reducer import OwnGradient, check_empty
 from shoal.gradients.replicated import ReplicatedGradients
 from shoal.gradients.sharded import ShardedGradients, beyond_shard
 from shoal.maths.norm import JointNorm, two_norm
-from shoal.state import Owned, Trained, owned_whole
+from shoal.state import Owned, Trained, complete, gradients_of, owned_whole
 from shoal.topology.holding import Holding, Ranks
 
 # Gradients of a rank that has nobody to sum them with: they stay where autograd puts them.
@@ -31,6 +33,9 @@ from shoal.topology.holding import Holding, Ranks
 #
 # Between two microbatches of a step `.grad` of every parameter is None: the sum is kept here, and goes back before the
 # next backward. A script's `zero_grad` cannot wipe it.
+
+
+_is_sparse = attrgetter("is_sparse")
 
 
 class UnsummedGradients(OfWholeParameters):
@@ -84,8 +89,9 @@ class UnsummedGradients(OfWholeParameters):
 
     @property
     def used(self) -> frozenset[str]:
-        unused = [index for index, parameter in enumerate(self._parameters) if parameter.grad is None]
-        return self._names.difference(self._trained[index].holding.name for index in unused) if unused else self._names
+        if complete(gradients_of(self._parameters)):
+            return self._names
+        return frozenset(each.holding.name for each in self._trained if each.parameter.grad is not None)
 
     def gather(self) -> None:
         """Every parameter is whole here."""
@@ -95,17 +101,25 @@ class UnsummedGradients(OfWholeParameters):
 
     def _give_back(self) -> None:
         """What earlier microbatches have added up."""
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None:
-                check_empty(self._trained[index].holding.name, parameter.grad)
-                parameter.grad = None
+        if any(map(is_not, gradients_of(self._parameters), repeat(None))):
+            self._take_empty()
         if self._sums is not None:
             for parameter, gradient in zip(self._parameters, self._sums, strict=True):
                 parameter.grad = gradient
             self._sums = None
 
+    def _take_empty(self) -> None:
+        """Takes away what a script has put there; raises `UserCodeError` for a gradient of its own."""
+        for trained in self._trained:
+            if trained.parameter.grad is not None:
+                check_empty(trained.holding.name, trained.parameter.grad)
+                trained.parameter.grad = None
+
     def _filled(self) -> list[Tensor]:
         """The gradient of every parameter; zero where the backward came to none. Raises for one that is sparse."""
+        found = gradients_of(self._parameters)
+        if complete(found) and not any(map(_is_sparse, found)):
+            return found
         found = []
         for index, parameter in enumerate(self._parameters):
             gradient = parameter.grad

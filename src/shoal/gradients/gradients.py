@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -156,7 +157,7 @@ class OfWholeParameters(OverReplica):
 
     def expose(self, names: Collection[str]) -> None:
         """See `VisibleGradients`."""
-        for each in self.owned:
+        for each in self.owned if len(names) < len(self.owned) else ():
             if each.name not in names:
                 each.parameter.grad = None
 
@@ -174,14 +175,15 @@ class OfWholeParameters(OverReplica):
         return nullcontext()
 
 
-_WIDE_ON_CPU = {("cpu", torch.float32), ("cpu", torch.float64)}
+_place_of = attrgetter("is_cpu", "dtype")
+_WIDE_ON_CPU = {(True, torch.float32), (True, torch.float64)}
 
 
 def scale_all(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
     """Multiplies all of them in place, in one call. On a CPU a tensor takes a quarter of the time of a number, of which
     PyTorch makes a tensor for each gradient; a GPU's kernel takes the number. Half types would round the tensor.
     """
-    if not isinstance(factor, Tensor) and {(g.device.type, g.dtype) for g in gradients} <= _WIDE_ON_CPU:
+    if not isinstance(factor, Tensor) and set(map(_place_of, gradients)) <= _WIDE_ON_CPU:
         factor = torch.tensor(factor, dtype=torch.float64)
     torch._foreach_mul_(list(gradients), factor)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]
 

@@ -1,4 +1,4 @@
-"""What a script writes into weights: read back from the parameters into what the optimizer steps.
+"""What a script writes into weights, read back from the parameters into what the optimizer steps; and into gradients.
 
 In a loop of one's own weights may be written as in plain PyTorch: in place (`p.data.clamp_(-1, 1)`, `p.copy_(q)`), or
 by giving a parameter other data (`p.data = q`). Here a parameter is a view of a flat buffer, and what the optimizer
@@ -32,12 +32,15 @@ masters of the last update are kept beside what was written, as long as that may
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from shoal.errors import UserCodeError
+from shoal.state import complete, gradients_of, same_objects
 
 
 class Placed(NamedTuple):
@@ -97,6 +100,31 @@ def read_back_masters(masters: Tensor, computed: Tensor, *, before: Tensor | Non
     if before is not None:
         written = torch.where(before.to(computed.dtype) == computed, before, written)
     torch.where(masters.to(computed.dtype) == computed, masters, written, out=masters)
+
+
+_version_of = attrgetter("_version")
+
+
+class SeenGradients(NamedTuple):
+    """The gradients of parameters, and how often each was written to: what a script does to them shows."""
+
+    gradients: Sequence[Tensor | None] = ()
+    versions: Sequence[int] = ()
+
+    @classmethod
+    def now(cls, parameters: Sequence[Parameter]) -> SeenGradients:
+        """As they are."""
+        gradients = gradients_of(parameters)
+        if complete(gradients):
+            return cls(gradients, list(map(_version_of, gradients)))
+        return cls(gradients, [0 if gradient is None else gradient._version for gradient in gradients])
+
+    def changed(self, before: SeenGradients) -> Sequence[int]:
+        """Which of them are others, or were written to since."""
+        if self.versions == before.versions and same_objects(self.gradients, before.gradients):
+            return ()  # as always: a step has no time for a look at each
+        both = zip(self.gradients, before.gradients, self.versions, before.versions, strict=False)
+        return [index for index, (now, then, new, old) in enumerate(both) if now is not then or new != old]
 
 
 def _kind(tensor: Tensor) -> str:

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.nn import Parameter
+
+from shoal.optim.adam_kernel import KnownMoments, Moments, kind_of
+from shoal.state import complete, gradients_of
 
 
 class Work(NamedTuple):
@@ -113,9 +116,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         work = [
-            Work(group, parameters, [p.grad for p in parameters if p.grad is not None])
+            Work(group, parameters, gradients_of(parameters))
             for group in self.param_groups
-            for parameters in _alike([p for p in group["params"] if p.grad is not None])
+            for parameters in _alike(_with_gradient(group["params"]))
         ]
         by_kind: dict[str | None, list[Work]] = {None: []}
         for one in work:
@@ -176,6 +179,8 @@ class FusedAdamW(FusedOptimizer):
     def __init__(self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(groups, lr=lr, betas=betas, eps=eps, weight_decay=0.0)
 
+    _known: KnownMoments | None = None
+
     @property
     def takes_scale(self) -> bool:
         """Its subclasses update in ways of their own."""
@@ -183,35 +188,29 @@ class FusedAdamW(FusedOptimizer):
 
     def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
         """One step of the kernel. States that are not there yet begin at zero."""
-        for parameter in parameters:
-            if not self.state[parameter]:
-                self.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                }
-        states = [self.state[parameter] for parameter in parameters]
-        steps = [state["step"] for state in states]
-        made = 1 if self.found_inf is None else 1 - self.found_inf
-        torch._foreach_add_(steps, made)  # pyright: ignore[reportPrivateImportUsage]
-        beta1, beta2 = group["betas"]
-        torch._fused_adamw_(  # pyright: ignore[reportPrivateImportUsage]
-            cast(list[Tensor], parameters),
-            gradients,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
-            [],
-            steps,
-            lr=group["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=False,
-            maximize=False,
-            grad_scale=self.grad_scale,
-            found_inf=self.found_inf,
-        )
+        moments = self._found(parameters)
+        if moments is None:
+            for parameter in parameters:
+                self.state[parameter] = self.state[parameter] or _first_state(parameter)
+            moments = self._found(parameters)
+        assert moments is not None, "every parameter has its state"
+        moments.count(1 if self.found_inf is None else 1 - self.found_inf)
+        moments.step(group, gradients, grad_scale=self.grad_scale, found_inf=self.found_inf)
+
+    def _found(self, parameters: list[Parameter]) -> Moments | None:
+        if self.home is not None:  # which replaces the tensors of the state around every update
+            return Moments.found(parameters, self.state)
+        if self._known is None:
+            self._known = KnownMoments()
+        return self._known.of(parameters, self.state)
+
+
+def _first_state(parameter: Parameter) -> dict[str, Tensor]:
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+        "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+    }
 
 
 class FusedSGD(FusedOptimizer):
@@ -313,9 +312,20 @@ def _parts(work: Work, part_bytes: int) -> Iterator[Work]:
     yield Work(work.group, work.parameters[start:], work.gradients[start:])
 
 
+def _with_gradient(parameters: Sequence[Parameter]) -> list[Parameter]:
+    """Those that have one."""
+    gradients = gradients_of(parameters)
+    if complete(gradients):
+        return list(parameters)
+    return [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+
+
 def _alike(parameters: list[Parameter]) -> list[list[Parameter]]:
     """The parameters by device and dtype."""
+    kinds = list(map(kind_of, parameters))
+    if len(set(kinds)) == 1:
+        return [parameters]
     found: dict[tuple[torch.device, torch.dtype], list[Parameter]] = {}
-    for parameter in parameters:
-        found.setdefault((parameter.device, parameter.dtype), []).append(parameter)
+    for parameter, kind in zip(parameters, kinds, strict=True):
+        found.setdefault(kind, []).append(parameter)
     return list(found.values())

@@ -9,7 +9,7 @@ the step has no gradient, and the optimizer passes it by.
 A script calls its optimizer's own `step()`. Two hooks make that the update of all ranks: the one behind it brings every
 rank the parameters that others have updated. Where there is nothing to update (before a step's last microbatch, or
 where something was not finite) the one before it takes the gradients away, so that the optimizer changes nothing, and
-the second puts them back.
+the second puts them back. The same where the first has made the update itself (`DirectAdam`).
 
 A loop with several optimizers, as for a GAN, has a player for each. A backward that names one computes the gradients of
 its parameters alone: what the discriminator's weights would get from the generator's loss is not even computed. One
@@ -27,7 +27,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -43,10 +42,12 @@ from shoal.engine.updates import AgreedUpdate, AtOnce, Outcome, Work
 from shoal.errors import UserCodeError
 from shoal.gradients.gradients import VisibleGradients, scale_all
 from shoal.gradients.partial_gradient import PartialGradient
+from shoal.gradients.script_writes import SeenGradients
+from shoal.optim.adam_kernel import DirectAdam
 from shoal.own_loop.declaration import Declaration, named, numbers_of, used_anywhere
 from shoal.own_loop.objects import scaler_in
 from shoal.own_loop.shown_optimizer import ShownGroups, StepHooks
-from shoal.state import Owned
+from shoal.state import Owned, gradients_of
 
 OnUpdate = Callable[[int, Sequence[Owned]], None]
 """Called with the number of the step, and with what this rank's optimizer is about to update."""
@@ -106,29 +107,9 @@ def _placeholder(name: str, parameter: Parameter) -> PartialGradient:
     return PartialGradient(nothing, 0, parameter.shape, group=Alone(), what=what)
 
 
-class _Seen(NamedTuple):
-    """The gradients of parameters, and how often each was written to."""
-
-    gradients: Sequence[Tensor | None] = ()
-    versions: Sequence[int] = ()
-
-    @classmethod
-    def now(cls, parameters: Sequence[Parameter]) -> _Seen:
-        gradients = [parameter.grad for parameter in parameters]
-        return cls(gradients, [0 if gradient is None else gradient._version for gradient in gradients])
-
-    def changed(self, before: _Seen) -> Sequence[int]:
-        """Which of them are others, or were written to since."""
-        if all(map(is_, self.gradients, before.gradients)) and self.versions == before.versions:
-            return ()  # as always: a step has no time for a look at each
-        both = zip(self.gradients, before.gradients, self.versions, before.versions, strict=False)
-        return [index for index, (now, then, new, old) in enumerate(both) if now is not then or new != old]
-
-
 def _scale(parameters: Sequence[Parameter], factor: float) -> None:
     """Multiplies their gradients, in one call."""
-    found = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if found:
+    if found := [gradient for gradient in gradients_of(parameters) if gradient is not None]:
         scale_all(found, factor)
 
 
@@ -167,11 +148,12 @@ class Player:
         self._trained, self._names, self._trained_set = trained, frozenset(trained), trained_set
         self._owned = [owned.parameter for owned in gradients.owned]
         self._placeholders = {name: _placeholder(name, parameter) for name, parameter in trained.items()}
-        self._seen = _Seen()
+        self._seen = SeenGradients()
         self._norm, self._did, self._frozen = 0.0, list[str](), FrozenParameters(trained)
         self._changed_by_hooks: list[str] = []
         self._script_hooks = GradientHooks(trained)
         self._shown = shown
+        self._alone, self._direct = context.lockstep.size == 1, DirectAdam(optimizer)
         self._hooks = StepHooks(optimizer, self._before_step, self._after_step)
 
     @property
@@ -191,7 +173,7 @@ class Player:
         self._step, self._agreed, self.outcome = step, None, None
         self._loss, self._own_weight, self._weighed_by_loop = torch.zeros_like(self._loss), 0.0, None
         self._rates, self._leader, self._microbatches = [], self, 0
-        self._seen = _Seen()  # the last gradients go before the next come, into whose memory they can
+        self._seen = SeenGradients()  # the last gradients go before the next come, into whose memory they can
 
     def enter(self) -> None:
         """Before every microbatch."""
@@ -259,7 +241,7 @@ class Player:
         self._rates = self._rates or self._rates_now()
         self._loss += loss.detach().double().reshape(()) * counts
         factor = step.factor(weighed_by_loop=self._weighed_by_loop)
-        total = loss * (counts * factor)
+        total = loss if counts * factor == 1.0 else loss * (counts * factor)
         total = total if self._deferred is None else self._deferred + total
         self._deferred = total if more else None
         return None if more else total
@@ -305,13 +287,7 @@ class Player:
             self._context.lockstep,
             self._loss,
             without=len(self._names - used),
-            decisions=[
-                *numbers_of(self.optimizer.param_groups),
-                *named("is frozen", self._frozen.names),
-                *self._did,
-                *self._changed_by_hooks,
-                *self._hooked(),
-            ],
+            decisions=[] if self._alone else self._decisions(),
         )
         work = step.work
         own = Work(work.step, work.batches, None, work.tally, declared, work.on_gradients)
@@ -357,12 +333,13 @@ class Player:
         agreed = self.agreed()
         self._stepped = True
         if agreed is not None:
-            self._did = named("had its gradient changed by the script in the step before", self._changed())
+            if not self._alone:
+                self._did = named("had its gradient changed by the script in the step before", self._changed())
             self.gradients.accept()
             self.gradients.accept_weights()
             if self._on_update is not None and agreed.committed:
                 self._on_update(step.work.step, self.gradients.owned)
-        if agreed is None or not agreed.committed:
+        if agreed is None or not agreed.committed or self._direct.step():
             self._withheld = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
             for parameter, _ in self._withheld:
                 parameter.grad = None
@@ -379,11 +356,21 @@ class Player:
     def _remember(self, norm: float) -> None:
         """The gradient as it is now, and its 2-norm."""
         self._norm = norm
-        self._seen = _Seen.now(self.inputs)
+        self._seen = SeenGradients.now(self.inputs)
 
     def _changed(self) -> list[str]:
         """The parameters whose gradients the script has changed since."""
-        return [list(self._trained)[index] for index in _Seen.now(self.inputs).changed(self._seen)]
+        return [list(self._trained)[index] for index in SeenGradients.now(self.inputs).changed(self._seen)]
+
+    def _decisions(self) -> list[str]:
+        """What all ranks have to decide alike."""
+        return [
+            *numbers_of(self.optimizer.param_groups),
+            *named("is frozen", self._frozen.names),
+            *self._did,
+            *self._changed_by_hooks,
+            *self._hooked(),
+        ]
 
     def _hooked(self) -> list[str]:
         """What ranks have to agree on before all of them give hooks the whole of a divided gradient."""

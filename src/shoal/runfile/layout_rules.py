@@ -227,6 +227,24 @@ def _compiled(run_file: RunFile) -> str | None:
             f"{compiles} with layout.shard and memory.zero = 3: blocks fetch their weights while the model computes, "
             'which one program of all of it cannot; set run.compile = "blocks", or memory.zero to 1 or 2'
         )
+    return _graphed(run_file) if run_file.run.graphs_programs else None
+
+
+def _graphed(run_file: RunFile) -> str | None:
+    """What a CUDA graph has written, its next replay overwrites, and it reads weights where they were recorded."""
+    said, without = f'run.compile_mode = "{run_file.run.compile_mode}"', "max-autotune-no-cudagraphs"
+    layout, samples = run_file.layout, default_micro_samples(run_file)
+    shares = run_file.run.processes or layout.default_processes or 1
+    if layout.shard > 1 and run_file.memory.zero in (None, 3):
+        return (
+            f"{said} with layout.shard and memory.zero = 3: each forward gathers weights into other memory, where a "
+            f'CUDA graph does not look; set the mode to "{without}", or memory.zero to 1 or 2'
+        )
+    if samples is not None and samples < most_samples(run_file, shares=shares):
+        return (
+            f"{said} with microbatches of {samples} samples: a step of several would add to gradients that a CUDA "
+            f'graph overwrites; leave batch.micro_samples out, or set the mode to "{without}"'
+        )
     return None
 
 

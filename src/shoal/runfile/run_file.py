@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -101,6 +101,21 @@ class RunConfig(Table, frozen=True):
             "itself, which starts faster and goes with ZeRO-3."
         ),
     ] = False
+    compile_mode: Annotated[
+        Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
+        says(
+            "The `mode` of `torch.compile`. reduce-overhead launches programs as CUDA graphs, with one microbatch a "
+            "step; max-autotune does so too, and times several kernels for each product, which takes minutes; "
+            "max-autotune-no-cudagraphs does that alone."
+        ),
+    ] = "default"
+    compile_dynamic: Annotated[
+        bool | None,
+        says(
+            "The `dynamic` of `torch.compile`. true: programs for inputs of all sizes; false: one for each size; "
+            "default: one for the first size, and one for all when another comes."
+        ),
+    ] = None
     warm_start: Annotated[str | None, says("A run directory or checkpoint whose weights alone start this run.")] = None
     warm_start_data: Annotated[
         bool, says("And begin with the samples that came next in the run of `warm_start`, not with the first ones.")
@@ -132,7 +147,21 @@ class RunConfig(Table, frozen=True):
         """What the run file says about compiling, for sentences."""
         return f"run.compile = {json.dumps(self.compile)}"
 
+    @property
+    def compile_options(self) -> dict[str, Any]:
+        """What `torch.compile` is called with."""
+        mode = None if self.compile_mode == "default" else self.compile_mode
+        return {"mode": mode, "dynamic": self.compile_dynamic}
+
+    @property
+    def graphs_programs(self) -> bool:
+        """Whether compiled programs are launched as CUDA graphs, on devices that have them."""
+        return self.compile_mode in ("reduce-overhead", "max-autotune")
+
     def __post_init__(self) -> None:
+        for key in ("compile_mode", "compile_dynamic") if self.compile is False else ():
+            if (said := getattr(self, key)) not in ("default", None):
+                raise ValueError(f"{key} = {json.dumps(said)} without compile: set run.compile, or leave it out")
         if self.warm_start_data and self.warm_start is None:
             raise ValueError("warm_start_data = true without warm_start: name the run whose samples go on")
         if self.preemption_url is not None and not self.preemption_url.startswith(("http://", "https://")):

@@ -1,0 +1,163 @@
+"""PyTorch's fused kernel of AdamW (Loshchilov and Hutter, arXiv:1711.05101) and Adam, and the tensors that it takes.
+
+In a step whose kernels take no time, PyTorch's classes cost a tenth of it: they look at each parameter, which is hashed
+by a function of Python, and count its steps in a tensor of its own, to each of which a CPU adds by a call. Here the
+tensors are looked up once and used for as long as the state holds them, and the counts are views of one tensor. Names,
+shapes and bits of the state are those of PyTorch.
+
+    FusedAdamW    of a run file (`shoal.optim.fused`)
+    DirectAdam    makes the step of a script's own `torch.optim.AdamW(fused=True)`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import attrgetter, itemgetter
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from shoal.state import complete, gradients_of, same_objects
+
+State = Mapping[Parameter, dict[str, Any]]
+"""Of an optimizer: what it keeps of each parameter."""
+
+kind_of = attrgetter("device", "dtype")
+_step_of, _mean_of, _square_of = map(itemgetter, ("step", "exp_avg", "exp_avg_sq"))
+
+
+class Moments:
+    """Counts of steps and moments of `parameters`; `own` is their state. The kernel takes those of one device and dtype
+    (`is_of_one_kind`).
+    """
+
+    def __init__(self, parameters: Sequence[Parameter], own: Sequence[dict[str, Any]]) -> None:
+        self._parameters, self._own = list(parameters), list(own)
+        self._steps = list(map(_step_of, own))
+        self._means, self._squares = list(map(_mean_of, own)), list(map(_square_of, own))
+        self._count: Tensor | None = None
+        self.is_of_one_kind = len(set(map(kind_of, parameters))) == 1
+
+    @classmethod
+    def found(cls, parameters: Sequence[Parameter], state: State) -> Moments | None:
+        """Those in `state`; None where it does not have all of them."""
+        own = list(map(state.get, parameters))
+        return cls(parameters, cast(list[dict[str, Any]], own)) if all(own) else None
+
+    def are_of(self, parameters: Sequence[Parameter], state: State) -> bool:
+        """Whether `state` still holds these of `parameters`."""
+        return (
+            same_objects(parameters, self._parameters)
+            and same_objects(map(state.get, parameters), self._own)
+            and same_objects(map(_step_of, self._own), self._steps)
+            and same_objects(map(_mean_of, self._own), self._means)
+            and same_objects(map(_square_of, self._own), self._squares)
+        )
+
+    def join_counts(self) -> None:
+        """Makes the counts views of one tensor, where they are of one kind."""
+        if self._count is not None or len({(step.shape, *kind_of(step)) for step in self._steps}) != 1:
+            return
+        self._count = torch.stack(self._steps)
+        self._steps = list(self._count.unbind())
+        for own, step in zip(self._own, self._steps, strict=True):
+            own["step"] = step
+
+    def count(self, made: int | Tensor) -> None:
+        """One more step of each; `made` 0: none."""
+        if self._count is None:
+            torch._foreach_add_(self._steps, made)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]
+        else:
+            self._count.add_(made)
+
+    def step(
+        self,
+        group: Mapping[str, Any],
+        gradients: list[Tensor],
+        *,
+        decoupled: bool = True,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """The update of the parameters, with the options of `group`. `decoupled`: that of AdamW, else of Adam."""
+        kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_  # pyright: ignore[reportPrivateImportUsage]
+        beta1, beta2 = group["betas"]
+        kernel(
+            cast(list[Tensor], self._parameters),
+            gradients,
+            self._means,
+            self._squares,
+            [],
+            self._steps,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=grad_scale,
+            found_inf=found_inf,
+        )
+
+
+class KnownMoments:
+    """The moments of the last step, by the first of their parameters."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Moments] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KnownMoments:
+        return KnownMoments()  # a copy of an optimizer has tensors of its own
+
+    def of(self, parameters: Sequence[Parameter], state: State) -> Moments | None:
+        """Those of `parameters` in `state`; None where it does not have all of them. Counts are joined when the same
+        parameters are stepped again: those that are not always used would be joined in every step.
+        """
+        known = self._known.get(key := id(parameters[0]))
+        if known is not None and known.are_of(parameters, state):
+            known.join_counts()
+            return known
+        if (found := Moments.found(parameters, state)) is not None:
+            self._known[key] = found
+        return found
+
+
+SIMPLE = {"fused": True, "amsgrad": False, "maximize": False, "capturable": False, "differentiable": False}
+"""The options with which a step is nothing but a call of the kernel."""
+
+
+class DirectAdam:
+    """Makes the update of `optimizer` where that is `torch.optim.AdamW(fused=True)` or `Adam(fused=True)`, by the
+    kernel that its `step` would call.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer, self._known = optimizer, KnownMoments()
+        self._is_adam = type(optimizer) in (torch.optim.AdamW, torch.optim.Adam)
+
+    @torch.no_grad()
+    def step(self) -> bool:
+        """Whether the update is made. Else nothing has changed, and the optimizer has to make it: a first step, which
+        makes the state; one in which a parameter has no gradient; and one with options that only its class knows.
+        """
+        groups = self._optimizer.param_groups if self._is_adam else ()
+        work = [(group, gradients_of(group["params"]), self._moments_in(group)) for group in groups]
+        if not work or not all(moments is not None and complete(gradients) for _, gradients, moments in work):
+            return False
+        for group, gradients, moments in work:
+            assert moments is not None, "every group has them"
+            moments.count(1)
+            moments.step(group, gradients, decoupled=group["decoupled_weight_decay"])
+        return True
+
+    def _moments_in(self, group: Mapping[str, Any]) -> Moments | None:
+        """None where they are not there, or where the step is more than a call of the kernel."""
+        parameters, numbers = group["params"], (group["lr"], *group["betas"])
+        simple = all(group[key] is value for key, value in SIMPLE.items())
+        if not (parameters and simple and all(isinstance(number, float | int) for number in numbers)):
+            return None
+        found = self._known.of(parameters, self._optimizer.state)
+        return found if found is not None and found.is_of_one_kind else None
