@@ -29,7 +29,7 @@ from shoal.comm.shm import transport
 from shoal.comm.shm.group import CoreGroup
 from shoal.comm.shm.transport import PATIENCE_S
 from tests.held import held, none_more
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 RELATIVE = 1e-12  # float64; with more than two ranks Gloo adds in another order
 
@@ -38,7 +38,7 @@ def with_backend(place, backend: str, program: Callable[..., Any], *args: Any) -
     """What `program(place)` returns between making and destroying the default group."""
     store = dist.PrefixStore(backend, place.store)
     dist.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=20)
+        backend, store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=HANG_S)
     )  # fmt: skip
     try:
         assert isinstance(dist.group.WORLD, CoreGroup) == (backend == "shoal")

@@ -1,7 +1,7 @@
 """Ctrl-C in every verb that can take long: one sentence, its exit code, and nothing left.
 
 Each verb is started as a user starts it, and interrupted in the middle of its work: in the user's model, which says
-that it has begun and then takes a minute. Temporary files go to a folder of the test's, which must be empty afterwards.
+that it has begun and then takes an hour. Temporary files go to a folder of the test's, which must be empty afterwards.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import pytest
 from shoal.launcher.signals import SAME_REQUEST_S
 from tests.cli.project import Project, project
 from tests.programs import Program
+from tests.waiting import HANG_S, wait_until
 
 BUILDING = """
 
 def model(**arguments):
     open("begun", "w").close()
-    time.sleep(60)
+    time.sleep(3600)
 """
 TRAINING = """
 
@@ -58,8 +59,8 @@ dtype = "uint8"
 global_samples = 256
 sequence = 512
 """
-SLOW_SCRIPT = "import time\nopen('begun', 'w').close()\ntime.sleep(60)\n"
-SLOW_PROGRAM = "#!/bin/sh\ntouch begun\nexec sleep 60\n"
+SLOW_SCRIPT = "import time\nopen('begun', 'w').close()\ntime.sleep(3600)\n"
+SLOW_PROGRAM = "#!/bin/sh\ntouch begun\nexec sleep 3600\n"
 HOSTS = "#!/bin/sh\necho 'all*|2|8|16000|(null)'\n"
 SWEEP = 'name = "s"\nrun = "run.toml"\nobjective = "loss/train"\n[parameters]\n"optimizer.lr" = [0.01, 0.05]\n'
 AGAIN = "interrupted before its end; the same command starts it again\n"
@@ -68,12 +69,10 @@ NO_RESULT = "SIGINT: stopped at once; there is no result; start it again\n"
 MEASURING = r"(?m)^(\d+ of \d+: )?[^:\n]+: \w"
 """Rank 0 of a benchmark has told what it measures, behind the name of the part."""
 STOPPED, INTERRUPTED, DONE = 75, 130, 0
-END_S = 20.0
-"""A verb that needs longer than this for its end has not obeyed."""
 
 
 def building(own: Project) -> None:
-    """The model takes a minute to build."""
+    """The model takes an hour to build."""
     with (own.folder / "own.py").open("a") as file:
         file.write(BUILDING)
 
@@ -88,21 +87,21 @@ def training(own: Project) -> None:
 
 
 def trained(own: Project) -> None:
-    """There is a run, whose model then takes a minute to build."""
+    """There is a run, whose model then takes an hour to build."""
     done = own.shoal("train", "run.toml", "run.steps=1", "run.processes=1")
     assert done.returncode == 0, done.stderr
     building(own)
 
 
 def failed(own: Project) -> None:
-    """There is a capsule of a failed run, whose model then takes a minute to build."""
+    """There is a capsule of a failed run, whose model then takes an hour to build."""
     done = own.shoal("train", "run.toml", "model.arguments={fail_at=2}")
     assert done.returncode == 1, done.stderr
     building(own)
 
 
 def drawing(own: Project) -> None:
-    """There is a run, and pictures take a minute."""
+    """There is a run, and pictures take an hour."""
     done = own.shoal("train", "run.toml", "run.steps=1", "run.processes=1")
     assert done.returncode == 0, done.stderr
     (own.folder / "matplotlib.py").write_text(SLOW_SCRIPT)
@@ -116,12 +115,12 @@ def gpt(own: Project) -> None:
 
 
 def script(own: Project) -> None:
-    """A script of the user's that takes a minute."""
+    """A script of the user's that takes an hour."""
     (own.folder / "mine.py").write_text(SLOW_SCRIPT)
 
 
 def programs_of_others(own: Project) -> None:
-    """Slurm's client, which finds hosts at once, and a remote shell; a submission and a session take a minute."""
+    """Slurm's client, which finds hosts at once, and a remote shell; a submission and a session take an hour."""
     (own.folder / "bin").mkdir()
     for name, script in {"sbatch": SLOW_PROGRAM, "remote": SLOW_PROGRAM, "sinfo": HOSTS}.items():
         (own.folder / "bin" / name).write_text(script)
@@ -188,11 +187,12 @@ def begin(case: Case, own: Project) -> Program:
     if case.begun is not None and "*" not in case.begun:
         own.wait_for_text(case.begun)
         return running
-    deadline_s = time.monotonic() + 60
-    while not list(own.folder.glob(case.begun or "begun")):
+
+    def has_begun() -> bool:
         assert running.poll() is None, own.said()
-        assert time.monotonic() < deadline_s, own.said()
-        time.sleep(0.02)
+        return any(own.folder.glob(case.begun or "begun"))
+
+    wait_until(has_begun, own.said)
     return running
 
 
@@ -210,10 +210,7 @@ def living(folder: Path) -> list[str]:
 
 def require_nothing_left(own: Project) -> None:
     """No process and no temporary file. The kernel may need a moment for those whose launcher has ended."""
-    deadline_s = time.monotonic() + 5
-    while (left := living(own.folder)) and time.monotonic() < deadline_s:
-        time.sleep(0.02)
-    assert left == []
+    wait_until(lambda: not living(own.folder), lambda: str(living(own.folder)))
     assert [str(path) for path in (own.folder / "tmp").rglob("*")] == []
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("shoal")]
 
@@ -225,7 +222,7 @@ def test_ctrl_c(case: Case, tmp_path: Path) -> None:
     own = project(tmp_path)
     running = begin(case, own)
     running.send_signal(signal.SIGINT)
-    code = running.wait(END_S)
+    code = running.wait(HANG_S)
     said = own.said()
     assert code == case.code, said
     assert said.count(case.says) == 1, said
@@ -249,11 +246,11 @@ def test_long_work_says_what_it_does(case: Case, tmp_path: Path) -> None:
     running = begin(case, own)
     own.wait_for_text(r"\S")
     running.send_signal(signal.SIGINT)
-    running.wait(END_S)
+    running.wait(HANG_S)
 
 
 DEAF_SCRIPT = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLOW_SCRIPT
-DEAF_TRAINING = TRAINING.replace("time.sleep(0.2)", "time.sleep(60)")
+DEAF_TRAINING = TRAINING.replace("time.sleep(0.2)", "time.sleep(3600)")
 
 
 def deaf_script(own: Project) -> None:
@@ -262,7 +259,7 @@ def deaf_script(own: Project) -> None:
 
 
 def deaf_training(own: Project) -> None:
-    """A step that takes a minute, which a rank would end before it stops."""
+    """A step that takes an hour, which a rank would end before it stops."""
     training(own)
     text = (own.folder / "own.py").read_text()
     (own.folder / "own.py").write_text(text.replace(TRAINING, DEAF_TRAINING))
@@ -278,14 +275,14 @@ def deaf_training(own: Project) -> None:
     ids=["sweep", "launch"],
 )
 def test_a_second_ctrl_c_ends_at_once(case: Case, told_in: str, tmp_path: Path) -> None:
-    """Ranks that would go on for a minute after the first are killed."""
+    """Ranks that would go on for an hour after the first are killed."""
     own = project(tmp_path)
     running = begin(case, own)
     running.send_signal(signal.SIGINT)
     own.wait_for_text("press again to stop at once", output=told_in)
     time.sleep(2 * SAME_REQUEST_S)  # sooner it is taken for the same Ctrl-C
     running.send_signal(signal.SIGINT)
-    assert running.wait(END_S) == case.code, own.said()
+    assert running.wait(HANG_S) == case.code, own.said()
     assert own.said().endswith(case.says)
     assert "Traceback" not in own.said()
     require_nothing_left(own)
@@ -314,12 +311,9 @@ def test_a_signal_after_the_last_step_changes_nothing(number: signal.Signals, tm
     with (own.folder / "own.py").open("a") as file:
         file.write(LEAVING)
     running = own.start("train", "run.toml", "run.steps=2")
-    deadline_s = time.monotonic() + 60
-    while not (own.folder / "leaving-0").exists():
-        assert time.monotonic() < deadline_s, own.said()
-        time.sleep(0.02)
+    wait_until((own.folder / "leaving-0").exists, own.said)
     running.send_signal(number)
-    assert running.wait(END_S) == DONE, own.said()
+    assert running.wait(HANG_S) == DONE, own.said()
     assert "Traceback" not in own.said()
 
 
@@ -333,7 +327,7 @@ def test_a_reproduction_that_was_interrupted_goes_on(tmp_path: Path) -> None:
     running = own.start("reproduce", "runs/own")
     own.wait_for_step(2, run="runs/own-again")
     running.send_signal(signal.SIGINT)
-    assert running.wait(END_S) == STOPPED, own.said()
+    assert running.wait(HANG_S) == STOPPED, own.said()
     (own.folder / "own.py").write_text(plain)
     again = own.shoal("reproduce", "runs/own")
     assert again.returncode == DONE, again.stderr + again.stdout
@@ -362,7 +356,7 @@ def test_ctrl_c_in_the_first_moments(verb: str, tmp_path: Path, monkeypatch: pyt
             time.sleep(0.001)
         time.sleep(delay_s := draws.uniform(0.0, 1.2))
         starting.send_signal(signal.SIGINT)
-        code = starting.wait(END_S)
+        code = starting.wait(HANG_S)
         assert code in (-signal.SIGINT, INTERRUPTED, STOPPED), (delay_s, own.said())
         assert "Traceback" not in own.said(), delay_s
         require_nothing_left(own)

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import time
 from itertools import chain
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from tests.cli.elastic_runs import (
     wait_for_join,
 )
 from tests.cli.project import Project
+from tests.waiting import wait_until
 
 PERIOD = 5
 LOSS_TOLERANCE = 1e-9
@@ -182,7 +182,4 @@ def test_a_killed_worker_undoes_no_asynchronous_update(tmp_path: Path) -> None:
 
 def wait_for_times(own: Project, pattern: str, times: int) -> None:
     """Until what the run has said matches so often."""
-    deadline_s = time.monotonic() + 120
-    while len(re.findall(pattern, own.said())) < times:
-        assert time.monotonic() < deadline_s, f"{pattern!r} did not come {times} times:\n{own.said()}"
-        time.sleep(0.05)
+    wait_until(lambda: len(re.findall(pattern, own.said())) >= times, lambda: f"{times} {pattern!r}, not: {own.said()}")

@@ -123,7 +123,7 @@ def test_the_ledger_knows_what_is_left_to_gloo(ranks) -> None:
 
 def against_gloo(place, hosts: str) -> list[str]:
     """What differs from Gloo over all ranks, from run to run, or from rank to rank."""
-    gloo = dist.ProcessGroupGloo(place.store, place.rank, place.size, timedelta(seconds=20))
+    gloo = dist.ProcessGroupGloo(place.store, place.rank, place.size, timedelta(seconds=HANG_S))
     ours, wrong = share_hosts(gloo, place.store, hosts=hosts, timeout_s=180), []
     cases = [(dtype, 37, op) for dtype in DTYPES for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX, dist.ReduceOp.MIN)]
     cases += [(torch.float32, PIECE_BYTES // 4 * 2 + 5, dist.ReduceOp.SUM), (torch.float32, 1, dist.ReduceOp.SUM)]
@@ -182,7 +182,7 @@ def plain_program(place, backend: str, hosts: str) -> list[Tensor]:
     store = dist.PrefixStore(backend, place.store)
     with on_host(hosts[place.rank]):
         dist.init_process_group(
-            backend, store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=20)
+            backend, store=store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=HANG_S)
         )  # fmt: skip
         try:
             assert isinstance(dist.group.WORLD, Hierarchical) == (backend == "shoal")

@@ -27,6 +27,7 @@ from shoal.comm.mesh import connect
 from shoal.comm.seam import Seam
 from shoal.comm.volume import bytes_sent
 from shoal.errors import CollectiveError
+from tests.waiting import HANG_S
 
 RELATIVE = 1e-12  # float64; with two ranks a + b = b + a
 WIDTH, SAMPLES, STEPS = 12, 8, 2
@@ -47,7 +48,7 @@ class Over:
             dist.Backend.register_backend("seam", self._group, devices=["cpu"])
         store = dist.PrefixStore(name, self.place.store)
         dist.init_process_group(
-            backend, store=store, rank=self.place.rank, world_size=self.place.size, timeout=timedelta(seconds=20)
+            backend, store=store, rank=self.place.rank, world_size=self.place.size, timeout=timedelta(seconds=HANG_S)
         )  # fmt: skip
         try:
             group = dist.group.WORLD

@@ -30,9 +30,9 @@ class Running:
 
 
 def start(folder: Path, *options: str, port: int = 0) -> Running:
-    """`shoal coordinator serve`, once it listens."""
+    """`shoal coordinator serve`, once it listens; a replica is lost by its silence only where `options` say so."""
     command = [sys.executable, "-m", "shoal", "coordinator", "serve", str(folder / "journal")]
-    command += ["--token", str(folder / "token"), "--port", str(port), "--json", *options]
+    command += ["--token", str(folder / "token"), "--port", str(port), "--json", "--silence", str(HANG_S), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     line = process.stdout.readline()

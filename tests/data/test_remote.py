@@ -16,6 +16,7 @@ from shoal.data.shard_files import locked
 from shoal.errors import ConfigError, DataError, EnvironmentFault
 from tests.data.sources import PARTS, SAMPLES, built, written
 from tests.data.test_sources import interrupted
+from tests.waiting import HANG_S
 
 FAILING_EVERY = 20
 """One request in so many fails: 5 %."""
@@ -252,7 +253,7 @@ def test_parts_come_together_whatever_their_order(tmp_path: Path, memory, monkey
 
     def late(files, path, start=None, end=None, **more):
         if start == 0:
-            assert others.wait(20)
+            assert others.wait(HANG_S)
         others.set() if start == 90 else None
         return cat_file(files, path, start=start, end=end, **more)
 

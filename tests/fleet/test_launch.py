@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -17,6 +18,7 @@ import pytest
 
 from shoal.coordinator.client import Address, NoGeneration
 from shoal.errors import EnvironmentFault
+from shoal.fleet import fleet as fleet_module
 from shoal.fleet.fleet import Fleet
 from shoal.fleet.processes import ReplicaProcesses
 from shoal.launcher.failure import FAILURE_FOLDER, ExitCode, failure_of, write_failure
@@ -25,7 +27,7 @@ from shoal.launcher.supervision import say_arrived
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.events import Committed, Fenced, Formed
 from shoal.resilience.preemption import Preemption
-from tests.waiting import HANG_S
+from tests.waiting import wait_until
 
 WAITS = "import sys; sys.stdin.read()"
 """Ends at a signal, or with the test."""
@@ -166,23 +168,37 @@ def test_a_host_whose_replicas_only_stood_by_has_done_its_part(tmp_path: Path) -
     assert to_the_end(fleet) == 0
 
 
-@pytest.mark.slow
-def test_a_replica_that_is_stopped_before_it_joins_is_ended_and_replaced(tmp_path: Path) -> None:
+def test_a_replica_that_is_stopped_before_it_joins_is_ended_and_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The coordinator does not know it, and fences nobody: the launcher ends it after twice `silence_s`, though other
     replicas keep it busy. One that goes on in time stays."""
+    now_s = [0.0]
+    monkeypatch.setattr(fleet_module, "time", SimpleNamespace(monotonic=lambda: now_s[0], time=time.time))
     fleet = fleet_of(tmp_path, Processes({0: WAITS, 1: WAITS}), silence_s=1.0)
     fleet.warn = (warned := list[str]()).append
     name, stopped, paused = names(fleet)[1], end_of(fleet, 1), end_of(fleet, 0)
-    stopped.send_signal(signal.SIGSTOP)
-    begin_s = time.monotonic()
-    while len(cast(Processes, fleet.starter).started) == 2:
-        pauses = time.monotonic() - begin_s < 1.0
-        paused.send_signal(signal.SIGSTOP if pauses else signal.SIGCONT)
+
+    def look(at_s: float) -> None:
+        now_s[0] = at_s
         fleet.events.put(Committed(1, 1, 0, 8))
         fleet.react()
-        assert time.monotonic() - begin_s < HANG_S
-    assert warned[0] == f"{name} (pid {stopped.pid}) has been stopped for 2 s: it is ended"
-    assert warned[1] == f"{name} (pid {stopped.pid}) ended: killed by SIGKILL; another takes its place"
+
+    for process in (stopped, paused):
+        process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: all(replica.ranks[0].is_stopped() for replica in fleet.running.values()))
+    look(0.0)
+    look(1.5)
+    assert not warned
+    paused.send_signal(signal.SIGCONT)
+    wait_until(lambda: not fleet.running[names(fleet)[0]].ranks[0].is_stopped())
+    look(2.0)
+    while len(cast(Processes, fleet.starter).started) == 2:
+        fleet.react()
+    assert warned == [
+        f"{name} (pid {stopped.pid}) has been stopped for 2 s: it is ended",
+        f"{name} (pid {stopped.pid}) ended: killed by SIGKILL; another takes its place",
+    ]
     assert end_of(fleet, 0) is paused
     fleet.events.put(signal.SIGTERM)
     to_the_end(fleet)

@@ -36,6 +36,7 @@ from shoal.verification.refusals import require_provable
 from tests.assembly.journey import save, whole_state
 from tests.ranks import TestPlace
 from tests.verification.layouts import GPT, corpus, run_file_of
+from tests.waiting import HANG_S
 
 Tables = dict[str, Any]
 CONSERVED = 1e-12
@@ -76,7 +77,7 @@ class Arriving:
     into: Tensor
 
     def wait(self) -> None:
-        self.into.copy_(self.way.get(timeout=20.0))
+        self.into.copy_(self.way.get(timeout=HANG_S))
 
 
 class Sent:

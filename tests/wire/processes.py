@@ -15,7 +15,7 @@ from tests.ports import free_port
 from tests.waiting import HANG_S
 
 POISON = "import sys; sys.modules['torch'] = None\n"
-PRELUDE = "import json, os\nimport numpy as np\nfrom shoal import wire\ngroup = wire.init(timeout_s=20)\n"
+PRELUDE = f"import json, os\nimport numpy as np\nfrom shoal import wire\ngroup = wire.init(timeout_s={HANG_S})\n"
 EPILOGUE = "\nprint('RESULT ' + json.dumps(result))\n"
 
 

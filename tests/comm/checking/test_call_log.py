@@ -10,6 +10,7 @@ from shoal.comm.board import Board
 from shoal.comm.diagnosis import KEPT, Call, CallLog, Diagnosis
 from shoal.errors import CollectiveError
 from tests.comm.groups import replicas
+from tests.waiting import HANG_S
 
 MEMBERS = ("rank 0 (host h, pid 1)", "rank 1 (host h, pid 2)", "rank 2 (host h, pid 3)")
 ONE = Call("all_reduce", [(torch.float32, (3,))], dist.ReduceOp.SUM, None, False, "a.py", 1)
@@ -65,7 +66,7 @@ def test_the_log_keeps_the_last_calls_by_number() -> None:
 
 def diagnosed(*logs: CallLog | None) -> str:
     """What rank 0 says of a failure of which those with a log have published theirs."""
-    board = Board(dist.HashStore(), timeout_s=5.0)
+    board = Board(dist.HashStore(), timeout_s=HANG_S)
     for rank in (1, 2, 0):
         if (log := logs[rank]) is not None:
             diagnosis = Diagnosis(board, rank, MEMBERS, "g", log, patience_s=0.2)
@@ -94,7 +95,7 @@ def test_a_failure_names_who_said_nothing_else_who_made_fewer_calls() -> None:
 
 def different(place) -> str:
     """Ranks that call different things, with no check."""
-    world = replicas(place, timeout_s=5.0).world
+    world = replicas(place, timeout_s=HANG_S).world
     world.all_reduce(torch.ones(3)).wait()
     try:
         world.all_reduce(torch.ones(3 + place.rank)).wait()

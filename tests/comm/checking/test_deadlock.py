@@ -8,6 +8,7 @@ import torch.distributed as dist
 from shoal.comm.board import Board
 from shoal.comm.checking import Wait, WaitGraph
 from shoal.errors import CollectiveError
+from tests.waiting import HANG_S
 
 GROUPS = {"left": (0, 1), "right": (1, 2), "all": (0, 1, 2)}
 
@@ -16,7 +17,7 @@ def graphs() -> list[WaitGraph]:
     """Of three ranks, which have the groups that they are in."""
     store, made = dist.HashStore(), []
     for rank in range(3):
-        graph = WaitGraph(Board(store, timeout_s=5.0), rank)
+        graph = WaitGraph(Board(store, timeout_s=HANG_S), rank)
         for name, ranks in GROUPS.items():
             if rank in ranks:
                 graph.enter(name, ranks)

@@ -23,6 +23,7 @@ from shoal.topology.layout import Layout
 from tests.parallel.pipeline import chains
 from tests.parallel.pipeline.copies import sum_copies
 from tests.ranks import TestPlace
+from tests.waiting import HANG_S
 
 EXACT = 1e-12  # float64: only the order of a few sums differs
 TIMEOUT_S = 3.0
@@ -156,9 +157,9 @@ def test_forward_only_gives_the_loss_and_no_gradient(ranks) -> None:
         assert wrong == []
 
 
-def run_broken(place: TestPlace, fault: str) -> float:
+def run_broken(place: TestPlace, fault: str, timeout_s: float = HANG_S) -> float:
     """A pass in which the stage of rank 1 misbehaves on microbatch 2; the norm of this rank's gradients."""
-    group = pipeline_of(place, timeout_s=TIMEOUT_S)
+    group = pipeline_of(place, timeout_s=timeout_s)
     table = build("ZBVZeroBubble", ranks=group.size, microbatches=4)
     model, stages = cut_model("perceptron", table, group.rank)
     batch = chains.data("perceptron", 4)
@@ -181,7 +182,7 @@ def run_broken(place: TestPlace, fault: str) -> float:
 def test_a_stage_that_fails_stops_the_others_within_the_timeout(ranks) -> None:
     """The rank at fault shows its own error, the others a sentence; nobody hangs."""
     for fault, error in (("raises", "ZeroDivisionError"), ("shrinks", "must have a form that follows")):
-        (well_0, text_0), (well_1, text_1) = ranks.outcomes(2, run_broken, fault, timeout_s=30)
+        (well_0, text_0), (well_1, text_1) = ranks.outcomes(2, run_broken, fault, TIMEOUT_S)
         assert not well_0
         assert "CollectiveError" in text_0
         assert not well_1
