@@ -1,4 +1,4 @@
-"""What Horovod's calls give to a backward, and gradients that are sparse."""
+"""Scripts of other styles: calls in a loss, gradients that are sparse, NumPy arrays beside tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -47,6 +48,28 @@ def test_calls_have_horovods_gradients() -> None:
     assert [first["splits"], second["splits"], third["splits"]] == [
         [3, 5, 10], [6, 15, 20], [9, 25, 30],
     ]  # fmt: skip
+
+
+def beside_arrays(rank: int) -> list[list[float]]:
+    """A sum of tensors, one of arrays, both again after each has ended and begun anew."""
+    import shoal.horovod as hvd
+    from shoal import wire
+
+    hvd.init()
+    group = wire.init()
+    assert wire.init() is group is wire.world()
+    found = [hvd.allreduce(torch.ones(1), op=hvd.Sum).tolist(), group.all_reduce(np.ones(1)).tolist()]
+    hvd.shutdown()
+    group.close()
+    hvd.init()
+    found += [hvd.allreduce(torch.ones(1)).tolist(), wire.init().all_reduce(np.full(1, rank)).tolist()]
+    hvd.shutdown()
+    return found
+
+
+def test_arrays_and_tensors_go_side_by_side() -> None:
+    """Ranks meet once, whoever asks, and again after an end."""
+    assert on_ranks(2, beside_arrays) == [[[2.0], [2.0], [1.0], [1]]] * 2
 
 
 def embeds(rank: int, **options: Any) -> list[float]:
