@@ -72,6 +72,35 @@ def test_arrays_and_tensors_go_side_by_side() -> None:
     assert on_ranks(2, beside_arrays) == [[[2.0], [2.0], [1.0], [1]]] * 2
 
 
+def by_closure(rank: int, kind: str) -> tuple[list[float], float]:
+    """Weights and the last loss of steps that compute their loss themselves; ranks have other data."""
+    import shoal.horovod as hvd
+
+    hvd.init()
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    made = {"SGD": partial(torch.optim.SGD, lr=0.1), "LBFGS": partial(torch.optim.LBFGS, line_search_fn="strong_wolfe")}
+    optimizer = hvd.DistributedOptimizer(made[kind]([weight]), [("weight", weight)])
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = ((weight - 1 - rank) ** 2).sum() * (1 + rank)
+        loss.backward()
+        return loss
+
+    loss = [float(optimizer.step(closure)) for _ in range(2)][-1]
+    hvd.shutdown()
+    return weight.tolist(), loss
+
+
+def test_a_step_that_computes_its_own_loss_is_one_over_all_ranks() -> None:
+    """SGD: two steps along the mean of 2 (w - 1) and 4 (w - 2). L-BFGS, which decides by the loss: their minimum."""
+    for weight, loss in on_ranks(2, by_closure, "SGD"):
+        assert weight == pytest.approx([0.5 + 0.7 * 0.5] * 2)
+        assert loss == pytest.approx(0.5 * (2 * 0.5**2 + 4 * 1.5**2))
+    for weight, _ in on_ranks(2, by_closure, "LBFGS"):
+        assert weight == pytest.approx([5 / 3] * 2)
+
+
 def embeds(rank: int, **options: Any) -> list[float]:
     """A table and a dense layer after three steps; in the second one rank 0 uses no row."""
     import shoal.horovod as hvd
