@@ -8,8 +8,8 @@ notice, take a few steps of a phase in turn.
 `--links`: the size of buckets and the algorithm of sums in place of codecs; with `--ranks-per-host 2` all sums go over
 Gloo, so that hierarchies of hosts are among the algorithms.
 
-`--periods`: local steps with fixed periods and with one that follows the link (`sync.wait_share`), for as many seconds
-at each rate, one side after the other.
+`--periods`: local steps with fixed periods and with such that follow the link (`sync.wait_share`), and the loss as well
+(`sync.adapt_every`), for as many seconds at each rate, one side after the other.
 """
 
 from __future__ import annotations
@@ -81,6 +81,9 @@ AVERAGING = LocalConfig(outer_lr=1.0, outer_momentum=0.0)
 PERIODS: Mapping[str, LocalConfig] = {
     **{f"period {h}": msgspec.structs.replace(AVERAGING, period=h) for h in (1, 8, 32)},
     "follows": msgspec.structs.replace(AVERAGING, period=1, longest_period=LONGEST, wait_share=WAIT_SHARE),
+    "follows link and loss": msgspec.structs.replace(
+        AVERAGING, period=1, longest_period=LONGEST, wait_share=WAIT_SHARE, adapt_every=LONGEST
+    ),
 }
 
 

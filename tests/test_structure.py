@@ -22,6 +22,7 @@ LONG_SIGNATURES = {
     "shoal.comm.shm.transport:collective": "one call of the interpreter between c10d and the core, without objects",
     "shoal.comm.shm.transport:at_once": "the same",
     "shoal.comm.shm.transport:collective_of_lists": "the same",
+    "shoal.horovod.optimizer:DistributedOptimizer": "stands in for Horovod's, with its signature",
     "shoal.models.keyed_functions:_attention": "stands in for scaled_dot_product_attention, with its signature",
 }
 """Functions that take more, and why."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from shoal.errors import MissingExtra, UsageError
@@ -54,14 +54,26 @@ def all_reduce_gradients(gradients: Sequence[Any], group: Group | None = None, *
 
 
 def DistributedOptimizer(optimizer: Any, group: Group | None = None) -> Any:
-    """`optimizer`, of Keras, which averages gradients over all ranks before it applies them; of its class."""
+    """`optimizer`, of Keras, which averages gradients over all ranks before it applies them; of its class, under whose
+    name it is saved.
+    """
+    return _averaging(type(optimizer), group).from_config(optimizer.get_config())
 
+
+def load_model(filepath: Any, group: Group | None = None, **named: Any) -> Any:
+    """A saved Keras model, whose optimizer goes on where it was, averaging gradients over all ranks. `named` goes to
+    `keras.models.load_model`.
+    """
+    model = _keras().models.load_model(filepath, **named)
+    model.optimizer.__class__ = _averaging(type(model.optimizer), group)
+    return model
+
+
+def _averaging(base: Any, group: Group | None) -> Any:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         return base.apply(self, all_reduce_gradients(list(grads), group), trainable_variables)
 
-    base: Any = type(optimizer)
-    kind = type(base.__name__, (base,), {"apply": apply})
-    return kind.from_config(optimizer.get_config())
+    return type(base.__name__, (base,), {"apply": apply, "__module__": base.__module__})
 
 
 def broadcast_variables(variables: Iterable[Any], root_rank: int = 0) -> None:
@@ -95,6 +107,49 @@ class callbacks:
 
         return _callback("MetricAverageCallback", on_epoch_end=on_epoch_end)
 
+    @staticmethod
+    def LearningRateScheduleCallback(
+        initial_lr: float, multiplier: float | Callable[[float], float], start_epoch: int = 0,
+        end_epoch: int | None = None, staircase: bool = True, steps_per_epoch: int | None = None,
+    ) -> Any:  # fmt: skip
+        """From `start_epoch` until `end_epoch` the rate is `initial_lr` times `multiplier`, of the epoch: whole ones,
+        or (`staircase` false) with the part that is over. There is no momentum correction: Keras 3 compiles the
+        momentum into the step.
+        """
+        factor = multiplier if callable(multiplier) else lambda epoch: multiplier
+        epoch = [0]
+
+        def set_rate(self: Any, at: float) -> None:
+            if start_epoch <= at and (end_epoch is None or at < end_epoch):
+                getattr(self.model, "jax_state_sync", dict)()  # on JAX an epoch's variables are not in the model
+                self.model.optimizer.learning_rate = initial_lr * factor(at)
+
+        def on_epoch_begin(self: Any, number: int, logs: Any = None) -> None:
+            epoch[0] = number
+            set_rate(self, number)
+
+        def on_train_batch_begin(self: Any, batch: int, logs: Any = None) -> None:
+            if not staircase:
+                set_rate(self, epoch[0] + batch / (steps_per_epoch or self.params["steps"]))
+
+        methods = {"on_epoch_begin": on_epoch_begin, "on_train_batch_begin": on_train_batch_begin}
+        return _callback("LearningRateScheduleCallback", **methods)
+
+    @staticmethod
+    def LearningRateWarmupCallback(
+        initial_lr: float, warmup_epochs: int = 5, steps_per_epoch: int | None = None
+    ) -> Any:
+        """The rate rises from `initial_lr` over the number of ranks to `initial_lr` (Goyal et al., arXiv:1706.02677,
+        section 2.2), batch by batch.
+        """
+
+        def factor(epoch: float) -> float:
+            return (1 + min(1.0, epoch / warmup_epochs) * (size() - 1)) / size()
+
+        return callbacks.LearningRateScheduleCallback(
+            initial_lr, factor, end_epoch=warmup_epochs, staircase=False, steps_per_epoch=steps_per_epoch
+        )
+
 
 def _reduced(given: list[Any], group: Group, op: Reduction) -> list[Any]:
     if not given or not _is_tensorflow(given[0]):
@@ -120,11 +175,15 @@ def _numpy(value: Any) -> Any:
     return numpy.array(value.numpy() if hasattr(value, "numpy") else value)
 
 
-def _callback(name: str, **methods: Any) -> Any:
+def _keras() -> Any:
     try:
-        keras: Any = importlib.import_module("keras")
+        return importlib.import_module("keras")
     except ImportError:
         raise MissingExtra("keras", extra="tensorflow", purpose="shoal.keras") from None
+
+
+def _callback(name: str, **methods: Any) -> Any:
+    keras = _keras()
     if keras.backend.backend() not in ("tensorflow", "jax"):
         raise UsageError(
             f"Keras runs on {keras.backend.backend()}: set KERAS_BACKEND to tensorflow or jax, or use shoal.horovod"

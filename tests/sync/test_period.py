@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from shoal.sync.config import LocalConfig
 from shoal.sync.event_order import EventFiles, Rounds
-from shoal.sync.period import LinkPace, Period
+from shoal.sync.period import LinkPace, Period, by_link
 
 
 def agreements(period: Period, loss: list[float], lr: float = 0.1) -> list[int]:
@@ -61,11 +62,22 @@ def test_a_smaller_learning_rate_allows_a_longer_period() -> None:
 
 
 REPLICAS, SIZE, LR, AGREEING_STEPS, EARLY, LATE = 4, 40, 0.05, 4.0, 100.0, 700.0
+LONGEST, SHARE = 32, 0.2
 
 
-def distances(period: Period, seed: int) -> dict[float, float]:
-    """How far the agreed model's loss is above the least one, after so much time, in which a step takes 1 and an
-    agreement `AGREEING_STEPS`: noisy quadratics, another one on each replica.
+Cost = Callable[[float], float]
+"""Of an agreement at a time, in steps."""
+
+
+def constant(now: float) -> float:
+    return AGREEING_STEPS
+
+
+def distances(
+    period: Period, seed: int, *, times: Sequence[float] = (EARLY, LATE), cost: Cost = constant, share: float = 0.0
+) -> dict[float, float]:
+    """How far the agreed model's loss is above the least one, at `times`, where a step takes 1 and an agreement `cost`:
+    noisy quadratics, another one on each replica. `share`: that of the time which the link may take.
     """
     draw = torch.Generator().manual_seed(seed)
     curve = torch.linspace(0.2, 1.0, SIZE) * torch.exp(0.5 * torch.randn(REPLICAS, SIZE, generator=draw))
@@ -76,15 +88,17 @@ def distances(period: Period, seed: int) -> dict[float, float]:
 
     least = losses((curve * centre).sum(dim=0) / curve.sum(dim=0)).mean()
     x, now, step, since = torch.full((REPLICAS, SIZE), 3.0), 0.0, 0, []
-    found = dict.fromkeys((EARLY, LATE), math.inf)
-    while now < LATE:
+    found, link = dict.fromkeys(times, math.inf), LocalConfig(period=1, longest_period=LONGEST, wait_share=share)
+    while now < times[-1]:
         step, now = step + 1, now + 1
         since.append(float(losses(x).mean()))
         x = x - LR * (curve * (x - centre) + 0.6 * torch.randn(REPLICAS, SIZE, generator=draw))
         if period.due(step):
-            now, x = now + AGREEING_STEPS, x.mean(dim=0).expand(REPLICAS, SIZE)
+            now, x = now + cost(now), x.mean(dim=0).expand(REPLICAS, SIZE)
             period.agreed(step, loss=sum(since) / len(since), lr=LR)
             since.clear()
+            if share:
+                period.follow(by_link(link, cost(now), 1.0))
             found.update({when: float(losses(x).mean() - least) for when in found if now <= when})
     return found
 
@@ -98,6 +112,42 @@ def test_a_period_that_follows_the_loss_is_early_and_comes_nearest(seed: int) ->
     adapted = distances(Period(64, adapt_every=64), seed)
     assert adapted[EARLY] <= fixed[64][EARLY] < 0.5 * fixed[1][EARLY]
     assert adapted[LATE] < min(found[LATE] for found in fixed.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", [100.0, 200.0, 400.0])
+def test_a_period_that_follows_loss_and_link_is_no_worse_than_the_longest(phase: float) -> None:
+    """On a link on which an agreement takes 0.3 steps, then 6, then 0.3: at the end of each phase as near as with the
+    longest period, and in the end as near as with the best fixed one; of one that follows the link alone it is
+    ahead where the model is young. Means of six draws.
+    """
+
+    def cost(now: float) -> float:
+        return 6.0 if phase <= now < 2 * phase else 0.3
+
+    def reached(new: Callable[[], Period], share: float = 0.0) -> list[float]:
+        ends = (phase, 2 * phase, 3 * phase)
+        runs = [distances(new(), seed, times=ends, cost=cost, share=share) for seed in range(6)]
+        return [sum(run[end] for run in runs) / len(runs) for end in ends]
+
+    fixed = {period: reached(lambda period=period: Period(period)) for period in (1, 4, 16, LONGEST)}
+    both = reached(lambda: Period(LONGEST, adapt_every=LONGEST, moves=True), SHARE)
+    by_link_alone = reached(lambda: Period(1, moves=True), SHARE)
+    assert all(own <= longest for own, longest in zip(both, fixed[LONGEST], strict=True))
+    assert both[-1] <= 1.1 * min(found[-1] for found in fixed.values())
+    assert both[0] <= 1.05 * by_link_alone[0]
+
+
+def test_the_longer_one_of_what_loss_and_link_ask_for_counts() -> None:
+    """The loss halves the period, the link keeps it from falling, and the loss's own goes on below."""
+    period = Period(16, adapt_every=16)
+    for step in (16, 32, 48):
+        period.agreed(step, loss=1.0, lr=0.1)
+        period.follow(6)
+    assert period.period == 6
+    assert period.to_state()["period"] == 2
+    period.follow(1)
+    assert period.period == 2
 
 
 def test_it_goes_on_from_its_state() -> None:

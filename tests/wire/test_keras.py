@@ -12,6 +12,7 @@ from tests.wire.processes import EPILOGUE, PRELUDE, run_codes
 CLOSE = 1e-4  # float32
 FITS = """
 os.environ["KERAS_BACKEND"], os.environ["TF_CPP_MIN_LOG_LEVEL"], os.environ["CUDA_VISIBLE_DEVICES"] = BACKEND, "3", ""
+import tempfile
 import keras
 import shoal.keras as hvd
 hvd.world = lambda: group
@@ -34,6 +35,21 @@ alone = model(keras.optimizers.SGD(0.1, momentum=0.5))
 want = alone.fit(x, y, batch_size=32, epochs=3, shuffle=False, verbose=0)
 flat = lambda m: np.concatenate([w.ravel() for w in m.get_weights()]).tolist()
 result = [flat(ours), flat(alone), seen.history["loss"], want.history["loss"]]
+
+with tempfile.TemporaryDirectory() as folder:
+    ours.save(f"{folder}/model.keras")
+    plain, again = keras.models.load_model(f"{folder}/model.keras"), hvd.load_model(f"{folder}/model.keras")
+rise = hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2)
+fall = hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5, start_epoch=2)
+rates = []
+def noted(*_, **__):
+    getattr(one, "jax_state_sync", dict)()
+    rates.append(float(one.optimizer.learning_rate.value))
+
+note = keras.callbacks.LambdaCallback(on_train_batch_end=noted)
+for one in (ours, again):
+    one.fit(x[share], y[share], batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[rise, fall, note])
+result += [flat(ours), flat(again), type(plain.optimizer) is keras.optimizers.SGD, rates]
 """
 
 
@@ -47,3 +63,7 @@ def test_a_keras_model_fits_as_in_one_process(backend: str) -> None:
     assert first[0] == second[0]
     assert np.allclose(first[0], first[1], rtol=CLOSE, atol=CLOSE)
     assert first[2] == second[2] == pytest.approx(first[3], rel=CLOSE)
+    # Saved under Keras's own name; loaded, it goes on as the one that was not; the rate rises, and falls.
+    assert first[4] == first[5] == second[4] == second[5] != first[0]
+    assert first[6] is True
+    assert first[7] == pytest.approx([0.05, 0.0625, 0.075, 0.0875, 0.05, 0.05] * 2)

@@ -165,7 +165,8 @@ class WireConfig(Table, frozen=True):
         Algorithm,
         says(
             "How groups over Gloo compute collectives: as Gloo does (backend), by the cheapest algorithm on the links "
-            "measured at the start (auto; the next run may sum in another order), or all-reduces by one algorithm."
+            "measured at the start and, under sync.kind = allreduce, whenever they have changed (auto; the next run "
+            "may sum in another order, a replay does not), or all-reduces by one algorithm."
         ),
     ] = "backend"
     check_collectives: Annotated[

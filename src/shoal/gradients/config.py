@@ -27,8 +27,8 @@ class GradientsConfig(Table, frozen=True):
     bucket: Annotated[
         Literal["fixed", "auto"],
         says(
-            "auto: the first steps try buckets of 1 MiB and more in turn; the fastest size stays, and is saved in "
-            "checkpoints. bucket_bytes is then unused."
+            "auto: the first steps try buckets of 1 MiB and more in turn; the fastest size stays until the link "
+            "changes (sync.kind = allreduce on CPUs), and is saved in checkpoints. bucket_bytes is then unused."
         ),
     ] = "fixed"
     schedule: Annotated[

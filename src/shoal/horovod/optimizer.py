@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from shoal.horovod.operations import (
     Compressor,
     Sum,
     allgather_async,
+    allreduce,
     broadcast_,
     broadcast_object,
     grouped_allreduce_async_,
@@ -66,7 +68,7 @@ class _Reduction:
         self, groups: Sequence[Sequence[tuple[str, Tensor]]], *, compression: type[Compressor], op: str, passes: int,
         predivide: float, sparse_as_dense: bool, process_set: ProcessSet | None,
     ) -> None:  # fmt: skip
-        self._groups, self._process_set = groups, process_set
+        self._groups, self.process_set = groups, process_set
         self._sparse_as_dense, self._seen_sparse = sparse_as_dense, set[Tensor]()
         self._sparse: dict[Tensor, SparseHandle] = {}
         self._group_of = {parameter: place for place, group in enumerate(groups) for _, parameter in group}
@@ -100,7 +102,7 @@ class _Reduction:
         halves = self._predivide if op == Average else 1.0
         handle = grouped_allreduce_async_(
             [small for small, _ in pairs], name=f"gradient.{names[0]}", op=op, prescale_factor=1 / halves,
-            postscale_factor=halves, process_set=self._process_set,
+            postscale_factor=halves, process_set=self.process_set,
         )  # fmt: skip
         self.handles[place] = handle, list(parameters), [context for _, context in pairs]
 
@@ -114,9 +116,7 @@ class _Reduction:
         if not parameter.grad.is_sparse:
             return False
         self._seen_sparse.add(parameter)
-        self._sparse[parameter] = sparse_allreduce_async(
-            parameter.grad, f"gradient.{name}", self._op, self._process_set
-        )
+        self._sparse[parameter] = sparse_allreduce_async(parameter.grad, f"gradient.{name}", self._op, self.process_set)
         return True
 
     def finish(self) -> None:
@@ -169,11 +169,22 @@ class _Distributed:
         self.reduction.passes = passes
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Waits for the gradients, then updates."""
-        if not self._skips:
+        """Waits for the gradients, then updates. Those that `closure` computes are reduced whenever it is called, and
+        its loss becomes the mean over ranks: so ranks stay alike that decide by it, as L-BFGS does.
+        """
+        if not self._skips and closure is not None:
+            closure = partial(self._reduced, closure)
+        elif not self._skips:
             self.reduction.finish()
         self.reduction.done = False
         return super().step(closure)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _reduced(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self.reduction.finish()
+        if isinstance(loss, Tensor):
+            return allreduce(loss.detach(), process_set=self.reduction.process_set)
+        return float(allreduce(torch.tensor(loss, dtype=torch.float64), process_set=self.reduction.process_set))
 
     def zero_grad(self, *given: Any, **named: Any) -> None:
         """Raises `UsageError` while gradients are on their way."""

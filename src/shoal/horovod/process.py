@@ -24,7 +24,7 @@ from shoal.launcher.environment import Place
 from shoal.launcher.rendezvous import STORE_TIMEOUT_S
 from shoal.launcher.store.client import AuthenticatedStore
 from shoal.resilience.participant import FencedOut
-from shoal.wire.connect import Met, group_of, meet
+from shoal.wire.connect import Met, group_of, met_here
 
 if TYPE_CHECKING:
     from shoal.horovod.members import Members
@@ -71,7 +71,7 @@ class Process:
         self.generation = 0
         self._added: set[tuple[int, ...]] = set()
         self._sets: dict[tuple[int, ...], Engine] = {}
-        self._made = 0
+        self._made = self._times = 0
 
     def init(self) -> None:
         """Meets the other ranks of the launcher. A second call does nothing."""
@@ -83,7 +83,8 @@ class Process:
             self.members = self.members or Members()
             self._meet_members(failed=False)
         else:
-            self._begin(0, meet())
+            self._begin(self._times, met_here())
+            self._times += 1
         assert self.met is not None
         if os.environ.get(_TIMELINE) and self.met.place.rank == 0:
             self.timeline.start(Path(os.environ[_TIMELINE]), mark_cycles=os.environ.get(_MARK, "0") == "1")

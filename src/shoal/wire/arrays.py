@@ -35,7 +35,7 @@ def as_array(given: Any) -> Array:
             return found
     raise UsageError(
         f"a {type(given).__name__} is no array: the wire takes NumPy arrays, and what has the buffer protocol, "
-        "`__dlpack__` or `__array__`"
+        "`__dlpack__` or `__array__`; wrap it in numpy.asarray"
     )
 
 

@@ -6,6 +6,7 @@ import functools
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -143,20 +144,46 @@ FIRST = "wire/0"
 
 
 def init(
-    environ: Mapping[str, str] = os.environ, *, timeout_s: float = TIMEOUT_S, start_timeout_s: float = START_S
+    environ: Mapping[str, str] | None = None, *, timeout_s: float = TIMEOUT_S, start_timeout_s: float = START_S
 ) -> Group:
     """The group of all ranks that the launcher started; of this process alone where there is no launcher.
 
-    Blocks until all ranks have called it. A process calls it once; later calls are for tests, and need a store of
-    their own. Raises `EnvironmentFault` and `CollectiveError` where ranks do not find each other.
+    Blocks until all ranks have called it. Later calls give the same group, which `shoal.jax` and `shoal.keras` use as
+    well; a new one where it was closed. `environ`: in the place of this process's environment, for tests, each of which
+    needs a store of its own. Raises `EnvironmentFault` and `CollectiveError` where ranks do not find each other.
     """
-    return group_of(meet(environ, timeout_s=start_timeout_s), timeout_s=timeout_s)
+    if environ is not None:
+        return group_of(meet(environ, timeout_s=start_timeout_s), timeout_s=timeout_s)
+    made = _here().groups
+    if not made or made[-1].closed:
+        prefix = FIRST if not made else f"{FIRST}/{len(made)}"
+        made.append(group_of(met_here(timeout_s=start_timeout_s), timeout_s=timeout_s, prefix=prefix))
+    return made[-1]
 
 
-@functools.cache
 def world() -> Group:
     """The group of this process's job, which the first call makes (`init`)."""
     return init()
+
+
+def met_here(*, timeout_s: float = START_S) -> Met:
+    """As `meet`, with the ranks of this process's launcher: once, for all who ask."""
+    here = _here()
+    here.met = here.met or meet(timeout_s=timeout_s)
+    return here.met
+
+
+@dataclass
+class _Here:
+    """What this process has made of its environment."""
+
+    met: Met | None = None
+    groups: list[Group] = field(default_factory=list)
+
+
+@functools.cache
+def _here() -> _Here:
+    return _Here()
 
 
 def group_of(met: Met, *, timeout_s: float, prefix: str = FIRST) -> Group:

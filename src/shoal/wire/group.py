@@ -51,7 +51,7 @@ class Group:
     def __init__(self, transport: Transport, hosts: Sequence[str], *, local_rank: int = 0) -> None:
         self.rank, self.size, self.local_rank = transport.rank, transport.size, local_rank
         self.hosts, self.ledger = tuple(hosts), Ledger()
-        self._transport = transport
+        self._transport, self.closed = transport, False
 
     def all_reduce(self, array: Any, op: Reduction = "sum", *, out: Any = None, codec: Codec | None = None) -> Array:
         """The sum, mean, ... of the ranks' arrays, element by element: the same bits on all ranks.
@@ -150,6 +150,7 @@ class Group:
 
     def close(self) -> None:
         """Ends the group. Ranks that call it later are told that this one has left."""
+        self.closed = True
         self._transport.close()
 
     def _coded(self, send: Array, receive: Array, op: str, codec: Codec) -> None:

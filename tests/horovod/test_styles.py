@@ -1,4 +1,4 @@
-"""What Horovod's calls give to a backward, and gradients that are sparse."""
+"""Scripts of other styles: calls in a loss, gradients that are sparse, NumPy arrays beside tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -47,6 +48,57 @@ def test_calls_have_horovods_gradients() -> None:
     assert [first["splits"], second["splits"], third["splits"]] == [
         [3, 5, 10], [6, 15, 20], [9, 25, 30],
     ]  # fmt: skip
+
+
+def beside_arrays(rank: int) -> list[list[float]]:
+    """A sum of tensors, one of arrays, both again after each has ended and begun anew."""
+    import shoal.horovod as hvd
+    from shoal import wire
+
+    hvd.init()
+    group = wire.init()
+    assert wire.init() is group is wire.world()
+    found = [hvd.allreduce(torch.ones(1), op=hvd.Sum).tolist(), group.all_reduce(np.ones(1)).tolist()]
+    hvd.shutdown()
+    group.close()
+    hvd.init()
+    found += [hvd.allreduce(torch.ones(1)).tolist(), wire.init().all_reduce(np.full(1, rank)).tolist()]
+    hvd.shutdown()
+    return found
+
+
+def test_arrays_and_tensors_go_side_by_side() -> None:
+    """Ranks meet once, whoever asks, and again after an end."""
+    assert on_ranks(2, beside_arrays) == [[[2.0], [2.0], [1.0], [1]]] * 2
+
+
+def by_closure(rank: int, kind: str) -> tuple[list[float], float]:
+    """Weights and the last loss of steps that compute their loss themselves; ranks have other data."""
+    import shoal.horovod as hvd
+
+    hvd.init()
+    weight = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    made = {"SGD": partial(torch.optim.SGD, lr=0.1), "LBFGS": partial(torch.optim.LBFGS, line_search_fn="strong_wolfe")}
+    optimizer = hvd.DistributedOptimizer(made[kind]([weight]), [("weight", weight)])
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = ((weight - 1 - rank) ** 2).sum() * (1 + rank)
+        loss.backward()
+        return loss
+
+    loss = [float(optimizer.step(closure)) for _ in range(2)][-1]
+    hvd.shutdown()
+    return weight.tolist(), loss
+
+
+def test_a_step_that_computes_its_own_loss_is_one_over_all_ranks() -> None:
+    """SGD: two steps along the mean of 2 (w - 1) and 4 (w - 2). L-BFGS, which decides by the loss: their minimum."""
+    for weight, loss in on_ranks(2, by_closure, "SGD"):
+        assert weight == pytest.approx([0.5 + 0.7 * 0.5] * 2)
+        assert loss == pytest.approx(0.5 * (2 * 0.5**2 + 4 * 1.5**2))
+    for weight, _ in on_ranks(2, by_closure, "LBFGS"):
+        assert weight == pytest.approx([5 / 3] * 2)
 
 
 def embeds(rank: int, **options: Any) -> list[float]:
