@@ -60,9 +60,9 @@ def orthogonalised(x: Tensor, *, iterations: int = 5, polish: int = 0, dtype: to
 
     `polish` iterations follow with `POLISH`.
     """
-    wide = x.to(dtype or x.dtype, copy=True)
+    wide = x.to(dtype or x.dtype)
     tall = wide.size(-2) > wide.size(-1)
-    wide = wide.mT if tall else wide
+    wide = wide.mT.contiguous() if tall else wide  # products of its rows want them without gaps
     wide = wide / torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp_(min=_TINY)
     steps = [*(QUINTIC,) * iterations, *(POLISH,) * polish]
     if wide.dtype == torch.bfloat16:
