@@ -44,7 +44,7 @@ def test_only_optimizers_of_elements_may_see_pieces():
 
 @pytest.mark.parametrize(
     ("kind", "sentence"),
-    [(torch.optim.LBFGS, "cannot step without a closure"), (torch.optim.Adafactor, "keeps 'row_var' of shape")],
+    [(torch.optim.LBFGS, "fails in a step without a closure"), (torch.optim.Adafactor, "keeps 'row_var' of shape")],
 )
 def test_optimizers_that_a_checkpoint_cannot_hold_are_refused(kind, sentence):
     with pytest.raises(UserCodeError, match=sentence):

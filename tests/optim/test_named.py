@@ -151,7 +151,7 @@ REFUSED = [
     ("nowhere_at_all:X", {}, "there is no module 'nowhere_at_all'"),
     ("torch.optim:Adamax", {"arguments": {"wrong": 1}}, "unexpected keyword argument 'wrong'"),
     ("torch.nn:ReLU6", {}, "raised"),
-    ("torch.optim:LBFGS", {}, "cannot step without a closure"),
+    ("torch.optim:LBFGS", {}, "fails in a step without a closure"),
     (f"{HERE}:Counts", {}, "changes numbers of its groups (k)"),
     (f"{HERE}:UnitColumns", {"arguments": {"lr": 1}}, "multiple values"),
     ("tests.optim.coupled_optimizers:ByAllNorms", {"weight_decay": 0.1}, "has no option of this name"),

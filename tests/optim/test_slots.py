@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import torch
 from torch.nn import Parameter
 
 from shoal.errors import UsageError
+from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD, AdamW
-from shoal.optim.declared import Slot
+from shoal.optim.declared import Common, Slot
 from shoal.optim.slots import make_slots, named_slots, slot_and_parameter
 
 ADAMW, MOMENTUM = AdamW().slots, SGD(momentum=0.9).slots
@@ -73,3 +76,42 @@ def test_a_slot_that_the_optimizer_does_not_have_is_refused():
 def test_a_name_is_cut_at_its_slot():
     """Names of parameters may have slashes of their own."""
     assert slot_and_parameter("exp_avg/a/b.weight") == ("exp_avg", "a/b.weight")
+
+
+def planted(kind: str) -> tuple[list[Parameter], torch.optim.Optimizer]:
+    """A matrix of 4,096 numbers, which 8 bits take, and a vector."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = [Parameter(torch.randn(shape, generator=generator)) for shape in ((64, 64), (64,))]
+    named = [(name, p, p.ndim > 1) for name, p in zip(("w", "b"), parameters, strict=True)]
+    return parameters, build_optimizer(Common.kinds()[kind](), named, lr=1e-3)
+
+
+def step(parameters: list[Parameter], optimizer: torch.optim.Optimizer, number: int) -> None:
+    def closure() -> float:
+        optimizer.zero_grad()
+        generator, loss = torch.Generator().manual_seed(number), torch.zeros(())
+        for p in parameters:
+            loss = loss + (p * torch.randn(p.shape, generator=generator)).sum() + p.square().sum()
+        loss.backward()
+        return float(loss.detach())
+
+    optimizer.step(closure)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Common.kinds() if kind not in ("kfac", "python")])
+def test_pytorch_saves_and_loads_the_state(kind: str) -> None:
+    """As a script does without Shoal's checkpoints: `torch.load` trusts no class, and the next step's bits are equal."""
+    parameters, optimizer = planted(kind)
+    for number in range(4):
+        step(parameters, optimizer, number)
+    file = io.BytesIO()
+    torch.save((parameters, optimizer.state_dict()), file)
+    file.seek(0)
+    saved, state = torch.load(file, weights_only=True)
+    others, resumed = planted(kind)
+    for here, there in zip(others, saved, strict=True):
+        here.data.copy_(there)
+    resumed.load_state_dict(state)
+    for each, of in ((parameters, optimizer), (others, resumed)):
+        step(each, of, 9)
+    assert all(torch.equal(one, other) for one, other in zip(parameters, others, strict=True))

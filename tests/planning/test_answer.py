@@ -18,10 +18,11 @@ from shoal.cost.transformer import total_parameters
 from shoal.errors import ConfigError, LayoutError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.gpt import GPT
+from shoal.models.roles import roles_of
 from shoal.optim.build import build_optimizer
 from shoal.optim.closure_config import LBFGS, NewtonCG
 from shoal.optim.config import SGD, AdamW, AdamW8bit, OptimizerConfig
-from shoal.optim.declared import EMA
+from shoal.optim.declared import EMA, Common
 from shoal.optim.kfac import OwnedKFAC
 from shoal.optim.kinds import LAMB, Adafactor, Lion
 from shoal.optim.parts import Parts
@@ -30,7 +31,7 @@ from shoal.planner.explain.text import help_sentence
 from shoal.planner.predict.predictor import Prediction, save_of
 from shoal.planning.answer import cluster_of, planned, predictor_on, transformer_of
 from shoal.planning.plan_file import written_plan
-from shoal.planning.stack import CODED_BYTES, CODED_ON_CORES, stack_of
+from shoal.planning.stack import CODED_BYTES, CODED_ON_CORES, hidden_share, stack_of
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 from shoal.state import Trained, owned_whole
@@ -75,6 +76,35 @@ def test_what_hidden_matrices_keep_is_priced_apart(optimizer: OptimizerConfig, h
     cluster = cluster_of(run, None)
     one = predictor_on(run, cluster).predict(written_plan(run, cluster)).peak
     assert one.optimizer == pytest.approx((share * hidden + (1 - share) * rest) * one.weights, rel=1e-6)
+
+
+WATCHING = ("kfac", "python")
+"""Kinds whose state needs more than gradients to come about; `test_kfac.py` and `test_named.py` count theirs."""
+NEARLY = 0.07
+"""Of the model's numbers: rows and columns, sides of matrices that are not square, and their padding."""
+
+
+@pytest.mark.parametrize("kind", [kind for kind in Common.kinds() if kind not in WATCHING])
+def test_what_every_kind_keeps_is_what_is_planned(kind: str) -> None:
+    """Numbers of the state for one of the model, after two updates of a GPT."""
+    sizes = GPTConfig(vocabulary=61, layers=3, width=32, heads=4, feed_forward_width=48)
+    model = GPT(sizes)
+    config, roles = Common.kinds()[kind](), roles_of(model)
+    parameters = [(name, p, roles[name].decay) for name, p in model.named_parameters()]
+    optimizer = build_optimizer(config, parameters, lr=1e-3, kinds={name: role.kind for name, role in roles.items()})
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    tensors = [t for state in optimizer.state.values() for t in state.values() if hasattr(t, "numel") and t.numel() > 1]
+    kept = sum(tensor.numel() for tensor in tensors) / sum(p.numel() for p in model.parameters())
+    planned = sum(slot.planned_numbers(hidden_share(sizes)) for slot in config.slots)
+    assert kept == pytest.approx(planned, rel=NEARLY / 2, abs=NEARLY)
 
 
 RARELY = 10**9

@@ -125,6 +125,8 @@ def test_every_kind_is_proved() -> None:
     """Here or elsewhere: a member of the union without a proof would be trained with all the same."""
     assert {kind.__struct_config__.tag for kind in get_args(OptimizerConfig)} == {*OPTIMIZERS, *ELSEWHERE}
     assert KEYS.keys() <= OPTIMIZERS.keys()
+    page = (Path(__file__).parents[2] / "docs/optimizers.md").read_text()
+    assert [kind for kind in Common.kinds() if f"| `{kind}`" not in page and f", `{kind}`" not in page] == []
     for kind, path in ELSEWHERE.items():
         assert kind in (Path(__file__).parents[2] / path).read_text()
 

@@ -73,6 +73,19 @@ class EightBitAdamW(FusedAdamW):
                     if isinstance(state.get(name), Tensor):
                         state[name] = quantised(state[name], signed=signed)
 
+    def state_dict(self) -> dict[str, Any]:
+        """PyTorch's, with the numbers that 8 bits stand for: `torch.load` reads them without being told to trust a
+        class, and AdamW can go on from them.
+        """
+        found = super().state_dict()
+        found["state"] = {number: dict(map(_decoded, state.items())) for number, state in found["state"].items()}
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes the state of `state_dict` over, or AdamW's, and keeps it in 8 bits."""
+        super().load_state_dict(state_dict)
+        self.pack()
+
     def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
         """One step. States that are not there yet begin at zero."""
         if group.get("small"):
@@ -102,6 +115,11 @@ class EightBitAdamW(FusedAdamW):
         first, second = _moved(parameter, gradient, first, second, factors)
         for (name, signed), moment in zip(MOMENTS.items(), (first, second), strict=True):
             state[name] = quantised(moment, signed=signed)
+
+
+def _decoded(slot: tuple[str, Any]) -> tuple[str, Any]:
+    name, value = slot
+    return name, value.decoded() if isinstance(value, Quantised) else value
 
 
 def _factors(group: dict[str, Any], step: float) -> _Factors:

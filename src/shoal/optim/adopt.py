@@ -385,7 +385,8 @@ def _stepped(
         step_of(twin)
     except Exception as error:
         raise UserCodeError(
-            f"{type(optimizer).__name__} cannot step without a closure ({error}); Shoal steps it once for each update"
+            f"{type(optimizer).__name__} fails in a step without a closure ({error}); Shoal steps it once for each "
+            "update, and gives it none"
         ) from error
     return [(probe, twin.state.get(probe, {})) for probe in probes]
 

@@ -159,8 +159,7 @@ def _options(config: OptimizerConfig, parameter: Described, factor: float, of_la
 
 def _of_another_kind(config: OptimizerConfig, table: Common) -> dict[str, Any]:
     """What says that a parameter's group is another optimizer's, and its rate."""
-    own, others = getattr(config, "lr"), getattr(table, "lr")  # noqa: B009
-    return {"kind": _kind_of(table), "rate": others / own}
+    return {"kind": _kind_of(table), "rate": table.lr / config.lr}
 
 
 def adamw(config: AdamW, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:

@@ -262,7 +262,7 @@ def groups_refusal(optimizer: Common) -> str | None:
             f'{said}, and optimizer.kind = "{optimizer.variant}", which steps all parameters itself: choose '
             f"{kinds_whose(lambda table: not table.steps_alone)}, or leave kind out of the groups"
         )
-    if getattr(optimizer, "lr") == 0:  # noqa: B009
+    if optimizer.lr == 0:
         return (
             f"{said}, and optimizer.lr = 0: a schedule scales both rates alike, and cannot from 0; set it above 0, and "
             "freeze what is not to train ([freeze])"

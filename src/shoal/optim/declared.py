@@ -184,7 +184,10 @@ class Group(Table, frozen=True):
 
 
 class Common(Table, frozen=True):
-    """Keys that every optimizer has."""
+    """Keys that every optimizer has. Each kind has also `lr`, its peak learning rate, with a default of its own."""
+
+    if TYPE_CHECKING:
+        lr: float = 0.0
 
     works_on: ClassVar[Granularity] = "elements"
     asks_for_whole: ClassVar[bool] = False

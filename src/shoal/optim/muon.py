@@ -60,9 +60,9 @@ def orthogonalised(x: Tensor, *, iterations: int = 5, polish: int = 0, dtype: to
 
     `polish` iterations follow with `POLISH`.
     """
-    wide = x.to(dtype or x.dtype, copy=True)
+    wide = x.to(dtype or x.dtype)
     tall = wide.size(-2) > wide.size(-1)
-    wide = wide.mT if tall else wide
+    wide = wide.mT.contiguous() if tall else wide  # products of its rows want them without gaps
     wide = wide / torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp_(min=_TINY)
     steps = [*(QUINTIC,) * iterations, *(POLISH,) * polish]
     if wide.dtype == torch.bfloat16:
@@ -155,7 +155,8 @@ class OwnedMuon(WholeOptimizer):
         eps: float = 1e-8,
     ) -> None:
         super().__init__(
-            params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, newton_schulz=newton_schulz,
+            params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov,
+            newton_schulz=tuple(newton_schulz),  # what torch.load takes from a file without being told to trust it
             adjust=adjust, betas=betas, eps=eps, stacked=False, heads=1,
         )  # fmt: skip
 
@@ -172,7 +173,7 @@ class OwnedMuon(WholeOptimizer):
         matrices = direction if group["stacked"] else as_matrix(direction)
         if group["heads"] > 1:
             matrices = matrices.view(group["heads"], -1, matrices.shape[-1])
-        how: NewtonSchulz = group["newton_schulz"]
+        how = NewtonSchulz(*group["newton_schulz"])
         dtype = torch.bfloat16 if how.precision == "bfloat16" else None
         found = orthogonalised(matrices, iterations=how.iterations, polish=how.polish, dtype=dtype)
         scale = muon_scale(group["adjust"], *matrices.shape[-2:])
@@ -180,7 +181,7 @@ class OwnedMuon(WholeOptimizer):
 
     def cost(self, shape: Dims) -> float:
         """Floating-point operations."""
-        how: NewtonSchulz = self.defaults["newton_schulz"]
+        how = NewtonSchulz(*self.defaults["newton_schulz"])
         iterations = how.iterations + how.polish
         return orthogonalising_flops(*sides(shape), iterations=iterations, precision=how.precision)
 

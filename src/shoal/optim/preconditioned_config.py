@@ -46,13 +46,12 @@ class HiddenMatrices(Common, frozen=True):
 
     def takes(self, parameter: Described) -> bool:
         """Whether it is one of the matrices, if no pattern of `adamw` fits it."""
-        return parameter.decays and parameter.kind in HIDDEN and len(parameter.shape) > 1
+        return is_hidden(parameter, ())
 
     def options(self, parameter: Described) -> dict[str, Any]:
         """`whole`: it is one of the matrices; `rate`: what the others' rate is of theirs."""
         whole = self.takes(parameter) and not any(fnmatchcase(parameter.name, pattern) for pattern in self.adamw)
-        own = getattr(self, "lr")  # noqa: B009
-        rate = 1.0 if whole or self.adamw_lr is None or own == 0 else self.adamw_lr / own
+        rate = 1.0 if whole or self.adamw_lr is None or self.lr == 0 else self.adamw_lr / self.lr
         return {"whole": whole, **({} if rate == 1 else {"rate": rate})}
 
 
