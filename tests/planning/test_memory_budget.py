@@ -15,7 +15,7 @@ from shoal import units
 from shoal.errors import ConfigError, LayoutError
 from shoal.launcher.environment import Place
 from shoal.planning import memory_budget
-from shoal.planning.memory_budget import FILE_NAME, Bill, with_budget
+from shoal.planning.memory_budget import FILE_NAME, Bill, foreseen, used_by, with_budget
 from shoal.planning.mixtures import AS_IT_IS, Prices, choices, ladder, mixtures, with_values
 from shoal.planning.trial import FirstSteps, needed, trial_of
 from shoal.runfile.rules import refusal
@@ -181,19 +181,17 @@ def test_what_only_rounds_waits_until_that_is_allowed(tmp_path: Path) -> None:
     def losses(run_file: RunFile) -> float:
         return 2.0 + 1e-7 * (run_file.memory.offload.activations == "host")
 
-    for full, used in ((20, "full"), (60, "none")):
-        own = run_file_of(tmp_path / used, memory={"budget": "30 MiB"}, run={"processes": 1, "device": "cpu"})
-        peaks = {"full": full * MIB, "none": 50 * MIB}
-        trials = Trials(
-            lambda run_file, peaks=peaks: (
-                20 * MIB
-                if run_file.memory.offload.activations == "host"
-                else peaks.get(run_file.memory.recompute, 50 * MIB)
-            ),
-            losses,
-        )
-        chosen, why = with_budget(own, None, trial=trials)
-        assert (chosen.memory.recompute, "keep every bit" in why) == (used, used == "full")
+    for full, home in ((20, "device"), (60, "host")):
+        own = run_file_of(tmp_path / home, memory={"budget": "30 MiB"}, run={"processes": 1, "device": "cpu"})
+        peaks = {"full": full * MIB}
+
+        def peak(run_file: RunFile, peaks: dict[str, int] = peaks) -> int:
+            rounds = run_file.memory.offload.activations == "host"
+            return 20 * MIB if rounds else peaks.get(run_file.memory.recompute, 50 * MIB)
+
+        chosen, why = with_budget(own, None, trial=Trials(peak, losses))
+        assert chosen.memory.offload.activations == home
+        assert ("keep every bit" in why) == (home == "device")
 
 
 def test_what_does_not_run_is_passed_over(budgeted: RunFile) -> None:
@@ -246,6 +244,25 @@ def test_mixtures_are_those_that_the_run_can_be_with(tmp_path: Path, given: dict
         assert all(refusal(with_values(own, one.values)) is None for one in found)
     said = run_file_of(tmp_path, memory={"recompute": "full", "offload": {"optimizer": "disk"}}, run=run)
     assert {means.kind for one in mixtures(said) for means in one.means}.isdisjoint({"recompute", "state"})
+
+
+def test_a_plan_says_what_is_predicted_and_then_what_was_chosen(budgeted: RunFile, tmp_path: Path) -> None:
+    """On a cluster's devices, of which no start here knows, what is predicted."""
+    small = with_values(budgeted, {"memory.budget": "600 KiB"})
+    assert foreseen(with_values(small, {"memory.budget": None}), None) is None
+    predicted = (
+        r'memory.budget = "600 KiB", as predicted: .+ needs [0-9.]+ KiB \(as it is [0-9.]+ MiB\), \+[0-9]+ % of .+'
+    )
+    assert re.fullmatch(predicted, foreseen(small, None) or "")
+    assert "no mixture fits" in (foreseen(with_values(small, {"memory.budget": "1 KiB"}), None) or "")
+    chosen, why = with_budget(small, None, trial=Trials(lambda run_file: 500 << 10))
+    assert (foreseen(small, None) or "").startswith(why)
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text('[cluster]\nnodes = 1\nmachine = "dgx-h100"\n', encoding="utf-8")
+    assert "as predicted" in (foreseen(small, cluster) or "")
+    assert used_by(chosen) == why
+    assert used_by(with_values(chosen, {"memory.offload.part": "1 MiB"})) == ""
+    assert used_by(with_values(chosen, {"memory.simulate_device": None})) == ""
 
 
 def test_without_prices_a_ladder_is_climbed(tmp_path: Path) -> None:

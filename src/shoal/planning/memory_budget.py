@@ -45,11 +45,13 @@ from shoal.planning.mixtures import (
     Mixture,
     Price,
     Prices,
+    cheapest,
     choices,
     freed,
     ladder,
     mixtures,
     part_of,
+    said_of,
     with_values,
 )
 from shoal.planning.trial import FirstSteps, trial_of
@@ -122,6 +124,39 @@ def with_budget(
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, msgspec.json.encode(bill) + b"\n")
     return chosen_by(bill, run_file), said(bill)
+
+
+def foreseen(run_file: RunFile, cluster: Path | None) -> str | None:
+    """For `shoal plan`, of a run file whose number of processes is known: what the run directory has already, or what
+    is predicted on the devices of a cluster's file; None: there is no budget.
+    """
+    if run_file.memory.budget is None:
+        return None
+    bill, asked = _kept(run_directory(run_file) / FILE_NAME), f'memory.budget = "{run_file.memory.budget}"'
+    if cluster is None and bill is not None and bill.digest == digest_of(run_file):
+        return f"{said(bill)}; kept from {run_directory(run_file) / FILE_NAME}"
+    try:
+        prices = Prices(run_file, cluster)
+    except ShoalError as why:
+        return f"{asked}: nothing is predicted, and mixtures are tried when the run starts: {why}"
+    plain, best = prices.of(AS_IT_IS), cheapest(run_file, prices)
+    if plain is None or best is None:
+        return (
+            f"{asked}: by prediction, no mixture fits; a start tries those that need least, and says what they come to"
+        )
+    mixture, price = best
+    return (
+        f"{asked}, as predicted: {mixture.said} needs {units.memory_size(price.size_bytes)} (as it is "
+        f"{units.memory_size(plain.size_bytes)}), {said_of(price, plain)}; {_CHANGED[mixture.change]}"
+    )
+
+
+def used_by(run_file: RunFile) -> str:
+    """The sentence on the budget by which a run that starts was completed; "" where it has none."""
+    bill = _kept(run_directory(run_file) / FILE_NAME)
+    if bill is None or bill.budget != run_file.memory.simulate_device:
+        return ""
+    return said(bill) if with_values(run_file, bill.tried[-1].values) == run_file else ""
 
 
 def chosen_by(bill: Bill, run_file: RunFile) -> RunFile:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -237,12 +238,14 @@ class Price(NamedTuple):
 class Prices:
     """Of the mixtures of one run file."""
 
-    def __init__(self, run_file: RunFile) -> None:
-        """Raises `ShoalError` where the run cannot be priced."""
+    def __init__(self, run_file: RunFile, cluster: Path | None = None) -> None:
+        """On the devices of a cluster's file; None: on this machine's cores. Raises `ShoalError` where the run cannot
+        be priced.
+        """
         from shoal.planning.answer import predictor_of  # imports torch where a model is traced
 
         self._run_file = with_values(run_file, {**part_of(run_file), "memory.budget": None})
-        self._predictor = predictor_of(_on_device(self._run_file), None)
+        self._predictor = predictor_of(_on_device(self._run_file), cluster)
         self._priced(self._run_file)
 
     def of(self, mixture: Mixture) -> Price | None:
@@ -265,6 +268,9 @@ class Prices:
         fullest = max(one.footprints, key=tensor_bytes)
         size, moved = tensor_bytes(fullest), 0.0
         held = min(1.0, HELD_BLOCKS / self._blocks)
+        if plan.world_size == plan.microbatches == 1 and offload.parameters == "device":
+            # Gradients come as activations go, and there are none yet at the peak.
+            size = max(size - fullest.gradients, fullest.weights + fullest.gradients + fullest.optimizer)
         if offload.activations == "host":
             size -= (1 - held) * fullest.activations
             moved += PASSES * plan.microbatches * fullest.activations
@@ -282,6 +288,18 @@ class Prices:
 def _on_device(run_file: RunFile) -> RunFile:
     """What the planner prices: activations and parameters where they are computed."""
     return with_values(run_file, {"memory.offload.activations": "device", "memory.offload.parameters": "device"})
+
+
+def cheapest(run_file: RunFile, prices: Prices) -> tuple[Mixture, Price] | None:
+    """The one that would be tried first of all that change least; None: by its price, none fits."""
+    budget, most = run_file.memory.budget_bytes or 0, CHANGES.index(run_file.memory.budget_may_change)
+    allowed = [one for one in mixtures(run_file) if CHANGES.index(one.change) <= most]
+    for change in CHANGES[: most + 1]:
+        own = ((one, price) for one in allowed if one.change == change and (price := prices.of(one)) is not None)
+        fitting = [(one, price) for one, price in own if price.size_bytes <= budget]
+        if fitting:
+            return min(fitting, key=lambda found: (found[1].step_s, len(found[0].means)))
+    return None
 
 
 def said_of(price: Price, plain: Price) -> str:
