@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +16,8 @@ import pytest
 from shoal import units
 from shoal.errors import ConfigError, LayoutError
 from shoal.launcher.environment import Place
+from shoal.observe.events import read_events
+from shoal.observe.facts import read_facts
 from shoal.planning import memory_budget
 from shoal.planning.memory_budget import FILE_NAME, Bill, foreseen, used_by, with_budget
 from shoal.planning.mixtures import AS_IT_IS, Prices, choices, ladder, mixtures, with_values
@@ -284,13 +288,6 @@ def test_a_run_that_no_device_can_count_is_refused(tmp_path: Path) -> None:
         with_budget(run_file_of(tmp_path, memory={"budget": "30 MiB"}, run=run), None)
 
 
-def test_objects_of_a_script_are_refused(tmp_path: Path) -> None:
-    model = {"kind": "python", "build": "given:object"}
-    run = {"processes": 1, "device": "cpu"}
-    with pytest.raises(ConfigError, match=r"memory\.budget, and the model of the run are objects of a script"):
-        with_budget(run_file_of(tmp_path, memory={"budget": "30 MiB"}, run=run, model=model), None)
-
-
 def test_a_budget_beyond_the_machine_is_refused(tmp_path: Path) -> None:
     run = {"processes": 1, "device": "cpu"}
     with pytest.raises(ConfigError, match=r'memory\.budget = "900 TiB" is more than the .* that .* has'):
@@ -308,6 +305,43 @@ def test_a_real_budget_is_met(tmp_path: Path) -> None:
     budget = f"{plain.peak_bytes // 2048} KiB"
     chosen, _ = with_budget(run_file_of(tmp_path, **given, memory={"budget": budget}), None)
     assert not isinstance(trial_of(chosen), str)
+
+
+SCRIPT = """
+import torch, shoal
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.ModuleList([nn.Linear(128, 128) for _ in range(4)])
+
+    def forward(self, x):
+        for block in self.body:
+            x = block(x).relu()
+        return x
+
+data = [(torch.full((128,), index / 64), index % 10) for index in range(64)]
+tables = {"run": {"steps": 2, "processes": 1, "device": "cpu"}, "batch": {"global_samples": 16}}
+for name, memory in (("other", {}), ("mine", {"budget": "900 KiB"})):
+    given = {**tables, "run": {**tables["run"], "name": name}, "memory": memory}
+    shoal.train(given, model=Net, data=data, loss=nn.CrossEntropyLoss(reduction="none"))
+print("the end")
+"""
+
+
+@pytest.mark.slow
+def test_objects_of_a_script_are_tried_by_the_script(tmp_path: Path) -> None:
+    """Trials take its steps alone: what stands behind the call runs once, and a run before it is not trained again."""
+    (tmp_path / "mine.py").write_text(SCRIPT, encoding="utf-8")
+    ran = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ran.stdout.count("the end") == 1
+    bill = msgspec.json.decode((tmp_path / "runs/mine" / FILE_NAME).read_bytes(), type=Bill)
+    assert len(bill.tried) > 1
+    assert (bill.tried[-1].peak_bytes or 0) <= 900 << 10
+    losses = [event.get("loss/train") for event in read_events(tmp_path / "runs/other")]
+    assert sum(loss is not None for loss in losses) == 2
+    assert read_facts(tmp_path / "runs/mine")["memory_budget"].startswith('memory.budget = "900 KiB": ')
 
 
 def test_what_steps_differ_by_is_asked_for_once_more() -> None:

@@ -27,7 +27,6 @@ import msgspec
 from blake3 import blake3
 
 from shoal import units
-from shoal.assembly.user_code import GIVEN
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.config.load import dumps
 from shoal.errors import ConfigError, LayoutError, ShoalError
@@ -202,12 +201,6 @@ def _tried(run_file: RunFile, digest: str, trial: Trial) -> Bill:
 def _check(run_file: RunFile) -> None:
     """Raises `ConfigError` where nothing can be tried, or the budget is not one."""
     memory, budget = run_file.memory, run_file.memory.budget_bytes or 0
-    given = [name for name in ("model", "data", "loss") if getattr(getattr(run_file, name), "build", None) == GIVEN]
-    if given:
-        raise ConfigError(
-            f"memory.budget, and the {' and the '.join(given)} of the run are objects of a script, which a trial "
-            'cannot make again: name functions (model.build = "module:function"), or set the keys yourself'
-        )
     if run_file.run.device == "cuda" or (run_file.run.device == "auto" and gpus(os.environ)):
         raise ConfigError(
             'memory.budget is tried on CPUs, by a simulated device: set run.device = "cpu", or choose with shoal plan'
