@@ -18,7 +18,7 @@ from shoal.errors import ConfigError, LayoutError
 from shoal.launcher.environment import Place
 from shoal.observe.events import read_events
 from shoal.observe.facts import read_facts
-from shoal.planning import memory_budget
+from shoal.planning import mixture_search
 from shoal.planning.memory_budget import FILE_NAME, Bill, foreseen, used_by, with_budget
 from shoal.planning.mixtures import AS_IT_IS, Prices, choices, ladder, mixtures, with_values
 from shoal.planning.trial import FirstSteps, needed, trial_of
@@ -220,7 +220,7 @@ def test_what_may_change_is_the_users_to_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 1000, 41 * MIB + 1, 42_000_001, (1 << 30) + 5, 123_456_789_012])
 def test_a_size_is_written_as_no_less(size: int) -> None:
     """In three digits, as people read it."""
-    text = memory_budget._no_less(size)
+    text = mixture_search._no_less(size)
     assert size <= units.memory_bytes(text) <= 1.011 * size + 1
 
 
