@@ -35,7 +35,8 @@ from shoal.bench.report import Check, Row, check, print_report
 from shoal.config.load import dumps
 from shoal.errors import LayoutError
 from shoal.launcher import warm
-from shoal.planning.memory_budget import FILE_NAME, ROUNDING, Bill, with_budget
+from shoal.planning.memory_budget import FILE_NAME, Bill, with_budget
+from shoal.planning.mixture_search import ROUNDING
 from shoal.planning.mixtures import AS_IT_IS, BOUNDLESS
 from shoal.planning.trial import FirstSteps, first_steps, trial_of
 from shoal.runfile.load import load_run

@@ -12,8 +12,16 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from shoal.errors import UsageError, UserCodeError
-from shoal.own_loop.objects import check_alone, is_compiled, objects_of, scaler_in, unread_arguments
+from shoal.errors import ConfigError, UsageError, UserCodeError
+from shoal.own_loop.objects import (
+    check_alone,
+    is_compiled,
+    objects_of,
+    require_own_loop,
+    scaler_in,
+    unread_arguments,
+)
+from shoal.runfile.load import run_file_of
 
 
 def given(model: nn.Module) -> dict:
@@ -80,3 +88,12 @@ def test_arguments_of_a_loader_that_are_not_read() -> None:
     said = unread_arguments(loader)
     assert [sentence.split()[2] for sentence in said] == ["num_workers", "generator"]
     assert unread_arguments(DataLoader([1, 2])) == unread_arguments(None) == []  # type: ignore[arg-type]
+
+
+def test_a_budget_is_not_kept_by_a_loop_of_ones_own() -> None:
+    """Its ledger counts what the run's own steps compute."""
+    given = {"kind": "python", "build": "given:object"}
+    tables = {"run": {"name": "own", "steps": 1}, "model": given, "data": given, "batch": {"global_samples": 1}}
+    run_file = run_file_of({**tables, "memory": {"budget": "1 GiB"}}, file="own")
+    with pytest.raises(ConfigError, match=r'memory\.budget = "1 GiB" is kept by counting'):
+        require_own_loop(run_file, model=None, optimizer=None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -14,8 +16,10 @@ import pytest
 from shoal import units
 from shoal.errors import ConfigError, LayoutError
 from shoal.launcher.environment import Place
-from shoal.planning import memory_budget
-from shoal.planning.memory_budget import FILE_NAME, Bill, with_budget
+from shoal.observe.events import read_events
+from shoal.observe.facts import read_facts
+from shoal.planning import mixture_search
+from shoal.planning.memory_budget import FILE_NAME, Bill, foreseen, used_by, with_budget
 from shoal.planning.mixtures import AS_IT_IS, Prices, choices, ladder, mixtures, with_values
 from shoal.planning.trial import FirstSteps, needed, trial_of
 from shoal.runfile.rules import refusal
@@ -181,19 +185,17 @@ def test_what_only_rounds_waits_until_that_is_allowed(tmp_path: Path) -> None:
     def losses(run_file: RunFile) -> float:
         return 2.0 + 1e-7 * (run_file.memory.offload.activations == "host")
 
-    for full, used in ((20, "full"), (60, "none")):
-        own = run_file_of(tmp_path / used, memory={"budget": "30 MiB"}, run={"processes": 1, "device": "cpu"})
-        peaks = {"full": full * MIB, "none": 50 * MIB}
-        trials = Trials(
-            lambda run_file, peaks=peaks: (
-                20 * MIB
-                if run_file.memory.offload.activations == "host"
-                else peaks.get(run_file.memory.recompute, 50 * MIB)
-            ),
-            losses,
-        )
-        chosen, why = with_budget(own, None, trial=trials)
-        assert (chosen.memory.recompute, "keep every bit" in why) == (used, used == "full")
+    for full, home in ((20, "device"), (60, "host")):
+        own = run_file_of(tmp_path / home, memory={"budget": "30 MiB"}, run={"processes": 1, "device": "cpu"})
+        peaks = {"full": full * MIB}
+
+        def peak(run_file: RunFile, peaks: dict[str, int] = peaks) -> int:
+            rounds = run_file.memory.offload.activations == "host"
+            return 20 * MIB if rounds else peaks.get(run_file.memory.recompute, 50 * MIB)
+
+        chosen, why = with_budget(own, None, trial=Trials(peak, losses))
+        assert chosen.memory.offload.activations == home
+        assert ("keep every bit" in why) == (home == "device")
 
 
 def test_what_does_not_run_is_passed_over(budgeted: RunFile) -> None:
@@ -218,7 +220,7 @@ def test_what_may_change_is_the_users_to_say(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [1, 1000, 41 * MIB + 1, 42_000_001, (1 << 30) + 5, 123_456_789_012])
 def test_a_size_is_written_as_no_less(size: int) -> None:
     """In three digits, as people read it."""
-    text = memory_budget._no_less(size)
+    text = mixture_search._no_less(size)
     assert size <= units.memory_bytes(text) <= 1.011 * size + 1
 
 
@@ -248,6 +250,25 @@ def test_mixtures_are_those_that_the_run_can_be_with(tmp_path: Path, given: dict
     assert {means.kind for one in mixtures(said) for means in one.means}.isdisjoint({"recompute", "state"})
 
 
+def test_a_plan_says_what_is_predicted_and_then_what_was_chosen(budgeted: RunFile, tmp_path: Path) -> None:
+    """On a cluster's devices, of which no start here knows, what is predicted."""
+    small = with_values(budgeted, {"memory.budget": "600 KiB"})
+    assert foreseen(with_values(small, {"memory.budget": None}), None) is None
+    predicted = (
+        r'memory.budget = "600 KiB", as predicted: .+ needs [0-9.]+ KiB \(as it is [0-9.]+ MiB\), \+[0-9]+ % of .+'
+    )
+    assert re.fullmatch(predicted, foreseen(small, None) or "")
+    assert "no mixture fits" in (foreseen(with_values(small, {"memory.budget": "1 KiB"}), None) or "")
+    chosen, why = with_budget(small, None, trial=Trials(lambda run_file: 500 << 10))
+    assert (foreseen(small, None) or "").startswith(why)
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text('[cluster]\nnodes = 1\nmachine = "dgx-h100"\n', encoding="utf-8")
+    assert "as predicted" in (foreseen(small, cluster) or "")
+    assert used_by(chosen) == why
+    assert used_by(with_values(chosen, {"memory.offload.part": "1 MiB"})) == ""
+    assert used_by(with_values(chosen, {"memory.simulate_device": None})) == ""
+
+
 def test_without_prices_a_ladder_is_climbed(tmp_path: Path) -> None:
     """Each rung frees no less than the one before it."""
     rungs = list(ladder(run_file_of(tmp_path, run={"processes": 2, "device": "cpu"})))
@@ -267,13 +288,6 @@ def test_a_run_that_no_device_can_count_is_refused(tmp_path: Path) -> None:
         with_budget(run_file_of(tmp_path, memory={"budget": "30 MiB"}, run=run), None)
 
 
-def test_objects_of_a_script_are_refused(tmp_path: Path) -> None:
-    model = {"kind": "python", "build": "given:object"}
-    run = {"processes": 1, "device": "cpu"}
-    with pytest.raises(ConfigError, match=r"memory\.budget, and the model of the run are objects of a script"):
-        with_budget(run_file_of(tmp_path, memory={"budget": "30 MiB"}, run=run, model=model), None)
-
-
 def test_a_budget_beyond_the_machine_is_refused(tmp_path: Path) -> None:
     run = {"processes": 1, "device": "cpu"}
     with pytest.raises(ConfigError, match=r'memory\.budget = "900 TiB" is more than the .* that .* has'):
@@ -291,6 +305,43 @@ def test_a_real_budget_is_met(tmp_path: Path) -> None:
     budget = f"{plain.peak_bytes // 2048} KiB"
     chosen, _ = with_budget(run_file_of(tmp_path, **given, memory={"budget": budget}), None)
     assert not isinstance(trial_of(chosen), str)
+
+
+SCRIPT = """
+import torch, shoal
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.ModuleList([nn.Linear(128, 128) for _ in range(4)])
+
+    def forward(self, x):
+        for block in self.body:
+            x = block(x).relu()
+        return x
+
+data = [(torch.full((128,), index / 64), index % 10) for index in range(64)]
+tables = {"run": {"steps": 2, "processes": 1, "device": "cpu"}, "batch": {"global_samples": 16}}
+for name, memory in (("other", {}), ("mine", {"budget": "900 KiB"})):
+    given = {**tables, "run": {**tables["run"], "name": name}, "memory": memory}
+    shoal.train(given, model=Net, data=data, loss=nn.CrossEntropyLoss(reduction="none"))
+print("the end")
+"""
+
+
+@pytest.mark.slow
+def test_objects_of_a_script_are_tried_by_the_script(tmp_path: Path) -> None:
+    """Trials take its steps alone: what stands behind the call runs once, and a run before it is not trained again."""
+    (tmp_path / "mine.py").write_text(SCRIPT, encoding="utf-8")
+    ran = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert ran.stdout.count("the end") == 1
+    bill = msgspec.json.decode((tmp_path / "runs/mine" / FILE_NAME).read_bytes(), type=Bill)
+    assert len(bill.tried) > 1
+    assert (bill.tried[-1].peak_bytes or 0) <= 900 << 10
+    losses = [event.get("loss/train") for event in read_events(tmp_path / "runs/other")]
+    assert sum(loss is not None for loss in losses) == 2
+    assert read_facts(tmp_path / "runs/mine")["memory_budget"].startswith('memory.budget = "900 KiB": ')
 
 
 def test_what_steps_differ_by_is_asked_for_once_more() -> None:

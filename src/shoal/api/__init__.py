@@ -33,11 +33,20 @@ from shoal.errors import RunEnded, RunFailed, RunStopped, ShoalError, UsageError
 from shoal.files import temporary_folder
 from shoal.launcher.environment import Place, place_from
 from shoal.launcher.forks import forked_ranks
-from shoal.launcher.own_script import DESCRIBES, PROFILE, Reached, ScriptCheck, own_command, reads_for, script_check
+from shoal.launcher.own_script import (
+    DESCRIBES,
+    PROFILE,
+    TRIAL,
+    Reached,
+    ScriptCheck,
+    own_command,
+    reads_for,
+    script_check,
+)
 from shoal.launcher.supervision import NOTHING_KEPT, Patience, say
 from shoal.observe.facts import facts_path
 from shoal.planning.arrange import LOOKING, PLANNER
-from shoal.runfile.load import run_file_of
+from shoal.runfile.load import load_run, run_file_of
 from shoal.runfile.run_file import RunFile, run_directory
 from shoal.verification.refusals import require_provable
 
@@ -152,6 +161,11 @@ def _trained(config: Configuration, overrides: Sequence[str], *, model: Any, dat
     intent, keys = intent_of(overrides)
     run_file, file = _resolved(config, keys, model=model, data=data, loss=loss)
     run_file = chosen_run(run_file, intent)
+    if TRIAL in os.environ:
+        tried = load_run(Path(os.environ[TRIAL]))
+        if tried.run.name != run_file.run.name:
+            return run_directory(run_file)
+        run_file = tried
     directory = run_directory(run_file)
 
     def be_rank(run_file: RunFile, place: Place) -> None:
@@ -169,7 +183,7 @@ def _trained(config: Configuration, overrides: Sequence[str], *, model: Any, dat
             f"the ranks ended without training into {directory}: the script, run again, did not come to the same "
             "call of shoal.train; what leads to it must not depend on time or chance"
         )
-    if place is None and PROFILE in os.environ:
+    if place is None and (PROFILE in os.environ or TRIAL in os.environ):
         sys.exit(0)  # the steps are recorded, and there are no weights that the script could go on with
     if place is None:
         _give_back(model, directory)

@@ -101,6 +101,7 @@ def plan(
     Example: shoal plan recipes/stdlib-gpt.toml --why-not tensor=2
     """
     from shoal.runfile.load import load_run
+    from shoal.runfile.run_file import with_processes
     from shoal.topology.cluster_file import load_cluster
 
     loaded = load_run(run_file, overrides or ())
@@ -116,10 +117,13 @@ def plan(
     from shoal.planning.answer import cluster_file, planned
     from shoal.planning.history import confidence_in
     from shoal.planning.measured_step import step_of_earlier_run
+    from shoal.planning.memory_budget import foreseen
+    from shoal.planning.mixtures import with_values
     from shoal.planning.pictures import draw_plan
     from shoal.planning.plan_file import run_file_of
     from shoal.planning.tried_step import tried_step
 
+    asked, loaded = loaded, with_values(loaded, {"memory.budget": None})  # plans are those of the run without
     if prediction is not None:
         _show_elsewhere(loaded, prediction, as_json=as_json)
         return
@@ -138,6 +142,7 @@ def plan(
             measured_step=step,
             expert_imbalance=expert_imbalance,
         )
+    budget = foreseen(with_processes(asked, result.predictor.cluster.devices), where)
     trials = _trials(run_file, result, overrides or (), measure) if measure else []
     confidence = confidence_in(result.predictor, os.environ, evidence=result.evidence)
     best = result.found.best[0]
@@ -154,12 +159,15 @@ def plan(
     if as_json:
         shown = _as_json(result, confidence, scaled)
         shown |= {"operators": None if splits is None else splits.record(), "trials": [one.record() for one in trials]}
+        shown |= {"memory_budget": budget}
         answer(json.dumps(shown))
         return
     shown = top or (MOST_PLANS if everything else FEW_PLANS)
     text = _whole(result, confidence, shown) if everything else _screen(result, confidence, shown)
     for part in [*text, *_asked_for(result, scaled), *([] if splits is None else [splits.text()])]:
         print(part, end="\n\n")
+    if budget is not None:
+        print(budget, end="\n\n")
     if trials:
         print("Tried on this machine, fastest first:\n" + _trials_text(trials), end="\n\n")
     for path in written:

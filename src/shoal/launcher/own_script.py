@@ -47,6 +47,9 @@ DESCRIBES = "SHOAL_DESCRIBES"
 """Set where the script is run to learn which run its first call of `shoal.train` or `shoal.start` trains."""
 PROFILE = "SHOAL_PROFILE"
 """What a script's ranks are to record of their steps (`shoal.assembly.profiling.ProfileOrder`), as JSON."""
+TRIAL = "SHOAL_TRIAL"
+"""The run file of a trial: the script trains by it in the place of its run of that name, and ends; it passes over its
+other runs."""
 _KEY = re.compile(r"[a-z_]+(\.[A-Za-z0-9_*]+)+=", re.ASCII)
 
 

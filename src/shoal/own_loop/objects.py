@@ -219,6 +219,11 @@ def require_own_loop(run_file: RunFile, *, model: Any, optimizer: Any) -> None:
     _check_servers(run_file, model)
     _check_optimizers(run_file, optimizer)
     _check_compiled(run_file, model)
+    if run_file.memory.budget is not None:
+        raise ConfigError(
+            f'memory.budget = "{run_file.memory.budget}" is kept by counting what the run\'s own steps compute, and '
+            "this loop is the script's: set keys of [memory] yourself, or let shoal.train run the loop"
+        )
 
 
 def _check_optimizers(run_file: RunFile, optimizer: Any) -> None:

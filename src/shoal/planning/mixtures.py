@@ -2,8 +2,9 @@
 
 A mixture takes one value for each of some keys. What it may change decides when it is tried:
 
-    nothing     recomputation, where state, activations and parameters live, and most ZeRO stages: losses keep every bit
-    rounding    the same sums in another order: smaller microbatches, the loss in chunks, the other ZeRO stages
+    nothing     recomputation, and where state and activations live: losses keep every bit; without
+                `optimizer.clip_norm`, whose norm is a sum over pieces, also ZeRO stages, and parameters on the host
+    rounding    the same sums in another order: smaller microbatches, the loss in chunks, and these
     moments     the optimizer's moments in 8 bits
 
 A key that the run file sets to anything but its default stays. The price of a mixture is what the planner's closed
@@ -18,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,6 +36,8 @@ from shoal.sync.config import AllReduceConfig
 
 CHANGES: tuple[BudgetChange, ...] = ("nothing", "rounding", "moments")
 """From the least to the most."""
+WORTH = 1.5
+"""What keeps every bit is preferred while its step takes at most so many times that of what rounds."""
 PART_SHARE, LEAST_PART, MOST_PART = 32, 64 << 10, 32 << 20
 """A part of the state is such a share of the budget, within bounds: three of them are on the device."""
 BOUNDLESS = "1024 GiB"
@@ -113,8 +117,13 @@ def mixtures(run_file: RunFile) -> Iterator[Mixture]:
     """All that this run can be with, the run as it is first."""
     for chosen in product(*([None, *own] for own in choices(run_file))):
         mixture = Mixture(tuple(means for means in chosen if means is not None))
-        if _refused(run_file, mixture.values) is None:
+        if possible(run_file, mixture):
             yield mixture
+
+
+def possible(run_file: RunFile, mixture: Mixture) -> bool:
+    """Whether the rules between tables allow it."""
+    return _refused(run_file, mixture.values) is None
 
 
 def ladder(run_file: RunFile) -> Iterator[Mixture]:
@@ -124,7 +133,7 @@ def ladder(run_file: RunFile) -> Iterator[Mixture]:
     every = [means for own in choices(run_file) for means in own]
     for means in sorted(every, key=lambda means: CHANGES.index(means.change)):
         mixture = Mixture(tuple({**chosen, means.kind: means}.values()))
-        if _refused(run_file, mixture.values) is None:
+        if possible(run_file, mixture):
             chosen[means.kind] = means
             yield mixture
 
@@ -163,7 +172,9 @@ def _serves(run_file: RunFile, means: Means) -> bool:
 
 
 def _refused(run_file: RunFile, values: Mapping[str, Any]) -> str | None:
-    return refusal(with_values(run_file, {**values, "memory.budget": None, "memory.simulate_device": BOUNDLESS}))
+    """Why not, by the rules between tables; on CPUs a device is simulated."""
+    device = {} if run_file.run.device == "cuda" else {"memory.simulate_device": BOUNDLESS}
+    return refusal(with_values(run_file, {**values, **device, "memory.budget": None}))
 
 
 def _recompute(run_file: RunFile) -> Iterator[Means]:
@@ -183,22 +194,28 @@ def _activations(run_file: RunFile) -> Iterator[Means]:
 
 
 def _parameters(run_file: RunFile) -> Iterator[Means]:
-    if run_file.memory.offload.parameters == "device":
-        yield Means("parameters", 1, "nothing", {"memory.offload.parameters": "host"})
+    """On CPUs, so far."""
+    if run_file.memory.offload.parameters == "device" and run_file.run.device != "cuda":
+        yield Means("parameters", 1, _of_pieces(run_file), {"memory.offload.parameters": "host"})
+
+
+def _of_pieces(run_file: RunFile) -> BudgetChange:
+    """What changes where an optimizer has pieces: nothing if numbers are updated alone, and no norm is taken."""
+    alone = run_file.optimizer.variant in ELEMENT_WISE and run_file.optimizer.clip_norm is None
+    return "nothing" if alone else "rounding"
 
 
 def _stages(run_file: RunFile) -> Iterator[Means]:
-    """Of ZeRO, over the replicas: where they are copies that take each step together, and send plain numbers. No bit
-    changes where sums over ranks have one order, whatever is summed together, and no norm is taken of a piece.
+    """Of ZeRO, over the replicas: where they are copies that take each step together, and send plain numbers. Sums over
+    ranks have one order, whatever is summed together, in shared memory and of two.
     """
     layout, sync = run_file.layout, run_file.sync
     ranks = layout.layout(run_file.run.processes or 1).replicate
     plain = isinstance(sync, AllReduceConfig) and not sync.in_canonical_order and run_file.codec == NoCodec()
     if ranks == 1 or layout.shard > 1 or layout.replicate is not None or run_file.memory.zero or not plain:
         return
-    in_order = ranks == 2 or run_file.wire.transport in ("auto", "shm")
-    element_wise = run_file.optimizer.variant in ELEMENT_WISE and run_file.optimizer.clip_norm is None
-    change: BudgetChange = "nothing" if in_order and element_wise else "rounding"
+    in_order = ranks == 2 or (run_file.wire.transport in ("auto", "shm") and run_file.run.device != "cuda")
+    change = _of_pieces(run_file) if in_order else "rounding"
     for stage in (1, 2, 3):
         yield Means("stage", stage, change, {"layout.shard": ranks, "memory.zero": stage})
 
@@ -237,12 +254,14 @@ class Price(NamedTuple):
 class Prices:
     """Of the mixtures of one run file."""
 
-    def __init__(self, run_file: RunFile) -> None:
-        """Raises `ShoalError` where the run cannot be priced."""
+    def __init__(self, run_file: RunFile, cluster: Path | None = None) -> None:
+        """On the devices of a cluster's file; None: on this machine's cores. Raises `ShoalError` where the run cannot
+        be priced.
+        """
         from shoal.planning.answer import predictor_of  # imports torch where a model is traced
 
         self._run_file = with_values(run_file, {**part_of(run_file), "memory.budget": None})
-        self._predictor = predictor_of(_on_device(self._run_file), None)
+        self._predictor = predictor_of(_on_device(self._run_file), cluster)
         self._priced(self._run_file)
 
     def of(self, mixture: Mixture) -> Price | None:
@@ -265,6 +284,9 @@ class Prices:
         fullest = max(one.footprints, key=tensor_bytes)
         size, moved = tensor_bytes(fullest), 0.0
         held = min(1.0, HELD_BLOCKS / self._blocks)
+        if plan.world_size == plan.microbatches == 1 and offload.parameters == "device":
+            # Gradients come as activations go, and there are none yet at the peak.
+            size = max(size - fullest.gradients, fullest.weights + fullest.gradients + fullest.optimizer)
         if offload.activations == "host":
             size -= (1 - held) * fullest.activations
             moved += PASSES * plan.microbatches * fullest.activations
@@ -282,6 +304,21 @@ class Prices:
 def _on_device(run_file: RunFile) -> RunFile:
     """What the planner prices: activations and parameters where they are computed."""
     return with_values(run_file, {"memory.offload.activations": "device", "memory.offload.parameters": "device"})
+
+
+def cheapest(run_file: RunFile, prices: Prices) -> tuple[Mixture, Price] | None:
+    """The one that a start would try first, of those that fit by their prices; None: none does."""
+    budget, most = run_file.memory.budget_bytes or 0, CHANGES.index(run_file.memory.budget_may_change)
+    found: dict[BudgetChange, tuple[Mixture, Price]] = {}
+    for one in mixtures(run_file):
+        price = prices.of(one)
+        if price is None or price.size_bytes > budget or CHANGES.index(one.change) > most:
+            continue
+        if one.change not in found or price.step_s < found[one.change][1].step_s:
+            found[one.change] = one, price
+    longest_s = WORTH * min((price.step_s for change, (_, price) in found.items() if change != "moments"), default=0.0)
+    within = [found[change] for change in CHANGES if change in found and found[change][1].step_s <= longest_s]
+    return next(iter([*within, *found.values()]), None)
 
 
 def said_of(price: Price, plain: Price) -> str:

@@ -26,6 +26,7 @@ from shoal.planner.search.search import search
 from shoal.planning.answer import cluster_of, predictor_of, predictor_on, tensor_bytes
 from shoal.planning.history import Past, remember
 from shoal.planning.measured_step import MeasuredStep, calibrated
+from shoal.planning.memory_budget import used_by
 from shoal.planning.operators import UNCOVERED, calibration_here, measured_here, unpredicted
 from shoal.planning.plan_file import runnable, written_plan
 from shoal.runfile.run_file import RunFile
@@ -95,7 +96,15 @@ def _resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-FORECAST = Forecast(prediction_facts, remember_run)
+def start_facts(
+    run_file: RunFile, *, device: str, one_host: bool, threads: int, environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """`prediction_facts`, and what a budget of memory has chosen."""
+    predicted = prediction_facts(run_file, device=device, one_host=one_host, threads=threads, environ=environ)
+    return predicted | {"memory_budget": used_by(run_file)}
+
+
+FORECAST = Forecast(start_facts, remember_run)
 """What a run states before it starts, and keeps when it has ended."""
 
 

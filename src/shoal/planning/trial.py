@@ -22,15 +22,18 @@ from typing import Any
 
 import msgspec
 
+from shoal.assembly.user_code import GIVEN
 from shoal.config.load import dumps
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.launcher import warm
 from shoal.launcher.children import THROWN_AWAY_S, stop
 from shoal.launcher.devices import gpus
+from shoal.launcher.own_script import TRIAL, own_command
 from shoal.observe.events import read_events
 from shoal.observe.terminal import ProgressBar
 from shoal.planner.explain.residuals import prediction_record
 from shoal.planner.predict.predictor import Prediction
+from shoal.planning.mixtures import with_values
 from shoal.planning.plan_file import run_file_of
 from shoal.runfile.run_file import RunFile
 from shoal.topology.cluster import Cluster
@@ -135,6 +138,14 @@ def _steps_s(run: Path, environ: Mapping[str, str]) -> list[float]:
 # The first steps of a run file, as it stands: what a rank's simulated device held, and the losses.
 
 
+BARE = {
+    "checkpoint.every_steps": 0,
+    "observe.evaluate_every_steps": 0,
+    "observe.report": False,
+    "observe.evaluate_samples": 1,
+    "observe.sample_bytes": 0,
+}
+"""Keys of a run of which nothing but its steps is asked."""
 TRIED_STEPS = 3
 """State is made in the first, and comes and goes in the others."""
 
@@ -177,16 +188,15 @@ def needed(peaks: Sequence[float]) -> int:
 
 
 def short_run(run_file: RunFile, folder: Path, *, steps: int) -> tuple[int, str]:
-    """The exit code of the first steps of the run, whose directory is `run` in `folder`, and why it failed."""
-    directory = folder / "run"
+    """The exit code of the first steps of the run, whose directory is `run` in `folder`, and why it failed. A run of
+    objects that a script hands over is one of that script, started again.
+    """
     path = folder / "run.toml"
-    path.write_text(dumps(run_file), encoding="utf-8")
-    command = [
-        sys.executable, "-m", "shoal", "train", str(path), f"run.directory={directory}", f"run.steps={steps}",
-        "checkpoint.every_steps=0", "observe.evaluate_every_steps=0", "observe.report=false",
-        "observe.evaluate_samples=1", "observe.sample_bytes=0",
-    ]  # fmt: skip
-    process = warm.start(command, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    path.write_text(dumps(with_values(run_file, {"run.directory": str(folder / "run"), "run.steps": steps, **BARE})))
+    command, environ = [sys.executable, "-m", "shoal", "train", str(path)], dict(os.environ)
+    if any(getattr(table, "build", None) == GIVEN for table in (run_file.model, run_file.data, run_file.loss)):
+        command, environ[TRIAL] = own_command(), str(path)
+    process = warm.start(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     said = process.communicate()[1].decode(errors="replace").strip()
     return process.returncode, _cause(said.splitlines()) or f"exit code {process.returncode}"
 
