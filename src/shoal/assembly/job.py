@@ -22,6 +22,7 @@ from shoal.assembly.proofs import UnkeyedDraws, missing_proof
 from shoal.assembly.run import Run
 from shoal.assembly.run_gradients import gathering_of, zero_of
 from shoal.assembly.saving import CopySender, build_saver, fetch_newer, save_interval, share_between_hosts
+from shoal.assembly.sparse import said_of_masks
 from shoal.assembly.user_code import find_named, users_traceback
 from shoal.checkpoint.agreement import MessageExchange
 from shoal.comm.board import Board
@@ -244,6 +245,8 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     if gathering is not None:
         blocks_found, said = gathering
         (sinks.note if blocks_found else sinks.warn)(said)
+    if run.run_file.sparsity is not None:
+        sinks.note(said_of_masks(run.run_file, split))
     if not run.workload.optimizers:
         _, scaling = peak_rate(run.run_file.optimizer, global_samples=run.run_file.batch.global_samples)
         unproved = missing_proof(run.run_file, run.generation.parts.split.shapes)

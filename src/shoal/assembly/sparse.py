@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shoal import units
 from shoal.assembly.splitting import Divided, trained_in
 from shoal.checkpoint.commit import checkpoint_in, read_manifest
 from shoal.checkpoint.load import read_all
@@ -20,14 +22,15 @@ from shoal.comm.mesh import Mesh
 from shoal.engine.state import MODEL, TrainState
 from shoal.engine.updates import LeavesOut
 from shoal.errors import ConfigError
+from shoal.models.adapters import in_head
 from shoal.models.config import GPTConfig, ModelConfig
 from shoal.models.huggingface.config import TransformersConfig, config_keys
 from shoal.models.roles import Role
 from shoal.optim.fused import FusedOptimizer
 from shoal.optim.schedule import peak_rate, rate
-from shoal.parallel.split import Split
+from shoal.parallel.split import Split, Unsplit
 from shoal.runfile.run_file import RunFile
-from shoal.sparsity.changes import MaskPlan, Ticket
+from shoal.sparsity.changes import MaskPlan, Ticket, undivided
 from shoal.sparsity.config import Lottery, Sparse
 from shoal.sparsity.freezing import Freezing, block_names
 from shoal.sparsity.masks import Masks, Owners, PackedBy, unit_groups
@@ -43,26 +46,25 @@ REMOVABLE = {"features": ("*.feed_forward.*", "*.mlp.*"), "heads": ("*.attention
 """The layers of what can be taken out, by pattern, as Shoal's models and those of transformers call them."""
 
 
-def masked_layers(run_file: RunFile, split: Split) -> dict[str, Dims]:
+def masked_layers(run_file: RunFile, split: Split | Unsplit) -> dict[str, Dims]:
     """The layers that are masked, by name in the unsplit model, and their shapes; the same on all ranks.
 
     Raises `ConfigError` where there is none, or where one of them is tied.
     """
     config = run_file.sparsity
     assert config is not None, "there is a table [sparsity]"
-    able = {n: shape for n, shape in split.shapes.items() if len(shape) > 1 and n not in split.frozen}
-    patterns = config.layers
-    if patterns is None and config.removes:
-        found = {n: s for n, s in able.items() if any(fnmatchcase(n, each) for each in REMOVABLE[config.pattern])}
-    elif patterns is None:
-        found = {n: s for n, s in able.items() if n not in split.lookups and _is_masked_by_default(split.roles[n])}
-    else:
-        _check_patterns(patterns, able)
-        found = {n: s for n, s in able.items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
+    found = _candidates(config, split)
+    if config.layers is None:
+        refused = {name: why for name, shape in found.items() if (why := undivided(name, shape, config)) is not None}
+        if found and len(refused) == len(found):
+            raise ConfigError(next(iter(refused.values())))
+        found = {name: shape for name, shape in found.items() if name not in refused}
     if not found:
+        named = " or ".join(REMOVABLE.get(config.pattern, ()))
+        what = f"a name like {named}" if named else "two dimensions or more beside embeddings and its output head"
         raise ConfigError(
-            "[sparsity]: this model has no trained weight of two dimensions beside embeddings and its output head; "
-            "name weights in sparsity.layers, or leave [sparsity] out"
+            f"[sparsity]: this model has no trained weight of {what}; name weights in sparsity.layers, or leave "
+            "[sparsity] out"
         )
     tied = next((name for name in found if name in split.tied), None)
     if tied is not None:
@@ -71,6 +73,28 @@ def masked_layers(run_file: RunFile, split: Split) -> dict[str, Dims]:
             "out of sparsity.layers, or untie it (model.tied = false)"
         )
     return found
+
+
+def _candidates(config: Sparse, split: Split | Unsplit) -> dict[str, Dims]:
+    """What `sparsity.layers` names, or its default, whether the pattern divides it or not."""
+    able = {n: shape for n, shape in split.shapes.items() if len(shape) > 1 and n not in split.frozen}
+    if config.layers is None and not config.removes:
+        return {n: s for n, s in able.items() if n not in split.lookups and _is_layer(n, s, split.roles[n])}
+    if config.layers is not None:
+        _check_patterns(config.layers, able)
+    patterns = config.layers or REMOVABLE[config.pattern]
+    return {n: s for n, s in able.items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
+
+
+def said_of_masks(run_file: RunFile, split: Split) -> str:
+    """What is masked, and which layers stay dense because the pattern does not divide them."""
+    config, masked = run_file.sparsity, masked_layers(run_file, split)
+    assert config is not None, "there is a table [sparsity]"
+    weights = sum(math.prod(shape) for shape in masked.values())
+    dense = [name for name in _candidates(config, split) if name not in masked]
+    others = f" and {len(dense) - 3} others" if len(dense) > 3 else ""
+    said = f"; {', '.join(dense[:3])}{others} stay dense, which the pattern does not divide" if dense else ""
+    return f"masks on {weights:,} weights of {units.plural(len(masked), 'layer')}{said}"
 
 
 def key_heads(model: ModelConfig) -> int:
@@ -87,8 +111,9 @@ def key_heads(model: ModelConfig) -> int:
     return found
 
 
-def _is_masked_by_default(role: Role) -> bool:
-    return role.kind not in DENSE_KINDS
+def _is_layer(name: str, shape: Dims, role: Role) -> bool:
+    """Position embeddings and class tokens of vision models are parameters `[1, ...]`, for all samples."""
+    return role.kind not in DENSE_KINDS and not in_head(name) and not (len(shape) > 2 and shape[0] == 1)
 
 
 def _check_patterns(patterns: tuple[str, ...], able: dict[str, Dims]) -> None:

@@ -267,7 +267,7 @@ def short_run(run_file: RunFile, folder: Path, *, steps: int) -> tuple[int, str]
     """The exit code of the first steps of the run, whose directory is `run` in `folder`, and why it failed."""
     directory = folder / "run"
     path = folder / "run.toml"
-    path.write_text(dumps(run_file), encoding="utf-8")
+    path.write_text(dumps(hurried(run_file, steps)), encoding="utf-8")
     command = [
         sys.executable, "-m", "shoal", "train", str(path), f"run.directory={directory}", f"run.steps={steps}",
         "checkpoint.every_steps=0", "observe.evaluate_every_steps=0", "observe.report=false",
@@ -276,6 +276,19 @@ def short_run(run_file: RunFile, folder: Path, *, steps: int) -> tuple[int, str]
     process = warm.start(command, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     said = process.communicate()[1].decode(errors="replace").strip()
     return process.returncode, _cause(said.splitlines()) or f"exit code {process.returncode}"
+
+
+def hurried(run_file: RunFile, steps: int) -> RunFile:
+    """The run file whose first `steps` have all that its run will hold: masks, gates, what freezing compares with."""
+    replaced, sparsity, freeze = msgspec.structs.replace, run_file.sparsity, run_file.freeze
+    if sparsity is not None:
+        last = max(1, steps - 1)
+        schedule = replaced(sparsity.schedule, begin=min(sparsity.schedule.begin, last), end=steps, every=1)
+        run_file = replaced(run_file, sparsity=replaced(sparsity, schedule=schedule))
+    if freeze is not None and freeze.progress is not None:
+        progress = replaced(freeze.progress, every=1, patience=steps + 1)
+        run_file = replaced(run_file, freeze=replaced(freeze, progress=progress))
+    return run_file
 
 
 def _cause(lines: Sequence[str]) -> str:
