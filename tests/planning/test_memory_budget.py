@@ -13,7 +13,8 @@ from shoal import units
 from shoal.errors import ConfigError, LayoutError
 from shoal.launcher.environment import Place
 from shoal.planning import memory_budget
-from shoal.planning.memory_budget import FILE_NAME, Bill, mixtures, needed, with_budget
+from shoal.planning.memory_budget import FILE_NAME, Bill, hurried, mixtures, needed, with_budget
+from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile
 from tests.verification.layouts import corpus, run_file_of
 
@@ -35,6 +36,24 @@ def peaks(monkeypatch: pytest.MonkeyPatch, found: list[int | None]) -> list[RunF
 
     monkeypatch.setattr(memory_budget, "peak_of", peak_of)
     return tried
+
+
+def test_a_trial_has_the_masks_and_references_that_its_run_will_have(tmp_path: Path) -> None:
+    """Though the run makes them later than a trial ends."""
+    masks = {"kind": "magnitude", "density": 0.1, "schedule": {"begin": 8, "every": 2}}
+    run_file = run_file_of(tmp_path, sparsity=masks, freeze={"progress": {"criterion": "activations", "every": 5}})
+    assert "would end before it has its density" in str(refusal(in_steps(run_file, 3)))
+    tried = in_steps(hurried(run_file, 3), 3)
+    assert refusal(tried) is None
+    assert tried.sparsity is not None
+    assert (tried.sparsity.schedule.begin, tried.sparsity.schedule.end, tried.sparsity.density) == (2, 3, 0.1)
+    assert tried.freeze is not None
+    assert tried.freeze.progress is not None
+    assert (tried.freeze.progress.every, tried.freeze.progress.patience) == (1, 4)
+
+
+def in_steps(run_file: RunFile, steps: int) -> RunFile:
+    return msgspec.structs.replace(run_file, run=msgspec.structs.replace(run_file.run, steps=steps))
 
 
 def test_the_cheapest_that_fits_is_used_and_held_to_the_budget(

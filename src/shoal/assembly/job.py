@@ -17,12 +17,12 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal import units
+from shoal.assembly.masked_layers import said_of_masks
 from shoal.assembly.metering import device_use, feed_of, layer_norms, replica_speeds, scaling
 from shoal.assembly.proofs import UnkeyedDraws, missing_proof
 from shoal.assembly.run import Run
 from shoal.assembly.run_gradients import gathering_of, zero_of
 from shoal.assembly.saving import CopySender, build_saver, fetch_newer, save_interval, share_between_hosts
-from shoal.assembly.sparse import said_of_masks
 from shoal.assembly.user_code import find_named, users_traceback
 from shoal.checkpoint.agreement import MessageExchange
 from shoal.comm.board import Board

@@ -190,7 +190,13 @@ def chosen_layers(model: nn.Module, patterns: tuple[str, ...], *, key: str) -> d
                 f'{key}: "{pattern}" matches no nn.Linear; this model has {", ".join(list(layers)[:3])}, ...'
             )
     if patterns == ("*",):
-        return {name: layer for name, layer in layers.items() if not in_head(name)} or layers
+        found = {name: layer for name, layer in layers.items() if not in_head(name)}
+        if not found:
+            raise ConfigError(
+                f"{key}: {type(model).__name__} has no nn.Linear beside its output head; name {next(iter(layers))} to "
+                "have it so, or leave the table out"
+            )
+        return found
     return {n: layer for n, layer in layers.items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.assembly.masked_layers import masked_layers
 from shoal.assembly.objects import UserObjects, data_of, loss_of, users_model
-from shoal.assembly.sparse import masked_layers
 from shoal.assembly.trainable import partly_trained
 from shoal.cost.footprint import Overheads
 from shoal.data.collate import collate

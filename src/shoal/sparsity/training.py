@@ -193,6 +193,13 @@ class SparseTraining:
             self._density = self.masks.version, share
         return {"sparsity/density": self._density[1]}
 
+    @property
+    def held_bytes(self) -> int:
+        """Of masks, and of what is kept beside them."""
+        bits = [each for masks in (self.masks, self._wider) for each in masks.bits.values()]
+        numbers = [each for slot in (self._kept, self._trained, *self._slots.values()) for each in slot.values()]
+        return sum(each.nbytes for each in (*bits, *numbers))
+
     @torch.no_grad()
     def begin(self, step: int) -> bool:
         """Before the forward of `step`, on all ranks together. Whether weights may have changed: then they are to be
