@@ -77,7 +77,7 @@ def build_sparse(
     home = None  # not all references of `shoal verify` take one
     if config.packed_state and isinstance(optimizer, FusedOptimizer) and optimizer.takes_home:
         optimizer.home = home = PackedState()
-    return SparseTraining(
+    training = SparseTraining(
         MaskPlan(config, run_file.run.steps),
         Owners(stepped, layers, group, placed.device, placed.dtype, groups),
         masks,
@@ -87,8 +87,9 @@ def build_sparse(
         whole_norm=WholeNorm(owned, replica or group, placed.device),
         ticket=_ticket(config, placed.device),
         state_home=home,
-        products=_products(config, split, layers, placed.device),
     )
+    training.products = _products(config, split, layers, placed.device)
+    return training
 
 
 def _products(config: Sparse, split: Split, layers: Iterable[str], device: torch.device) -> SemiStructured | None:
