@@ -64,7 +64,7 @@ def _candidates(config: Sparse, split: Split | Unsplit) -> dict[str, Dims]:
     return {n: s for n, s in able.items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
 
 
-def said_of_masks(run_file: RunFile, split: Split) -> str:
+def said_of_masks(run_file: RunFile, split: Split | Unsplit) -> str:
     """What is masked, and which layers stay dense because the pattern does not divide them."""
     config, masked = run_file.sparsity, masked_layers(run_file, split)
     assert config is not None, "there is a table [sparsity]"
