@@ -129,6 +129,7 @@ CUDA_ALONE = {
     "horovod/__init__.py": "NCCL",
     "horovod/engine.py": "NCCL",
     "observe/profile/first_step.py": "which attention kernels it has",
+    "sparsity/semi_structured.py": "products with two of every four weights",
 }
 """Files that speak of CUDA where `torch.accelerator` has no word for it, and why."""
 

@@ -21,7 +21,7 @@ from shoal.observe.facts import read_facts
 from shoal.planning import mixture_search
 from shoal.planning.memory_budget import FILE_NAME, Bill, foreseen, used_by, with_budget
 from shoal.planning.mixtures import AS_IT_IS, Prices, choices, ladder, mixtures, with_values
-from shoal.planning.trial import FirstSteps, needed, trial_of
+from shoal.planning.trial import FirstSteps, hurried, needed, trial_of
 from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile
 from tests.verification.layouts import corpus, run_file_of
@@ -97,6 +97,21 @@ def test_the_cheapest_that_fits_is_found(tmp_path: Path, processes: int, share: 
     longer = best[1] / as_it_is.step_s - 1
     assert (bill.tried[-1].change, bill.tried[-1].longer) == (best[2].change, pytest.approx(longer))
     assert len(trials.tried) <= 6
+
+
+def test_a_trial_has_the_masks_and_references_that_its_run_will_have(tmp_path: Path) -> None:
+    """Though the run makes them later than a trial ends."""
+    masks = {"kind": "magnitude", "density": 0.1, "schedule": {"begin": 8, "every": 2}}
+    run_file = run_file_of(tmp_path, sparsity=masks, freeze={"progress": {"criterion": "activations", "every": 5}})
+    in_steps = {"run.steps": 3}
+    assert "would end before it has its density" in str(refusal(with_values(run_file, in_steps)))
+    tried = with_values(hurried(run_file, 3), in_steps)
+    assert refusal(tried) is None
+    assert tried.sparsity is not None
+    assert (tried.sparsity.schedule.begin, tried.sparsity.schedule.end, tried.sparsity.density) == (2, 3, 0.1)
+    assert tried.freeze is not None
+    assert tried.freeze.progress is not None
+    assert (tried.freeze.progress.every, tried.freeze.progress.patience) == (1, 4)
 
 
 def test_it_is_held_to_the_budget_and_the_bill_says_what_was_tried(budgeted: RunFile, tmp_path: Path) -> None:

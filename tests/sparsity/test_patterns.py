@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shoal.assembly.masked_layers import masked_layers, said_of_masks
 from shoal.errors import ConfigError
+from shoal.parallel.split import Unsplit
 from shoal.sparsity.changes import check_divides, moved, of_every, spread, top, units, units_in
 from shoal.sparsity.config import Magnitude, Sparse
 from shoal.sparsity.masks import Masks, packed, unpacked
 from shoal.topology.holding import whole
+from tests.verification.layouts import run_file_of
 
 
 def largest_first(scores: Tensor) -> list[int]:
@@ -93,6 +98,35 @@ def test_the_mask_of_boxes_lies_as_they_do() -> None:
     found = masks.held("w", (6, 4), boxes)
     assert found is not None
     assert torch.equal(found, torch.cat([mask[:2].flatten(), mask[3:6, 1:3].flatten()]))
+
+
+class Vision(nn.Module):
+    """Names and shapes as torchvision and timm have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.class_token, self.pos_embed = (nn.Parameter(torch.zeros(1, count, 8)) for count in (1, 5))
+        self.conv1 = nn.Conv2d(3, 8, 3)
+        self.encoder = nn.ModuleDict({"mlp": nn.Linear(8, 16), "depthwise": nn.Conv2d(8, 8, 3, groups=8)})
+        self.words = nn.Embedding(4, 8)
+        self.fc = nn.Linear(16, 10)
+
+
+def test_embeddings_heads_and_what_a_pattern_does_not_divide_stay_dense(tmp_path: Path) -> None:
+    def masked(**table: Any) -> set[str]:
+        return set(masked_layers(run_file_of(tmp_path, sparsity={"kind": "magnitude"} | table), split))
+
+    split = Unsplit.of(Vision())
+    every = {"conv1.weight", "encoder.mlp.weight", "encoder.depthwise.weight"}
+    assert masked(density=0.5) == every
+    assert masked(pattern="2:4") == {"encoder.mlp.weight"}
+    assert masked(pattern="2:4", layers=["*.weight"]) == {*every, "words.weight", "fc.weight"}, "what is named"
+    said = said_of_masks(run_file_of(tmp_path, sparsity={"kind": "magnitude", "pattern": "2:4"}), split)
+    assert said.startswith("masks on 128 weights of 1 layer; conv1.weight, encoder.depthwise.weight stay dense")
+    with pytest.raises(ConfigError, match=r"no trained weight of a name like \*\.attention\.\* or \*\.self_attn"):
+        masked(density=0.5, pattern="heads")
+    with pytest.raises(ConfigError, match="is no multiple of 5"):
+        masked(pattern="1:5")
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,9 @@ def test_layers_and_devices_that_cannot_are_refused() -> None:
         check_device(torch.device("cpu"))
 
 
+OTHERS: list[dict[str, int]] = [{}, {"shard": 2}, {"pipeline": 2}]
+
+
 def stepped(place: TestPlace, tables: dict[str, Any], folder: str) -> tuple[dict[str, Tensor], list[int]]:
     """The state after ten steps, in which the oracle stands for the GPU; weights that were compressed in each."""
     calls = [0]
@@ -151,20 +155,22 @@ def stepped(place: TestPlace, tables: dict[str, Any], folder: str) -> tuple[dict
 
 
 @pytest.mark.parametrize("both", [False, True])
-@pytest.mark.parametrize("layout", [pytest.param({}, marks=pytest.mark.slow), {"layout": {"replicate": 2}}])
+@pytest.mark.parametrize("layout", [{"replicate": 2}, *(pytest.param(own, marks=pytest.mark.slow) for own in OTHERS)])
 def test_a_run_learns_as_with_dense_products(ranks, tmp_path: Path, layout: dict[str, Any], both: bool) -> None:
     """Two of four from step 5 on, from when on each weight is compressed once a step, whatever the microbatches."""
     corpus(tmp_path)
     model = {"kind": "gpt", "vocabulary": 61, "layers": 1, "width": 64, "heads": 2, "feed_forward_width": 64}
     table = {"kind": "magnitude", "pattern": "2:4", "transposable": both, "schedule": {"begin": 4, "shape": "one_shot"}}
-    tables = ADAM | {"model": model, "precision": {"kind": "bfloat16"}, "batch": {"micro_samples": 3}} | layout
-    world = 2 if layout else 1
+    tables = ADAM | {"model": model, "precision": {"kind": "bfloat16"}, "batch": {"micro_samples": 3}}
+    tables |= {"layout": layout, "memory": {"zero": 2}} if "shard" in layout else {"layout": layout}
+    world = math.prod(layout.values())
     dense, none = ranks(world, stepped, tables | {"sparsity": table}, str(tmp_path))[0]
     found, counts = ranks(
         world, stepped, tables | {"sparsity": table | {"products": "semi_structured"}}, str(tmp_path)
     )[0]
     assert none == [0] * 10
-    assert counts == [0] * 4 + [7 * (2 if both else 1)] * 6
+    layers = 7 if "pipeline" not in layout else 0  # the first stage has the embedding alone
+    assert counts == [0] * 4 + [layers * (2 if both else 1)] * 6
     assert found.keys() == dense.keys()
     for name, tensor in dense.items():
         assert (found[name].double() - tensor.double()).norm() <= OF_16_BITS * tensor.double().norm(), name

@@ -19,6 +19,8 @@ from shoal.comm.collective import gather_named
 from shoal.errors import ConfigError, Diverged
 from shoal.memory.tracker import model_state
 from shoal.observe.sink import Sinks
+from shoal.planning.memory_advice import predictor_of_ranks
+from shoal.planning.plan_file import written_plan
 from shoal.sparsity.masks import unpacked
 from shoal.sparsity.training import SparseTraining
 from tests.assembly.journey import Leg, travel, whole_state
@@ -397,6 +399,40 @@ def moments_held(place: TestPlace, tables: dict[str, Any], folder: str) -> tuple
     apart = sum(slot.nbytes for p in others for slot in optimizer.state[p].values())
     counters = sum(optimizer.state[p]["step"].nbytes for p in parameters)
     return held - apart - counters, sum(2 * p.nbytes for p in parameters)
+
+
+COUNTED = [
+    ("rigl", {"packed_state": True}, 1e-3),
+    ("rigl", {}, 1e-3),
+    ("top_kast", {"packed_state": True}, 1e-3),
+    ("l0", {"schedule": {"begin": 2, "end": 12}}, 1e-3),
+    ("rigl", {"packed_state": True, "layers": None}, 0.04),
+]
+
+
+@pytest.mark.parametrize(("kind", "keys", "within"), COUNTED)
+def test_a_plan_counts_the_state_that_is_held(
+    ranks, folder: Path, kind: str, keys: dict[str, Any], within: float
+) -> None:
+    """And masks, and what kinds keep beside them. Without names of layers norms count as masked."""
+    table = KINDS[kind] | {"layers": ["blocks.*.weight"], "distribution": "uniform"} | keys
+    table = {key: value for key, value in table.items() if value is not None}
+    planned, held = ranks(1, planned_and_held, BASE | {"sparsity": table}, str(folder))[0]
+    assert planned == pytest.approx(held, rel=within)
+
+
+def planned_and_held(place: TestPlace, tables: dict[str, Any], folder: str) -> tuple[float, int]:
+    """Bytes of the optimizer's state and all that masks keep: of the plan, and after three steps of AdamW."""
+    run = opened(place, tables, folder, Path(folder) / "held")
+    predictor = predictor_of_ranks(run.run_file)
+    (one,) = predictor.footprints(written_plan(run.run_file, predictor.cluster))
+    with closing(run.feed()) as feed:
+        for step in range(1, 4):
+            run.step(step, feed.next().microbatches, lr=0.01)
+    (sparse,), (optimizer,) = left_out_in(run.state), run.state.optimizers
+    assert isinstance(sparse, SparseTraining)
+    counters = sum(slots["step"].nbytes for slots in optimizer.state.values())
+    return one.optimizer, model_state(run.model, [optimizer]).optimizer_bytes - counters + sparse.held_bytes
 
 
 def test_packed_state_goes_on_from_a_dense_one_and_back(ranks, tmp_path: Path, alone: dict[str, Trained]) -> None:

@@ -17,6 +17,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from shoal import units
+from shoal.assembly.masked_layers import said_of_masks
 from shoal.assembly.metering import CompileClock, device_use, feed_of, layer_norms, replica_speeds, scaling
 from shoal.assembly.proofs import UnkeyedDraws, missing_proof
 from shoal.assembly.run import Run
@@ -245,6 +246,8 @@ def introduce(sinks: Sinks, run: Run, resumed_step: int | None) -> None:
     if gathering is not None:
         blocks_found, said = gathering
         (sinks.note if blocks_found else sinks.warn)(said)
+    if run.run_file.sparsity is not None:
+        sinks.note(said_of_masks(run.run_file, split))
     if not run.workload.optimizers:
         _, scaling = peak_rate(run.run_file.optimizer, global_samples=run.run_file.batch.global_samples)
         unproved = missing_proof(run.run_file, run.generation.parts.split.shapes)

@@ -14,8 +14,8 @@ import tomli_w
 import torch
 from torch import Tensor
 
+from shoal.assembly.masked_layers import REMOVABLE, key_heads
 from shoal.assembly.objects import UserObjects, model_of, skeleton_of
-from shoal.assembly.sparse import REMOVABLE, key_heads
 from shoal.checkpoint.commit import checkpoint_in, checkpoints, read_manifest, run_directory_of
 from shoal.checkpoint.inspect import save_weights, shown_weights
 from shoal.checkpoint.load import read_all

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from shoal.assembly.masked_layers import key_heads, masked_layers
 from shoal.assembly.splitting import Divided, trained_in
 from shoal.checkpoint.commit import checkpoint_in, read_manifest
 from shoal.checkpoint.load import read_all
@@ -20,9 +20,6 @@ from shoal.comm.mesh import Mesh
 from shoal.engine.state import MODEL, TrainState
 from shoal.engine.updates import LeavesOut
 from shoal.errors import ConfigError
-from shoal.models.config import GPTConfig, ModelConfig
-from shoal.models.huggingface.config import TransformersConfig, config_keys
-from shoal.models.roles import Role
 from shoal.optim.fused import FusedOptimizer
 from shoal.optim.schedule import peak_rate, rate
 from shoal.parallel.split import Split
@@ -35,70 +32,6 @@ from shoal.sparsity.plasticity import Activations
 from shoal.sparsity.semi_structured import SemiStructured, check_device, of_device
 from shoal.sparsity.training import PackedState, SparseTraining, WholeNorm
 from shoal.state import Owned
-from shoal.topology.holding import Dims
-
-DENSE_KINDS = ("embedding", "head", "router", "norm", "table")
-"""What stays dense unless `sparsity.layers` names it."""
-REMOVABLE = {"features": ("*.feed_forward.*", "*.mlp.*"), "heads": ("*.attention.*", "*.self_attn.*")}
-"""The layers of what can be taken out, by pattern, as Shoal's models and those of transformers call them."""
-
-
-def masked_layers(run_file: RunFile, split: Split) -> dict[str, Dims]:
-    """The layers that are masked, by name in the unsplit model, and their shapes; the same on all ranks.
-
-    Raises `ConfigError` where there is none, or where one of them is tied.
-    """
-    config = run_file.sparsity
-    assert config is not None, "there is a table [sparsity]"
-    able = {n: shape for n, shape in split.shapes.items() if len(shape) > 1 and n not in split.frozen}
-    patterns = config.layers
-    if patterns is None and config.removes:
-        found = {n: s for n, s in able.items() if any(fnmatchcase(n, each) for each in REMOVABLE[config.pattern])}
-    elif patterns is None:
-        found = {n: s for n, s in able.items() if n not in split.lookups and _is_masked_by_default(split.roles[n])}
-    else:
-        _check_patterns(patterns, able)
-        found = {n: s for n, s in able.items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
-    if not found:
-        raise ConfigError(
-            "[sparsity]: this model has no trained weight of two dimensions beside embeddings and its output head; "
-            "name weights in sparsity.layers, or leave [sparsity] out"
-        )
-    tied = next((name for name in found if name in split.tied), None)
-    if tied is not None:
-        raise ConfigError(
-            f"sparsity.layers: {tied} is tied, and one mask cannot be right for the modules that share it; leave it "
-            "out of sparsity.layers, or untie it (model.tied = false)"
-        )
-    return found
-
-
-def key_heads(model: ModelConfig) -> int:
-    """Key heads of a model's attentions. Raises `ConfigError` where its table does not say it."""
-    if isinstance(model, GPTConfig):
-        return model.key_value_heads
-    keys = config_keys(model) if isinstance(model, TransformersConfig) else {}
-    found = keys.get("num_key_value_heads") or keys.get("num_attention_heads")
-    if not isinstance(found, int):
-        raise ConfigError(
-            f'sparsity.pattern = "heads" with model.kind = "{model.variant}": nothing says how many heads there are; '
-            "write num_attention_heads and num_key_value_heads in model.config, or use another pattern"
-        )
-    return found
-
-
-def _is_masked_by_default(role: Role) -> bool:
-    return role.kind not in DENSE_KINDS
-
-
-def _check_patterns(patterns: tuple[str, ...], able: dict[str, Dims]) -> None:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in able):
-            some = ", ".join(list(able)[:3])
-            raise ConfigError(
-                f"sparsity.layers: {json.dumps(pattern)} matches no trained weight of two dimensions or more; this "
-                f"model has {some}, ..."
-            )
 
 
 def packed_exchange(run_file: RunFile, parts: Divided, mesh: Mesh, masks: Masks, otherwise: NewExchange) -> NewExchange:
@@ -144,7 +77,7 @@ def build_sparse(
     home = None  # not all references of `shoal verify` take one
     if config.packed_state and isinstance(optimizer, FusedOptimizer) and optimizer.takes_home:
         optimizer.home = home = PackedState()
-    return SparseTraining(
+    training = SparseTraining(
         MaskPlan(config, run_file.run.steps),
         Owners(stepped, layers, group, placed.device, placed.dtype, groups),
         masks,
@@ -154,8 +87,9 @@ def build_sparse(
         whole_norm=WholeNorm(owned, replica or group, placed.device),
         ticket=_ticket(config, placed.device),
         state_home=home,
-        products=_products(config, split, layers, placed.device),
     )
+    training.products = _products(config, split, layers, placed.device)
+    return training
 
 
 def _products(config: Sparse, split: Split, layers: Iterable[str], device: torch.device) -> SemiStructured | None:
@@ -163,7 +97,8 @@ def _products(config: Sparse, split: Split, layers: Iterable[str], device: torch
     if config.products == "dense":
         return None
     check_device(device)
-    modules = {name: split.model.get_submodule(name.rpartition(".")[0]) for name in layers}
+    here = {holding.name for holding, _ in split.held}
+    modules = {name: split.model.get_submodule(name.rpartition(".")[0]) for name in layers if name in here}
     return SemiStructured(modules, of_device, both=config.transposable)
 
 

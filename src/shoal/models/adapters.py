@@ -31,8 +31,13 @@ NAMES = ("lora_a", "lora_b", "magnitude", "adapter_down", "adapter_up", "soft_pr
 """What the parameters of adapters are called in their layers."""
 
 
-HEADS = ("head", "lm_head", "classifier")
-"""What output heads are called, which have no adapter unless they are named."""
+HEADS = ("head", "heads", "lm_head", "classifier", "fc", "score")
+"""What output heads are called, which have no adapter and no mask unless they are named."""
+
+
+def in_head(name: str) -> bool:
+    """Whether a module or parameter is an output head, or in one."""
+    return any(part in HEADS for part in name.split("."))
 
 
 class AdaptedLinear(nn.Linear):
@@ -185,7 +190,13 @@ def chosen_layers(model: nn.Module, patterns: tuple[str, ...], *, key: str) -> d
                 f'{key}: "{pattern}" matches no nn.Linear; this model has {", ".join(list(layers)[:3])}, ...'
             )
     if patterns == ("*",):
-        return {name: layer for name, layer in layers.items() if name.rpartition(".")[2] not in HEADS}
+        found = {name: layer for name, layer in layers.items() if not in_head(name)}
+        if not found:
+            raise ConfigError(
+                f"{key}: {type(model).__name__} has no nn.Linear beside its output head; name {next(iter(layers))} to "
+                "have it so, or leave the table out"
+            )
+        return found
     return {n: layer for n, layer in layers.items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
 
 

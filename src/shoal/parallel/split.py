@@ -225,7 +225,7 @@ def split_model(
         LayoutError: something does not divide; the sentence names the nearest sizes that do.
         UserCodeError: the model does not declare what splitting it needs.
     """
-    layout, unsplit = mesh.layout, _Unsplit.of(model)
+    layout, unsplit = mesh.layout, Unsplit.of(model)
     check_context(model, mesh.axis("context"))
     tables = split_tables(model, mesh)
     if stages is not None:
@@ -254,7 +254,7 @@ def split_model(
 
 
 @dataclass(frozen=True)
-class _Unsplit:
+class Unsplit:
     """What the unsplit model is made of: shapes and roles by first name, the first name by each name."""
 
     shapes: dict[str, Dims]
@@ -270,7 +270,7 @@ class _Unsplit:
         return frozenset(first for name, first in self.first.items() if name != first)
 
     @classmethod
-    def of(cls, model: nn.Module) -> _Unsplit:
+    def of(cls, model: nn.Module) -> Unsplit:
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         by_id = {id(parameter): name for name, parameter in model.named_parameters()}
         first = {name: by_id[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -299,7 +299,7 @@ def _expert_groups(mesh: Mesh, *, sequence_parallel: bool) -> ExpertGroups:
 
 def _holding(
     mesh: Mesh,
-    unsplit: _Unsplit,
+    unsplit: Unsplit,
     name: str,
     tensor: TensorPart | None,
     expert: ExpertPart | None,

@@ -164,10 +164,11 @@ def _imbalance_text(predictor: Predictor) -> str:
 
 def _partly_trained_text(run_file: RunFile) -> str:
     """What prices do not know of: they are those of the whole model, trained with attention to all tokens."""
-    tables = {"adapter": run_file.adapter, "freeze": run_file.freeze, "sparsity": run_file.sparsity}
+    tables = {"adapter": run_file.adapter, "freeze": run_file.freeze}
+    masks = "" if run_file.sparsity is None else "; [sparsity] counts in memory, its products as dense ones"
     given = [f"[{name}]" for name, table in tables.items() if table is not None]
     given += ["[model.attention]"] if attention_mask_of(run_file.model) is not None else []
-    return f"; as if without {' and '.join(given)}, which saves some of it" if given else ""
+    return masks + (f"; as if without {' and '.join(given)}, which saves some of it" if given else "")
 
 
 def _track_record(predictor: Predictor) -> str | None:

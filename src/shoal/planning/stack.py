@@ -85,6 +85,22 @@ def flops_of_a_number(run_file: RunFile) -> float:
     return flops / sum(rows * columns for rows, columns in matrices)
 
 
+MASK_BYTES = 1 + 1 / 8
+"""Of a weight: a byte where it is updated, and a bit (`shoal.sparsity.masks`)."""
+
+
+def masked_share(run_file: RunFile) -> float:
+    """The share of the parameters that `[sparsity]` masks."""
+    config = run_file.sparsity
+    if config is None:
+        return 0.0
+    if isinstance(run_file.model, GPTConfig) and config.layers is None and not config.removes:
+        return hidden_share(run_file.model)
+    from shoal.planning.tracing import traced_masked_share  # imports torch, and the user's own code
+
+    return traced_masked_share(run_file)
+
+
 _STATES: Mapping[type, tuple[StateBytes, str]] = {
     Float32: (FLOAT32, "float32"),
     Float64: (FLOAT64, "float64"),
@@ -114,7 +130,7 @@ def stack_of(run_file: RunFile, cluster: Cluster, *, times: tuple[CodecTime, ...
 
     The optimizer keeps what its slots declare. Its step reads the gradient for the norm, reads and writes it where it
     is clipped, reads it again, and reads and writes the weight and every slot: ten numbers for a clipped AdamW. A slot
-    in 8 bits is decoded and encoded, too.
+    in 8 bits is decoded and encoded, too. Masks count as its own; packed slots have what the first update trains.
     Ranks on CPU cores move bytes with the cores that compute, so that nothing hides behind anything but what a network
     moves. `times` of coding were measured on such cores.
     """
@@ -128,8 +144,11 @@ def stack_of(run_file: RunFile, cluster: Cluster, *, times: tuple[CodecTime, ...
     kept = [slot.number_bytes for slot in slots if slot.number_bytes is not None]
     plain = sum(slot.planned_numbers(hidden) for slot in slots if slot.number_bytes is None)
     moved = 4 + 2 * plain + (2 if run_file.optimizer.clip_norm else 0)
+    config, masked = run_file.sparsity, masked_share(run_file)
+    left = 1.0 if config is None or not config.packed_state else 1 - masked * (1 - config.first_trained)
+    masks = 0.0 if config is None else masked * (config.masks * MASK_BYTES + config.numbers * number)
     coded = len(kept) * (CODED_ON_CORES if on_cpu else CODED_BYTES)
-    optimizer, offload = plain * number + sum(kept), run_file.memory.offload
+    optimizer, offload = plain * number * left + sum(kept) + masks, run_file.memory.offload
     away = offload.optimizer != "device"
     copied = MOVED_PASSES * optimizer if away and on_cpu else 0.0
     state = replace(

@@ -6,12 +6,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shoal.assembly.masked_layers import masked_layers
 from shoal.assembly.objects import UserObjects, data_of, loss_of, users_model
+from shoal.assembly.trainable import partly_trained
 from shoal.cost.footprint import Overheads
 from shoal.data.collate import collate
 from shoal.data.sample import Batch, Tree, map_tree
@@ -23,13 +26,14 @@ from shoal.errors import UserCodeError
 from shoal.models.build import build as build_model
 from shoal.models.config import ForeignModel
 from shoal.models.roles import tables_in
+from shoal.parallel.split import Unsplit
 from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits, vocabulary_cross_entropy
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.stack import Stack
 from shoal.planner.predict.workload import Constants
 from shoal.planner.trace.operator import TracedGroup
 from shoal.planner.trace.predictor import TracedPredictor
-from shoal.planner.trace.subject import Step, Subject, TracedJob
+from shoal.planner.trace.subject import Step, Subject, TracedJob, without_storage
 from shoal.runfile.run_file import RunFile
 from shoal.topology.cluster import Cluster
 
@@ -114,6 +118,14 @@ def model_of(run_file: RunFile) -> nn.Module:
     if isinstance(run_file.model, ForeignModel):
         return users_model(run_file, UserObjects())
     return build_model(run_file.model)
+
+
+def traced_masked_share(run_file: RunFile) -> float:
+    """The share of the model's parameters that `[sparsity]` masks. Raises `UserCodeError`, `ConfigError`."""
+    model = without_storage(partial(model_of, run_file))
+    unsplit = Unsplit.of(partly_trained(model, run_file))
+    masked = sum(prod(shape) for shape in masked_layers(run_file, unsplit).values())
+    return masked / sum(parameter.numel() for parameter in model.parameters())
 
 
 def _of_size(batch: Batch, samples: int) -> Batch:

@@ -192,13 +192,27 @@ def short_run(run_file: RunFile, folder: Path, *, steps: int) -> tuple[int, str]
     objects that a script hands over is one of that script, started again.
     """
     path = folder / "run.toml"
-    path.write_text(dumps(with_values(run_file, {"run.directory": str(folder / "run"), "run.steps": steps, **BARE})))
+    own = {"run.directory": str(folder / "run"), "run.steps": steps, **BARE}
+    path.write_text(dumps(with_values(hurried(run_file, steps), own)), encoding="utf-8")
     command, environ = [sys.executable, "-m", "shoal", "train", str(path)], dict(os.environ)
     if any(getattr(table, "build", None) == GIVEN for table in (run_file.model, run_file.data, run_file.loss)):
         command, environ[TRIAL] = own_command(), str(path)
     process = warm.start(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     said = process.communicate()[1].decode(errors="replace").strip()
     return process.returncode, _cause(said.splitlines()) or f"exit code {process.returncode}"
+
+
+def hurried(run_file: RunFile, steps: int) -> RunFile:
+    """The run file whose first `steps` have all that its run will hold: masks, gates, what freezing compares with."""
+    replaced, sparsity, freeze = msgspec.structs.replace, run_file.sparsity, run_file.freeze
+    if sparsity is not None:
+        last = max(1, steps - 1)
+        schedule = replaced(sparsity.schedule, begin=min(sparsity.schedule.begin, last), end=steps, every=1)
+        run_file = replaced(run_file, sparsity=replaced(sparsity, schedule=schedule))
+    if freeze is not None and freeze.progress is not None:
+        progress = replaced(freeze.progress, every=1, patience=steps + 1)
+        run_file = replaced(run_file, freeze=replaced(freeze, progress=progress))
+    return run_file
 
 
 def _cause(lines: Sequence[str]) -> str:

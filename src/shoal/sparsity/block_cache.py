@@ -91,7 +91,7 @@ class _Forward:
 
 
 KEY_BYTES = 16
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 FORM = 9
 """Numbers that say what is kept for a sample: which of `DTYPES`, and the sizes of its dims, each plus 1; then zeros."""
 
@@ -161,12 +161,12 @@ class KeptSamples:
 
     def _asked(self, keys: Sequence[bytes]) -> list[list[bytes]]:
         """The keys of every rank."""
-        most = self._gathered(torch.tensor([len(keys)])).tolist()
-        padded = torch.zeros(max(most), KEY_BYTES, dtype=torch.uint8)
+        lengths = self._gathered(torch.tensor([len(keys)])).tolist()
+        padded = torch.zeros(max(lengths), KEY_BYTES, dtype=torch.uint8)
         if keys:
             padded[: len(keys)] = torch.frombuffer(bytearray(b"".join(keys)), dtype=torch.uint8).view(-1, KEY_BYTES)
         whole = self._gathered(padded.flatten()).view(self._group.size, -1, KEY_BYTES).numpy()
-        return [[row.tobytes() for row in own[:number]] for own, number in zip(whole, most, strict=True)]
+        return [[row.tobytes() for row in own[:length]] for own, length in zip(whole, lengths, strict=True)]
 
     def _gathered(self, own: Tensor) -> Tensor:
         """Every rank's numbers, one behind the other."""

@@ -124,23 +124,31 @@ def units_in(shape: Dims, config: Sparse) -> int:
 
 def check_divides(name: str, shape: Dims, config: Sparse) -> None:
     """Raises `ConfigError` where the pattern does not divide the layer `name` of `shape`."""
+    refused = undivided(name, shape, config)
+    if refused is not None:
+        raise ConfigError(refused)
+
+
+def undivided(name: str, shape: Dims, config: Sparse) -> str | None:
+    """Why the pattern does not divide the layer `name` of `shape`, and what to do; None where it does."""
     height, width, kept = shape[0], math.prod(shape[1:]), config.kept_of
     if kept is not None and width % kept[1]:
-        raise ConfigError(
+        return (
             f'sparsity.pattern = "{config.pattern}": the rows of {name} have {width} weights, which is no multiple of '
             f"{kept[1]}; leave it out of sparsity.layers, or use another pattern"
         )
     if config.transposable and (len(shape) != 2 or height % 4):
-        raise ConfigError(
+        return (
             f"sparsity.transposable: {name} is {' x '.join(map(str, shape))}, which tiles of 4 x 4 do not divide; "
             "leave it out of sparsity.layers, or leave transposable out"
         )
     rows, columns = config.block
     if config.pattern == "block" and (height % rows or width % columns):
-        raise ConfigError(
+        return (
             f"sparsity.block = {list(config.block)}: {name} has {height} rows of {width} weights, which such blocks do "
             "not divide; leave it out of sparsity.layers, or use other blocks"
         )
+    return None
 
 
 def moved(kept: Tensor, weight: Tensor, growth: Tensor, count: int) -> Tensor:

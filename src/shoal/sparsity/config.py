@@ -43,6 +43,11 @@ class Sparse(Table, frozen=True, kw_only=True):
     grows: ClassVar[bool] = False
     """Whether a change of masks brings weights back."""
 
+    masks: ClassVar[int] = 1
+    """Masks that are held of a layer."""
+    numbers: ClassVar[int] = 0
+    """Numbers that are kept of a weight beside them."""
+
     density: Annotated[
         Annotated[float, says("", gt=0, lt=1)] | None,
         says('Share of the weights of all masked layers that stays; required, but for a pattern such as "2:4".'),
@@ -63,7 +68,7 @@ class Sparse(Table, frozen=True, kw_only=True):
             tuple[str, ...],
             says(
                 "Patterns of parameter names (`blocks.*.weight`) that are masked; default: every weight of two "
-                "dimensions or more but embeddings, output heads, routers and norms.",
+                "dimensions or more that the pattern divides, but embeddings, output heads, routers and norms.",
                 min_length=1,
             ),
         ]
@@ -157,6 +162,12 @@ class Sparse(Table, frozen=True, kw_only=True):
         return self.pattern in ("features", "heads")
 
     @property
+    def first_trained(self) -> float:
+        """The share of weights that the first update trains, which no later one exceeds."""
+        at_once = self.schedule.shape == "one_shot" and self.schedule.begin == 1
+        return self.final_density if self.starts_sparse or at_once else 1.0
+
+    @property
     def final_density(self) -> float:
         """The share of weights that stays in the end."""
         kept = self.kept_of
@@ -189,12 +200,23 @@ class Grasp(Sparse, frozen=True, tag_field="kind", tag="grasp"):
 class Movement(Sparse, frozen=True, tag_field="kind", tag="movement"):
     """Keeps the weights that move away from zero: the largest sums of -gradient x weight (arXiv:2005.07683)."""
 
+    numbers = 1
+
 
 class L0(Sparse, frozen=True, tag_field="kind", tag="l0"):
     """Trains a gate for each weight, which is open or shut with a probability (arXiv:1712.01312).
 
     From `schedule.begin` to `end`, when the gates that are most likely open become the mask.
     """
+
+    masks = 0
+    """Gates are gone when there is one."""
+    numbers = 4
+
+    @property
+    def first_trained(self) -> float:
+        """All: gates are there until the end."""
+        return 1.0
 
     gate_lr: Annotated[float, says("The learning rate of the gates.", gt=0)] = 0.1
 
@@ -223,9 +245,16 @@ class TopKAST(Sparse, frozen=True, tag_field="kind", tag="top_kast"):
 
     starts_sparse = True
     sends_all = True
+    masks = 2
+    numbers = 1
     trained: Annotated[
         float, says("Share of the weights that is trained; those that are not computed with wait.", gt=0, le=1)
     ] = 0.5
+
+    @property
+    def first_trained(self) -> float:
+        """`trained`."""
+        return self.trained
 
     def __post_init__(self) -> None:
         super().__post_init__()

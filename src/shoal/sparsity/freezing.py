@@ -31,7 +31,7 @@ from shoal.sparsity.plasticity import Activations, Plasticity
 from shoal.state import Held, Owned, is_counted, views
 
 REFERENCE, GRADIENT = "freeze/reference/", "freeze/gradient/"
-_BLOCK = re.compile(r"^(.*?\.\d+)\.")
+_BLOCK = re.compile(r"^(.*?(?:\.|\.(?:\w+_)?(?:layer|block)_)\d+)\.")
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -74,8 +74,8 @@ def frozen_by_schedule(config: FreezeConfig, step: int, names: Iterable[str]) ->
 
 
 def blocks_of(names: Iterable[str]) -> list[list[str]]:
-    """The names of parameters by block, front to back: those below `<list>.<number>`. What comes before the first block
-    belongs to it; what follows the last one is in none, and so never frozen by progress.
+    """The names of parameters by block, front to back: those below `<list>.<number>` or `<list>.layer_<number>`. What
+    comes before the first block belongs to it; what follows the last one is in none, and so never frozen by progress.
     """
     blocks: dict[str, list[str]] = {}
     before: list[str] = []

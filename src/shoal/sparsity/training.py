@@ -138,7 +138,7 @@ class SparseTraining:
     `state_home` is where the optimizer's state lives (None: where it leaves it).
 
     `held` are the layers of which this rank has a part; `whole_norm` measures the gradient of the whole model;
-    `ticket`: see `Lottery`; `products`: what computes with masked weights. Raises `ConfigError` where the pattern
+    `ticket`: see `Lottery`. Raises `ConfigError` where the pattern
     does not divide a layer, or nothing of it would be left.
     """
 
@@ -156,9 +156,10 @@ class SparseTraining:
         whole_norm: WholeNorm,
         ticket: Ticket | None = None,
         state_home: PackedState | None = None,
-        products: SemiStructured | None = None,
     ) -> None:
-        self._whole_norm, self._state_home, self._semi_structured = whole_norm, state_home, products
+        self._whole_norm, self._state_home = whole_norm, state_home
+        self.products: SemiStructured | None = None
+        """What computes with the kept half of weights; None: layers compute as they are."""
         self.owners, self.masks, self._optimizer = owners, masks, optimizer
         self._held = frozenset(held) | {name for name in owners.shapes if owners.owns(name)}
         self._plan, self._wider = plan, Masks()
@@ -193,6 +194,13 @@ class SparseTraining:
             self._density = self.masks.version, share
         return {"sparsity/density": self._density[1]}
 
+    @property
+    def held_bytes(self) -> int:
+        """Of masks, and of what is kept beside them."""
+        bits = [each for masks in (self.masks, self._wider) for each in masks.bits.values()]
+        numbers = [each for slot in (self._kept, self._trained, *self._slots.values()) for each in slot.values()]
+        return sum(each.nbytes for each in (*bits, *numbers))
+
     @torch.no_grad()
     def begin(self, step: int) -> bool:
         """Before the forward of `step`, on all ranks together. Whether weights may have changed: then they are to be
@@ -209,8 +217,8 @@ class SparseTraining:
 
     def _refresh(self) -> None:
         """Before forwards with other weights or masks than before."""
-        if self._semi_structured is not None:
-            self._semi_structured.refresh(self.masks)
+        if self.products is not None:
+            self.products.refresh(self.masks)
 
     def _settle(self, step: int) -> bool:
         """In the first step of a process. Whether masks may have changed weights."""

@@ -114,7 +114,7 @@ class Subject:
     @classmethod
     def built(cls, build: Callable[[], nn.Module], steps: Steps, *, dtype: torch.dtype) -> Subject:
         """From a function that builds the whole model, whose floating parameters are then of `dtype`."""
-        mode, model = FakeTensorMode(allow_non_fake_inputs=True), _without_storage(build)
+        mode, model = FakeTensorMode(allow_non_fake_inputs=True), without_storage(build)
         with mode:
             _faked(model, dtype)
         return cls(model, steps, mode, units_of(model))
@@ -172,7 +172,7 @@ class Subject:
         return traced(model, step.loss, units=self.units, mode=self.mode, group=group, apart=step.inputs)
 
 
-def _without_storage(build: Callable[[], nn.Module]) -> nn.Module:
+def without_storage(build: Callable[[], nn.Module]) -> nn.Module:
     """The meta device has no storage; a builder that it cannot serve is run again on the CPU."""
     try:
         with torch.device("meta"):
