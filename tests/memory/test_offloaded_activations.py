@@ -97,6 +97,17 @@ def test_a_code_is_off_by_no_more_than_it_says(dtype: torch.dtype) -> None:
     assert bool(((found - x.float()).abs() <= bound * (1 + 1e-5)).all())
 
 
+@pytest.mark.parametrize("hides", [-torch.inf, torch.finfo(torch.float32).min])
+def test_what_a_mask_hides_stays_hidden_and_spoils_nothing(hides: float) -> None:
+    """A bias with a mask added, as T5 and ModernBERT save it, rows that are hidden as a whole too."""
+    bias = torch.randn(4, 1000, generator=torch.Generator().manual_seed(2))
+    hidden = torch.ones(4, 1000).triu(1).bool()
+    hidden[2] = True
+    found = decoded(*encoded(bias.masked_fill(hidden, hides)), torch.float32)
+    assert bool((found[hidden] == hides).all())
+    assert float((found - bias)[~hidden].abs().max()) <= float(bias.abs().max()) / 254 * (1 + 1e-5)
+
+
 def test_what_is_changed_in_place_after_it_was_saved_is_refused() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:
