@@ -164,9 +164,9 @@ class _Call:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key not in self.coded:
             self.saved.used = True
-            codes, *rest = encoded(tensor)
+            codes, scales, lowest = encoded(tensor)
             kept = self._store(codes) if self.saved.to_host else codes
-            self.coded[key] = tensor, _Coded(kept, *rest, tensor.dtype)
+            self.coded[key] = tensor, _Coded(kept, scales, lowest, tensor.dtype)
         elif isinstance(kept := self.coded[key][1].codes, _Packed):
             kept.stored.uses += 1
         return self.coded[key][1]
