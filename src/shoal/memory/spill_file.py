@@ -85,6 +85,10 @@ class SpillFile:
             raise self._fault("be made", error) from error
         self.size_bytes = 0
 
+    def another(self) -> SpillFile:
+        """A further one in the same folder."""
+        return SpillFile(self._folder)
+
     def allocate(self, size_bytes: int) -> Piece:
         """A new place. Raises `EnvironmentFault` where the disk is full: before anything is lost."""
         piece = Piece(self.size_bytes, size_bytes)
