@@ -1,4 +1,4 @@
-"""A process that kills itself in the middle of saves: `python -m tests.checkpoint.killed_saver FOLDER COMPRESS`.
+"""A process that kills itself in the middle of saves: `python -m tests.checkpoint.killed_saver FOLDER WAY`.
 
 For every point of `deaths()` a forked child saves step 100 in a run directory of its own, and step 200 (keeping one, so
 that retention is passed too) until SIGKILL strikes at that point. Prints a line a point: its name and how the child
@@ -53,22 +53,26 @@ def write_half_of(suffix: str) -> None:
     os.write = dying  # pyright: ignore[reportAttributeAccessIssue] this process ends here anyway
 
 
-def save_and_die(directory: Path, death: str, compress: str = "none") -> None:
+def save_and_die(directory: Path, death: str, way: str = "none") -> None:
+    """`way`: of `checkpoint.compress`, or "disk" of `checkpoint.staging`."""
     fatal = [""]
-    saver = saver_for(directory, keep=1, compress=compress, on_point=lambda label: die() if label == fatal[0] else None)
+    options = {"staging": "disk"} if way == "disk" else {"compress": way}
+    saver = saver_for(directory, keep=1, on_point=lambda label: die() if label == fatal[0] else None, **options)
     save(saver, 100)
-    if death in HALVES:
+    if death == HALVES[0] and way == "disk":
+        os.posix_fallocate = lambda *_: die()  # an empty file is left
+    elif death in HALVES:
         write_half_of(_HALF_OF[death])
     fatal[0] = death
     save(saver, 200)
 
 
-def main(root: Path, compress: str) -> None:
+def main(root: Path, way: str) -> None:
     torch.set_num_threads(1)
     for death in deaths():
         child = os.fork()
         if child == 0:
-            save_and_die(folder_of(root, death), death, compress)
+            save_and_die(folder_of(root, death), death, way)
             os._exit(0)
         _, status = os.waitpid(child, 0)
         print(death, os.waitstatus_to_exitcode(status), flush=True)

@@ -19,7 +19,9 @@ from tests.checkpoint.states import leftovers, same, save, saver_for, state_of
 COMMITTED_FROM = deaths().index("commit/rename.after")
 
 
-@pytest.fixture(scope="module", params=["none", pytest.param("deltas", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["none", *(pytest.param(way, marks=pytest.mark.slow) for way in ("deltas", "disk"))]
+)
 def graves(request, tmp_path_factory) -> tuple[Path, dict[str, int]]:
     """A run directory for each death, and how each process ended: one process, for one import of torch."""
     root = tmp_path_factory.mktemp("killed")

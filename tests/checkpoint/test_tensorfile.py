@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from shoal.checkpoint.tensorfile import DTYPES, Staging, TensorSpec, read
+from shoal.checkpoint.staging import Staging
+from shoal.checkpoint.tensorfile import DTYPES, TensorSpec, read
 from shoal.errors import CorruptCheckpoint
 from shoal.state import parts_of
 from shoal.topology.holding import whole
@@ -35,7 +36,7 @@ def staged(tensors):
     (parcel,) = parcels(specs, 1 << 20)
     staging = Staging([parcel], {name: [whole(tuple(tensor.shape))] for name, tensor in tensors.items()})
     staging.fill(parts_of(tensors))
-    (content,) = staging.objects()
+    ((content, _),) = staging.objects()
     return parcel, bytes(content)
 
 

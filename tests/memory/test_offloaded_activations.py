@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.assembly.splitting import blocks_in, with_inner
 from shoal.errors import UserCodeError
 from shoal.memory.offloaded_activations import CODE_BLOCK, SavedTensors, decoded, encoded
 from shoal.memory.recompute import blocks_of, recompute
@@ -70,6 +71,51 @@ def test_gradients_are_the_same_to_the_bit_and_the_peak_is_lower(name: str) -> N
     assert in_turn["memory/to_device_bytes"] == in_turn["memory/to_host_bytes"] * (BLOCKS - 1) / BLOCKS
 
 
+class Stage(nn.Module):
+    """Blocks inside of a block, and something behind them, as in Swin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3))
+        self.out = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.out(x)
+
+
+def test_blocks_inside_of_blocks_leave_one_after_the_other() -> None:
+    """Two stages are as much as may be there at a time, and nothing would be gained; their six layers are not."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages = nn.ModuleList(Stage() for _ in range(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for stage in self.stages:
+                x = stage(x)
+            return x
+
+    def found(inner: bool | None) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        model, device, x = Net(), SimulatedDevice(None), torch.randn(4, 96, 64)
+        blocks = blocks_in(model, None, 0)
+        assert [type(block) for block in blocks] == [Stage, Stage]
+        if inner is not None:
+            SavedTensors(CPU, Traffic(), to_host=True).use_in(with_inner(blocks) if inner else blocks)
+        with device.counting():
+            for _ in range(2):
+                model(x).square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None], device.take_peak()
+
+    (plain, at_once), (outer, stages), (inner, layers) = found(None), found(False), found(True)
+    assert all(map(torch.equal, plain, outer))
+    assert all(map(torch.equal, plain, inner))
+    assert layers < 0.75 * min(at_once, stages)
+
+
 def test_under_recompute_the_inputs_of_blocks_move_alone() -> None:
     plain, _ = gradients_of("gpt", to_host=False)
     moved, figures = gradients_of("gpt", to_host=True, kind="full")
@@ -95,6 +141,17 @@ def test_a_code_is_off_by_no_more_than_it_says(dtype: torch.dtype) -> None:
     largest = nn.functional.pad(x.float().view(-1), (0, -x.numel() % CODE_BLOCK)).view(-1, CODE_BLOCK).abs().amax(1)
     bound = largest.repeat_interleave(CODE_BLOCK)[: x.numel()].view(x.shape) / 254
     assert bool(((found - x.float()).abs() <= bound * (1 + 1e-5)).all())
+
+
+@pytest.mark.parametrize("hides", [-torch.inf, torch.finfo(torch.float32).min])
+def test_what_a_mask_hides_stays_hidden_and_spoils_nothing(hides: float) -> None:
+    """A bias with a mask added, as T5 and ModernBERT save it, rows that are hidden as a whole too."""
+    bias = torch.randn(4, 1000, generator=torch.Generator().manual_seed(2))
+    hidden = torch.ones(4, 1000).triu(1).bool()
+    hidden[2] = True
+    found = decoded(*encoded(bias.masked_fill(hidden, hides)), torch.float32)
+    assert bool((found[hidden] == hides).all())
+    assert float((found - bias)[~hidden].abs().max()) <= float(bias.abs().max()) / 254 * (1 + 1e-5)
 
 
 def test_what_is_changed_in_place_after_it_was_saved_is_refused() -> None:

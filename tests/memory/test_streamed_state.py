@@ -122,6 +122,34 @@ def test_a_saved_state_goes_on_elsewhere(tier: str, tmp_path: Path) -> None:
     assert all(map(torch.equal, plain, moved))
 
 
+def anonymous_bytes() -> int:
+    """Of this process's memory, what is neither pages of files nor shared."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+def test_a_checkpoint_of_state_on_disk_takes_no_memory(tmp_path: Path) -> None:
+    """64 MiB of moments, read out and in again a parameter at a time: pages of files hold them."""
+    own = [Parameter(torch.zeros(1 << 18)) for _ in range(32)]
+    optimizer = optimizer_of("adamw", own)
+    optimizer.home = home("disk", tmp_path, Traffic(), pool_bytes=1 << 22)
+    for parameter in own:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    named = [(str(number), each) for number, each in enumerate(own)]
+    before = anonymous_bytes()
+    saved = slots_of(optimizer, own)
+    assert sum(value.nbytes for value in saved.values()) > 64 << 20
+    places = make_slots(optimizer, named, {name: x.dtype for name, x in saved.items()}, slots=AdamW().all_slots)
+    for name, place in places.items():
+        place.copy_(saved[name])
+    del place, places, saved
+    pack_slots(optimizer)
+    assert anonymous_bytes() - before < 24 << 20
+    optimizer.step()
+    assert float(optimizer.state[own[3]]["step"]) == 2
+
+
 def test_a_disk_that_fails_ends_the_update_with_its_sentence(tmp_path: Path) -> None:
     """Whichever write it is, with a pool that holds one part: nothing waits for a buffer that never comes."""
 

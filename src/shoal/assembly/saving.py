@@ -7,10 +7,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
+
 from shoal.assembly.run import Run
 from shoal.assembly.run_gradients import zero_of
 from shoal.checkpoint.agreement import MessageExchange
 from shoal.checkpoint.commit import newest_verified
+from shoal.checkpoint.config import CheckpointConfig
 from shoal.checkpoint.directories import Below, Directories, find_directories, share_newest
 from shoal.checkpoint.objects import Places, unheard
 from shoal.checkpoint.remote import RemoteCheckpoints, RemoteCopies, fetch_newest
@@ -22,6 +25,7 @@ from shoal.fleet.processes import SEVERAL_HOSTS
 from shoal.observe.events import attempts, failures, read_events, training_time_s
 from shoal.observe.facts import number_of, read_facts, write_facts
 from shoal.observe.sink import Sinks
+from shoal.runfile.run_file import RunFile
 from shoal.topology.layout import INSIDE_REPLICA
 
 SAVE_INTERVAL = "save_interval_steps"
@@ -44,7 +48,7 @@ def build_saver(run: Run, directory: Path, exchange: MessageExchange | None) -> 
         rank=group.index(mesh.rank),
         world_size=len(group),
         exchange=exchange if directories.shared else Below(exchange, f"directory-{group[0]}"),
-        config=run_file.checkpoint,
+        config=_with_staging(run_file),
         timeout_s=run_file.wire.timeout_s,
         split=mesh.layout.replica_size > 1
         or zero_of(run_file.memory, mesh) is not None
@@ -53,6 +57,13 @@ def build_saver(run: Run, directory: Path, exchange: MessageExchange | None) -> 
         or not run.state.is_whole_on_replicas,
         on_point=unheard if injector is None else lambda label: injector.reached(f"save/{label}"),
     )
+
+
+def _with_staging(run_file: RunFile) -> CheckpointConfig:
+    """A share of a save is laid out where what it is copied from has room."""
+    config, offload = run_file.checkpoint, run_file.memory.offload
+    on_disk = "disk" in (offload.optimizer, offload.parameters) and config.compress != "deltas"
+    return msgspec.structs.replace(config, staging="disk") if config.staging == "auto" and on_disk else config
 
 
 def share_between_hosts(run: Run, directory: Path, exchange: MessageExchange | None, sinks: Sinks) -> None:

@@ -311,6 +311,14 @@ def blocks_in(model: nn.Module, stages: Stages | None, rank: int) -> list[nn.Mod
     return [model.get_submodule(parts[i].modules[0]) for i in held if 0 < i < len(parts) - 1]
 
 
+def with_inner(blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """`blocks`, and the blocks that lie in them: a stage of a Swin or of a ResNet is a block that holds others."""
+    found: list[nn.Module] = []
+    for block in blocks:
+        found += [block, *with_inner(list(_called_blocks(block)))]
+    return list(dict.fromkeys(found))
+
+
 def _called_blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Containers are never called themselves, what they hold is."""
     for child in module.children():

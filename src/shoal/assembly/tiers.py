@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from shoal.assembly.splitting import Divided, blocks_in
+from shoal.assembly.splitting import Divided, blocks_in, with_inner
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
 from shoal.gradients.fully_sharded import FullyShardedGradients
@@ -37,7 +37,7 @@ class Tiers:
 
     def __init__(self, run_file: RunFile, device: torch.device) -> None:
         memory = run_file.memory
-        self._config, self._torch_device = memory.offload, device
+        self._config, self._recompute, self._torch_device = memory.offload, memory.recompute, device
         self._block_cache = None if run_file.freeze is None else run_file.freeze.cache
         self._blocks: CachedBlocks | None = None
         self._folder = Path(memory.offload.folder or run_directory(run_file) / SPILL_FOLDER)
@@ -122,7 +122,8 @@ class Tiers:
         self._activations = SavedTensors(
             self._torch_device, self._traffic, to_host=config.activations == "host", bits=config.activation_bits
         )
-        self._activations.use_in(blocks)
+        # A block that is computed again has hooks of its own inside of it.
+        self._activations.use_in(with_inner(blocks) if self._recompute == "none" else blocks)
 
     def counting(self) -> AbstractContextManager[None]:
         """Around what computes on the device."""

@@ -56,6 +56,14 @@ class CheckpointConfig(Table, frozen=True):
     object_bytes: Annotated[
         int, says("Largest file that tensors are cut or packed into, in bytes.", ge=1 << 16, le=1 << 30)
     ] = 8 << 20
+    staging: Annotated[
+        Literal["auto", "memory", "disk"],
+        says(
+            "Where a rank's share of a save is laid out, for which alone training waits. memory: in the host's, which "
+            "it then keeps. disk: in files beside the objects, which they become; for shares that are larger than the "
+            "host's memory. auto: disk where `memory.offload` has state on disk."
+        ),
+    ] = "auto"
     compress: Annotated[
         Literal["none", "planes", "deltas"],
         says(
@@ -89,3 +97,8 @@ class CheckpointConfig(Table, frozen=True):
     def __post_init__(self) -> None:
         if self.moments == "8bit" and self.compress == "none":
             raise ValueError('moments = "8bit" needs compress: set that to "planes", or keep "exact"')
+        if self.staging == "disk" and self.compress == "deltas":
+            raise ValueError(
+                'staging = "disk" with compress = "deltas", which keeps a rank\'s share in memory: set compress to '
+                '"planes", or staging to "memory"'
+            )

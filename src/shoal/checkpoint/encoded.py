@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from math import prod
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -30,7 +31,8 @@ from shoal.checkpoint import planes, tensorfile
 from shoal.checkpoint.config import MOMENT_SLOTS, CheckpointConfig
 from shoal.checkpoint.manifest import BoxEntry, Manifest, TensorEntry
 from shoal.checkpoint.objects import Places, Stored
-from shoal.checkpoint.tensorfile import BY_NAME, Parcel, Piece, Staging
+from shoal.checkpoint.staging import FileStaging, Staging
+from shoal.checkpoint.tensorfile import BY_NAME, Parcel, Piece
 from shoal.errors import CorruptCheckpoint
 from shoal.topology.holding import Box
 
@@ -48,13 +50,14 @@ Result = TypeVar("Result")
 class Made(NamedTuple):
     """The bytes of an object, and the one on the disk that its differences begin with; no bytes: it is that one.
 
-    Where there is one, `alone` makes the same numbers an object that begins with none.
+    Where there is one, `alone` makes the same numbers an object that begins with none. `file` has the bytes already.
     """
 
     data: memoryview | bytes | None
     encoded: bool = False
     base: Stored | None = None
     alone: Callable[[], Made] | None = None
+    file: Path | None = None
 
 
 @dataclass
@@ -76,10 +79,10 @@ class Encoder:
         self._config = config
         self._bases: _Bases | None = None
 
-    def objects(self, staging: Staging, parcels: Sequence[Parcel]) -> Iterator[Made]:
+    def objects(self, staging: Staging | FileStaging, parcels: Sequence[Parcel]) -> Iterator[Made]:
         """The objects of `parcels`, whose bytes are in `staging`, in their order; a few are coded ahead of the disk."""
         if self._config.compress == "none":
-            yield from map(Made, staging.objects())
+            yield from (Made(laid.content, file=laid.file) for laid in staging.objects())
             return
         if self._bases is not None and (
             self._bases.parcels != parcels or self._bases.saves + 1 >= self._config.full_every
@@ -88,18 +91,20 @@ class Encoder:
         bases: Iterable[tuple[memoryview, Stored] | None] = [None] * len(parcels)
         if self._bases is not None:
             bases = zip(self._bases.contents, self._bases.stored, strict=True)
-        work = zip(parcels, staging.objects(), bases, strict=True)
+        work = zip(parcels, (laid.content for laid in staging.objects()), bases, strict=True)
         with ThreadPoolExecutor(THREADS, initializer=partial(os.nice, 5)) as pool:
             yield from in_order(pool, lambda each: self._made(*each), work)
 
-    def settle(self, staging: Staging, parcels: Sequence[Parcel], stored: Sequence[Stored] | None) -> str | None:
+    def settle(
+        self, staging: Staging | FileStaging, parcels: Sequence[Parcel], stored: Sequence[Stored] | None
+    ) -> str | None:
         """What became of the objects: `stored`, in a checkpoint that counts, or None. A sentence where there is no
         memory for what later ones would begin with.
         """
         if stored is None or self._config.compress != "deltas":
             self.forget()
             return None
-        contents = list(staging.objects())
+        contents = [laid.content for laid in staging.objects()]
         try:
             self._keep(contents, parcels, stored)
         except MemoryError:

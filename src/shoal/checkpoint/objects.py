@@ -158,6 +158,11 @@ class Disk:
                 path.unlink(missing_ok=True)
             raise
 
+    def sync(self, path: Path, *, kind: str) -> None:
+        """Makes what was written to `path` durable."""
+        with open(path, "rb") as file, self.point(f"{kind}/fsync", path):
+            os.fsync(file.fileno())
+
     def rename(self, source: Path, target: Path, *, action: str) -> None:
         """Give `source` the name `target`, atomically; a file of that name is replaced."""
         with self.point(action, target):
@@ -225,14 +230,19 @@ class Stored(NamedTuple):
     base: str = ""
 
 
-def store(data: memoryview, places: Places, *, disk: Disk, owner: str) -> Stored:
-    """Put `data` into the store unless a sound copy is there. Its name is durable after `settle`."""
+def store(data: memoryview, places: Places, *, disk: Disk, owner: str, file: Path | None = None) -> Stored:
+    """Put `data` into the store unless a sound copy is there. Its name is durable after `settle`. `file` has the same
+    bytes, beside the objects: it becomes one.
+    """
     digest = blake3(data).hexdigest()
     path = places.object(digest)
     if damage(path, digest, nbytes=len(data)) is None:
         return Stored(digest, len(data), False)
-    unfinished = temporary(path, owner)
-    disk.write(unfinished, data, kind="object")
+    unfinished = temporary(path, owner) if file is None else file
+    if file is None:
+        disk.write(unfinished, data, kind="object")
+    else:
+        disk.sync(file, kind="object")
     disk.rename(unfinished, path, action="object/rename")
     return Stored(digest, len(data), True)
 

@@ -141,7 +141,7 @@ class Round:
         if made.data is None:
             assert base is not None, "it is its base, or has bytes"
             return base._replace(written=False)
-        stored = store(memoryview(made.data), self.seat.places, disk=self._disk, owner=owner)
+        stored = store(memoryview(made.data), self.seat.places, disk=self._disk, owner=owner, file=made.file)
         return stored._replace(encoded=made.encoded, base="" if base is None else base.digest)
 
     def _is_damaged(self, base: Stored) -> bool:

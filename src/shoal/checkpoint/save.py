@@ -2,7 +2,7 @@
 
     save.py        `Saver.save`: agree on who writes what (once), copy, hand over to the thread
     plan.py        which rank writes which part of which tensor, on the cells of a grid (tensorfile.py)
-    tensorfile.py  the copy, laid out as the files will be
+    staging.py     the copy, laid out as the files will be (tensorfile.py)
     encoded.py     the thread: objects in fewer bytes (planes.py), where that is asked for
     round.py       the thread: write, read back, publish what was written, learn whether it counts
     agreement.py   what a rank says meanwhile, so that nobody waits for a dead one
@@ -36,7 +36,8 @@ from shoal.checkpoint.manifest import plain
 from shoal.checkpoint.objects import Disk, OnPoint, Places, make_folders, unheard
 from shoal.checkpoint.plan import Inventory, SavePlan, inventory_of, plan_for
 from shoal.checkpoint.round import Round, Seat, sentence
-from shoal.checkpoint.tensorfile import Staging
+from shoal.checkpoint.staging import FileStaging, Staging
+from shoal.checkpoint.tensorfile import Parcel
 from shoal.errors import EnvironmentFault
 from shoal.state import Held, Target, parts_of, works_in_streams
 from shoal.topology.holding import Box
@@ -99,7 +100,7 @@ class Saver:
             on_point=on_point,
             keep=config.keep,
         )
-        self._object_bytes = config.object_bytes
+        self._object_bytes, self._in_files = config.object_bytes, config.staging == "disk"
         self._encoder = Encoder(config)
         self._split = split
         self._agreement = InventoryAgreement(exchange, rank=rank, world_size=world_size, timeout_s=timeout_s)
@@ -223,14 +224,25 @@ class Saver:
         self._ready = None  # The old memory goes before the new is asked for.
         plan = plan_for(held.by_ranks, world_size=self._seat.world_size, object_bytes=self._object_bytes)
         boxes: dict[str, Sequence[Box]] = {item.name: item.boxes for item in held.own}
-        pinned = any(works_in_streams(target.tensor.device) for targets in parts.values() for target in targets)
-        self._ready = _Ready(held, plan, Staging(plan.share(self._seat.rank), boxes, pinned=pinned))
+        self._ready = _Ready(held, plan, self._staging(plan.share(self._seat.rank), boxes, parts))
         return self._ready
 
-    def _run(self, round_: Round, staging: Staging, started_s: float) -> None:
+    def _staging(
+        self, parcels: list[Parcel], boxes: Mapping[str, Sequence[Box]], parts: Mapping[str, Sequence[Target]]
+    ) -> Staging | FileStaging:
+        if self._in_files:
+            seat = self._seat
+            return FileStaging(
+                parcels, boxes, places=seat.places, disk=Disk(seat.on_point), owner=f"rank-{seat.rank:05d}"
+            )
+        pinned = any(works_in_streams(target.tensor.device) for targets in parts.values() for target in targets)
+        return Staging(parcels, boxes, pinned=pinned)
+
+    def _run(self, round_: Round, staging: Staging | FileStaging, started_s: float) -> None:
         parcels = round_.plan.share(self._seat.rank)
         verdict = round_.run(self._encoder.objects(staging, parcels))
         unkept = self._encoder.settle(staging, parcels, round_.stored if verdict.committed else None)
+        staging.clear()
         if verdict.committed and self.on_commit is not None:
             self.on_commit(round_.step)
         self._reports.put(
@@ -287,7 +299,7 @@ class _Ready:
 
     held: _HeldByAll
     plan: SavePlan
-    staging: Staging
+    staging: Staging | FileStaging
 
 
 def _signature(target: Target) -> tuple[Any, ...]:

@@ -32,6 +32,8 @@ LEAST_BYTES = 32 << 10
 LEAST_SHARE = 1 / 8
 """Of the block's largest input: what is smaller stays as it is."""
 CODE_BLOCK = 256
+HIDDEN = -128
+"""The code of what a mask hides; those of numbers end at -127."""
 
 
 @dataclass
@@ -162,9 +164,9 @@ class _Call:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key not in self.coded:
             self.saved.used = True
-            codes, scales = encoded(tensor)
+            codes, scales, lowest = encoded(tensor)
             kept = self._store(codes) if self.saved.to_host else codes
-            self.coded[key] = tensor, _Coded(kept, scales, tensor.dtype)
+            self.coded[key] = tensor, _Coded(kept, scales, lowest, tensor.dtype)
         elif isinstance(kept := self.coded[key][1].codes, _Packed):
             kept.stored.uses += 1
         return self.coded[key][1]
@@ -250,27 +252,36 @@ class _Coded:
 
     codes: Tensor | _Packed
     scales: Tensor
+    lowest: Tensor
     dtype: torch.dtype
 
     def tensor(self) -> Tensor:
         codes = self.codes if isinstance(self.codes, Tensor) else self.codes.tensor()
-        return decoded(codes, self.scales, self.dtype)
+        return decoded(codes, self.scales, self.lowest, self.dtype)
 
 
-def encoded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes of the shape of `x`, int8, and a float32 scale for each `CODE_BLOCK` of its numbers in order."""
+def encoded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes of the shape of `x`, int8, a float32 scale for each `CODE_BLOCK` of its numbers in order, and the lowest.
+
+    What masks write where nothing may be seen, minus infinity or the lowest number of the type, has the code `HIDDEN`
+    and is left out of the scale, which would leave nothing of its neighbours.
+    """
     flat = x.reshape(-1).float()
-    blocks = nn.functional.pad(flat, (0, -flat.numel() % CODE_BLOCK)).view(-1, CODE_BLOCK)
-    scales = blocks.abs().amax(1, keepdim=True).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
-    codes = (blocks / scales).round_().to(torch.int8).view(-1)[: flat.numel()]
-    return codes.view(x.shape).clone(), scales
+    hidden = flat <= torch.finfo(x.dtype).min / 2
+    seen = nn.functional.pad(flat.masked_fill(hidden, 0.0), (0, -flat.numel() % CODE_BLOCK)).view(-1, CODE_BLOCK)
+    scales = seen.abs().amax(1, keepdim=True).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
+    codes = (seen / scales).round_().to(torch.int8).view(-1)[: flat.numel()].masked_fill(hidden, HIDDEN)
+    return codes.view(x.shape), scales, flat.amin()
 
 
-def decoded(codes: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `encoded` kept: each number is off by at most 1/254 of the largest of its block."""
+def decoded(codes: Tensor, scales: Tensor, lowest: Tensor, dtype: torch.dtype) -> Tensor:
+    """What `encoded` kept: each number is off by at most 1/254 of the largest of its block. What masks hide is the
+    lowest.
+    """
     flat = codes.reshape(-1)
     blocks = nn.functional.pad(flat, (0, -flat.numel() % CODE_BLOCK)).view(-1, CODE_BLOCK)
-    return (blocks * scales).view(-1)[: flat.numel()].view(codes.shape).to(dtype)
+    numbers = torch.where(flat == HIDDEN, lowest, (blocks * scales).view(-1)[: flat.numel()])
+    return numbers.view(codes.shape).to(dtype)
 
 
 def _unpack(packed: Any) -> Tensor:

@@ -29,6 +29,8 @@ from shoal.state import works_in_streams
 BLOCK_BYTES = 4096
 """What offsets, lengths and addresses are multiples of under `O_DIRECT`."""
 PREFIX = ".shoal-spill-"
+MADV_POPULATE_READ = 22
+"""Of Linux; Python has no name for it yet."""
 
 Transfer = Callable[[int, list[memoryview], int], int]
 """`os.preadv` or `os.pwritev`: from a file, buffers and an offset to the bytes that were moved."""
@@ -83,6 +85,10 @@ class SpillFile:
             raise self._fault("be made", error) from error
         self.size_bytes = 0
 
+    def another(self) -> SpillFile:
+        """A further one in the same folder."""
+        return SpillFile(self._folder)
+
     def allocate(self, size_bytes: int) -> Piece:
         """A new place. Raises `EnvironmentFault` where the disk is full: before anything is lost."""
         piece = Piece(self.size_bytes, size_bytes)
@@ -114,16 +120,32 @@ class SpillFile:
         written, `EnvironmentFault` for none."""
         view = memoryview(buffer.numpy())  # pyright: ignore[reportArgumentType]
         moved = self._move(self._read, piece, view, "be read")
+        self._require(piece, view)
+        return moved
+
+    def look(self, piece: Piece) -> Tensor:
+        """What was written last, uint8, as pages of the file: the host needs no memory of its own for it, and it holds
+        until the piece is written again. Raises as `read` does.
+        """
+        try:
+            memory = mmap.mmap(self._fd, rounded(piece.size_bytes), access=mmap.ACCESS_COPY, offset=piece.offset)
+            _populate(memory)
+        except OSError as error:
+            raise self._fault("be read", error) from error
+        found = torch.from_numpy(np.frombuffer(memory, dtype=np.uint8))[: piece.size_bytes]
+        self._require(piece, memoryview(found.numpy()))  # pyright: ignore[reportArgumentType]
+        return found
+
+    def close(self) -> None:
+        """Gives its space back."""
+        os.close(self._fd)
+
+    def _require(self, piece: Piece, view: memoryview) -> None:
         if blake3(view[: piece.size_bytes]).digest() != piece.digest:
             raise VerificationFailed(
                 f"the disk under {self._folder} gave back other bytes than were written to the spill file: check the "
                 "disk, or set memory.offload.folder to another one; the newest checkpoint is whole, start again from it"
             )
-        return moved
-
-    def close(self) -> None:
-        """Gives its space back."""
-        os.close(self._fd)
 
     def _move(self, transfer: Transfer, piece: Piece, view: memoryview, what: str) -> int:
         done, length = 0, rounded(piece.size_bytes)
@@ -146,6 +168,15 @@ class SpillFile:
             f"the spill file in {self._folder}{free} could not {what} ({error.strerror}): free space there, or set "
             "memory.offload.folder to a folder on another disk; the newest checkpoint is whole, start again from it"
         )
+
+
+def _populate(memory: mmap.mmap) -> None:
+    """Reads it, so that an error of the disk is an `OSError`. Before Linux 5.14 it would be a signal, at its use."""
+    try:
+        memory.madvise(MADV_POPULATE_READ)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
 
 
 def _opened(folder: Path) -> tuple[int, bool]:

@@ -12,6 +12,7 @@ beside the next step.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, MutableMapping, Sequence
 from concurrent.futures import Future
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from shoal.memory.spill_file import Mapped, SpillFile, Traffic, aligned_buffer
 from shoal.memory.tiers import Image, Lane, Tier, exposed, places_of
@@ -72,8 +73,6 @@ class _Home:
 class StreamedState:
     """Keeps the state of an optimizer in `tier`; parts have `part_bytes` of parameters, or one that is larger."""
 
-    reads_to_host = True
-
     def __init__(self, tier: Tier, device: torch.device, traffic: Traffic, *, part_bytes: int) -> None:
         self._tier, self._device, self._traffic, self.part_bytes = tier, device, traffic, part_bytes
         self._homes: dict[Parameter, _Home] = {}
@@ -101,10 +100,18 @@ class StreamedState:
         """Begins to bring nearer what the next update needs first."""
         self._tier.ahead([self._homes[p].image for p in self._order if p in self._homes])
 
+    def to_read(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Zeros on the host or on disk; None for what stays on the device."""
+        numbers = math.prod(shape)
+        if numbers * dtype.itemsize < LEAST_BYTES:
+            return None
+        return self._tier.to_read(numbers * dtype.itemsize).view(dtype).view(shape)
+
     def put_away(self, state: State) -> None:
         """Takes all of the state out, as after a checkpoint was read into it."""
         for parameter in list(state):
             self._take_out(parameter, state).result()
+        self._tier.was_read()
 
     def close(self) -> None:
         """Ends its threads, and frees what is on disk."""
@@ -216,7 +223,6 @@ class HostUpdates:
     """
 
     part_bytes: int
-    reads_to_host = True
 
     def __init__(
         self, on_host: Callable[[], AbstractContextManager[None]], disk: StreamedState | None, *, part_bytes: int
@@ -231,6 +237,11 @@ class HostUpdates:
                 return
             for part in parts:
                 part.update()
+
+    def to_read(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Zeros on the host or on disk."""
+        found = None if self._disk is None else self._disk.to_read(shape, dtype)
+        return torch.zeros(shape, dtype=dtype) if found is None else found
 
     def put_away(self, state: State) -> None:
         """Takes to the disk what a checkpoint was read into."""
@@ -260,8 +271,6 @@ class DelayedUpdates:
     `updates` are those of the host, made in a thread of their own. `steps`: how many the run has taken. `on_host` is
     around what is allocated there. Bytes of a step, for P bytes of parameters: P to the host (gradients), P back.
     """
-
-    reads_to_host = True
 
     def __init__(
         self,
@@ -306,11 +315,15 @@ class DelayedUpdates:
             copy = self._copies[parameter]
             state[parameter] = {**state.pop(copy), NEXT_WEIGHT: copy.detach()}
 
+    def to_read(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Where the host's updates have it."""
+        return self._updates.to_read(shape, dtype)
+
     def put_away(self, state: State) -> None:
         """Goes on from what a checkpoint was read into: weights that it was ahead of are in their slot."""
         ahead = {p: slots.pop(NEXT_WEIGHT) for p, slots in state.items() if NEXT_WEIGHT in slots}
         for parameter in list(state):
-            state[self._copy_of(parameter)] = state.pop(parameter)
+            state[self._copy_of(parameter)] = tree_map_only(Tensor, Tensor.cpu, state.pop(parameter))
         self._updates.put_away(state)
         self._stale = set(self._copies) - set(ahead)
         for parameter, copy in self._copies.items():

@@ -102,7 +102,15 @@ class Tier(Protocol):
         ...
 
     def host_tensors(self, image: Image) -> list[Tensor]:
-        """What was kept, in host memory: on the host the image itself, from disk a copy."""
+        """What was kept, until it is kept anew: on the host the image itself, on disk pages of the file."""
+        ...
+
+    def to_read(self, size_bytes: int) -> Tensor:
+        """Zeros that a checkpoint is read into before `keep`, uint8."""
+        ...
+
+    def was_read(self) -> None:
+        """All of them are kept."""
         ...
 
     def close(self) -> None: ...
@@ -132,6 +140,12 @@ class HostTier:
         assert image.memory is not None
         return [place.view(image.memory) for place in image.places]
 
+    def to_read(self, size_bytes: int) -> Tensor:
+        return torch.zeros(size_bytes, dtype=torch.uint8)
+
+    def was_read(self) -> None:
+        """Memory goes with whoever has it."""
+
     def close(self) -> None:
         """The images go with whoever has them."""
 
@@ -142,6 +156,7 @@ class DiskTier:
     def __init__(self, file: SpillFile, device: torch.device, traffic: Traffic, *, pool_bytes: int) -> None:
         self._file, self._traffic = file, traffic
         self._failed: ShoalError | None = None
+        self._beside: SpillFile | None = None
         self._coming, self._going = Pool(pool_bytes, device), Pool(pool_bytes, device)
         cpu = torch.device("cpu")
         self._readers = Lane(cpu, "spill-read", threads=DISK_THREADS)
@@ -181,11 +196,26 @@ class DiskTier:
                 return
 
     def host_tensors(self, image: Image) -> list[Tensor]:
-        own = [place.empty(torch.device("cpu")) for place in image.places]
-        self.fetch(image, own)
-        return own
+        self._readers.check_open()
+        if image.going is not None:
+            image.going.result()
+        assert image.piece is not None
+        memory = self._file.look(image.piece)
+        self._traffic.add(disk_read_bytes=rounded(memory.nbytes))
+        return [place.view(memory) for place in image.places]
+
+    def to_read(self, size_bytes: int) -> Tensor:
+        """In a file of its own, whose space is given back."""
+        self._beside = self._beside or self._file.another()
+        return self._beside.mapped(size_bytes).tensor
+
+    def was_read(self) -> None:
+        if self._beside is not None:
+            self._beside.close()
+        self._beside = None
 
     def close(self) -> None:
+        self.was_read()
         for lane in (self._readers, self._writers):
             lane.close()
         self._file.close()

@@ -48,11 +48,14 @@ class Part(NamedTuple):
 
 class StateHome(Protocol):
     """Where the state of an optimizer lives between updates, if not on the device as it is. Parts have `part_bytes` of
-    parameters, or one that is larger. `reads_to_host`: a checkpoint is read into the host's memory.
+    parameters, or one that is larger.
     """
 
     part_bytes: int
-    reads_to_host: bool
+
+    def to_read(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """Zeros that a slot of a checkpoint is read into, before `put_away`; None: they are on the device."""
+        ...
 
     def stream(self, parts: Sequence[Any], state: Any) -> None:
         """Runs all updates in order, each with its state on the device."""

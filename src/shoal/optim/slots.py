@@ -72,7 +72,6 @@ def make_slots(
     owners, declared, made = dict(parameters), {slot.name: slot for slot in slots}, {}
     _settle(optimizer)
     home = _home(optimizer)
-    device = torch.device("cpu") if home is not None and home.reads_to_host else None
     for key, dtype in saved.items():
         slot, name = slot_and_parameter(key)
         if name not in owners:
@@ -89,8 +88,9 @@ def make_slots(
         own = tuple(parameter.shape)
         shape = optimizer.whole_shape(parameter) if isinstance(optimizer, KeepsWhole) else own
         if shape is not None or declared[slot].like_parameter or declared[slot].with_parts:
-            value = optimizer.state[parameter][slot] = _empty_slot(
-                declared[slot], parameter, shape or own, dtype, device or parameter.device
+            elsewhere = None if home is None or not declared[slot].like_parameter else home.to_read(own, dtype)
+            value = optimizer.state[parameter][slot] = (
+                _empty_slot(declared[slot], parameter, shape or own, dtype) if elsewhere is None else elsewhere
             )
             made[key] = local(value)
     return made
@@ -116,9 +116,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _empty_slot(slot: Slot, parameter: Parameter, shape: Dims, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _empty_slot(slot: Slot, parameter: Parameter, shape: Dims, dtype: torch.dtype) -> Tensor:
     if slot.like_parameter:
-        return torch.zeros_like(parameter, dtype=dtype, device=device, memory_format=torch.contiguous_format)
+        return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
     return torch.zeros(slot.shape(shape), dtype=dtype, device=parameter.device)
 
 

@@ -78,10 +78,12 @@ class PackedState:
     """
 
     part_bytes = 4 << 20
-    reads_to_host = False
 
     def __init__(self) -> None:
         self.masks: dict[Parameter, Tensor] = {}
+
+    def to_read(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+        """A checkpoint is read into whole slots, where they are."""
 
     def stream(self, parts: Sequence[Update], state: MutableMapping[Parameter, dict[str, Any]]) -> None:
         """Runs all updates in order, each with its state in the shape of its parameters."""
