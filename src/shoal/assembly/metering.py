@@ -35,8 +35,8 @@ def feed_of(run: Run) -> Feed | GrowingFeed:
     """The feed that a run trains from: of steps that grow, under `batch.adaptive`. Close it."""
     if (growth := run.state.growth) is not None:
         return GrowingFeed(growth, lambda samples: run.feed(steps_of=samples))
-    feed = run.feed()
-    run.step.compute.on_backward.append(feed.in_backwards())
+    feed, is_fixed = run.feed(), run.run_file.batch.division == "even" and not run.workload.data.endless
+    run.step.compute.on_backward.append(feed.in_backwards(groups_small=is_fixed))
     return feed
 
 

@@ -125,7 +125,6 @@ class Run:
             readers=run_file.data.readers,
             slow=slow_reads(run_file.wire, rank=self.mesh.rank, ranks=self.mesh.layout.world_size),
             open_reader=reader_opener(run_file, self.workload.data, pinned=works_in_streams(self.device)),
-            groups_small=run_file.batch.division == "even" and not self.workload.data.endless,
         )
 
     @property

@@ -161,8 +161,6 @@ class Feed:
         start: a position, or the run's cursor, whose committed and leased positions are left out.
         slow: what becomes of a step that has to wait for long.
         open_reader: what each of the `readers` threads reads with; default: from `source`, as it is.
-        groups_small: whether small steps may be read further ahead: not where what is read still changes, alike on all
-            replicas (`divide`), or follows what the run does.
 
     Raises:
         DataError: `order` is of another number of samples.
@@ -180,7 +178,6 @@ class Feed:
         readers: int = 1,
         slow: SlowReads = SlowReads(),
         open_reader: Callable[[], BatchReader] | None = None,
-        groups_small: bool = False,
     ) -> None:
         if len(source) != order.samples:
             raise DataError(f"The source has {len(source)} samples, its order {order.samples}: they must be equal.")
@@ -195,7 +192,7 @@ class Feed:
         self._ahead: ReadAhead | None = None
         if isinstance(source, Foresees) and source.ahead_bytes:
             self._ahead = ReadAhead(source, self._ids_ahead(self._cursor))
-        self._least_ahead, self._groups_small = max(1, prefetch_steps), groups_small
+        self._least_ahead, self._groups_small = max(1, prefetch_steps), False
         for _ in range(self._least_ahead):
             self._plan_step()
         self._threads = [Thread(target=self._read, name=f"shoal-reader-{i}", daemon=True) for i in range(readers)]
@@ -228,11 +225,14 @@ class Feed:
             self._ahead.step_taken()
         return FedStep(slot.interval, slot.batches, wait_s=wait_s, skipped=tuple(slot.skipped))
 
-    def in_backwards(self) -> Callable[[], None]:
+    def in_backwards(self, *, groups_small: bool) -> Callable[[], None]:
         """From now on the steps ahead are read when what it returns is called, which is cheap; at the latest when the
         next step is asked for.
+
+        `groups_small`: small steps are read further ahead, several in a row. Not where replicas `divide` what is not
+        read yet, nor where what is read follows what the run does.
         """
-        self._defers = True
+        self._defers, self._groups_small = True, groups_small
         return self._read_on
 
     def divide(self, speeds: Sequence[float] | None) -> None:

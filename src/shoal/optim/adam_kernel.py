@@ -21,8 +21,8 @@ from torch.nn import Parameter
 
 from shoal.state import complete, gradients_of, same_objects
 
-State = Mapping[Parameter, dict[str, Any]]
-"""Of an optimizer: what it keeps of each parameter."""
+State = Mapping[Any, Any]
+"""Of an optimizer: a dictionary by name for each parameter."""
 
 kind_of = attrgetter("device", "dtype")
 _step_of, _mean_of, _square_of = map(itemgetter, ("step", "exp_avg", "exp_avg_sq"))
