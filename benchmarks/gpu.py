@@ -15,6 +15,8 @@ ZeRO-3 itself divides a model over ranks of a GPU each: one GPU cannot show it, 
 attention once below the diagonal (half of 12 L D T a token). Figures are kept by card, and compared with those of the
 same card alone.
 
+With `--kernels` it times codecs and AdamW's steps on 25 million numbers instead, each compiled beside its torch form.
+
 With `--layouts` it writes another table: what `shoal verify` says of each layout, two ranks on the one GPU over Gloo.
 """
 
@@ -49,10 +51,18 @@ from shoal.assembly.run import open_run
 from shoal.bench.groups import repeat
 from shoal.bench.report import machine_facts
 from shoal.bench.training_job import ENDLESS, LR, Training, training_job
+<<<<<<< HEAD
 from shoal.config.named import GIVEN
+=======
+from shoal.codec.config import BlockwiseConfig, CodecConfig, SignConfig, TopKConfig
+from shoal.codec.quantise import Quantised
+from shoal.config.check import implementation_of
+>>>>>>> gpu
 from shoal.engine.loop import take_step
 from shoal.errors import EnvironmentFault, ShoalError
 from shoal.launcher.environment import Place
+from shoal.optim.adamw_8bit import EightBitAdamW
+from shoal.optim.fused import FusedAdamW
 from shoal.runfile.run_file import RunFile
 
 PLAIN, SHOAL = "plain", "shoal"
@@ -74,6 +84,7 @@ MASKED: Mapping[str, dict[str, Any]] = {
 """Further sides, as `shoal` is but for these tables."""
 PEAK_FLOPS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12}
 """Dense bfloat16 products a second, from NVIDIA's data sheets, by a part of the card's name."""
+OVER = "not begun: the seconds of this measurement were over"
 NOT_HERE = {"ZeRO-3 compiled": "it divides a model over ranks of a GPU each, and one GPU is measured"}
 ROWS = 512
 
@@ -132,6 +143,8 @@ def gpu(
     out: Annotated[Path | None, typer.Option(help="The file of figures, by card; default: standard output.")] = None,
     turns: Annotated[int, typer.Option(help="Turns of all sides.", min=2)] = 8,
     block: Annotated[int, typer.Option(help="Steps in a row of one side.", min=1)] = 5,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Time codecs and optimizers instead of steps.")] = False,
+    limit_s: Annotated[float, typer.Option(help="Seconds after which no further side is begun.", min=0)] = 100.0,
     layouts: Annotated[
         Path | None, typer.Option(help="Write the table of layouts to this page, and nothing else.")
     ] = None,
@@ -153,12 +166,17 @@ def gpu(
         if dry_run:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
-        rows = measure(Setting(device, DRY if dry_run else SMALL, folder, stack), card, turns=turns, block=block)
-    found = {"machine": machine_facts(), "rows": rows, "not_measured": NOT_HERE}
+        setting = Setting(device, DRY if dry_run else SMALL, folder, stack)
+        end_s = time.monotonic() + limit_s
+        if kernels:
+            found = {"kernels": time_kernels(setting, turns=turns, end_s=end_s)}
+        else:
+            rows = measure(setting, card, turns=turns, block=block, end_s=end_s)
+            found = {"machine": machine_facts(), "rows": rows, "not_measured": NOT_HERE}
     earlier = json.loads(out.read_text()) if out is not None and out.exists() else {}
     for line in compared(earlier, card, found):
         typer.echo(line, err=True)
-    text = json.dumps({**earlier, card: found}, indent=2) + "\n"
+    text = json.dumps({**earlier, card: {**earlier.get(card, {}), **found}}, indent=2) + "\n"
     if out is None:
         typer.echo(text, nl=False)
     else:
@@ -174,19 +192,30 @@ def require_gpu() -> None:
         )
 
 
-def measure(setting: Setting, card: str, *, turns: int, block: int) -> list[dict[str, Any]]:
-    """A row for each side: the median of its steps. A side that cannot run says why."""
+def measure(setting: Setting, card: str, *, turns: int, block: int, end_s: float) -> list[dict[str, Any]]:
+    """A row for each side: the median of its steps. A side that cannot run says why; none is begun after `end_s`."""
     made: dict[str, Callable[[], Any]] = {PLAIN: plain(setting, compiled=False)}
     made[COMPILED[PLAIN]] = plain(setting, compiled=True)
+    start_s = {name: _seconds(setting, partial(repeat, step, 3)) for name, step in made.items()}
     refused: dict[str, str] = {}
+<<<<<<< HEAD
     sides = {name: (keys, {}) for name, keys in SIDES.items()}
     sides |= {name: (SIDES[SHOAL], tables) for name, tables in MASKED.items()}
     for name, (keys, tables) in sides.items():
         try:
             made[name] = trained(setting, name.replace(" ", "-").replace(":", "-"), *keys, **tables)
+=======
+    for name, keys in SIDES.items():
+        if time.monotonic() > end_s:
+            refused[name] = OVER
+            continue
+        try:
+            step = trained(setting, name.replace(" ", "-"), *keys)
+>>>>>>> gpu
         except ShoalError as error:
             refused[name] = str(error)
-    start_s = {name: _seconds(setting, partial(repeat, step, 3)) for name, step in made.items()}
+        else:
+            made[name], start_s[name] = step, _seconds(setting, partial(repeat, step, 3))
     took_s: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(turns):
         for name, step in made.items():
@@ -250,10 +279,12 @@ def trained(
 
 def compared(earlier: Mapping[str, Any], card: str, found: Mapping[str, Any]) -> list[str]:
     """Sentences about each side beside the last figures of the same card. Those of other cards are not compared."""
+    if "rows" not in found:
+        return []
     if card not in earlier:
         others = ", ".join(earlier)
         return [f"the figures of {others} are not compared with those of {card}: cards differ"] if others else []
-    before = {row["side"]: row.get("ms") for row in earlier[card]["rows"]}
+    before = {row["side"]: row.get("ms") for row in earlier[card].get("rows", ())}
     return [
         f"{row['side']}: {row['ms']} ms, {before[row['side']]} ms before"
         for row in found["rows"]
@@ -274,6 +305,53 @@ def _seconds(setting: Setting, work: Callable[[], Any]) -> float:
     work()
     setting.synchronize()
     return time.perf_counter() - begin_s
+
+
+# Codecs and steps of AdamW by themselves: what a bucket of gradients costs to code, and what moments in 8 bits cost.
+#
+# Milliseconds of 25 million numbers, beside the torch form that is the oracle (operator by operator) and beside a copy
+# of the same numbers, which is as fast as memory allows.
+
+
+NUMBERS, FEW_NUMBERS = 25 << 20, 1 << 14
+CODECS: Mapping[str, CodecConfig] = {
+    "int8": BlockwiseConfig(bits=8, rounding="nearest"),
+    "sign": SignConfig(),
+    "top 1 %, exact": TopKConfig(),
+    "top 1 %, sampled": TopKConfig(selection="sampled"),
+}
+
+
+def time_kernels(setting: Setting, *, turns: int, end_s: float) -> list[dict[str, Any]]:
+    """A row for each codec's encoding and decoding, and for AdamW's step with moments in 32 bits and in 8."""
+    numel = FEW_NUMBERS if setting.device.type == "cpu" else NUMBERS
+    x = torch.randn(numel, device=setting.device, generator=torch.Generator(setting.device).manual_seed(0))
+    took_ms = partial(_milliseconds, setting, turns)
+    rows = [{"kernel": "copy", "ms": took_ms(x.clone)}]
+    for name, config in CODECS.items():
+        if time.monotonic() > end_s:
+            rows.append({"kernel": name, "refused": OVER})
+            continue
+        codec = implementation_of(config)(config)
+        payload = codec.encode(x, key=0)
+        row = {"kernel": name, "encode_ms": took_ms(partial(codec.encode, x, key=0))}
+        row["decode_ms"] = took_ms(partial(codec.decode, payload, numel, key=0))
+        if isinstance(codec, Quantised):
+            row["encode_in_torch_ms"] = took_ms(partial(codec.encode_in_torch, x, 0))
+            row["decode_in_torch_ms"] = took_ms(partial(codec.decode_in_torch, payload, numel, torch.float32))
+        rows.append(row)
+    for name, kind in (("AdamW", FusedAdamW), ("AdamW, 8 bit", EightBitAdamW)):
+        parameter = nn.Parameter(x.clone())
+        parameter.grad = torch.ones_like(x)
+        optimizer = kind([{"params": [parameter]}], lr=LR, betas=(0.9, 0.95), eps=1e-8)
+        rows.append({"kernel": name, "ms": took_ms(optimizer.step)})
+    return rows
+
+
+def _milliseconds(setting: Setting, turns: int, work: Callable[[], Any]) -> float:
+    """The median, after a call that may compile."""
+    work()
+    return round(1e3 * statistics.median(_seconds(setting, work) for _ in range(turns)), 4)
 
 
 # Every layout's code on tensors of a GPU: what `shoal verify` says of it.

@@ -25,4 +25,5 @@ except ShoalError as error: sys.exit(f"make gpu: {error}")'
 "$python" setup.py -q build_ext --inplace
 "$python" -m pytest -m gpu -q --durations=0
 "$python" -m benchmarks.gpu --out docs/benchmarks/gpu.json
+"$python" -m benchmarks.gpu --kernels --limit-s 30 --out docs/benchmarks/gpu.json
 "$python" -m benchmarks.gpu --layouts docs/benchmarks/gpu.md

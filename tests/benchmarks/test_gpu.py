@@ -9,7 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+<<<<<<< HEAD
 from benchmarks.gpu import COMPILED, LAYOUTS, MASKED, PLAIN, RUN, SHOAL, SIDES, compared, gpu, page, require_gpu
+=======
+from benchmarks.gpu import CODECS, COMPILED, LAYOUTS, OVER, PLAIN, RUN, SHOAL, SIDES, compared, gpu, page, require_gpu
+>>>>>>> gpu
 from shoal.errors import EnvironmentFault
 from shoal.runfile.load import load_run
 from tests.benchmarks.test_commands import app_of
@@ -30,6 +34,22 @@ def test_a_dry_run_measures_every_side_or_says_why_not(tmp_path: Path) -> None:
     refused = {"float8": "compute capability", "2:4": "only GPUs from the A100 on have such products"}
     assert all(sentence in rows[side]["refused"] for side, sentence in refused.items())
     assert all(row["ms"] > 0 for side, row in rows.items() if side not in refused)
+
+
+def test_a_dry_run_times_every_kernel() -> None:
+    done = CliRunner().invoke(app_of(gpu), ["--dry-run", "--kernels", "--turns", "2"], catch_exceptions=False)
+    rows = {row["kernel"]: row for row in json.loads(done.stdout)["dry run"]["kernels"]}
+    assert rows.keys() == {"copy", *CODECS, "AdamW", "AdamW, 8 bit"}
+    assert all(value > 0 for row in rows.values() for key, value in row.items() if key.endswith("ms"))
+    assert {"encode_ms", "decode_ms", "encode_in_torch_ms", "decode_in_torch_ms"} < rows["int8"].keys()
+
+
+def test_what_time_does_not_suffice_for_is_said() -> None:
+    done = CliRunner().invoke(
+        app_of(gpu), ["--dry-run", "--turns", "2", "--block", "1", "--limit-s", "0"], catch_exceptions=False
+    )
+    rows = {row["side"]: row for row in json.loads(done.stdout)["dry run"]["rows"]}
+    assert {side for side, row in rows.items() if row.get("refused") == OVER} == set(SIDES)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

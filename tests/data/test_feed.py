@@ -106,6 +106,57 @@ def test_an_epoch_survives_restarts_with_other_world_sizes():
     assert len(used) == 72
 
 
+class Noted(Numbers):
+    """Which samples were read so far."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.read: list[int] = []
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        self.read.append(index)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("groups_small", "together"), [(False, 1), (True, 8)])
+def test_steps_ahead_are_read_in_a_backward_in_the_same_order(groups_small: bool, together: int):
+    """Two steps ahead at least, small ones eight at a time; and nothing between two backwards."""
+    source, order, planned = Noted(400), Order(400, seed=7), 2
+    with feed(source) as fed:
+        backward = fed.in_backwards(groups_small=groups_small)
+        for step in range(30):
+            taken = fed.next()
+            assert ids_of(taken.microbatches) == order.ids(np.arange(4 * step, 4 * step + 4)).tolist()
+            wait_until(lambda steps=planned: len(source.read) >= 4 * steps)
+            time.sleep(0.002)
+            assert len(source.read) == 4 * planned
+            planned += together if planned - step - 1 < 2 else 0
+            backward()
+            wait_until(lambda steps=planned: len(source.read) == 4 * steps)
+
+
+def test_a_step_that_no_backward_announces_is_read_when_it_is_asked_for():
+    with feed(Noted(80), prefetch_steps=1) as fed:
+        fed.in_backwards(groups_small=False)
+        assert [fed.next().interval.start for _ in range(5)] == [0, 4, 8, 12, 16]
+
+
+def test_large_steps_are_read_no_further():
+    """Eight more of them would be memory that nobody has asked for."""
+
+    class Large(Noted):
+        def __getitem__(self, index: int):
+            return np.zeros(1 << 16, dtype=np.float32), super().__getitem__(index)[1]
+
+    source = Large(80)
+    with feed(source) as fed:
+        fed.in_backwards(groups_small=True)
+        for _ in range(5):
+            fed.next()
+        wait_until(lambda: len(source.read) >= 24)
+        assert len(source.read) == 24
+
+
 def test_groups_are_never_cut():
     """With statistics groups, every microbatch is whole groups; sizes that would cut one are refused."""
     source = Numbers(64)

@@ -22,6 +22,7 @@ def updates(number: int, **layout: int) -> dict[str, Any]:
     return {"layout": {"pipeline": 2, **layout}, "pipeline": {"schedule": "PipeDream", "microbatches": number}}
 
 
+GRAPHED = {"compile": "blocks", "compile_mode": "reduce-overhead"}
 REFUSED: list[tuple[int, dict[str, Any], list[str]]] = [
     (6, {"layout": {"tensor": 4}}, ["6 processes", "tensor=4", "tensor=3"]),
     (4, {"layout": {"tensor": 2, "replicate": 3}}, ["4 processes", "6", "replicate=2"]),
@@ -35,6 +36,11 @@ REFUSED: list[tuple[int, dict[str, Any], list[str]]] = [
     (2, {"layout": {"shard": 2}, "run": {"compile": True}}, ["memory.zero = 3", 'set run.compile = "blocks"']),
     (2, {"layout": {"shard": 2}, "run": {"compile": "blocks"}}, []),
     (2, {"layout": {"shard": 2}, "memory": {"zero": 2}, "run": {"compile": "model"}}, []),
+    (2, {"layout": {"shard": 2}, "run": GRAPHED}, ["reduce-overhead", "memory.zero = 3", "max-autotune-no-cudagraphs"]),
+    (2, {"layout": {"shard": 2}, "memory": {"zero": 2}, "run": GRAPHED}, []),
+    (2, {"run": GRAPHED, "batch": {"micro_samples": 2}}, ["reduce-overhead", "microbatches of 2 samples"]),
+    (2, {"run": GRAPHED, "batch": {"micro_samples": 4}}, []),
+    (2, {"run": GRAPHED | {"compile_mode": "max-autotune-no-cudagraphs"}, "batch": {"micro_samples": 2}}, []),
     (4, {"layout": {"shard": 4, "expert": 3}, "model": MOE}, ["expert=3", "2 or expert=4"]),
     (3, {"layout": {"shard": 3, "expert": 3}, "model": MOE}, ["layout.expert = 3", "experts = 4", "2 or 4", "3 or 6"]),
     (2, {"layout": {"shard": 2, "expert": 2}}, ["layout.expert", "moe"]),

@@ -33,8 +33,11 @@ from shoal.topology.devices import known_device
 
 def feed_of(run: Run) -> Feed | GrowingFeed:
     """The feed that a run trains from: of steps that grow, under `batch.adaptive`. Close it."""
-    growth = run.state.growth
-    return run.feed() if growth is None else GrowingFeed(growth, lambda samples: run.feed(steps_of=samples))
+    if (growth := run.state.growth) is not None:
+        return GrowingFeed(growth, lambda samples: run.feed(steps_of=samples))
+    feed, is_fixed = run.feed(), run.run_file.batch.division == "even" and not run.workload.data.endless
+    run.step.compute.on_backward.append(feed.in_backwards(groups_small=is_fixed))
+    return feed
 
 
 def replica_speeds(run: Run, feed: Feed | GrowingFeed, sinks: Sinks) -> ReplicaSpeeds | None:

@@ -7,7 +7,7 @@ would add, update and save them in another way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, cast
 
@@ -233,10 +233,14 @@ class GradientHooks:
                 return []
             return [name for name, parameter in self._trained.items() if parameter._backward_hooks]
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> AbstractContextManager[None]:
         """Around a backward, which does not call them."""
-        waiting = [(hooks, dict(hooks)) for hooks in map(self._of, self.names)]
+        names = self.names
+        return self._aside(names) if names else nullcontext()
+
+    @contextmanager
+    def _aside(self, names: Sequence[str]) -> Iterator[None]:
+        waiting = [(hooks, dict(hooks)) for hooks in map(self._of, names)]
         for hooks, _ in waiting:
             hooks.clear()
         try:

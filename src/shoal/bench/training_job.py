@@ -97,6 +97,7 @@ def training_job(training: Training, folder: Path, stack: ExitStack, *, shared_s
         shared_saves: Whether all ranks write one checkpoint together; otherwise each saves as if alone.
     """
     run = training.run
+    run.step.compute.on_backward.append(training.feed.in_backwards(groups_small=True))
     place = run.process.place
     saver = Saver(
         folder,

@@ -5,6 +5,11 @@ One reader reads this replica's share of a step; steps are handed over in their 
 Threads suffice where reading waits for disks, and where numpy and torch release the interpreter while they copy; where
 Python itself decodes, each thread waits for a process of its own (`reader_process`). The threads are daemons, so that a
 data source that hangs cannot keep the interpreter from leaving.
+
+Threads share one interpreter and the caches of processors: a thread that is woken in every small step to read a sample
+takes five times as long as one that reads several in a row, and changes turns with the loop at every operator. So small
+steps are read several at a time (`SMALL_BYTES`), and a loop may say when its backward begins, in which no Python runs:
+they are read then (`in_backwards`).
 """
 
 from __future__ import annotations
@@ -27,9 +32,11 @@ from shoal.data.config import BatchPhase, Denominator
 from shoal.data.cursor import Cursor, Interval
 from shoal.data.order import microbatches, share
 from shoal.data.records import Foresees, ReadAhead
-from shoal.data.sample import Batch, Source, padding_like
+from shoal.data.sample import Batch, Source, leaves, padding_like
 from shoal.errors import ConfigError, DataError
 
+SMALL_BYTES, SMALL_AHEAD = 1 << 18, 8
+"""Steps of one replica of at most so many bytes are read so many at a time, beside those that are read ahead anyway."""
 CLOSING_S = 1.0  # how long `close` waits for readers that are inside the data source
 
 
@@ -180,10 +187,13 @@ class Feed:
         self._slots: deque[_Slot] = deque()
         self._work: SimpleQueue[_Slot | None] = SimpleQueue()
         self._closed = Event()
+        self._deferred: deque[_Slot] = deque()
+        self._defers = False
         self._ahead: ReadAhead | None = None
         if isinstance(source, Foresees) and source.ahead_bytes:
             self._ahead = ReadAhead(source, self._ids_ahead(self._cursor))
-        for _ in range(max(1, prefetch_steps)):
+        self._least_ahead, self._groups_small = max(1, prefetch_steps), False
+        for _ in range(self._least_ahead):
             self._plan_step()
         self._threads = [Thread(target=self._read, name=f"shoal-reader-{i}", daemon=True) for i in range(readers)]
         for thread in self._threads:
@@ -200,6 +210,7 @@ class Feed:
         """
         if self._closed.is_set():
             raise ValueError("the feed is closed: make a new one at the cursor")
+        self._read_on()
         slot = self._slots[0]
         started_s = time.perf_counter()
         self._slow.wait(slot.filled, partial(self._being_read, slot))
@@ -207,10 +218,22 @@ class Feed:
         if slot.error is not None:
             raise slot.error
         self._slots.popleft()
-        self._plan_step()
+        if len(self._slots) < self._least_ahead:
+            for _ in range(SMALL_AHEAD if self._groups_small and _is_small(slot.batches) else 1):
+                self._plan_step()
         if self._ahead is not None:
             self._ahead.step_taken()
         return FedStep(slot.interval, slot.batches, wait_s=wait_s, skipped=tuple(slot.skipped))
+
+    def in_backwards(self, *, groups_small: bool) -> Callable[[], None]:
+        """From now on the steps ahead are read when what it returns is called, which is cheap; at the latest when the
+        next step is asked for.
+
+        `groups_small`: small steps are read further ahead, several in a row. Not where replicas `divide` what is not
+        read yet, nor where what is read follows what the run does.
+        """
+        self._defers, self._groups_small = True, groups_small
+        return self._read_on
 
     def divide(self, speeds: Sequence[float] | None) -> None:
         """Steps that are not being read yet are divided among replicas in proportion to `speeds`; None: evenly.
@@ -256,11 +279,16 @@ class Feed:
             yield self._order.ids(np.concatenate([np.empty(0, dtype=np.int64), *positions]))
 
     def _plan_step(self) -> None:
-        cursor, interval = self._cursor.lease(self._own.samples_at(self._cursor.next_position))
-        self._cursor = cursor.commit(interval)  # nobody gives a lease back here
+        self._cursor, interval = self._cursor.take(self._own.samples_at(self._cursor.next_position))
         slot = _Slot(interval, self._own)
         self._slots.append(slot)
-        self._work.put(slot)
+        self._deferred.append(slot)
+        if not self._defers:
+            self._read_on()
+
+    def _read_on(self) -> None:
+        while self._deferred:
+            self._work.put(self._deferred.popleft())
 
     def _read(self) -> None:
         reader: BatchReader | None = None
@@ -287,6 +315,10 @@ class Feed:
             slot.part = stand_in
             read = reader.read(stand_in)
             yield replace(read, batch=padding_like(read.batch, len(stand_in)), skipped=())
+
+
+def _is_small(batches: Sequence[Batch]) -> bool:
+    return sum(leaf.nbytes for batch in batches for leaf in leaves(batch.inputs, batch.targets)) <= SMALL_BYTES
 
 
 def evaluation_batches(

@@ -208,7 +208,11 @@ class AsInputs:
     def __getitem__(self, index: int) -> Sample:
         item = self.source[index]
         inputs = as_tree(item if item is None else hosted(item), "sample")  # None is a part, but no sample
-        return Sample(inputs, torch.zeros((), dtype=torch.int64), torch.ones(()))
+        return Sample(inputs, *_COUNTS_ONCE)
+
+
+_COUNTS_ONCE = (torch.zeros((), dtype=torch.int64), torch.ones(()))
+"""Targets and weights of a sample that is all inputs."""
 
 
 class Collated(AsInputs):

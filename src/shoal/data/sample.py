@@ -91,17 +91,19 @@ class Batch:
     @cached_property
     def real_samples(self) -> int:
         """Its samples without those that are made up."""
-        return int((self.positions >= 0).sum())
+        return int((as_numbers(self.positions) >= 0).sum())
 
     @cached_property
     def weight(self) -> float:
         """This batch's part of the denominator, summed in float64."""
-        return float(self.weights.sum(dtype=torch.float64))
+        return float(self.weights.numel() if self.weighs_ones else self.weights.sum(dtype=torch.float64))
 
     @cached_property
     def tokens(self) -> int:
         """Its target positions of positive weight; 0 where samples are weighed, and not tokens."""
-        return int(torch.count_nonzero(self.weights)) if self.weights.ndim > 1 else 0
+        if self.weights.ndim < 2:
+            return 0
+        return self.weights.numel() if self.weighs_ones else int(torch.count_nonzero(self.weights))
 
     def count(self) -> Batch:
         """Itself, with the sums that a step asks for: whoever reads ahead makes them while the step before trains."""
@@ -111,7 +113,7 @@ class Batch:
     @cached_property
     def weighs_ones(self) -> bool:
         """Is every weight 1? Of tensors without numbers, on which a plan traces a step, nobody knows."""
-        return type(self.weights) is Tensor and bool((self.weights == 1).all())
+        return type(self.weights) is Tensor and bool((as_numbers(self.weights) == 1).all())
 
     def pinned(self) -> Batch:
         """The same batch in memory that a GPU reads by itself, while the host goes on."""
@@ -126,6 +128,12 @@ class Batch:
 
         inputs, targets = map_tree(move, self.inputs), map_tree(move, self.targets)
         return Batch(inputs, targets, weights=move(self.weights), positions=move(self.positions))
+
+
+def as_numbers(tensor: Tensor) -> Any:
+    """For a look at a few numbers: NumPy's array of the same memory, which answers faster, where there is one."""
+    plain = type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in (torch.float32, torch.float64, torch.int64)
+    return tensor.numpy() if plain else tensor
 
 
 PADDING_POSITION = -1
@@ -150,6 +158,14 @@ def map_tree(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     if isinstance(tree, dict):
         return {key: map_tree(function, branch) for key, branch in tree.items()}
     return function(tree)
+
+
+def leaves(*trees: object) -> list[Tensor]:
+    """The leaves in the order in which `map_tree` visits them."""
+    found: list[Tensor] = []
+    for tree in trees:
+        map_tree(lambda leaf: found.append(leaf) or leaf, tree)  # type: ignore[arg-type]
+    return found
 
 
 def first_leaf(tree: Any) -> Tensor:

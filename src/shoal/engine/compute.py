@@ -134,7 +134,8 @@ class Compute:
     `gathered` the outputs over all classes, where ranks have parts of them; `global_batch` the samples of other ranks,
     for losses that couple samples (None: this process computes all of them); `programs` are what model and loss were
     compiled to, None: they are called as they are; `announces` are called before each forward of a step with the
-    weights of this rank's part of its samples, `looks` behind it with outputs, targets, weights and positions;
+    weights of this rank's part of its samples, `looks` behind it with outputs, targets, weights and positions, and
+    `on_backward` before each backward;
     `distillation` adds a teacher's part to losses that are trained on.
     """
 
@@ -149,6 +150,7 @@ class Compute:
     programs: LossPrograms | None = None
     announces: list[Callable[[Tensor], None]] = field(default_factory=list)
     looks: list[Callable[[Any, Any, Tensor, Tensor], None]] = field(default_factory=list)
+    on_backward: list[Callable[[], None]] = field(default_factory=list)
     distillation: Distillation | None = None
     frozen: Sequence[nn.Module] = field(init=False)
     buffers: StepBuffers = field(init=False)
@@ -217,6 +219,11 @@ class Compute:
         """Shows the outputs of a forward to whoever asked for them, before its backward."""
         for look in self.looks:
             look(outputs, batch.targets, batch.weights, batch.positions)
+
+    def begin_backward(self) -> None:
+        """A backward begins, which computes without Python for a while."""
+        for begins in self.on_backward:
+            begins()
 
     def coupled(self) -> AbstractContextManager[None]:
         """Around a forward and its loss: `gather_samples` gathers the samples that were announced."""

@@ -19,10 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.codec.config import BlockwiseConfig, CastConfig
 from shoal.comm.collective import Collective
-from shoal.data.sample import Batch
+from shoal.data.sample import Batch, leaves
 from shoal.engine.compute import Compute, Microbatch
 from shoal.engine.loss import call_model, prediction_in, weighted_sum
-from shoal.engine.microbatches import leaves
 from shoal.gradients.gradients import Gradients
 from shoal.models.roles import DeclaresParts
 from shoal.parallel.pipeline.execute import Computation, Hooks, run_pipeline
@@ -101,6 +100,7 @@ class SequentialForwardBackward:
             scale = factor()
             if last:
                 on_loss(total if self.counts else torch.zeros_like(total))
+            self.compute.begin_backward()
             with gradients.backward(last=last), self.compute.randomness.drawing():
                 (loss_sum * scale).backward()
 
@@ -164,6 +164,7 @@ class PipelinedForwardBackward:
     ) -> None:
         scale = factor()
         total = torch.zeros((), dtype=torch.float64, device=self.compute.device)
+        self.compute.begin_backward()
         with gradients.schedule():
             for microbatches in self._rounds(batches):
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.collective import Collective
-from shoal.data.sample import Batch, Tree, first_leaf, map_tree, padding_like
+from shoal.data.sample import Batch, Tree, first_leaf, leaves, map_tree, padding_like
 from shoal.errors import UserCodeError
 
 
@@ -57,14 +57,6 @@ def _padded(batch: Batch, samples: int) -> Batch:
         weights=torch.cat([batch.weights, filler.weights]),
         positions=torch.cat([batch.positions, filler.positions]),
     )
-
-
-def leaves(*trees: object) -> list[Tensor]:
-    """The leaves in the order in which `map_tree` visits them."""
-    found: list[Tensor] = []
-    for tree in trees:
-        map_tree(lambda leaf: found.append(leaf) or leaf, tree)  # type: ignore[arg-type]
-    return found
 
 
 def topped_up(batches: Iterable[Batch], count: int, *, spare: Callable[[], Batch]) -> Iterator[Batch]:

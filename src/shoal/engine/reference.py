@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from shoal.comm.collective import Alone
-from shoal.data.sample import Batch, map_tree
+from shoal.data.sample import Batch, leaves, map_tree
 from shoal.engine.batch_statistics import StatisticsSync
 from shoal.engine.closures import PlainClosure
 from shoal.engine.compute import Compute
 from shoal.engine.loss import weighted_losses, weighted_sum
-from shoal.engine.microbatches import leaves
 from shoal.optim.build import set_rate
 from shoal.optim.layer_statistics import SeesLayers
 from shoal.optim.newton import SearchingOptimizer

@@ -190,10 +190,10 @@ class Progress:
 
         Raises `AssertionError` for other positions than those that follow.
         """
-        cursor, following = self.cursor.lease(len(interval))
+        cursor, following = self.cursor.take(len(interval))
         if following != interval:
             raise AssertionError(f"the step took positions {interval}, the run's cursor stands at {following}")
-        self.cursor = cursor.commit(interval)
+        self.cursor = cursor
         self.step += 1
         self.samples += len(interval)
         self.tokens += tokens

@@ -23,10 +23,16 @@ from shoal.models.roles import tables_in
 T = TypeVar("T")
 
 
+@cache
+def _accelerator() -> torch.device | None:
+    """Of which kind PyTorch was built for: the same as long as the process lives."""
+    return torch.accelerator.current_accelerator()
+
+
 def generators_in_use() -> list[torch.Generator]:
     """PyTorch's, of the CPU and of the accelerator that this process uses."""
     found = [torch.default_generator]
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = _accelerator()
     if accelerator is None:
         return found
     module = torch.get_device_module(accelerator)
@@ -37,7 +43,7 @@ def generators_in_use() -> list[torch.Generator]:
 
 def seed_all_devices(seed: int) -> None:
     """Seeds the generators of all accelerators of this process, where it uses any: a model may lie on several."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = _accelerator()
     if accelerator is None:
         return
     module = torch.get_device_module(accelerator)

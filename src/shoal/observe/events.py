@@ -25,6 +25,7 @@ import msgspec
 from shoal.errors import EnvironmentFault
 from shoal.observe.sink import Ending, RunStart, Sink
 
+_encode = msgspec.json.Encoder().encode
 MAX_STEP = 10**15
 """No run has more steps; a larger number is a damaged line, and would overflow what is computed from it."""
 MOST_LINE_BYTES = 16 << 20
@@ -81,9 +82,9 @@ class EventWriter:
 
     def write(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
         """Appends the measurements of one step; `time_s` is Unix time. Raises `EnvironmentFault` if it is gone."""
-        numbers = {name: float(value) for name, value in values.items()}
-        event = Event(step=step, time_s=time_s, generation=self.generation, values=dict(numbers))
-        self._append(msgspec.json.encode(event) + b"\n")
+        numbers: dict[str, float | None] = {name: float(value) for name, value in values.items()}
+        event = Event(step=step, time_s=time_s, generation=self.generation, values=numbers)
+        self._append(_encode(event) + b"\n")
 
     def resume(self, step: int, *, time_s: float) -> None:
         """Appends a line without values: a new attempt continues after `step`, and later steps so far are void."""

@@ -21,8 +21,8 @@ from torch.nn import Parameter
 
 from shoal.state import complete, gradients_of, same_objects
 
-State = Mapping[Parameter, dict[str, Any]]
-"""Of an optimizer: what it keeps of each parameter."""
+State = Mapping[Any, Any]
+"""Of an optimizer: a dictionary by name for each parameter."""
 
 kind_of = attrgetter("device", "dtype")
 _step_of, _mean_of, _square_of = map(itemgetter, ("step", "exp_avg", "exp_avg_sq"))
@@ -37,6 +37,7 @@ class Moments:
         self._parameters, self._own = list(parameters), list(own)
         self._steps = list(map(_step_of, own))
         self._means, self._squares = list(map(_mean_of, own)), list(map(_square_of, own))
+        self._all: list[dict[str, Any]] = []
         self._count: Tensor | None = None
         self.is_of_one_kind = len(set(map(kind_of, parameters))) == 1
 
@@ -50,11 +51,22 @@ class Moments:
         """Whether `state` still holds these of `parameters`."""
         return (
             same_objects(parameters, self._parameters)
-            and same_objects(map(state.get, parameters), self._own)
+            and self._is_theirs(state)
             and same_objects(map(_step_of, self._own), self._steps)
             and same_objects(map(_mean_of, self._own), self._means)
             and same_objects(map(_square_of, self._own), self._squares)
         )
+
+    def _is_theirs(self, state: State) -> bool:
+        """Whether `state` has what it had of each. Their hashes take longer than a look at all that it has, unless that
+        is much more.
+        """
+        looks = len(state) <= 4 * len(self._own)
+        if looks and same_objects(state.values(), self._all):
+            return True
+        theirs = same_objects(map(state.get, self._parameters), self._own)
+        self._all = list(state.values()) if looks and theirs else []
+        return theirs
 
     def join_counts(self) -> None:
         """Makes the counts views of one tensor, where they are of one kind."""
@@ -138,7 +150,6 @@ class DirectAdam:
         self._optimizer, self._known = optimizer, KnownMoments()
         self._is_adam = type(optimizer) in (torch.optim.AdamW, torch.optim.Adam)
 
-    @torch.no_grad()
     def step(self) -> bool:
         """Whether the update is made. Else nothing has changed, and the optimizer has to make it: a first step, which
         makes the state; one in which a parameter has no gradient; and one with options that only its class knows.
@@ -147,10 +158,11 @@ class DirectAdam:
         work = [(group, gradients_of(group["params"]), self._moments_in(group)) for group in groups]
         if not work or not all(moments is not None and complete(gradients) for _, gradients, moments in work):
             return False
-        for group, gradients, moments in work:
-            assert moments is not None, "every group has them"
-            moments.count(1)
-            moments.step(group, gradients, decoupled=group["decoupled_weight_decay"])
+        with torch.no_grad():
+            for group, gradients, moments in work:
+                assert moments is not None, "every group has them"
+                moments.count(1)
+                moments.step(group, gradients, decoupled=group["decoupled_weight_decay"])
         return True
 
     def _moments_in(self, group: Mapping[str, Any]) -> Moments | None:

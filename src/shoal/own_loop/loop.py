@@ -25,8 +25,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -184,12 +184,9 @@ class Training:
             return
         last = self._steps.open is not None and self._steps.open.is_last
         inputs = None if len(players) == len(self._players) else players[0].inputs
-        with ExitStack() as around:
-            if len(players) > 1:
-                around.enter_context(all_at_the_end())
-            for player in players:
-                around.enter_context(player.backward(last=last))
-            around.enter_context(self._compute.randomness.drawing())
+        around = players[0].backward(last=last) if len(players) == 1 else _around_all(players, last=last)
+        with around, self._compute.randomness.drawing():
+            self._compute.begin_backward()
             totals[0].backward(inputs=inputs)  # pyright: ignore[reportArgumentType]
 
     def step(self, *, clip_norm: float | None = None, optimizer: torch.optim.Optimizer | None = None) -> Update | None:
@@ -356,3 +353,13 @@ class Training:
         """The sum of `number` over all ranks: where they take steps together, on the group on which these begin."""
         lockstep, world = self._run.step.lockstep, self._run.mesh.world
         return meet(call, lockstep if lockstep.size == world.size else world, device=self.device, number=number)
+
+
+@contextmanager
+def _around_all(players: Sequence[Player], *, last: bool) -> Iterator[None]:
+    """Around a backward of all of `players`."""
+    with ExitStack() as around:
+        around.enter_context(all_at_the_end())
+        for player in players:
+            around.enter_context(player.backward(last=last))
+        yield

@@ -47,7 +47,7 @@ from shoal.optim.adam_kernel import DirectAdam
 from shoal.own_loop.declaration import Declaration, named, numbers_of, used_anywhere
 from shoal.own_loop.objects import scaler_in
 from shoal.own_loop.shown_optimizer import ShownGroups, StepHooks
-from shoal.state import Owned, gradients_of
+from shoal.state import Owned, complete, gradients_of
 
 OnUpdate = Callable[[int, Sequence[Owned]], None]
 """Called with the number of the step, and with what this rank's optimizer is about to update."""
@@ -109,7 +109,8 @@ def _placeholder(name: str, parameter: Parameter) -> PartialGradient:
 
 def _scale(parameters: Sequence[Parameter], factor: float) -> None:
     """Multiplies their gradients, in one call."""
-    if found := [gradient for gradient in gradients_of(parameters) if gradient is not None]:
+    found = gradients_of(parameters)
+    if found := found if complete(found) else [gradient for gradient in found if gradient is not None]:
         scale_all(found, factor)
 
 
@@ -271,12 +272,14 @@ class Player:
             return None
         self.gradients.accept()
         norm = self._norm
-        if self.gradients.divided or self._changed():
+        if self.gradients.divided or not self._seen.gradients or self._changed():
             found = float(self.gradients.norm())  # all ranks: a change in a piece shows on one of them alone
             norm = norm if math.isclose(found, norm, rel_tol=ROUNDING) else found
         if norm > max_norm:
             _scale(self._owned, max_norm / norm)
-        self._remember(min(norm, max_norm))
+            self._seen = SeenGradients()
+        if not self._alone:
+            self._remember(min(norm, max_norm))
         return norm
 
     def agree(self) -> None:
@@ -286,7 +289,7 @@ class Player:
         declared = Declaration(
             self._context.lockstep,
             self._loss,
-            without=len(self._names - used),
+            without=len(self._names) - len(used),
             decisions=[] if self._alone else self._decisions(),
         )
         work = step.work
@@ -298,12 +301,13 @@ class Player:
             group, device = self._context.lockstep, self._context.device
             used = used_anywhere(sorted(self._names), used, group, device)
         self.gradients.expose(used)
-        hooked, divided = self._script_hooks.names, self.gradients.divided
-        changed = self._script_hooks.call(hooked, self._context.forward_backward.compute.randomness.alike)
-        self._changed_by_hooks = named("had its gradient changed by a hook in the step before", changed)
-        if changed or (hooked and divided):
-            self.gradients.accept()
-            self._agreed = replace(self._agreed, norm=float(self.gradients.norm()))
+        self._changed_by_hooks = []
+        if hooked := self._script_hooks.names:
+            changed = self._script_hooks.call(hooked, self._context.forward_backward.compute.randomness.alike)
+            self._changed_by_hooks = named("had its gradient changed by a hook in the step before", changed)
+            if changed or self.gradients.divided:
+                self.gradients.accept()
+                self._agreed = replace(self._agreed, norm=float(self.gradients.norm()))
         self._remember(self._agreed.norm)
 
     def agreed(self) -> AgreedUpdate | None:
