@@ -51,13 +51,10 @@ from shoal.assembly.run import open_run
 from shoal.bench.groups import repeat
 from shoal.bench.report import machine_facts
 from shoal.bench.training_job import ENDLESS, LR, Training, training_job
-<<<<<<< HEAD
-from shoal.config.named import GIVEN
-=======
 from shoal.codec.config import BlockwiseConfig, CodecConfig, SignConfig, TopKConfig
 from shoal.codec.quantise import Quantised
 from shoal.config.check import implementation_of
->>>>>>> gpu
+from shoal.config.named import GIVEN
 from shoal.engine.loop import take_step
 from shoal.errors import EnvironmentFault, ShoalError
 from shoal.launcher.environment import Place
@@ -198,20 +195,14 @@ def measure(setting: Setting, card: str, *, turns: int, block: int, end_s: float
     made[COMPILED[PLAIN]] = plain(setting, compiled=True)
     start_s = {name: _seconds(setting, partial(repeat, step, 3)) for name, step in made.items()}
     refused: dict[str, str] = {}
-<<<<<<< HEAD
     sides = {name: (keys, {}) for name, keys in SIDES.items()}
     sides |= {name: (SIDES[SHOAL], tables) for name, tables in MASKED.items()}
     for name, (keys, tables) in sides.items():
-        try:
-            made[name] = trained(setting, name.replace(" ", "-").replace(":", "-"), *keys, **tables)
-=======
-    for name, keys in SIDES.items():
         if time.monotonic() > end_s:
             refused[name] = OVER
             continue
         try:
-            step = trained(setting, name.replace(" ", "-"), *keys)
->>>>>>> gpu
+            step = trained(setting, name.replace(" ", "-").replace(":", "-"), *keys, **tables)
         except ShoalError as error:
             refused[name] = str(error)
         else:

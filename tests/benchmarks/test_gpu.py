@@ -9,11 +9,21 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-<<<<<<< HEAD
-from benchmarks.gpu import COMPILED, LAYOUTS, MASKED, PLAIN, RUN, SHOAL, SIDES, compared, gpu, page, require_gpu
-=======
-from benchmarks.gpu import CODECS, COMPILED, LAYOUTS, OVER, PLAIN, RUN, SHOAL, SIDES, compared, gpu, page, require_gpu
->>>>>>> gpu
+from benchmarks.gpu import (
+    CODECS,
+    COMPILED,
+    LAYOUTS,
+    MASKED,
+    OVER,
+    PLAIN,
+    RUN,
+    SHOAL,
+    SIDES,
+    compared,
+    gpu,
+    page,
+    require_gpu,
+)
 from shoal.errors import EnvironmentFault
 from shoal.runfile.load import load_run
 from tests.benchmarks.test_commands import app_of
