@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,17 +19,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn, optim
 
+from shoal.coordinator.client import Address
 from shoal.coordinator.service import coordinator_in
 from shoal.coordinator.watch import view_of
+from shoal.fleet.processes import RANK_INSIDE, coordinator_variables, replica_variables
 from shoal.horovod import elastic as elastic_module
 from shoal.horovod.elastic import ElasticSampler, HostsUpdatedInterrupt, ObjectState, TorchState, run
 from shoal.horovod.engine import HorovodInternalError
-from shoal.horovod.members import holders_first, lost_state
-from shoal.launcher.environment import Place
+from shoal.horovod.members import ELASTIC_TIMEOUT, Members, holders_first, lost_state
+from shoal.launcher import sockets
+from shoal.launcher.environment import STORE_FD, Place
 from shoal.resilience.events import View
 from shoal.resilience.membership import Rules
+from shoal.resilience.participant import FencedOut
 from tests.horovod.test_horovod import CHANGED, SCRIPTS
-from tests.waiting import NEVER_S, wait_until
+from tests.waiting import HANG_S, NEVER_S, wait_until
 
 CLOSE = {"rel": 1e-9}  # float64, summed in another order
 
@@ -283,6 +288,36 @@ def test_a_state_that_nobody_holds_is_said_to_be_lost() -> None:
     assert "begins anew" in str(lost_state(view, had=None))
     assert lost_state(msgspec.structs.replace(view, holders=("c",)), had=None) is None
     assert lost_state(msgspec.structs.replace(view, step=0), had=None) is None
+
+
+def member_of(address: Address, token: Path, name: str) -> Members:
+    """A rank that joins from a host of its own, in this process."""
+    listener = sockets.listen_at(address.host, 0, one_host=True)
+    port = listener.getsockname()[1]
+    given = {"MASTER_ADDR": address.host, "MASTER_PORT": str(port), STORE_FD: str(listener.detach())}
+    given |= {"RANK": "0", RANK_INSIDE: "0", ELASTIC_TIMEOUT: str(HANG_S)}
+    told = replica_variables(name, ranks=1, terminal_fd=os.dup(1), late=False, several_hosts=True)
+    return Members({**given, **told, **coordinator_variables(address, token)})
+
+
+def test_a_member_that_others_cannot_reach_goes(tmp_path: Path) -> None:
+    """Where both reach the coordinator, generation after generation would fail: after some, one is left alone."""
+    rules = Rules(1, 2, silence_s=NEVER_S, start_s=NEVER_S)
+    with coordinator_in(tmp_path, rules, told=lambda news: None) as address, ThreadPoolExecutor(2) as pool:
+        members = [member_of(address, tmp_path / "token", name) for name in "ab"]
+        first, second = pool.map(lambda member: member.next(failed=False)[1].place.rank, members)
+        reached, cut = members if first < second else reversed(members)
+        cut._own.close()
+
+        def comes_to_be_alone(member: Members) -> bool:
+            return any(member.next(failed=True)[1].place.world_size == 1 for _ in range(20))
+
+        alone, lost = (pool.submit(comes_to_be_alone, member) for member in (reached, cut))
+        assert alone.result(HANG_S)
+        with pytest.raises(FencedOut, match="its peers cannot reach it"):
+            lost.result(HANG_S)
+        for member in members:
+            member.close()
 
 
 def test_who_holds_the_newest_commit_comes_first() -> None:

@@ -17,7 +17,14 @@ from collections.abc import Mapping
 import msgspec
 
 from shoal.coordinator.client import Client
-from shoal.elastic.rendezvous import hosts_lost, place_of, require_none_lost, said_of_lost, shut_down_connections
+from shoal.elastic.rendezvous import (
+    hosts_lost,
+    place_of,
+    require_none_lost,
+    said_of_lost,
+    shut_down_connections,
+    unreachable,
+)
 from shoal.errors import Stopped
 from shoal.fleet.processes import assignment_from
 from shoal.launcher.environment import STORE_FD, Place, master_from
@@ -85,7 +92,7 @@ class Members:
         """
         self._part()
         if failed:
-            self._client.failed()
+            self._say_failed()
         late = self._mine.late and self._view is None
         try:
             begin = self._client.generation(JOIN_S if late else self._wait_s)
@@ -131,6 +138,12 @@ class Members:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
+
+    def _say_failed(self) -> None:
+        """Also which member on another host this rank cannot reach: the others go on without it, if it stays so."""
+        self._client.failed()
+        if self._view is not None and self._mine.several_hosts:
+            self._client.failed(unreachable(self._view, self._mine.replica))
 
     def _stop_waiting_for(self, lost: frozenset[str]) -> None:
         """Ends what waits for lost members at the generation's store, and on hosts out of reach. From any thread."""

@@ -27,7 +27,7 @@ import numpy as np
 from shoal.comm.ledger import Sent
 from shoal.comm.packing import MANY, packed, unpacked
 from shoal.comm.shm.core import Kind
-from shoal.errors import CollectiveError, EnvironmentFault
+from shoal.errors import CollectiveError
 from shoal.launcher import handshake, sockets
 from shoal.launcher.store.connection import StoreConnection, StoreLate, StoreLost
 from shoal.wire.arrays import Array, reduction_numbers
@@ -383,7 +383,7 @@ def _knock(door: str, rank: int, other: int, key: bytes) -> socket.socket:
         handshake.shake_hands(connection, key, which=f"the token of this job, as rank {other} has it")
         connection.sendall(rank.to_bytes(4, "big"))
     except (OSError, sockets.FrameError) as error:
-        raise EnvironmentFault(
+        raise CollectiveError(
             f"rank {rank} cannot connect to rank {other} at {address}:{port} ({error}): see whether it runs, and "
             "whether a firewall is between the hosts"
         ) from None
