@@ -212,9 +212,8 @@ def _chosen_anew(seam: Seam, group: AlgorithmGroup, size_bytes: int) -> str:
     except RuntimeError as error:
         raise seam.explained(error, "measurement of links", 0, time.perf_counter() - begin_s) from None
     after = group.name_for(size_bytes)
-    return f"group '{seam.label}' sums {size_bytes >> 10} KiB by {after}" + (
-        "" if after == before else f" instead of {before}"
-    )
+    instead = "" if after == before else f" instead of {before}"
+    return f"group '{seam.label}' sums {size_bytes >> 10} KiB by {after}{instead}"
 
 
 def _as_lists(links: Links) -> list[Any]:

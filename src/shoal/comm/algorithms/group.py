@@ -150,8 +150,9 @@ class Tables:
 
     def follow(self, links: Links) -> None:
         """Tables are chosen on `links`, the same on all ranks, from the next call on."""
-        self._links = links
-        self._made.clear()
+        if links != self._links:
+            self._links = links
+            self._made.clear()
 
     def __call__(self, kind: Kind, size_bytes: int, *, root: int = 0) -> CollectiveTable:
         """For the whole vector of `size_bytes`, or for what one rank holds for an all-to-all."""
