@@ -53,6 +53,16 @@ class Undeclared(RootMomentum):
     works_on = None  # type: ignore[assignment]
 
 
+class Lies(RootMomentum):
+    """Says that it treats every number alone, and divides by the norm of what it is given."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.grad /= p.grad.norm() + 1e-12
+        return super().step()
+
+
 class UnitColumns(WholeOptimizer):
     """The gradient of a hidden matrix with columns of length 1, AdamW for the rest. Its state is on the owner."""
 
@@ -119,6 +129,14 @@ def test_it_is_proved_in_every_layout(ranks, folder: Path, name: str, layout: st
     keys = {} if name == "UnitColumns" else {"weight_decay": 0.1, "arguments": {"beta": 0.8}}
     verdict, *_ = ranks(world, verified, own(name, **keys) | tables, str(folder), True, 4)
     assert verdict["holds"], verdict["sentence"]
+
+
+@pytest.mark.parametrize("layout", ["ZeRO-1", "tensor"])
+def test_a_class_that_says_too_much_is_found(ranks, folder: Path, layout: str) -> None:
+    """The proof compares weights, whatever is declared."""
+    world, tables = LAYOUTS[layout]
+    verdict, *_ = ranks(world, verified, own("Lies") | tables, str(folder), True, 2)
+    assert not verdict["holds"]
 
 
 @pytest.mark.parametrize("name", [pytest.param("RootMomentum", marks=pytest.mark.slow), "UnitColumns"])

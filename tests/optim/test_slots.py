@@ -100,7 +100,7 @@ def step(parameters: list[Parameter], optimizer: torch.optim.Optimizer, number: 
 
 @pytest.mark.parametrize("kind", [kind for kind in Common.kinds() if kind not in ("kfac", "python")])
 def test_pytorch_saves_and_loads_the_state(kind: str) -> None:
-    """As a script without Shoal's checkpoints does: `torch.load` trusts no class, and the next step has the same bits."""
+    """As a script does without Shoal's checkpoints: `torch.load` trusts no class; the next step has the same bits."""
     parameters, optimizer = planted(kind)
     for number in range(4):
         step(parameters, optimizer, number)

@@ -93,11 +93,11 @@ def test_what_every_kind_keeps_is_what_is_planned(kind: str) -> None:
     parameters = [(name, p, roles[name].decay) for name, p in model.named_parameters()]
     optimizer = build_optimizer(config, parameters, lr=1e-3, kinds={name: role.kind for name, role in roles.items()})
 
-    def closure() -> torch.Tensor:
+    def closure() -> float:
         optimizer.zero_grad()
         loss = sum((p.square().sum() for p in model.parameters()), torch.zeros(()))
         loss.backward()
-        return loss
+        return float(loss.detach())
 
     for _ in range(2):
         optimizer.step(closure)
