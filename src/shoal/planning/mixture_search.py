@@ -68,6 +68,7 @@ Trial = Callable[[RunFile], FirstSteps | str]
 
 
 def need(tried: Tried) -> str:
+    """What a mixture came to, for people."""
     if tried.peak_bytes is None:
         return f"{tried.keys}: {tried.why}"
     return f"{tried.keys} needs {units.memory_size(tried.peak_bytes)}"
@@ -104,9 +105,9 @@ class Search:
         """In order."""
         return list(self.found.values())
 
-    def limits(self) -> Iterator[float]:
+    def limits(self, allowed: Sequence[BudgetChange]) -> Iterator[float]:
         """Of the predicted step (s): first what is worth it to keep every bit, then none."""
-        likely = [one for change in CHANGES[:2] for one in self._of(change) if self._may_fit(one)]
+        likely = [one for change in allowed[:2] for one in self._of(change) if self._may_fit(one)]
         yield WORTH * min((self._cost(one)[0] for one in likely), default=math.inf)
         yield math.inf
 
@@ -262,7 +263,7 @@ class Search:
         return (
             f'memory.budget = "{self.run_file.memory.budget}" is short by {units.memory_size(short_bytes)}: the least '
             f"that is met is {met_by}, with {least.said}; raise it to that, or split the model over more ranks"
-            + (f". Of the run as it is: {each}" if each else "")
+            + (f". As predicted, of the run as it is: {each}" if each else "")
         )
 
     def _singles(self) -> Iterator[str]:
