@@ -155,6 +155,22 @@ def test_a_budget_that_nothing_meets_says_by_how_much_and_what_frees_what(tmp_pa
     assert 'adamw_8bit" and memory.budget_may_change = "moments" frees' in str(refused.value)
 
 
+def test_the_least_of_a_refusal_has_all_that_frees(budgeted: RunFile) -> None:
+    """Whatever the planner thinks of it: here each means frees 3 MiB, but chunks, which need 3 more."""
+
+    def peak(run_file: RunFile) -> int:
+        offload, memory = run_file.memory.offload, run_file.memory
+        on = [offload.optimizer == "host", offload.activations == "host", offload.parameters == "host"]
+        on += [memory.recompute == "full", run_file.batch.micro_samples == 1]
+        return 60 * MIB - 3 * MIB * sum(on) + 3 * MIB * (memory.loss_chunks > 1)
+
+    with pytest.raises(LayoutError, match=r"the least that is met is 45 MiB, with") as refused:
+        with_budget(with_values(budgeted, {"memory.offload.part": "1 MiB"}), None, trial=Trials(peak))
+    with_keys = str(refused.value).partition("; raise it")[0]
+    assert "loss_chunks" not in with_keys
+    assert all(key in with_keys for key in ("micro_samples = 1", '"full"', "optimizer", "activations", "parameters"))
+
+
 def test_the_least_is_one_that_is_met(budgeted: RunFile) -> None:
     """Parts of the state are larger under a larger budget: three of them and 38 MiB, not what the trials needed."""
     trials = Trials(lambda run_file: 38 * MIB + 3 * run_file.memory.offload.part_bytes)
