@@ -138,20 +138,25 @@ class Search:
 
     def descends(self, allowed: Sequence[BudgetChange]) -> bool:
         """Whether the mixture with the least peak fits with the strongest means of another kind, or of one more and one
-        more; each is kept where it frees something.
+        more; each is kept where it frees something, until none does.
         """
-        for means in (own[-1] for own in choices(self.run_file) if own[-1].change in allowed):
-            least = self._least()
-            if least is None:
-                return False
-            more = Mixture((*(one for one in least.means if one.kind != means.kind), means))
-            if more in self.found or not self._may(more) or not possible(self.run_file, more):
-                continue
-            self._fits(more)
-            tried = self.found[more]
-            if tried.change in allowed and (tried.peak_bytes or math.inf) <= self._budget:
+        strongest = [own[-1] for own in choices(self.run_file) if own[-1].change in allowed]
+        before = None
+        while (least := self._least()) is not None and least != before:
+            before = least
+            if any(self._fits_with(means, allowed) for means in strongest):
                 return True
         return False
+
+    def _fits_with(self, means: Means, allowed: Sequence[BudgetChange]) -> bool:
+        """Whether the mixture with the least peak fits with these means, too."""
+        least = self._least()
+        more = Mixture((*(one for one in (least or AS_IT_IS).means if one.kind != means.kind), means))
+        if more in self.found or not self._may(more) or not possible(self.run_file, more):
+            return False
+        self._fits(more)
+        tried = self.found[more]
+        return tried.change in allowed and (tried.peak_bytes or math.inf) <= self._budget
 
     def _least(self) -> Mixture | None:
         """The one with the least peak so far; None: none ran."""
