@@ -339,7 +339,7 @@ class Net(nn.Module):
 
 data = [(torch.full((128,), index / 64), index % 10) for index in range(64)]
 tables = {"run": {"steps": 2, "processes": 1, "device": "cpu"}, "batch": {"global_samples": 16}}
-for name, memory in (("other", {}), ("mine", {"budget": "900 KiB"})):
+for name, memory in (("other", {}), ("mine", {"budget": "1 MiB"})):
     given = {**tables, "run": {**tables["run"], "name": name}, "memory": memory}
     shoal.train(given, model=Net, data=data, loss=nn.CrossEntropyLoss(reduction="none"))
 print("the end")
@@ -354,10 +354,10 @@ def test_objects_of_a_script_are_tried_by_the_script(tmp_path: Path) -> None:
     assert ran.stdout.count("the end") == 1
     bill = msgspec.json.decode((tmp_path / "runs/mine" / FILE_NAME).read_bytes(), type=Bill)
     assert len(bill.tried) > 1
-    assert (bill.tried[-1].peak_bytes or 0) <= 900 << 10
+    assert (bill.tried[-1].peak_bytes or 0) <= MIB
     losses = [event.get("loss/train") for event in read_events(tmp_path / "runs/other")]
     assert sum(loss is not None for loss in losses) == 2
-    assert read_facts(tmp_path / "runs/mine")["memory_budget"].startswith('memory.budget = "900 KiB": ')
+    assert read_facts(tmp_path / "runs/mine")["memory_budget"].startswith('memory.budget = "1 MiB": ')
 
 
 def test_what_steps_differ_by_is_asked_for_once_more() -> None:
