@@ -170,6 +170,22 @@ def test_a_budget_that_nothing_meets_says_by_how_much_and_what_frees_what(tmp_pa
     assert 'adamw_8bit" and memory.budget_may_change = "moments" frees' in str(refused.value)
 
 
+def test_the_least_of_a_refusal_has_all_that_frees(budgeted: RunFile) -> None:
+    """Whatever the planner thinks of it: here each means frees 3 MiB, but chunks, which need 3 more."""
+
+    def peak(run_file: RunFile) -> int:
+        offload, memory = run_file.memory.offload, run_file.memory
+        on = [offload.optimizer == "host", offload.activations == "host", offload.parameters == "host"]
+        on += [memory.recompute == "full", run_file.batch.micro_samples == 1]
+        return 60 * MIB - 3 * MIB * sum(on) + 3 * MIB * (memory.loss_chunks > 1)
+
+    with pytest.raises(LayoutError, match=r"the least that is met is 45 MiB, with") as refused:
+        with_budget(with_values(budgeted, {"memory.offload.part": "1 MiB"}), None, trial=Trials(peak))
+    with_keys = str(refused.value).partition("; raise it")[0]
+    assert "loss_chunks" not in with_keys
+    assert all(key in with_keys for key in ("micro_samples = 1", '"full"', "optimizer", "activations", "parameters"))
+
+
 def test_the_least_is_one_that_is_met(budgeted: RunFile) -> None:
     """Parts of the state are larger under a larger budget: three of them and 38 MiB, not what the trials needed."""
     trials = Trials(lambda run_file: 38 * MIB + 3 * run_file.memory.offload.part_bytes)
@@ -338,7 +354,7 @@ class Net(nn.Module):
 
 data = [(torch.full((128,), index / 64), index % 10) for index in range(64)]
 tables = {"run": {"steps": 2, "processes": 1, "device": "cpu"}, "batch": {"global_samples": 16}}
-for name, memory in (("other", {}), ("mine", {"budget": "900 KiB"})):
+for name, memory in (("other", {}), ("mine", {"budget": "1 MiB"})):
     given = {**tables, "run": {**tables["run"], "name": name}, "memory": memory}
     shoal.train(given, model=Net, data=data, loss=nn.CrossEntropyLoss(reduction="none"))
 print("the end")
@@ -353,10 +369,10 @@ def test_objects_of_a_script_are_tried_by_the_script(tmp_path: Path) -> None:
     assert ran.stdout.count("the end") == 1
     bill = msgspec.json.decode((tmp_path / "runs/mine" / FILE_NAME).read_bytes(), type=Bill)
     assert len(bill.tried) > 1
-    assert (bill.tried[-1].peak_bytes or 0) <= 900 << 10
+    assert (bill.tried[-1].peak_bytes or 0) <= MIB
     losses = [event.get("loss/train") for event in read_events(tmp_path / "runs/other")]
     assert sum(loss is not None for loss in losses) == 2
-    assert read_facts(tmp_path / "runs/mine")["memory_budget"].startswith('memory.budget = "900 KiB": ')
+    assert read_facts(tmp_path / "runs/mine")["memory_budget"].startswith('memory.budget = "1 MiB": ')
 
 
 def test_what_steps_differ_by_is_asked_for_once_more() -> None:

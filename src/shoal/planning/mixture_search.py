@@ -68,6 +68,7 @@ Trial = Callable[[RunFile], FirstSteps | str]
 
 
 def need(tried: Tried) -> str:
+    """What a mixture came to, for people."""
     if tried.peak_bytes is None:
         return f"{tried.keys}: {tried.why}"
     return f"{tried.keys} needs {units.memory_size(tried.peak_bytes)}"
@@ -104,9 +105,9 @@ class Search:
         """In order."""
         return list(self.found.values())
 
-    def limits(self) -> Iterator[float]:
+    def limits(self, allowed: Sequence[BudgetChange]) -> Iterator[float]:
         """Of the predicted step (s): first what is worth it to keep every bit, then none."""
-        likely = [one for change in CHANGES[:2] for one in self._of(change) if self._may_fit(one)]
+        likely = [one for change in allowed[:2] for one in self._of(change) if self._may_fit(one)]
         yield WORTH * min((self._cost(one)[0] for one in likely), default=math.inf)
         yield math.inf
 
@@ -137,20 +138,25 @@ class Search:
 
     def descends(self, allowed: Sequence[BudgetChange]) -> bool:
         """Whether the mixture with the least peak fits with the strongest means of another kind, or of one more and one
-        more; each is kept where it frees something.
+        more; each is kept where it frees something, until none does.
         """
-        for means in (own[-1] for own in choices(self.run_file) if own[-1].change in allowed):
-            least = self._least()
-            if least is None:
-                return False
-            more = Mixture((*(one for one in least.means if one.kind != means.kind), means))
-            if more in self.found or not self._may(more) or not possible(self.run_file, more):
-                continue
-            self._fits(more)
-            tried = self.found[more]
-            if tried.change in allowed and (tried.peak_bytes or math.inf) <= self._budget:
+        strongest = [own[-1] for own in choices(self.run_file) if own[-1].change in allowed]
+        before = None
+        while (least := self._least()) is not None and least != before:
+            before = least
+            if any(self._fits_with(means, allowed) for means in strongest):
                 return True
         return False
+
+    def _fits_with(self, means: Means, allowed: Sequence[BudgetChange]) -> bool:
+        """Whether the mixture with the least peak fits with these means, too."""
+        least = self._least()
+        more = Mixture((*(one for one in (least or AS_IT_IS).means if one.kind != means.kind), means))
+        if more in self.found or not self._may(more) or not possible(self.run_file, more):
+            return False
+        self._fits(more)
+        tried = self.found[more]
+        return tried.change in allowed and (tried.peak_bytes or math.inf) <= self._budget
 
     def _least(self) -> Mixture | None:
         """The one with the least peak so far; None: none ran."""
@@ -262,7 +268,7 @@ class Search:
         return (
             f'memory.budget = "{self.run_file.memory.budget}" is short by {units.memory_size(short_bytes)}: the least '
             f"that is met is {met_by}, with {least.said}; raise it to that, or split the model over more ranks"
-            + (f". Of the run as it is: {each}" if each else "")
+            + (f". As predicted, of the run as it is: {each}" if each else "")
         )
 
     def _singles(self) -> Iterator[str]:
