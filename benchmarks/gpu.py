@@ -5,6 +5,7 @@ A user's own GPT, bfloat16 autocast, fused AdamW, clipping. All sides take block
     plain, plain compiled      a loop as a careful person writes it, batches in pinned memory
     shoal, shoal compiled      `shoal train`'s step; compiled with the loss
     shoal blocks               each block compiled by itself, as under ZeRO-3
+    shoal graphs               compiled, and launched as CUDA graphs
     masters                    bfloat16 weights with float32 masters, compiled
     float8                     the blocks' linear layers in float8, compiled
     adamw 8 bit                moments in 8 bits, whose step is compiled, too
@@ -62,15 +63,16 @@ from shoal.runfile.run_file import RunFile
 
 PLAIN, SHOAL = "plain", "shoal"
 COMPILED = {PLAIN: "plain compiled", SHOAL: "shoal compiled"}
-SIDES: Mapping[str, tuple[bool | str, str, str]] = {
-    SHOAL: (False, "bfloat16", "adamw"),
-    COMPILED[SHOAL]: (True, "bfloat16", "adamw"),
-    "shoal blocks": ("blocks", "bfloat16", "adamw"),
-    "masters": (True, "bfloat16_params", "adamw"),
-    "float8": (True, "float8", "adamw"),
-    "adamw 8 bit": (True, "bfloat16", "adamw_8bit"),
+SIDES: Mapping[str, tuple[bool | str, str, str, str]] = {
+    SHOAL: (False, "bfloat16", "adamw", "default"),
+    COMPILED[SHOAL]: (True, "bfloat16", "adamw", "default"),
+    "shoal blocks": ("blocks", "bfloat16", "adamw", "default"),
+    "shoal graphs": (True, "bfloat16", "adamw", "reduce-overhead"),
+    "masters": (True, "bfloat16_params", "adamw", "default"),
+    "float8": (True, "float8", "adamw", "default"),
+    "adamw 8 bit": (True, "bfloat16", "adamw_8bit", "default"),
 }
-"""Shoal's sides: `run.compile`, `precision.kind` and `optimizer.kind`."""
+"""Shoal's sides: `run.compile`, `precision.kind`, `optimizer.kind` and `run.compile_mode`."""
 PEAK_FLOPS = {"H100": 989.4e12, "H200": 989.4e12, "A100": 312e12}
 """Dense bfloat16 products a second, from NVIDIA's data sheets, by a part of the card's name."""
 OVER = "not begun: the seconds of this measurement were over"
@@ -229,14 +231,16 @@ def plain(setting: Setting, *, compiled: bool) -> Callable[[], Any]:
     return step
 
 
-def trained(setting: Setting, name: str, compiles: bool | str, precision: str, optimizer: str) -> Callable[[], Any]:
+def trained(
+    setting: Setting, name: str, compiles: bool | str, precision: str, optimizer: str, mode: str = "default"
+) -> Callable[[], Any]:
     """The body of the loop of `shoal train`. Raises what opening the run does."""
     (folder := setting.folder / name).mkdir()
     given, device = {"kind": "python", "build": GIVEN}, setting.device.type
     own = {"name": "gpu", "steps": ENDLESS, "directory": str(folder), "processes": 1, "device": device}
     run_file = msgspec.convert(
         {
-            "run": own | {"compile": compiles},
+            "run": own | {"compile": compiles} | ({"compile_mode": mode} if compiles else {}),
             "model": given,
             "data": given,
             "batch": {"global_samples": setting.size.samples},
