@@ -5,6 +5,7 @@ A user's own GPT, bfloat16 autocast, fused AdamW, clipping. All sides take block
     plain, plain compiled      a loop as a careful person writes it, batches in pinned memory
     shoal, shoal compiled      `shoal train`'s step; compiled with the loss
     shoal blocks               each block compiled by itself, as under ZeRO-3
+    shoal graphs               compiled, and launched as CUDA graphs
     masters                    bfloat16 weights with float32 masters, compiled
     float8                     the blocks' linear layers in float8, compiled
     adamw 8 bit                moments in 8 bits, whose step is compiled, too
@@ -64,15 +65,16 @@ from shoal.runfile.run_file import RunFile
 
 PLAIN, SHOAL = "plain", "shoal"
 COMPILED = {PLAIN: "plain compiled", SHOAL: "shoal compiled"}
-SIDES: Mapping[str, tuple[bool | str, str, str]] = {
-    SHOAL: (False, "bfloat16", "adamw"),
-    COMPILED[SHOAL]: (True, "bfloat16", "adamw"),
-    "shoal blocks": ("blocks", "bfloat16", "adamw"),
-    "masters": (True, "bfloat16_params", "adamw"),
-    "float8": (True, "float8", "adamw"),
-    "adamw 8 bit": (True, "bfloat16", "adamw_8bit"),
+SIDES: Mapping[str, tuple[bool | str, str, str, str]] = {
+    SHOAL: (False, "bfloat16", "adamw", "default"),
+    COMPILED[SHOAL]: (True, "bfloat16", "adamw", "default"),
+    "shoal blocks": ("blocks", "bfloat16", "adamw", "default"),
+    "shoal graphs": (True, "bfloat16", "adamw", "reduce-overhead"),
+    "masters": (True, "bfloat16_params", "adamw", "default"),
+    "float8": (True, "float8", "adamw", "default"),
+    "adamw 8 bit": (True, "bfloat16", "adamw_8bit", "default"),
 }
-"""Shoal's sides: `run.compile`, `precision.kind` and `optimizer.kind`."""
+"""Shoal's sides: `run.compile`, `precision.kind`, `optimizer.kind` and `run.compile_mode`."""
 TWO_OF_FOUR = {"kind": "magnitude", "pattern": "2:4", "transposable": True, "schedule": {"shape": "one_shot"}}
 MASKED: Mapping[str, dict[str, Any]] = {
     "2:4 masks": {"sparsity": TWO_OF_FOUR},
@@ -240,7 +242,13 @@ def plain(setting: Setting, *, compiled: bool) -> Callable[[], Any]:
 
 
 def trained(
-    setting: Setting, name: str, compiles: bool | str, precision: str, optimizer: str, **tables: Any
+    setting: Setting,
+    name: str,
+    compiles: bool | str,
+    precision: str,
+    optimizer: str,
+    mode: str = "default",
+    **tables: Any,
 ) -> Callable[[], Any]:
     """The body of the loop of `shoal train`, with further `tables`. Raises what opening the run does."""
     (folder := setting.folder / name).mkdir()
@@ -248,7 +256,7 @@ def trained(
     own = {"name": "gpu", "steps": ENDLESS, "directory": str(folder), "processes": 1, "device": device}
     run_file = msgspec.convert(
         {
-            "run": own | {"compile": compiles},
+            "run": own | {"compile": compiles} | ({"compile_mode": mode} if compiles else {}),
             "model": given,
             "data": given,
             "batch": {"global_samples": setting.size.samples},

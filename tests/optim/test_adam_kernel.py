@@ -126,6 +126,18 @@ def test_what_only_the_class_knows_is_left_to_it(options: dict[str, Any]) -> Non
         optimizer.step()
 
 
+def test_a_gradient_that_is_still_scaled_is_left_to_the_class() -> None:
+    """As PyTorch's own GradScaler hands it over to fused optimizers."""
+    held = parameters()
+    optimizer = made(torch.optim.AdamW, held)
+    for step in range(3):
+        give_gradients(held, seed=step)
+        optimizer.step()
+    assert DirectAdam(optimizer).step()
+    optimizer.grad_scale = torch.tensor(2.0)  # type: ignore[attr-defined]
+    assert not DirectAdam(optimizer).step()
+
+
 def test_a_class_of_a_script_makes_its_own_step() -> None:
     held = parameters()
     optimizer = made(Sub, held)

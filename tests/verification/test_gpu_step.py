@@ -17,8 +17,21 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make gpu"),
 ]
 STEPS = 4
+ROUNDING = 1e-2
+"""Of losses in bfloat16, whose sums two programs may take in two orders."""
 MOST_COPIES = 4
 """Of a step: inputs, targets and positions to the device; norm and loss back."""
+
+
+def test_programs_that_are_launched_as_graphs_take_the_same_steps(tmp_path: Path) -> None:
+    """A graph that reads memory of a step before would train, and say nothing."""
+    losses = {}
+    for mode in ("default", "reduce-overhead"):
+        with ExitStack() as stack:
+            setting = Setting(torch.device("cuda"), DRY, tmp_path, stack)
+            step = trained(setting, mode, True, "bfloat16", "adamw", mode)
+            losses[mode] = [step().loss for _ in range(4 * STEPS)]
+    assert losses["reduce-overhead"] == pytest.approx(losses["default"], rel=ROUNDING)
 
 
 def calls_a_step(folder: Path) -> Counter[str]:

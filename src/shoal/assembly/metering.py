@@ -82,14 +82,14 @@ class CompileClock:
         stack.callback(self._leave, handler)
 
     def take_figures(self) -> dict[str, float]:
-        """Those of the step just taken; {} where nothing was compiled."""
+        """Those since the step before, an evaluation's too; {} where nothing was compiled."""
         took_s, self._took_s, self._programs = self._took_s, 0.0, 0
         return {"time/compile": took_s} if took_s else {}
 
     def sentence(self) -> str:
-        """What was compiled in the step just taken; "" where nothing was."""
+        """What was compiled since the step before; "" where nothing was."""
         programs = f"{self._programs} program{'s' * (self._programs != 1)}"
-        return f"torch.compile took {self._took_s:.1f} s of the last step, for {programs}" if self._took_s else ""
+        return f"torch.compile took {self._took_s:.1f} s, for {programs}" if self._took_s else ""
 
     def _started(self, *_: Any) -> None:
         self._began_s = time.perf_counter()

@@ -154,7 +154,8 @@ class DirectAdam:
         """Whether the update is made. Else nothing has changed, and the optimizer has to make it: a first step, which
         makes the state; one in which a parameter has no gradient; and one with options that only its class knows.
         """
-        groups = self._optimizer.param_groups if self._is_adam else ()
+        scaled = any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+        groups = self._optimizer.param_groups if self._is_adam and not scaled else ()
         work = [(group, gradients_of(group["params"]), self._moments_in(group)) for group in groups]
         if not work or not all(moments is not None and complete(gradients) for _, gradients, moments in work):
             return False
