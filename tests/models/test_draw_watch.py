@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoal.engine.batch_statistics import StepBuffers
 from shoal.engine.randomness import Randomness
+from shoal.models import draw_watch
 from shoal.models.draw_watch import generators_in_use, seed_all_devices
 from shoal.models.keyed_draws import KeyedDraws
 from shoal.own_loop.steps import DrawsBySample
@@ -132,7 +133,7 @@ def test_generators_are_those_of_whatever_accelerator_is_in_use(monkeypatch: pyt
         is_initialized=lambda: True, current_device=lambda: 1, default_generators=[None, own],
         manual_seed_all=seeds.append,
     )  # fmt: skip
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(draw_watch, "_accelerator", lambda: torch.device("xpu"))
     asked: list[int] = []
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: asked.append(2) or 2)
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)

@@ -71,8 +71,8 @@ class Microbatching:
 
 def microbatching(run_file: RunFile, layout: Layout) -> Microbatching:
     """What the run file and the layout make of it."""
-    ask_in_forwards = synchronises_norms(run_file.model) or (run_file.freeze is not None and run_file.freeze.cache)
-    if layout.replica_size == 1 and not (ask_in_forwards and layout.world_size > 1):
+    shares_cache = layout.world_size > 1 and run_file.freeze is not None and run_file.freeze.cache is not None
+    if layout.replica_size == 1 and not (synchronises_norms(run_file.model) or shares_cache):
         return Microbatching(default_micro_samples(run_file), None, 1)
     sizes = microbatch_sizes(run_file, shares=layout.replicate * layout.shard)
     counts = {sizes.rounds * sizes.in_flight}
