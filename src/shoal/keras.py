@@ -61,10 +61,12 @@ def DistributedOptimizer(optimizer: Any, group: Group | None = None) -> Any:
 
 
 def load_model(filepath: Any, group: Group | None = None, **named: Any) -> Any:
-    """A saved Keras model, whose optimizer goes on where it was, averaging gradients over all ranks. `named` goes to
-    `keras.models.load_model`.
+    """A saved Keras model, whose optimizer goes on where it was, averaging gradients over all ranks; a model without
+    one (`compile=False`) as it is. `named` goes to `keras.models.load_model`.
     """
     model = _keras().models.load_model(filepath, **named)
+    if getattr(model, "optimizer", None) is None:
+        return model
     model.optimizer.__class__ = _averaging(type(model.optimizer), group)
     return model
 
@@ -110,45 +112,78 @@ class callbacks:
     @staticmethod
     def LearningRateScheduleCallback(
         initial_lr: float, multiplier: float | Callable[[float], float], start_epoch: int = 0,
-        end_epoch: int | None = None, staircase: bool = True, steps_per_epoch: int | None = None,
+        end_epoch: int | None = None, staircase: bool = True, momentum_correction: bool | None = None,
+        steps_per_epoch: int | None = None,
     ) -> Any:  # fmt: skip
         """From `start_epoch` until `end_epoch` the rate is `initial_lr` times `multiplier`, of the epoch: whole ones,
-        or (`staircase` false) with the part that is over. There is no momentum correction: Keras 3 compiles the
-        momentum into the step.
+        or (`staircase` false) with the part that is over.
+
+        There is no momentum correction, as Keras 3 compiles the momentum into the step: raises `UsageError` when
+        training begins where `momentum_correction` is True and the optimizer has momentum.
         """
         factor = multiplier if callable(multiplier) else lambda epoch: multiplier
-        epoch = [0]
-
-        def set_rate(self: Any, at: float) -> None:
-            if start_epoch <= at and (end_epoch is None or at < end_epoch):
-                getattr(self.model, "jax_state_sync", dict)()  # on JAX an epoch's variables are not in the model
-                self.model.optimizer.learning_rate = initial_lr * factor(at)
-
-        def on_epoch_begin(self: Any, number: int, logs: Any = None) -> None:
-            epoch[0] = number
-            set_rate(self, number)
-
-        def on_train_batch_begin(self: Any, batch: int, logs: Any = None) -> None:
-            if not staircase:
-                set_rate(self, epoch[0] + batch / (steps_per_epoch or self.params["steps"]))
-
-        methods = {"on_epoch_begin": on_epoch_begin, "on_train_batch_begin": on_train_batch_begin}
-        return _callback("LearningRateScheduleCallback", **methods)
+        methods = _schedule_methods(
+            lambda at, steps: initial_lr * factor(at), (start_epoch, end_epoch), staircase, steps_per_epoch
+        )
+        return _schedule("LearningRateScheduleCallback", methods, momentum_correction)
 
     @staticmethod
     def LearningRateWarmupCallback(
-        initial_lr: float, warmup_epochs: int = 5, steps_per_epoch: int | None = None
-    ) -> Any:
+        initial_lr: float, warmup_epochs: int = 5, momentum_correction: bool | None = None,
+        steps_per_epoch: int | None = None, verbose: int = 0,
+    ) -> Any:  # fmt: skip
         """The rate rises from `initial_lr` over the number of ranks to `initial_lr` (Goyal et al., arXiv:1706.02677,
-        section 2.2), batch by batch.
+        section 2.2), batch by batch. The last batch of the last of `warmup_epochs` has `initial_lr`, which stays;
+        rank 0 says so (`verbose`). `momentum_correction` as in `LearningRateScheduleCallback`.
         """
 
-        def factor(epoch: float) -> float:
-            return (1 + min(1.0, epoch / warmup_epochs) * (size() - 1)) / size()
+        def rate(at: float, steps: int) -> float:
+            return initial_lr * (1 + (at + 1 / steps) / warmup_epochs * (size() - 1)) / size()
 
-        return callbacks.LearningRateScheduleCallback(
-            initial_lr, factor, end_epoch=warmup_epochs, staircase=False, steps_per_epoch=steps_per_epoch
-        )
+        def on_epoch_end(self: Any, epoch: int, logs: Any = None) -> None:
+            if verbose and epoch == warmup_epochs - 1 and rank() == 0:
+                print(f"\nepoch {epoch + 1}: the learning rate has risen to {initial_lr:g}")
+
+        methods = _schedule_methods(rate, (0, warmup_epochs), False, steps_per_epoch)
+        methods["on_epoch_end"] = on_epoch_end
+        return _schedule("LearningRateWarmupCallback", methods, momentum_correction)
+
+
+def _schedule_methods(
+    rate: Callable[[float, int], float], epochs: tuple[int, int | None], staircase: bool, steps_per_epoch: int | None
+) -> dict[str, Any]:
+    """Of a callback that sets the rate, from (epoch, batches of one), within `epochs`."""
+    (first, end), epoch = epochs, [0]
+
+    def set_rate(self: Any, at: float) -> None:
+        if first <= at and (end is None or at < end):
+            getattr(self.model, "jax_state_sync", dict)()  # on JAX an epoch's variables are not in the model
+            self.model.optimizer.learning_rate = rate(at, steps_per_epoch or self.params["steps"] or 1)
+
+    def on_epoch_begin(self: Any, number: int, logs: Any = None) -> None:
+        epoch[0] = number
+        if staircase:
+            set_rate(self, number)
+
+    def on_train_batch_begin(self: Any, batch: int, logs: Any = None) -> None:
+        if staircase:
+            return
+        steps = steps_per_epoch or self.params["steps"]
+        if not steps:
+            raise UsageError("how many batches an epoch has is not known before it is over: give steps_per_epoch")
+        set_rate(self, epoch[0] + batch / steps)
+
+    return {"on_epoch_begin": on_epoch_begin, "on_train_batch_begin": on_train_batch_begin}
+
+
+def _schedule(name: str, methods: dict[str, Any], momentum_correction: bool | None) -> Any:
+    def on_train_begin(self: Any, logs: Any = None) -> None:
+        if momentum_correction and getattr(self.model.optimizer, "momentum", 0):
+            raise UsageError(
+                "momentum_correction=True cannot be had: Keras 3 compiles the momentum into the step. Leave it out"
+            )
+
+    return _callback(name, on_train_begin=on_train_begin, **methods)
 
 
 def _reduced(given: list[Any], group: Group, op: Reduction) -> list[Any]:

@@ -39,7 +39,8 @@ result = [flat(ours), flat(alone), seen.history["loss"], want.history["loss"]]
 with tempfile.TemporaryDirectory() as folder:
     ours.save(f"{folder}/model.keras")
     plain, again = keras.models.load_model(f"{folder}/model.keras"), hvd.load_model(f"{folder}/model.keras")
-rise = hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2)
+    bare = hvd.load_model(f"{folder}/model.keras", compile=False)
+rise = hvd.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2, verbose=1)
 fall = hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5, start_epoch=2)
 rates = []
 def noted(*_, **__):
@@ -49,7 +50,17 @@ def noted(*_, **__):
 note = keras.callbacks.LambdaCallback(on_train_batch_end=noted)
 for one in (ours, again):
     one.fit(x[share], y[share], batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[rise, fall, note])
-result += [flat(ours), flat(again), type(plain.optimizer) is keras.optimizers.SGD, rates]
+result += [flat(ours), flat(again), type(plain.optimizer) is keras.optimizers.SGD, rates, flat(bare) == result[0]]
+
+rates, one = [], ours
+alone = hvd.callbacks.LearningRateWarmupCallback(0.1, 2, False)
+one.fit(x[share], y[share], batch_size=8, epochs=3, shuffle=False, verbose=0, callbacks=[alone, note])
+result.append(rates)
+wanted = hvd.callbacks.LearningRateScheduleCallback(0.1, 0.5, momentum_correction=True)
+try:
+    one.fit(x[share], y[share], batch_size=8, verbose=0, callbacks=[wanted])
+except hvd.UsageError as error:
+    result.append(str(error))
 """
 
 
@@ -66,4 +77,8 @@ def test_a_keras_model_fits_as_in_one_process(backend: str) -> None:
     # Saved under Keras's own name; loaded, it goes on as the one that was not; the rate rises, and falls.
     assert first[4] == first[5] == second[4] == second[5] != first[0]
     assert first[6] is True
-    assert first[7] == pytest.approx([0.05, 0.0625, 0.075, 0.0875, 0.05, 0.05] * 2)
+    assert first[7] == pytest.approx([0.0625, 0.075, 0.0875, 0.1, 0.05, 0.05] * 2)
+    assert first[8] is True
+    # Horovod's warm-up: its last batch has the whole rate, which stays.
+    assert first[9] == pytest.approx([0.0625, 0.075, 0.0875, 0.1, 0.1, 0.1])
+    assert first[10].startswith("momentum_correction=True cannot be had")
