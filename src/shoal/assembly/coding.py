@@ -4,7 +4,7 @@ what of them follows the links.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -52,8 +52,8 @@ def build_link_watch(run_file: RunFile, mesh: Mesh, sync: Sync, search: Any, rou
     if len(ranks) == 1 or mesh.device.type != "cpu" or not follows_links(run_file):
         return None
 
-    def opened() -> dict[str, Seam]:
-        return {label: seam for label, (members, seam) in mesh.opened().items() if ranks.issuperset(members)}
+    def opened() -> dict[str, tuple[Sequence[int], Seam]]:
+        return {label: found for label, found in mesh.opened().items() if ranks.issuperset(found[0])}
 
     settings = {} if rounds is None else {"decided": partial(_links_decided, rounds), "repeats": rounds.repeats}
     return LinkWatch(mesh.axis(*sync.lockstep_axes), mesh.ledger, opened, search, **settings)

@@ -5,10 +5,11 @@
     bucket size   all sizes are tried anew (`gradients.replicated`)
 
 With every step ranks agree on the shortest wait among them, that of the rank that came last and waited for the link
-alone. Where it is not what it was (`Alarm`), they time one all-reduce. Only if that takes `CHANGED` times as long as
-when they chose last, or as short, they choose again. So a step pays for a message of 16 bytes; a wait that changed for
-another reason, for one all-reduce; and a link that changed, for the measurements of its pairs and some steps with
-buckets of other sizes.
+alone. Where it is not what it was (`Alarm`), they time one all-reduce. A link has changed if that takes `CHANGED` times
+as long as when they chose last, or as short, if the difference over all bytes of a step is a notable part of the step,
+and if a second timing a step later says so too. Then they choose again. So a step pays for a message of 24 bytes; a
+wait that changed for another reason, for one or two all-reduces; and a link that changed, for the measurements of its
+pairs and some steps with buckets of other sizes. Ranks that share memory have no link, and watch none.
 
 All ranks in lock-step choose alike, for they compare numbers that they agree on. What was chosen follows from the
 clock: `decided` records it, or gives what was recorded, and then nothing is measured.
@@ -18,14 +19,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from shoal.comm.algorithms.group import AlgorithmGroup
-from shoal.comm.collective import Collective, Handle
-from shoal.comm.exchanges.choice import PROBE_BYTES, TIMINGS, Alarm, Clock
+from shoal.comm.collective import Collective, GroupCollective, Handle
+from shoal.comm.exchanges.choice import NOTABLE, PROBE_BYTES, TIMINGS, Alarm, Clock
 from shoal.comm.ledger import Ledger
 from shoal.comm.seam import Seam
 from shoal.errors import ConfigError
@@ -61,16 +62,25 @@ class Search(Protocol):
         ...
 
 
+class Step(NamedTuple):
+    """What ranks agree on: the shortest wait among them, and the most seconds and bytes."""
+
+    waited_s: float
+    step_s: float
+    sent_bytes: float
+
+
 class LinkWatch:
-    """Watches the steps of the ranks of `lockstep`. `opened` gives their groups by label; those that choose by measured
-    links follow them, and so does `search`. `ledger` knows how long this rank waits.
+    """Watches the steps of the ranks of `lockstep`. `opened` gives their groups by label, each with its ranks of the
+    world; those that choose by measured links follow them, and so does `search`. `ledger` knows how long this rank
+    waits, and what it sends.
     """
 
     def __init__(
         self,
         lockstep: Collective,
         ledger: Ledger,
-        opened: Callable[[], Mapping[str, Seam]],
+        opened: Callable[[], Mapping[str, tuple[Sequence[int], Seam]]],
         search: Search | None,
         *,
         decided: Callable[[str], str] | None = None,
@@ -81,9 +91,9 @@ class LinkWatch:
         self._decided, self._repeats, self._clock = decided, repeats, clock
         self._alarm, self._agreed = Alarm(), None
         self._usual_s: float | None = None
-        self._was_searching = False
+        self._was_searching = self._rang = self._doubtful = False
         self._lines: list[str] = []
-        self._waited_s, self._begun_s = 0.0, clock()
+        self._before, self._begun_s = ledger.total(), clock()
 
     _agreed: tuple[torch.Tensor, Handle] | None
 
@@ -95,14 +105,16 @@ class LinkWatch:
             found = self._decided(self._said())
             if self._repeats:
                 self._repeat(json.loads(found))
-        self._waited_s, self._begun_s = self._ledger.total().exposed_s, self._clock()
+        self._before, self._begun_s = self._ledger.total(), self._clock()
 
     def end(self) -> None:
         """The step is over: ranks begin to agree on its wait."""
-        if not self._repeats:
-            waited_s = self._ledger.total().exposed_s - self._waited_s
-            said = torch.tensor([-waited_s, self._clock() - self._begun_s], dtype=torch.float64)
-            self._agreed = said, self._lockstep.all_reduce(said, "max")
+        if self._repeats or _share_memory(self._lockstep):
+            return
+        now, before = self._ledger.total(), self._before
+        waited_s, sent_bytes = now.exposed_s - before.exposed_s, now.bytes_sent - before.bytes_sent
+        said = torch.tensor([-waited_s, self._clock() - self._begun_s, sent_bytes], dtype=torch.float64)
+        self._agreed = said, self._lockstep.all_reduce(said, "max")
 
     def take_lines(self) -> list[str]:
         """What has changed since the last call, and why."""
@@ -110,49 +122,78 @@ class LinkWatch:
         return lines
 
     def _watch(self) -> None:
-        if self._agreed is None:
-            return
-        said, handle = self._agreed
-        handle.wait()
-        self._agreed = None
+        step = self._take_agreed()
         if self._search is not None and self._search.searching:
             self._was_searching = True  # waits of steps that try sizes say nothing of the link
             return
-        if self._usual_s is None or self._was_searching:
-            self._begin_to_watch()
+        searched = self._searched()
+        if step is None:
             return
-        less_waited_s, step_s = said.tolist()
-        if self._alarm.rings(-less_waited_s, step_s):
-            changed = self._look()
-            self._alarm.looked(changed=changed, rang=True)
-            if changed and self._search is not None:
-                self._search.again()
-
-    def _begin_to_watch(self) -> None:
-        """The run is warm, and a search over: what the next steps wait is usual. The link may have changed meanwhile,
-        which a search notices by itself.
-        """
-        if self._was_searching and self._search is not None:
-            self._lines.append(f"buckets of {self._search.size >> 20} MiB are the fastest on the link as it is")
-        self._was_searching = False
-        self._alarm.looked(changed=True, rang=False)
-        if self._usual_s is None:
+        if self._usual_s is None:  # the run is warm
             self._usual_s = self._timed_s()
-        else:
-            self._look()
+        elif self._doubtful:
+            self._confirm(step)
+        elif searched or self._alarm.rings(step.waited_s, step.step_s):
+            self._rang = not searched
+            self._doubtful = self._differs(self._timed_s(), step)
+            if not self._doubtful:
+                self._alarm.looked(changed=False, rang=self._rang)
 
-    def _look(self) -> bool:
-        """Times an all-reduce. If the link has changed, groups choose by its new links; whether it has."""
-        now_s, usual_s = self._timed_s(), self._usual_s or 0.0
-        if 1 / CHANGED < now_s / max(usual_s, 1e-9) < CHANGED:
-            return False
-        found = [_chosen_anew(seam, group, self._bucket_bytes()) for seam, group in self._groups().values()]
+    def _take_agreed(self) -> Step | None:
+        """The last step; None before the first one, and where there is no link."""
+        if self._agreed is None:
+            return None
+        said, handle = self._agreed
+        handle.wait()
+        self._agreed = None
+        less_waited_s, step_s, sent_bytes = said.tolist()
+        return Step(-less_waited_s, step_s, sent_bytes)
+
+    def _searched(self) -> bool:
+        """Whether a search is just over: what the next steps wait is usual. The link may have changed meanwhile, which
+        a search notices by itself.
+        """
+        searched, self._was_searching = self._was_searching, False
+        if searched and self._search is not None:
+            self._lines.append(f"buckets of {self._search.size >> 20} MiB are the fastest on the link as it is")
+            self._alarm.looked(changed=True, rang=False)
+        return searched
+
+    def _differs(self, now_s: float, step: Step) -> bool:
+        """Whether an all-reduce takes another time than it did, which over a step's bytes is a notable part of it."""
+        usual_s = self._usual_s or 0.0
+        of_step_s = abs(now_s - usual_s) * max(1.0, step.sent_bytes / PROBE_BYTES)
+        return not 1 / CHANGED < now_s / max(usual_s, 1e-9) < CHANGED and of_step_s > NOTABLE * step.step_s
+
+    def _confirm(self, step: Step) -> None:
+        """A second timing: if the link has changed, groups choose by its new links, and sizes are tried anew."""
+        now_s, self._doubtful = self._timed_s(), False
+        changed = self._differs(now_s, step)
+        if changed:
+            self._choose_anew(now_s)
+        self._alarm.looked(changed=changed, rang=self._rang)
+
+    def _choose_anew(self, now_s: float) -> None:
+        usual_s, found = self._usual_s or 0.0, self._measured_anew()
         self._usual_s = self._timed_s()
         self._lines.append(
             f"the link has changed: {PROBE_BYTES >> 10} KiB took {1e3 * usual_s:.1f} ms and take {1e3 * now_s:.1f}"
             + "".join(f"; {line}" for line in found)
         )
-        return True
+        if self._search is not None:
+            self._search.again()
+
+    def _measured_anew(self) -> list[str]:
+        """Each set of ranks measures its links once, for all groups of these ranks; what they choose."""
+        links: dict[tuple[int, ...], Links] = {}
+        lines: list[str] = []
+        for ranks, seam, group in self._groups().values():
+            if ranks in links:
+                group.follow(links[ranks])
+            else:
+                lines.append(_chosen_anew(seam, group, self._bucket_bytes()))
+                links[ranks] = group.links
+        return lines
 
     def _timed_s(self) -> float:
         """Of one all-reduce, on the slowest rank: the shortest of some, as processes share cores."""
@@ -167,14 +208,12 @@ class LinkWatch:
         self._lockstep.all_reduce(own, "max").wait()
         return float(own)
 
-    def _groups(self) -> dict[str, tuple[Seam, AlgorithmGroup]]:
+    def _groups(self) -> dict[str, tuple[tuple[int, ...], Seam, AlgorithmGroup]]:
         """Those that follow their links, in an order that is the same on all ranks."""
-        opened = sorted(self._opened().items())
-        chosen = {label: (seam, seam.inner) for label, seam in opened if isinstance(seam.inner, AlgorithmGroup)}
         return {
-            label: (seam, group)
-            for label, (seam, group) in chosen.items()
-            if group.measures and seam.size() <= MOST_RANKS
+            label: (tuple(ranks), seam, seam.inner)
+            for label, (ranks, seam) in sorted(self._opened().items(), key=lambda item: item[0])
+            if isinstance(seam.inner, AlgorithmGroup) and seam.inner.measures and seam.size() <= MOST_RANKS
         }
 
     def _bucket_bytes(self) -> int:
@@ -182,7 +221,7 @@ class LinkWatch:
 
     def _said(self) -> str:
         """What the next step uses, as JSON."""
-        said: dict[str, Any] = {label: _as_lists(group.links) for label, (_, group) in self._groups().items()}
+        said: dict[str, Any] = {label: _as_lists(group.links) for label, (_, _, group) in self._groups().items()}
         if self._search is not None:
             said[BUCKET] = self._search.size
         return json.dumps(said, separators=(",", ":"), sort_keys=True)
@@ -195,7 +234,7 @@ class LinkWatch:
                 f"{sorted(groups)}: replay with its keys, on hosts that have as many ranks each"
             )
         for label, links in said.items():
-            groups[label][1].follow(_from_lists(links))
+            groups[label][2].follow(_from_lists(links))
         if self._search is not None and size is not None:
             self._search.use(size)
 
@@ -214,6 +253,10 @@ def _chosen_anew(seam: Seam, group: AlgorithmGroup, size_bytes: int) -> str:
     after = group.name_for(size_bytes)
     instead = "" if after == before else f" instead of {before}"
     return f"group '{seam.label}' sums {size_bytes >> 10} KiB by {after}{instead}"
+
+
+def _share_memory(group: Collective) -> bool:
+    return isinstance(group, GroupCollective) and getattr(group.group, "backend", "") == "shm"
 
 
 def _as_lists(links: Links) -> list[Any]:

@@ -253,8 +253,8 @@ class ChosenCollective:
 
 
 def _look(inner: Collective, tables: Tables) -> None:
-    """With fewer messages than at the start: the run waits for it."""
-    tables.follow(probe(inner, device=torch.device("cpu"), repeats=1))
+    """With as many messages as at the start, whose figures these replace."""
+    tables.follow(probe(inner, device=torch.device("cpu")))
 
 
 def _nothing() -> None:
