@@ -85,8 +85,8 @@ SLOWER: list[Step] = [(0.01, QUIET_S)] * STEPS + [(1.0, 0.4)] * (STEPS + 3)
 
 
 def test_a_slower_link_is_followed_alike_by_all_and_repeated(ranks) -> None:
-    """After the step that shows it and one that confirms it: another algorithm, and the sizes are tried anew. A replay measures nothing, on
-    other links, and uses the same. Two groups of the same ranks measure their links once.
+    """After the step that shows it and one that confirms it: another algorithm, and the sizes are tried anew. A replay
+    measures nothing, on other links, and uses the same. Two groups of the same ranks measure their links once.
     """
     measured = ranks(4, followed, SLOWER, [FLAT, FLAT, TWO_HOSTS])
     chosen, said, lines = measured[0]

@@ -298,13 +298,11 @@ class World:
                 part.ready(step=view.step, position=view.position)
                 return
 
-    def unreachable(self, name: str, process: Process) -> str:
-        members = process.part.view.members if process.part.view else ()
-        cut = [m for m in members if m != name and self.processes[m].apart_until > self.now]
-        others = [m for m in members if m != name]
+    def unreachable(self, name: str, process: Process) -> list[str]:
+        others = [m for m in (process.part.view.members if process.part.view else ()) if m != name]
         if process.apart_until > self.now:
-            return others[0] if others else ""
-        return cut[0] if cut else ""
+            return others
+        return [m for m in others if self.processes[m].apart_until > self.now]
 
     def leave_collective(self, name: str, process: Process) -> None:
         process.waiting = 0

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from shoal.resilience import events as ev
-from shoal.resilience.detection import LASTING_S, Doing, Slow
+from shoal.resilience.detection import LASTING_S, Doing, Slow, cut_off
 from shoal.resilience.ledger import audit
 from shoal.resilience.membership import FRUITLESS, Membership, Rules
 from shoal.resilience.participant import FencedOut, Participant
@@ -274,33 +274,94 @@ def test_who_measures_no_times_makes_nobody_slow() -> None:
                 assert machine.handle(event, 0).slow == ()
 
 
+def lose(machine: Membership, parts: dict[str, Participant], suspects: dict[str, list[str]]) -> None:
+    """A generation comes to nothing, and each says whom it cannot reach."""
+    for name, part in parts.items():
+        if not part.fenced:
+            part.failed([each for each in suspects[name] if each in machine.members])
+    for _ in range(3):
+        exchange_all(machine, parts)
+    for part in parts.values():
+        if part.may_enter and part.enter() != "here":
+            part.ready(step=machine.formed_step, position=machine.formed_position)
+    exchange_all(machine, parts)
+
+
 def test_of_replicas_that_cannot_reach_each_other_the_most_suspected_goes() -> None:
     """All reach the coordinator, and `b` and `c` not each other: after some generations without a step one of the two
     is fenced, and the others go on. A generation with a step between clears everybody."""
     machine, parts = ready(3)
-    suspects = {"r0": "", "r1": "r2", "r2": "r1"}
-
-    def lose() -> None:
-        for name, part in parts.items():
-            if not part.fenced:
-                part.failed(suspects[name])
-        for _ in range(3):
-            exchange_all(machine, parts)
-        for part in parts.values():
-            if part.may_enter and part.enter() != "here":
-                part.ready(step=machine.formed_step, position=machine.formed_position)
-        exchange_all(machine, parts)
+    suspects = {"r0": [], "r1": ["r2"], "r2": ["r1"]}
 
     for _ in range(FRUITLESS - 1):
-        lose()
+        lose(machine, parts, suspects)
     step(machine, parts)
     for _ in range(FRUITLESS):
         assert not machine.fenced
-        lose()
-    lose()
+        lose(machine, parts, suspects)
+    lose(machine, parts, suspects)
     assert set(machine.fenced) == {"r2"}
     assert "its peers cannot reach it" in machine.fenced["r2"].reason
     assert machine.members == ("r0", "r1")
+
+
+OUT, IN, BOTH = "way out", "way in", "both"
+
+
+def suspects_of(count: int, member: int, broken: str) -> dict[str, list[str]]:
+    """Whom each of `count` members cannot reach, where one's own way out, in, or both are broken."""
+    names, cut = [f"r{index}" for index in range(count)], f"r{member}"
+    others = [name for name in names if name != cut]
+    said = {name: [] if broken == OUT else [cut] for name in others}
+    return {**said, cut: [] if broken == IN else others}
+
+
+@pytest.mark.parametrize("count", [3, 4])
+@pytest.mark.parametrize("broken", [OUT, IN, BOTH])
+def test_of_three_or_more_the_one_that_is_cut_off_goes(count: int, broken: str) -> None:
+    """Whichever it is, and whichever of its ways is broken."""
+    names = [f"r{index}" for index in range(count)]
+    for member in range(count):
+        name, why = cut_off(names, suspects_of(count, member, broken)) or ("", "")
+        assert name == f"r{member}"
+        assert why.startswith("it cannot reach r" if broken == OUT else "its peers cannot reach it")
+
+
+@pytest.mark.parametrize(
+    ("count", "said", "gone"),
+    [
+        (2, {"r0": ["r1"]}, "r1"),
+        (2, {"r1": ["r0"]}, "r0"),
+        (2, {"r0": ["r1"], "r1": ["r0"]}, "r1"),
+        (3, {"r2": ["r0"]}, "r0"),
+        (3, {"r0": ["r1"], "r1": ["r0"]}, "r1"),
+        (4, {"r3": ["r0"], "r1": ["r0"]}, "r0"),
+        (4, {"r0": ["r2", "r3"], "r1": ["r2", "r3"], "r2": ["r0", "r1"], "r3": ["r0", "r1"]}, "r3"),
+        (4, {"r0": ["r1"], "r1": ["r0"], "r2": ["r3"]}, "r3"),
+        (3, {"r0": ["r7"], "r7": ["r0", "r1"]}, None),
+        (3, {"r0": ["r0"]}, None),
+        (3, {}, None),
+    ],
+)
+def test_of_equals_the_most_suspected_goes_and_then_the_last(
+    count: int, said: dict[str, list[str]], gone: str | None
+) -> None:
+    """One broken link, two, halves that cannot reach each other; names of none of the members do not count."""
+    found = cut_off([f"r{index}" for index in range(count)], said)
+    assert (found and found[0]) == gone
+
+
+def test_one_host_without_a_way_out_leaves_the_others_training() -> None:
+    """It suspects all others, which suspect nobody: it is the only one that is fenced."""
+    machine, parts = ready(4)
+    for _ in range(20):
+        lose(machine, parts, suspects_of(4, 0, OUT))
+        if "r0" in machine.fenced:
+            break
+    step(machine, {name: parts[name] for name in ("r1", "r2", "r3")})
+    assert set(machine.fenced) == {"r0"}
+    assert "it cannot reach r1, r2, r3: " in machine.fenced["r0"].reason
+    assert (machine.members, machine.ledger.step) == (("r1", "r2", "r3"), 1)
 
 
 def test_a_suspect_is_named_though_another_generation_is_proposed_already() -> None:
@@ -311,9 +372,9 @@ def test_a_suspect_is_named_though_another_generation_is_proposed_already() -> N
     exchange(machine, parts["r0"])
     late = parts["r1"]
     late.hear(machine.handle(ev.Look(), 0).answer)
-    late.failed("r0")
+    late.failed(["r0"])
     late.hear(machine.handle(ev.Heartbeat("r1", 0), 0).answer)
-    assert ev.Broken("r1", late.generation, "r0") in late.unsent()
+    assert ev.Broken("r1", late.generation, ("r0",)) in late.unsent()
     exchange_all(machine, parts)
     assert late.enter() == "here"
     assert not [event for event in late.unsent() if isinstance(event, ev.Broken)]

@@ -12,7 +12,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -172,10 +172,10 @@ class Client:
             self._progress += 1
         self._wake.set()
 
-    def failed(self, suspect: str = "") -> None:
-        """A collective failed because `suspect` did not answer: a new generation is needed."""
+    def failed(self, suspects: Sequence[str] = ()) -> None:
+        """A collective failed: a new generation is needed. `suspects` are the members that cannot be reached."""
         with self._changed:
-            self._part.failed(suspect)
+            self._part.failed(suspects)
         self._wake.set()
 
     def dropped(self) -> None:

@@ -69,15 +69,15 @@ def shut_down_connections(hosts: Collection[str]) -> int:
     return count
 
 
-def unreachable(view: View, replica: str, *, within_s: float = REACH_S) -> str:
-    """The first member of `view`, other than `replica`, at whose address nothing takes a connection; "" where all do.
+def unreachable(view: View, replica: str, *, within_s: float = REACH_S) -> tuple[str, ...]:
+    """The members of `view`, other than `replica`, at whose addresses nothing takes a connection.
 
     The members' stores listen there. All are tried at once.
     """
     others = [(name, where) for name, where in zip(view.members, view.addresses, strict=True) if name != replica]
     with ThreadPoolExecutor(max(1, len(others))) as pool:
         found = pool.map(lambda other: _answers(other[1], within_s), others)
-        return next((name for (name, _), answers in zip(others, found, strict=True) if not answers), "")
+        return tuple(name for (name, _), answers in zip(others, found, strict=True) if not answers)
 
 
 def _answers(address: str, within_s: float) -> bool:
@@ -184,8 +184,8 @@ class ReplicaRendezvous:
             here = self.address.rpartition(":")[0]
             shut_down_connections(hosts_lost(self._view, lost, here=here))
 
-    def unreachable(self, view: View) -> str:
-        """A member of the generation whose store cannot be reached from here; "" where all can."""
+    def unreachable(self, view: View) -> tuple[str, ...]:
+        """The members of the generation whose stores cannot be reached from here."""
         return unreachable(view, self._assignment.replica)
 
     def exchange(self, process: Process, *, timeout_s: float) -> GenerationExchange:

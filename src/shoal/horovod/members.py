@@ -140,7 +140,7 @@ class Members:
             self._connection = None
 
     def _say_failed(self) -> None:
-        """Also which member on another host this rank cannot reach: the others go on without it, if it stays so."""
+        """Also which members this rank cannot reach: the others go on without one, if it stays so."""
         self._client.failed()
         if self._view is not None and self._mine.several_hosts:
             self._client.failed(unreachable(self._view, self._mine.replica))

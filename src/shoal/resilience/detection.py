@@ -1,4 +1,4 @@
-"""What is wrong with a rank that does not fail: it hangs, it is slow, or it computes wrongly.
+"""What is wrong with a rank that does not fail: it hangs, it is slow, it computes wrongly, or peers cannot reach it.
 
 Hung ranks: alive by their heartbeat, without progress, and others wait for them.
 
@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal, NamedTuple
@@ -215,3 +215,28 @@ def compare(step: int, fingerprints: Mapping[str, int]) -> Divergence | None:
         f"after step {step} the parameters of {', '.join(culprits)} differ from those of the {votes} others: "
         "check the memory and the devices of the host",
     )
+
+
+NAMED, NAME_LENGTH = 4, 64
+"""Of what one cannot reach, in a sentence."""
+
+
+def cut_off(members: Sequence[str], suspects: Mapping[str, Collection[str]]) -> tuple[str, str] | None:
+    """Which of the `members` has to go, and why, when each says which it `suspects`; None where none suspects another.
+
+    A pair is broken where one of the two cannot reach the other, for a step needs both ways. The member of the most
+    broken pairs goes: the one that none of the others reach, and also the one that reaches none of them, though it is
+    the only one to say so. Of several it is the one that most others suspect, and of these the last of `members`.
+    """
+    said = {(a, b) for a in members for b in suspects.get(a, ()) if b in members and a != b}
+    if not said:
+        return None
+    broken = Counter(name for pair in {frozenset(pair) for pair in said} for name in pair)
+    accused = Counter(b for _, b in said)
+    ranked = [(broken[name], accused[name], index) for index, name in enumerate(members)]
+    name = members[max(ranked)[2]]
+    if accused[name]:
+        return name, "its peers cannot reach it"
+    lost = sorted(b for a, b in said if a == name)
+    more = f" and {len(lost) - NAMED} others" if len(lost) > NAMED else ""
+    return name, f"it cannot reach {', '.join(name[:NAME_LENGTH] for name in lost[:NAMED])}{more}"

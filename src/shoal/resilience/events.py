@@ -16,6 +16,7 @@ import msgspec
 from shoal.resilience.detection import Doing
 
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+MOST_SUSPECTS = 64
 Text = Annotated[str, msgspec.Meta(max_length=500)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -72,11 +73,11 @@ class Accept(Message, frozen=True):
 
 
 class Broken(Message, frozen=True):
-    """A collective of `generation` failed in a replica that goes on. `suspect` is the replica that did not answer."""
+    """A collective of `generation` failed in a replica that goes on. `suspects` are members that it cannot reach."""
 
     replica: Name
     generation: Count
-    suspect: Annotated[str, msgspec.Meta(max_length=128)] = ""
+    suspects: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MOST_SUSPECTS)] = ()
 
 
 class Restored(Message, frozen=True):

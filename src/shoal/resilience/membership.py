@@ -22,13 +22,12 @@ decisions; what replicas have said since, they say again when they are asked.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shoal.resilience import events as ev
-from shoal.resilience.detection import Divergence, Lasting, Slow, Stalls, Stragglers, compare
+from shoal.resilience.detection import Divergence, Lasting, Slow, Stalls, Stragglers, compare, cut_off
 from shoal.resilience.ledger import SampleLedger
 
 FRUITLESS = 3
@@ -109,7 +108,7 @@ class Membership:
         self._votes: dict[int, dict[str, ev.Report]] = {}
         self._proposed_s = self._now_s = now_s
         self._made: list[ev.Decision] = []
-        self._suspects: dict[str, str] = {}
+        self._suspects: dict[str, tuple[str, ...]] = {}
         self._stalls, self._stragglers, self._lasting = Stalls(rules.hang_s), Stragglers(), Lasting()
         self._slow: dict[str, Slow] = {}
         self._newly_slow: tuple[Slow, ...] = ()
@@ -307,10 +306,10 @@ class Membership:
         return None
 
     def _broken(self, event: ev.Broken) -> ev.Refusal | None:
-        """Proposes a generation. When several in a row came to nothing, the replica that most suspect has to go."""
+        """Proposes a generation. When several in a row came to nothing, one replica has to go (`cut_off`)."""
         if event.generation != self.generation or event.replica not in self.members:
             return None
-        self._suspects[event.replica] = event.suspect
+        self._suspects[event.replica] = event.suspects
         if self.number == self.generation:
             self._propose()
         return None
@@ -384,12 +383,10 @@ class Membership:
         if holders:
             step, position = steps[holders[0]], self.replicas[holders[0]].position
         fruitless = self._fruitless + 1 if step == self.formed_step and wanted == self.members else 0
-        suspects = Counter(name for name in self._suspects.values() if name in wanted)
-        self._suspects = {}
-        if fruitless >= FRUITLESS and suspects:
-            most = max(suspects.values())
-            culprit = [name for name in wanted if suspects[name] == most][-1]
-            self._fence(culprit, f"its peers cannot reach it: {fruitless} generations with it took no step")
+        suspects, self._suspects = self._suspects, {}
+        cut = cut_off(wanted, suspects) if fruitless >= FRUITLESS else None
+        if cut is not None:
+            self._fence(cut[0], f"{cut[1]}: {fruitless} generations with it took no step")
             return
         self._fruitless = fruitless
         self._decide(ev.Formed(self.number, wanted, holders, step, position))

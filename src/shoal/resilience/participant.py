@@ -11,11 +11,12 @@ Messages may be lost: `unsent` is everything that the coordinator has not yet co
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from shoal.errors import CollectiveError
-from shoal.resilience.events import Accept, Broken, Event, Join, Pulse, Refusal, Report, Restored, View
+from shoal.resilience.events import MOST_SUSPECTS, Accept, Broken, Event, Join, Pulse, Refusal, Report, Restored, View
 
 StateFrom = Literal["here", "peer", "checkpoint"]
 
@@ -56,8 +57,8 @@ class Participant:
             self.heard = pulse
         if isinstance(answer, View) and (self.view is None or answer.generation >= self.view.generation):
             self.view = answer
-        if pulse.number > self.generation and self.broken is not None and not self.broken.suspect:
-            self.broken = None  # heard; a suspect is named until the next generation begins
+        if pulse.number > self.generation and self.broken is not None and not self.broken.suspects:
+            self.broken = None  # heard; suspects are named until the next generation begins
         if pulse.generation == self.generation:
             if self.restored is not None and pulse.committed >= max(1, self.restored.step):
                 self.restored = None
@@ -140,9 +141,11 @@ class Participant:
         )
         self.position = stop
 
-    def failed(self, suspect: str = "") -> None:
-        """A collective of the generation failed here: another generation is asked for, if only of the same members."""
-        self.broken = Broken(self.replica, self.generation, suspect)
+    def failed(self, suspects: Sequence[str] = ()) -> None:
+        """A collective of the generation failed here: another generation is asked for, if only of the same members.
+        `suspects` cannot be reached from here.
+        """
+        self.broken = Broken(self.replica, self.generation, tuple(suspects[:MOST_SUSPECTS]))
 
     def unsent(self) -> list[Event]:
         """What the coordinator has not confirmed, in the order in which it is to be sent."""
