@@ -92,6 +92,31 @@ def by_closure(rank: int, kind: str) -> tuple[list[float], float]:
     return weight.tolist(), loss
 
 
+def by_odd_closure(rank: int) -> list[Any]:
+    import shoal.horovod as hvd
+
+    hvd.init()
+    weight = nn.Parameter(torch.zeros(2))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], 0.1), [("weight", weight)])
+
+    def closure(returned: Any) -> Any:
+        optimizer.zero_grad()
+        (weight - rank).square().sum().backward()
+        return returned
+
+    found = [optimizer.step(partial(closure, value)) for value in (None, {"rank": rank}, "done", rank, float(rank))]
+    hvd.shutdown()
+    return [*found, weight.tolist()]
+
+
+def test_a_closure_may_return_what_is_no_loss() -> None:
+    """It comes back as it is; gradients are reduced all the same."""
+    first, second = on_ranks(2, by_odd_closure)
+    assert first[:5] == [None, {"rank": 0}, "done", 0.5, 0.5]
+    assert second[:5] == [None, {"rank": 1}, "done", 0.5, 0.5]
+    assert first[5] == second[5] != [0.0, 0.0]
+
+
 def test_a_step_that_computes_its_own_loss_is_one_over_all_ranks() -> None:
     """SGD: two steps along the mean of 2 (w - 1) and 4 (w - 2). L-BFGS, which decides by the loss: their minimum."""
     for weight, loss in on_ranks(2, by_closure, "SGD"):
@@ -121,6 +146,36 @@ def embeds(rank: int, **options: Any) -> list[float]:
     assert torch.equal(one.to_dense(), 3 * torch.eye(2))
     hvd.shutdown()
     return [float(x) for _, p in named for x in p.detach().flatten()]
+
+
+def begins_without(rank: int, options: dict[str, Any]) -> list[Any]:
+    """The gradients of a table that rank 1 does not use in its first two steps, and nobody in the first one."""
+    import shoal.horovod as hvd
+
+    hvd.init()
+    torch.manual_seed(0)
+    table, layer = nn.Embedding(6, 2, sparse=True).double(), nn.Linear(2, 1).double()
+    named = [("table", table.weight), *layer.named_parameters()]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p for _, p in named], 0.1), named, **options)
+    found = []
+    for step in range(3):
+        uses = step == 2 or (step == 1 and rank == 0)
+        x = table(torch.tensor([0, 1, 2])) if uses else torch.ones(3, 2).double()
+        layer(x).sum().backward()
+        optimizer.step()
+        assert table.weight.grad is not None
+        found.append(table.weight.grad.to_dense().tolist())
+        optimizer.zero_grad()
+    hvd.shutdown()
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"num_groups": 1}, {"sparse_as_dense": True}], ids=str)
+def test_a_rank_may_begin_without_a_sparse_gradient(options: dict[str, Any]) -> None:
+    """It hears from the others that it is sparse, and sends none of its rows."""
+    first, second = on_ranks(2, begins_without, options)
+    assert first == second
+    assert [any(row != [0.0, 0.0] for row in rows) for rows in first] == [False, True, True]
 
 
 @pytest.mark.parametrize("options", [{}, {"num_groups": 1}, {"sparse_as_dense": True}], ids=str)

@@ -143,7 +143,8 @@ class Handle:
             except TimeoutError:
                 if self.future.done():
                     raise
-                print(f"{self.begun.name} has waited for {_STALL_S:g} s: other ranks have not begun it", flush=True)
+                line = f"{self.begun.name} has waited for {_STALL_S:g} s: other ranks have not begun it\n"
+                print(line, end="", flush=True)  # with its end: ranks that share a terminal write at once
 
 
 class Engine:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from shoal.horovod.operations import (
     Average,
     Compression,
     Compressor,
+    Max,
     Sum,
     allgather_async,
     allreduce,
@@ -61,6 +63,10 @@ def sparse_allreduce_async(
     return SparseHandle(indices, values, tensor, (process_set or ProcessSet()).size() if op == Average else 1)
 
 
+MISSING, DENSE, SPARSE = range(3)
+"""Of a gradient; of ranks that differ the last one counts."""
+
+
 class _Reduction:
     """The gradients of an optimizer on their way: hooks, counts and handles."""
 
@@ -70,6 +76,7 @@ class _Reduction:
     ) -> None:  # fmt: skip
         self._groups, self.process_set = groups, process_set
         self._sparse_as_dense, self._seen_sparse = sparse_as_dense, set[Tensor]()
+        self._know_kinds = sparse_as_dense
         self._sparse: dict[Tensor, SparseHandle] = {}
         self._group_of = {parameter: place for place, group in enumerate(groups) for _, parameter in group}
         self._compression, self._op, self._predivide = compression, op, predivide
@@ -107,7 +114,9 @@ class _Reduction:
         self.handles[place] = handle, list(parameters), [context for _, context in pairs]
 
     def _sent_sparse(self, name: str, parameter: Tensor) -> bool:
-        """Begins to sum the gradient if it is sparse, or was before and is missing now; a dense one is made ready."""
+        """Begins to sum the gradient if it is sparse, here or, where it is missing, on others; a dense one is made
+        ready.
+        """
         if parameter.grad is None:
             zeros = torch.zeros_like(parameter)
             parameter.grad = zeros.to_sparse(1) if parameter in self._seen_sparse else zeros
@@ -119,8 +128,21 @@ class _Reduction:
         self._sparse[parameter] = sparse_allreduce_async(parameter.grad, f"gradient.{name}", self._op, self.process_set)
         return True
 
+    def _agree_on_kinds(self) -> None:
+        """Ranks tell each other which gradients are sparse, with every step until each gradient was on one of them: a
+        rank that lacks one sends it as the others do.
+        """
+        if self._know_kinds:
+            return
+        grads = [parameter.grad for parameter in self._group_of]
+        own = [MISSING if grad is None else SPARSE if grad.is_sparse else DENSE for grad in grads]
+        kinds = allreduce(torch.tensor(own), name="gradient kinds", op=Max, process_set=self.process_set).tolist()
+        self._seen_sparse.update(p for p, kind in zip(self._group_of, kinds, strict=True) if kind == SPARSE)
+        self._know_kinds = MISSING not in kinds
+
     def finish(self) -> None:
         """Sends what no backward came to, and writes all reduced gradients."""
+        self._agree_on_kinds()
         for place in range(len(self._groups)):
             if place not in self.handles:
                 self._send(place)
@@ -138,7 +160,8 @@ class _Reduction:
         self.done = True
 
     def abandon(self) -> None:
-        """Forgets what was begun with ranks that are gone."""
+        """Forgets what was begun with ranks that are gone. New ones have to hear which gradients are sparse."""
+        self._know_kinds = self._sparse_as_dense
         self._sparse.clear()
         self.handles.clear()
         self._counts = dict.fromkeys(self._counts, 0)
@@ -170,7 +193,8 @@ class _Distributed:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Waits for the gradients, then updates. Those that `closure` computes are reduced whenever it is called, and
-        its loss becomes the mean over ranks: so ranks stay alike that decide by it, as L-BFGS does.
+        its loss, a tensor or a number, becomes the mean over ranks: so ranks stay alike that decide by it, as L-BFGS
+        does. Anything else that it returns, such as None or a dictionary, stays as it is.
         """
         if not self._skips and closure is not None:
             closure = partial(self._reduced, closure)
@@ -184,6 +208,8 @@ class _Distributed:
         self.reduction.finish()
         if isinstance(loss, Tensor):
             return allreduce(loss.detach(), process_set=self.reduction.process_set)
+        if not isinstance(loss, Real):
+            return loss
         return float(allreduce(torch.tensor(loss, dtype=torch.float64), process_set=self.reduction.process_set))
 
     def zero_grad(self, *given: Any, **named: Any) -> None:
