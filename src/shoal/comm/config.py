@@ -165,8 +165,10 @@ class WireConfig(Table, frozen=True):
         Algorithm,
         says(
             "How groups over Gloo compute collectives: as Gloo does (backend), by the cheapest algorithm on the links "
-            "measured at the start and, under sync.kind = allreduce, whenever they have changed (auto; the next run "
-            "may sum in another order, a replay does not), or all-reduces by one algorithm."
+            "measured at the start and, under sync.kind = allreduce, whenever they have changed (auto), or all-reduces "
+            "by one algorithm. With auto, on three or more ranks, the next run or a resumed one may sum in another "
+            "order, so it does not go on to the bit; a replay repeats the choices of groups of at most 16 ranks whose "
+            "links are followed (sync.kind = allreduce, gradients.schedule = order, no PipeDream, CPUs)."
         ),
     ] = "backend"
     check_collectives: Annotated[

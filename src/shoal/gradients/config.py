@@ -28,7 +28,9 @@ class GradientsConfig(Table, frozen=True):
         Literal["fixed", "auto"],
         says(
             "auto: the first steps try buckets of 1 MiB and more in turn; the fastest size stays until the link "
-            "changes (sync.kind = allreduce on CPUs), and is saved in checkpoints. bucket_bytes is then unused."
+            "changes (sync.kind = allreduce on CPUs), and is saved in checkpoints. bucket_bytes is then unused. On "
+            "three or more ranks over Gloo another size sums in another order, so a resumed run that searches again "
+            "does not go on to the bit."
         ),
     ] = "fixed"
     schedule: Annotated[

@@ -57,7 +57,11 @@ def candidates(gradient_bytes: int) -> list[int]:
 
 
 class BucketSearch:
-    """Which of `sizes`, in bytes. `note` what each step took; `size` is that of the next."""
+    """Which of `sizes`, in bytes. `note` what each step took; `size` is that of the next.
+
+    On three or more ranks over Gloo a ring sums an element in an order that depends on its place in the bucket: runs
+    that choose other sizes, also one that is resumed and searches `again`, differ in the last bits.
+    """
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = list(sizes)
