@@ -214,6 +214,21 @@ def test_signals_that_come_at_once_are_one_request_however_late_each_is_heard_of
     assert events.empty()
 
 
+def test_two_requests_are_two_though_a_busy_launcher_hears_of_both_at_once():
+    """Half a second apart when they came."""
+    events, (read_end, write_end) = queue.SimpleQueue(), os.pipe()
+    passing = threading.Thread(target=_pass_on, args=(read_end, frozenset((signal.SIGINT,)), events))
+    passing.start()
+    for _ in range(2):
+        os.write(write_end, bytes((signal.SIGINT,)))
+        time.sleep(1.5 * SAME_REQUEST_S)
+    os.close(write_end)
+    passing.join()
+    os.close(read_end)
+    run = Supervision({0})
+    assert [run.on_signal(events.get_nowait()) for _ in range(2)] == [[(0, signal.SIGTERM)], [(0, signal.SIGKILL)]]
+
+
 def test_ctrl_c_twice_stops_at_once(launch):
     """A second SIGINT, later: every rank is killed, whatever it does, and the exit code is 128 + 2."""
     launched = launch("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + WAIT)

@@ -40,7 +40,6 @@ from shoal.launcher.failure import (
     write_failure,
 )
 from shoal.launcher.rank_process import RankProcess
-from shoal.launcher.signals import Debounce
 from shoal.launcher.supervision import DUMP_S, failure_of_late, has_arrived, say
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.detection import Divergence, Slow, ranks_of
@@ -88,7 +87,7 @@ class Fleet:
     names: set[str] = field(default_factory=set)
     verdict_since_s: float = field(default_factory=time.time)
     start_s: float | None = None
-    _debounce: Debounce = field(default_factory=Debounce)
+    _requests: int = 0
     _tellings: list[threading.Thread] = field(default_factory=list)
     _stopped_since_s: dict[int, float] = field(default_factory=dict)
     _look_s: float = 0.0
@@ -167,7 +166,7 @@ class Fleet:
             return ExitCode(0)
         if self.over and self.stop_signal is None and not kept:  # all here stood by
             return ExitCode(0)
-        if self._debounce.requests > 1 and self.stop_signal is not None:
+        if self._requests > 1 and self.stop_signal is not None:
             sentence = f"{self.stop_signal.name}: stopped at once{self._resumes}"
             say(sentence)
             return ExitCode(128 + self.stop_signal, sentence=sentence)
@@ -354,8 +353,7 @@ class Fleet:
             self._send_all(signal.SIGINT)  # those that are left save the state that they hold
 
     def _signalled(self, number: signal.Signals) -> None:
-        if not self._debounce.request(time.monotonic()):
-            return
+        self._requests += 1
         first, self.stop_signal = self.stop_signal is None, number
         self._send_all(signal.SIGINT if first else signal.SIGKILL)
         if first:

@@ -8,7 +8,7 @@
 
 Before the first step there is nothing to save, and the kernel's own answer works even inside a call into C++ that waits
 for another rank. In training, a second request ends the process at once. Terminals, launchers and cluster agents often
-deliver one request twice, a few milliseconds apart: signals within `SAME_REQUEST_S` of the last are the same request.
+deliver one request twice, a few milliseconds apart: signals within `SAME_REQUEST_S` of a request are the same one.
 """
 
 from __future__ import annotations
@@ -43,17 +43,18 @@ def end_at_once() -> Iterator[None]:
 
 
 class Debounce:
-    """Counts requests in a stream of signals: those closer than `SAME_REQUEST_S` to the one before are one request."""
+    """Tells requests in a stream of signals: those within `SAME_REQUEST_S` of the last request belong to it. So keys
+    that are pressed again and again, however fast, are several.
+    """
 
     def __init__(self) -> None:
-        self.requests = 0
         self._last_s = float("-inf")
 
     def request(self, now_s: float) -> bool:
         """Whether a signal at `now_s` (any monotonic seconds) is a new request."""
         new = now_s - self._last_s > SAME_REQUEST_S
-        self._last_s = now_s
-        self.requests += new
+        if new:
+            self._last_s = now_s
         return new
 
 

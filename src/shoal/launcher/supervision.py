@@ -32,7 +32,6 @@ from pathlib import Path
 from shoal.errors import EnvironmentFault, Stopped
 from shoal.launcher.failure import FAILURE_FOLDER, Exit, Failure, write_failure
 from shoal.launcher.rank_process import RankProcess
-from shoal.launcher.signals import Debounce
 from shoal.standard_output import escape_controls
 
 # Ranks that hang while they start. Nobody waits for them yet, or all hang alike, so that nobody would ever say so.
@@ -133,7 +132,6 @@ class Supervision:
     stop_signal: signal.Signals | None = None
     deadline_s: float | None = None
     _next: signal.Signals = signal.SIGTERM
-    _debounce: Debounce = field(default_factory=Debounce)
 
     def on_exit(self, rank: int, code: int, *, now_s: float) -> None:
         """A rank has gone, with an exit code as `subprocess` gives it (negative for a signal)."""
@@ -145,10 +143,9 @@ class Supervision:
         if self.deadline_s is None or now_s + wait_s < self.deadline_s:
             self.deadline_s = now_s + wait_s
 
-    def on_signal(self, number: signal.Signals, *, now_s: float) -> Sends:
-        """The launcher got a signal; another within the debounce is the same request."""
-        if not self._debounce.request(now_s):
-            return []
+    def on_signal(self, number: signal.Signals) -> Sends:
+        """The launcher was asked to stop. Which signals are one request is decided where they come
+        (`spawn.listening`), and not when a busy launcher hears of them."""
         first, self.stop_signal = self.stop_signal is None, number
         return self._send(signal.SIGTERM if first else signal.SIGKILL)
 
@@ -226,7 +223,7 @@ class Watch:
             self._note_late(now_s)
         elif event is not None:
             first = self.supervision.stop_signal is None
-            self._send(self.supervision.on_signal(event, now_s=now_s))
+            self._send(self.supervision.on_signal(event))
             if first:
                 say(f"{event.name}: {self.supervision.patience.doing}; press again to stop at once")
         self._note_stopped()
