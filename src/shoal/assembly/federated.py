@@ -225,7 +225,7 @@ def serve(
     try:
         told(report.heading())
         folder = certificates if enrolment else None
-        service = Service(host, on_round=lambda row: told(report.line_of(row)), enrolment=folder)
+        service = Service(host, on_round=lambda row: told(report.line_of(row)), said=told, enrolment=folder)
         asyncio.run(service.run(tls, address=address, port=port, listening=listening))
         rows = [report.row_of(row) for row in host.store.rows()]
     finally:

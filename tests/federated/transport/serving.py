@@ -28,13 +28,14 @@ from tests.waiting import NEVER_S, wait_until
 
 @dataclass
 class Server:
-    """`certificates`: the folder; `told`: what the server said."""
+    """`certificates`: the folder; `told`: what the server said of clients, `said`: of itself."""
 
     task: Task
     folder: Path
     port: int = 0
     host: Host | None = None
     told: list[str] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
     thread: threading.Thread | None = None
 
     @property
@@ -80,7 +81,7 @@ class Server:
 
 
 @contextmanager
-def serving(task: Task, folder: Path, *, enrolment: bool = False) -> Iterator[Server]:
+def serving(task: Task, folder: Path, *, enrolment: bool = False, grace_s: float = 0.0) -> Iterator[Server]:
     """A server with certificates for the clients of the task; stopped at the end. `enrolment`: it takes tokens."""
     server = Server(task, folder)
     if not server.certificates.exists():
@@ -94,7 +95,9 @@ def serving(task: Task, folder: Path, *, enrolment: bool = False) -> Iterator[Se
         tls = tls_context(server.certificates, SERVER, server=True, anybody=enrolment)
         folder_of_tokens = server.certificates if enrolment else None
         try:
-            service = Service(server.host, farewell_s=NEVER_S, enrolment=folder_of_tokens)
+            service = Service(
+                server.host, farewell_s=NEVER_S, grace_s=grace_s, said=server.said.append, enrolment=folder_of_tokens
+            )
             await service.run(tls, address="127.0.0.1", port=0, listening=lambda port: setattr(server, "port", port))
         finally:
             server.host.close()

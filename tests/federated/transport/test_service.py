@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +28,7 @@ from shoal.federated.transport.service import Service
 from shoal.federated.transport.store import ClientStore
 from tests.federated.tasks import task
 from tests.federated.transport.serving import Server, packed, serving
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, NEVER_S, wait_until
 
 CLOSE = 2e-5
 """Clients train alone here and together in the simulation; secret sums are rounded to 20 bits."""
@@ -65,9 +65,9 @@ def test_a_run_over_the_network_makes_the_model_of_the_simulation(tables: dict[s
 
 
 def test_a_server_stays_until_every_client_has_heard_that_the_run_is_over(tmp_path: Path) -> None:
-    """One that comes late, too; then it ends, however long it would have waited."""
+    """One that comes late, too, and one whose answer was lost; then it ends, however long it would have waited."""
     one = task_of(steps=1, federated={"clients": 2, "least": 1, "deadline_s": 0.5})
-    with serving(one, tmp_path) as server:
+    with serving(one, tmp_path, grace_s=1.0) as server:
 
         async def play() -> None:
             late = client_name(1)
@@ -75,10 +75,37 @@ def test_a_server_stays_until_every_client_has_heard_that_the_run_is_over(tmp_pa
             await server.ask(late, "POST", "/join", packed(said))
             await server.run_clients(0)
             assert server.is_up()
-            assert (await server.ask(late, "POST", "/work"))[1] == messages.Over()
+            assert server.said[0].startswith("waiting for 2 clients to hear that the run is over")
+            for _ in range(2):
+                assert (await server.ask(late, "POST", "/work"))[1] == messages.Over()
 
         asyncio.run(play())
         wait_until(lambda: not server.is_up())
+
+
+async def farewell(meanwhile: Callable[[asyncio.Task[None], Service], object]) -> list[str]:
+    """A run is over, and a client has not heard so; what the server said."""
+    rounds, said = SimpleNamespace(over=True, present={"a": 1}), []
+    host: Any = SimpleNamespace(rounds=rounds, tick=str)
+    service = Service(host, farewell_s=NEVER_S, said=said.append)
+    service._failed = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(service._rounds())
+    await asyncio.sleep(0)
+    meanwhile(task, service)
+    await asyncio.wait_for(task, HANG_S)
+    return said
+
+
+def test_a_server_whose_run_is_over_ends_by_ctrl_c_and_by_a_full_disk() -> None:
+    """The first ends the wait alone, as all models are made; the second is raised."""
+
+    def fail(task: asyncio.Task[None], service: Service) -> None:
+        assert service._failed is not None
+        service._failed.set_exception(OSError("no space left"))
+
+    assert len(asyncio.run(farewell(lambda task, service: task.cancel()))) == 1
+    with pytest.raises(OSError, match="no space left"):
+        asyncio.run(farewell(fail))
 
 
 def upload(model: torch.Tensor, *, samples: int, scale: float = 1.0, value: float | None = None) -> bytes:

@@ -41,13 +41,17 @@ READ_BYTES = 1 << 20
 REFUSAL_S = 1.0
 FAREWELL_S = 60.0
 """How long a server whose run is over waits for clients that have not heard so yet."""
+GRACE_S = 2.0
+"""How long it stays after the last of them has been told: an answer may be lost, and its client asks again."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _Handler = Callable[["Service", str, web.Request], Awaitable[web.StreamResponse]]
 
 
 class Service:
     """Serves until the last model is made, or until it is cancelled. `on_round` hears of each model. When the run is
-    over, all clients that are there hear so before the server ends, for which it waits `farewell_s` at most."""
+    over, all clients that are there hear so before the server ends, for which it waits `farewell_s` at most, and
+    `grace_s` more for those whose answer was lost; a cancellation ends the wait alone. `said` hears of the wait.
+    """
 
     def __init__(
         self,
@@ -55,10 +59,13 @@ class Service:
         *,
         on_round: Callable[[RoundFigures], object] = str,
         farewell_s: float = FAREWELL_S,
+        grace_s: float = GRACE_S,
+        said: Callable[[str], object] = str,
         enrolment: Path | None = None,
     ) -> None:
         """`enrolment`: the folder with the authority's key and the tokens, where clients may enrol by themselves."""
-        self.host, self.on_round, self.farewell_s, self.enrolment = host, on_round, farewell_s, enrolment
+        self.host, self.on_round, self.said, self.enrolment = host, on_round, said, enrolment
+        self.farewell_s, self.grace_s, self._told_s = farewell_s, grace_s, float("-inf")
         self._uploading: set[Ticket] = set()
         self._dismissed: set[str] = set()
         self._failed: asyncio.Future[None] | None = None
@@ -91,10 +98,8 @@ class Service:
 
     async def _rounds(self) -> None:
         """Lets time pass, and makes models when their contributions are there."""
-        assert self._failed is not None
         while not self.host.rounds.over:
-            if self._failed.done():
-                self._failed.result()
+            self._raise_failure()
             ready = self.host.tick()
             if ready is None:
                 await asyncio.sleep(POLL_S / 4)
@@ -110,10 +115,31 @@ class Service:
 
     async def _farewell(self) -> None:
         """Waits until every client has heard that the run is over, or is silent for too long."""
-        deadline_s = time.monotonic() + self.farewell_s
-        while self.host.rounds.present.keys() - self._dismissed and time.monotonic() < deadline_s:
-            await asyncio.sleep(POLL_S / 4)
-            self.host.tick()
+        deadline_s, left = time.monotonic() + self.farewell_s, self._untold()
+        if left:
+            who = "1 client" if len(left) == 1 else f"{len(left)} clients"
+            self.said(f"waiting for {who} to hear that the run is over; Ctrl-C ends this at once")
+        try:
+            while (left := self._untold()) or self._in_grace():
+                if left and time.monotonic() > deadline_s:
+                    return
+                self._raise_failure()
+                await asyncio.sleep(POLL_S / 4)
+                self.host.tick()
+        except asyncio.CancelledError:  # all models are made: nothing is lost but an answer
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
+
+    def _untold(self) -> set[str]:
+        return self.host.rounds.present.keys() - self._dismissed
+
+    def _in_grace(self) -> bool:
+        return time.monotonic() - self._told_s < self.grace_s
+
+    def _raise_failure(self) -> None:
+        """Raises what went wrong with the host's files in a request."""
+        if self._failed is not None and self._failed.done():
+            self._failed.result()
 
     def _known(self, handler: _Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         """The handler, for a client with a name. What goes wrong with the host's files ends the server."""
@@ -162,9 +188,13 @@ class Service:
 
     async def _work(self, client: str, request: web.Request) -> web.StreamResponse:
         answer = self.host.work(client)
+        response = _answer(answer)
         if isinstance(answer, messages.Over):
-            self._dismissed.add(client)
-        return _answer(answer)
+            await response.prepare(request)
+            await response.write_eof()
+            self._dismissed.add(client)  # who has gone before the answer was sent asks again
+            self._told_s = time.monotonic()
+        return response
 
     async def _alive(self, client: str, request: web.Request) -> web.StreamResponse:
         return web.Response(status=204)
