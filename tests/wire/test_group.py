@@ -7,13 +7,16 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 
 import pytest
 
-from shoal.errors import GenerationOver
+from shoal import wire
+from shoal.errors import GenerationOver, UsageError
 from shoal.launcher import sockets
 from shoal.launcher.environment import LOOPBACK, Place
 from shoal.launcher.store.connection import reach_store
+from shoal.wire import connect
 from shoal.wire.tcp import StoreBoard, Tcp
 from tests.waiting import HANG_S, wait_until
 from tests.wire.processes import EPILOGUE, POISON, PRELUDE, run, run_codes, started
@@ -118,6 +121,20 @@ def test_nothing_of_the_wire_imports_torch() -> None:
     assert said.stdout.split() == ["False"]
     poisoned = subprocess.run([sys.executable, "-c", POISON + "import shoal.c10d"], capture_output=True, text=True)
     assert "ModuleNotFoundError" in poisoned.stderr
+
+
+def test_another_timeout_than_that_of_the_group_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same one is not, nor a new group's."""
+    monkeypatch.setattr(connect, "_here", cache(connect._Here))
+    monkeypatch.setattr(connect, "meet", partial(connect.meet, {}))
+    group = wire.world()
+    assert wire.init() is wire.init(timeout_s=connect.TIMEOUT_S) is group
+    with pytest.raises(
+        UsageError, match=r"wire.init\(timeout_s=5\) after the group was made, with \d+ s"
+    ):
+        wire.init(timeout_s=5)
+    group.close()
+    assert wire.init(timeout_s=5) is wire.world() is not group
 
 
 FAULTS = {

@@ -190,9 +190,9 @@ def read_rounds(path: Path) -> dict[int, list[str]]:
             rounds[first] = events
     except FileNotFoundError:
         raise ConfigError(
-            f"{path} is not there: the run recorded no order of events on this rank; replay one whose sync.kind is "
-            '"server" or asynchronous gossip, or whose period, codec, algorithm or buckets follow the link, on as many '
-            "processes"
+            f"{path} is not there: this rank recorded neither an order of events nor what it chose by its link. The "
+            "run had fewer processes, or other keys (sync, codec, wire.algorithm, gradients.bucket), or an earlier "
+            "version made it; replay with its keys on as many processes, or record it anew"
         ) from None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(

@@ -14,6 +14,7 @@ import numpy as np
 from shoal.comm.ledger import Sent
 from shoal.comm.shm.core import CoreMissing
 from shoal.comm.shm.host import Apart, host_identity
+from shoal.errors import UsageError
 from shoal.launcher import sockets
 from shoal.launcher.environment import ALONE, FIRST_PORT, LOOPBACK, PORTS, STORE_FD, Place, master_from, place_from
 from shoal.launcher.store.connection import StoreConnection, meet_over_mpi, mpi_is_there, reach_store
@@ -144,20 +145,29 @@ FIRST = "wire/0"
 
 
 def init(
-    environ: Mapping[str, str] | None = None, *, timeout_s: float = TIMEOUT_S, start_timeout_s: float = START_S
+    environ: Mapping[str, str] | None = None, *, timeout_s: float | None = None, start_timeout_s: float = START_S
 ) -> Group:
     """The group of all ranks that the launcher started; of this process alone where there is no launcher.
 
     Blocks until all ranks have called it. Later calls give the same group, which `shoal.jax` and `shoal.keras` use as
     well; a new one where it was closed. `environ`: in the place of this process's environment, for tests, each of which
-    needs a store of its own. Raises `EnvironmentFault` and `CollectiveError` where ranks do not find each other.
+    needs a store of its own. `timeout_s`: of every call of the group, `TIMEOUT_S` where it is left out. Raises
+    `EnvironmentFault` and `CollectiveError` where ranks do not find each other, and `UsageError` for another timeout
+    than that of the group which is there.
     """
     if environ is not None:
-        return group_of(meet(environ, timeout_s=start_timeout_s), timeout_s=timeout_s)
-    made = _here().groups
-    if not made or made[-1].closed:
+        return group_of(meet(environ, timeout_s=start_timeout_s), timeout_s=timeout_s or TIMEOUT_S)
+    here, made = _here(), _here().groups
+    if made and not made[-1].closed:
+        if timeout_s not in (None, here.timeout_s):
+            raise UsageError(
+                f"wire.init(timeout_s={timeout_s:g}) after the group was made, with {here.timeout_s:g} s: call it "
+                "before world() and all that uses the group, or close the group first"
+            )
+    else:
+        here.timeout_s = timeout_s or TIMEOUT_S
         prefix = FIRST if not made else f"{FIRST}/{len(made)}"
-        made.append(group_of(met_here(timeout_s=start_timeout_s), timeout_s=timeout_s, prefix=prefix))
+        made.append(group_of(met_here(timeout_s=start_timeout_s), timeout_s=here.timeout_s, prefix=prefix))
     return made[-1]
 
 
@@ -178,6 +188,7 @@ class _Here:
     """What this process has made of its environment."""
 
     met: Met | None = None
+    timeout_s: float = TIMEOUT_S
     groups: list[Group] = field(default_factory=list)
 
 
