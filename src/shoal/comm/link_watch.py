@@ -7,9 +7,10 @@
 With every step ranks agree on the shortest wait among them, that of the rank that came last and waited for the link
 alone. Where it is not what it was (`Alarm`), they time one all-reduce. A link has changed if that takes `CHANGED` times
 as long as when they chose last, or as short, if the difference over all bytes of a step is a notable part of the step,
-and if a second timing a step later says so too. Then they choose again. So a step pays for a message of 24 bytes; a
-wait that changed for another reason, for one or two all-reduces; and a link that changed, for the measurements of its
-pairs and some steps with buckets of other sizes. Ranks that share memory have no link, and watch none.
+and if the timings of the next steps say so too (`CONFIRMED`). Then they choose again. So a step pays for a message of
+24 bytes; a wait that changed for another reason, for an all-reduce or two; and a link that changed, for the
+measurements of its pairs and some steps with buckets of other sizes. Ranks that share memory have no link, and watch
+none.
 
 All ranks in lock-step choose alike, for they compare numbers that they agree on. What was chosen follows from the
 clock: `decided` records it, or gives what was recorded, and then nothing is measured.
@@ -18,6 +19,7 @@ clock: `decided` records it, or gives what was recorded, and then nothing is mea
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -34,6 +36,8 @@ from shoal.topology.links import Links
 
 CHANGED = 1.5
 """Between two timings of one all-reduce: processes that share cores make less of a difference than that."""
+CONFIRMED = 3
+"""Timings, one a step, whose median is what an all-reduce usually takes, or which all have to say that it changed."""
 MOST_RANKS = 16
 """Of a group whose pairs are measured while a run trains: 240 pairs, some milliseconds each on a fast link."""
 USUAL_BYTES = 1 << 20
@@ -91,7 +95,8 @@ class LinkWatch:
         self._decided, self._repeats, self._clock = decided, repeats, clock
         self._alarm, self._agreed = Alarm(), None
         self._usual_s: float | None = None
-        self._was_searching = self._rang = self._doubtful = False
+        self._was_searching = self._rang = False
+        self._timings: list[float] = []
         self._lines: list[str] = []
         self._before, self._begun_s = ledger.total(), clock()
 
@@ -129,15 +134,15 @@ class LinkWatch:
         searched = self._searched()
         if step is None:
             return
-        if self._usual_s is None:  # the run is warm
-            self._usual_s = self._timed_s()
-        elif self._doubtful:
-            self._confirm(step)
-        elif searched or self._alarm.rings(step.waited_s, step.step_s):
+        if self._usual_s is not None and self._timings:
+            self._look(step)
+            return
+        rings = self._alarm.rings(step.waited_s, step.step_s)
+        if self._usual_s is None:  # the run is warm, or the link has changed
+            self._time_usual()
+        elif searched or rings:
             self._rang = not searched
-            self._doubtful = self._differs(self._timed_s(), step)
-            if not self._doubtful:
-                self._alarm.looked(changed=False, rang=self._rang)
+            self._look(step)
 
     def _take_agreed(self) -> Step | None:
         """The last step; None before the first one, and where there is no link."""
@@ -165,17 +170,27 @@ class LinkWatch:
         of_step_s = abs(now_s - usual_s) * max(1.0, step.sent_bytes / PROBE_BYTES)
         return not 1 / CHANGED < now_s / max(usual_s, 1e-9) < CHANGED and of_step_s > NOTABLE * step.step_s
 
-    def _confirm(self, step: Step) -> None:
-        """A second timing: if the link has changed, groups choose by its new links, and sizes are tried anew."""
-        now_s, self._doubtful = self._timed_s(), False
-        changed = self._differs(now_s, step)
-        if changed:
-            self._choose_anew(now_s)
-        self._alarm.looked(changed=changed, rang=self._rang)
+    def _time_usual(self) -> None:
+        self._timings.append(self._timed_s())
+        if len(self._timings) == CONFIRMED:
+            self._usual_s = statistics.median(self._timings)
+            self._timings.clear()
+
+    def _look(self, step: Step) -> None:
+        """One more timing. If all say that the link has changed, groups choose by its new links, and sizes are tried
+        anew.
+        """
+        self._timings.append(self._timed_s())
+        differs = self._differs(self._timings[-1], step)
+        if differs and len(self._timings) < CONFIRMED:
+            return
+        if differs:
+            self._choose_anew(statistics.median(self._timings))
+        self._timings.clear()
+        self._alarm.looked(changed=differs, rang=self._rang)
 
     def _choose_anew(self, now_s: float) -> None:
-        usual_s, found = self._usual_s or 0.0, self._measured_anew()
-        self._usual_s = self._timed_s()
+        usual_s, self._usual_s, found = self._usual_s or 0.0, None, self._measured_anew()
         self._lines.append(
             f"the link has changed: {PROBE_BYTES >> 10} KiB took {1e3 * usual_s:.1f} ms and take {1e3 * now_s:.1f}"
             + "".join(f"; {line}" for line in found)
