@@ -170,6 +170,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "with [sparsity]",
     ),
+    **{
+        kind: (
+            {
+                "memory": {"offload": {"delay_update_after": 0, "optimizer": "host"}},
+                "layout": {"replicate": 2},
+                "sync": {"kind": kind, **keys},
+            },
+            f'with sync.kind = "{kind}", which writes weights between two steps',
+        )
+        for kind, keys in {"local": {"period": 2}, "gossip": {}, "easgd": {}, "streaming": {}}.items()
+    },
 }
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+from collections import UserDict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +81,69 @@ def test_what_a_kill_leaves_is_swept_at_the_next_start(tmp_path: Path) -> None:
     left.write_bytes(b"half")
     saver_for(tmp_path, staging="disk").close()
     assert not left.exists()
+
+
+def test_a_sweep_leaves_what_another_rank_lays_out(tmp_path: Path) -> None:
+    """After a save and after one that failed: rank 1 may fill its files for the next save already."""
+    saver = saver_for(tmp_path, staging="disk")
+    others = Places(tmp_path).objects / f"{TEMPORARY}rank-00001-staged-0"
+    others.write_bytes(b"half")
+    assert save(saver, 1).committed
+    assert others.exists()
+    with pytest.MonkeyPatch.context() as planted:
+        planted.setattr(os, "posix_fallocate", failing_with(errno.EIO))
+        assert not save(saver, 2).committed
+    assert others.exists()
+    saver.close()
+
+
+def failing_with(code: int) -> Callable[..., None]:
+    def fail(*_: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+class Looked(UserDict[str, Any]):
+    """Tensors that say, whenever one is asked for, what this process maps."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.maps: list[str] = []
+        super().__init__(*arguments)
+
+    def __getitem__(self, name: str) -> Any:
+        self.maps.append(Path("/proc/self/maps").read_text())
+        return super().__getitem__(name)
+
+
+def test_no_file_is_mapped(tmp_path: Path) -> None:
+    """An error of the disk under a mapping is a signal, which ends the training."""
+    tensors = {"x": torch.arange(6.0).view(2, 3).T, "y": torch.ones(5, dtype=torch.bfloat16)}
+    pieces = [
+        Piece(TensorSpec("x", "float32", 4, (3, 2)), whole((3, 2))),
+        Piece(TensorSpec("y", "bfloat16", 2, (5,)), whole((5,))),
+    ]
+    held = {name: [whole(tuple(tensor.shape))] for name, tensor in tensors.items()}
+    files = FileStaging([tuple(pieces)], held, places=Places(tmp_path), disk=Disk(), owner="rank-00000")
+    memory, looked = Staging([tuple(pieces)], held), Looked(parts_of(tensors))
+    files.fill(looked)
+    memory.fill(parts_of(tensors))
+    (laid,), (expected,) = files.objects(), memory.objects()
+    looked["x"]
+    assert len(looked.maps) == 3
+    assert not any("-staged-" in maps for maps in looked.maps)
+    assert bytes(laid.content) == bytes(expected.content)
+
+
+def test_a_file_that_lost_its_end_is_a_sentence(tmp_path: Path) -> None:
+    """As a full or broken disk leaves it."""
+    piece = Piece(TensorSpec("x", "float32", 4, (5000,)), whole((5000,)))
+    files = FileStaging([(piece,)], {"x": [whole((5000,))]}, places=Places(tmp_path), disk=Disk(), owner="rank-00000")
+    files.fill(parts_of({"x": torch.ones(5000)}))
+    (file,) = Places(tmp_path).objects.iterdir()
+    os.truncate(file, 4096)
+    with pytest.raises(OSError, match=r"ends after 4096 of 20\d+ bytes.*staged"):
+        list(files.objects())
 
 
 def anonymous_bytes() -> int:

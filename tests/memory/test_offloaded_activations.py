@@ -154,6 +154,28 @@ def test_what_a_mask_hides_stays_hidden_and_spoils_nothing(hides: float) -> None
     assert float((found - bias)[~hidden].abs().max()) <= float(bias.abs().max()) / 254 * (1 + 1e-5)
 
 
+def test_large_numbers_of_float16_are_no_mask() -> None:
+    """-40,000 is an activation; the lowest number is a mask, and so it is with a bias added."""
+    x = torch.tensor([-40_000.0, -50_000.0, 300.0], dtype=torch.float16)
+    assert float((decoded(*encoded(x), x.dtype) - x).abs().max()) <= 50_000 / 254 + 16  # and float16's own rounding
+    masked = torch.tensor([-65_504.0, -65_472.0, 2.0, -1.0], dtype=torch.float16)
+    found = decoded(*encoded(masked), masked.dtype)
+    assert float(found[:2].max()) <= -65_472
+    assert float((found - masked)[2:].abs().max()) <= 2 / 254
+
+
+def test_infinity_spoils_nothing_either() -> None:
+    """The others of its block stay what they are, and in other blocks the bound is that of all."""
+    x = torch.randn(3 * CODE_BLOCK, generator=torch.Generator().manual_seed(3))
+    x[0], x[5], x[7] = torch.inf, -torch.inf, 9.0
+    found = decoded(*encoded(x), x.dtype)
+    assert torch.equal(found.isinf(), x.isinf())
+    assert (float(found[0]), float(found[5])) == (torch.inf, -torch.inf)
+    seen = ~x.isinf()
+    assert float((found - x)[seen].abs().max()) <= 9 / 252 * (1 + 1e-5)
+    assert float((found - x)[CODE_BLOCK:].abs().max()) <= float(x[CODE_BLOCK:].abs().max()) / 254 * (1 + 1e-5)
+
+
 def test_what_is_changed_in_place_after_it_was_saved_is_refused() -> None:
     class InPlace(nn.Module):
         def __init__(self) -> None:

@@ -87,6 +87,66 @@ class Counts(RootMomentum):
         return super().step()
 
 
+class CountsElements(Counts):
+    works_on = "elements"
+
+
+class OwnNumber(RootMomentum):
+    """Keeps a number in an attribute."""
+
+    k = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.k += 1
+        return super().step()
+
+
+class OwnTensor(RootMomentum):
+    """Keeps a tensor there, from its first step on."""
+
+    kept: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        self.kept = [torch.ones(2)]
+        return super().step()
+
+
+class Inner(RootMomentum):
+    """Another optimizer has its state."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.01) -> None:
+        super().__init__(params, lr)
+        self.base = torch.optim.Adam(self.param_groups, lr=lr)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.base.step()
+
+
+class KeepsText(RootMomentum):
+    def step(self, closure: Any = None) -> Any:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            self.state[p]["phase"] = "late"
+        return super().step()
+
+
+class NumberState(RootMomentum):
+    """Its rate falls with a number of Python in its state, and so does a mean; its `options` are nothing of Shoal's."""
+
+    options: Any = "of its own"
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state["step"], state["mean"] = 0, 0.0
+                state["step"] += 1
+                state["mean"] += (0.1 - state["mean"]) / 3
+                assert type(state["step"]) is int
+                p.sub_(p.grad, alpha=group["lr"] * (1 + state["mean"]) / state["step"] ** 0.5)
+
+
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "replicate": (2, {"layout": {"replicate": 2}}),
     "ZeRO-1": (2, {"layout": {"shard": 2}, "memory": {"zero": 1}}),
@@ -153,6 +213,45 @@ def test_its_checkpoints_go_on_in_other_layouts(ranks, folder: Path, name: str) 
     assert [loss for leg in legs for loss in leg.losses] == pytest.approx(straight.losses, rel=SAME_MATH)
 
 
+def test_numbers_of_python_go_on(ranks, folder: Path) -> None:
+    """State that is no tensor: a resume, sharded or not, equals a run in one go, to the bit in one process."""
+    name = "NumberState"
+    legs = [ranks(1, travel, own(name) | FLOAT64, str(folder), f"own-{name}", 2)[0] for _ in range(2)]
+    legs.append(ranks(2, travel, own(name) | LAYOUTS["ZeRO-3"][1] | FLOAT64, str(folder), f"own-{name}", 2)[0])
+    straight = ranks(1, travel, own(name) | FLOAT64, str(folder), f"own-straight-{name}", 6)[0]
+    assert any(key.startswith("optimizer/step/") and int(value) == 4 for key, value in legs[2].came.items())
+    assert legs[0].losses + legs[1].losses == straight.losses[:4]
+    assert legs[2].losses == pytest.approx(straight.losses[4:], rel=SAME_MATH)
+
+
+def test_matrices_alone_have_a_muon_of_pytorchs() -> None:
+    """With a bias beside them it is refused, by the name of Shoal's own."""
+    built("torch.optim:Muon")
+    with pytest.raises(UserCodeError, match=r'its own: optimizer\.kind = "muon"'):
+        build_optimizer(PythonOptimizer(build="torch.optim:Muon"), [("b", nn.Parameter(torch.ones(3)), False)], lr=0.1)
+
+
+@pytest.mark.parametrize("key", ["lr", "weight_decay", "params"])
+def test_what_the_run_file_says_itself_is_no_argument(key: str) -> None:
+    with pytest.raises(ValueError, match=f"optimizer.arguments has {key}, which would have no effect"):
+        PythonOptimizer(build="torch.optim:AdamW", arguments={key: 0.5})
+
+
+def test_without_a_decay_there_is_none() -> None:
+    """Whatever the class's default."""
+    optimizer, _ = built("torch.optim:AdamW")
+    assert (optimizer.defaults["weight_decay"], optimizer.param_groups[0]["weight_decay"]) == (0.01, 0.0)
+
+
+def test_optimizers_of_others_are_taken() -> None:
+    """What PyTorch's own change in a step is in their state."""
+    for name in ("SGD", "Adam", "AdamW", "Adadelta", "Adagrad", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"):
+        optimizer, parameter = built(f"torch.optim:{name}")
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        assert not torch.equal(parameter.detach(), torch.ones(4, 3))
+
+
 def test_arguments_and_decay_reach_the_class() -> None:
     """As keywords, and as an option of its groups."""
     optimizer, parameter = built("torch.optim:Adamax", arguments={"betas": [0.5, 0.6]}, weight_decay=0.25)
@@ -165,13 +264,20 @@ def test_arguments_and_decay_reach_the_class() -> None:
 
 
 REFUSED = [
-    ("torch.optim:Adamaxx", {}, "has no function 'Adamaxx'"),
+    ("torch.optim:Adamaxx", {}, "has no class 'Adamaxx'"),
     ("nowhere_at_all:X", {}, "there is no module 'nowhere_at_all'"),
     ("torch.optim:Adamax", {"arguments": {"wrong": 1}}, "unexpected keyword argument 'wrong'"),
     ("torch.nn:ReLU6", {}, "raised"),
     ("torch.optim:LBFGS", {}, "fails in a step without a closure"),
+    ("torch.optim:LBFGS", {}, 'Shoal has its own: optimizer.kind = "lbfgs"'),
+    ("torch.optim:Adafactor", {}, 'Shoal has its own: optimizer.kind = "adafactor"'),
+    ("torch.optim:SparseAdam", {}, 'Shoal has its own: optimizer.kind = "adagrad"'),
     (f"{HERE}:Counts", {}, "changes numbers of its groups (k)"),
-    (f"{HERE}:UnitColumns", {"arguments": {"lr": 1}}, "multiple values"),
+    (f"{HERE}:CountsElements", {}, "changes numbers of its groups (k)"),
+    (f"{HERE}:OwnNumber", {}, "changes attributes of its own in a step (k)"),
+    (f"{HERE}:OwnTensor", {}, "changes attributes of its own in a step (kept)"),
+    (f"{HERE}:KeepsText", {}, "keeps 'phase' of type str for a parameter"),
+    (f"{HERE}:Inner", {}, "changes attributes of its own in a step (base)"),
     ("tests.optim.coupled_optimizers:ByAllNorms", {"weight_decay": 0.1}, "has no option of this name"),
 ]
 

@@ -32,6 +32,7 @@ from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.objects import (
     MANIFEST,
+    STAGED,
     TEMPORARY,
     Disk,
     Places,
@@ -204,10 +205,14 @@ def surplus(places: Places, newest: int, *, keep: int) -> Iterator[int]:
             kept += 1
 
 
-def sweep(places: Places, *, disk: Disk) -> None:
-    """Delete what was left unfinished, and every object that no checkpoint names. Only while nobody is saving."""
+def sweep(places: Places, *, disk: Disk, staged: bool = False) -> None:
+    """Delete what was left unfinished, and every object that no checkpoint names. Only while nobody is saving.
+
+    `staged`: also files in which ranks lay out their shares. A rank that lives removes its own, and may be filling them
+    for the next save while rank 0 ends this one.
+    """
     for path in (*_entries(places.root), *_entries(places.objects)):
-        if path.name.startswith(TEMPORARY):
+        if path.name.startswith(TEMPORARY) and (staged or not _is_staged(path)):
             with disk.point("retention/delete", path):
                 _delete(path)
     named: set[str] = set()
@@ -218,8 +223,12 @@ def sweep(places: Places, *, disk: Disk) -> None:
         named.update(digests)
     wanted = {places.object(digest).name for digest in named}
     for path in _entries(places.objects):
-        if path.name not in wanted:
+        if path.name not in wanted and not _is_staged(path):
             disk.remove(path, action="retention/sweep")
+
+
+def _is_staged(path: Path) -> bool:
+    return path.name.startswith(TEMPORARY) and STAGED in path.name
 
 
 def referenced(path: Path) -> Iterable[str] | None:

@@ -37,6 +37,8 @@ from shoal.files import meant, open_file, printable
 MANIFEST = "manifest.json"
 SUFFIX = ".safetensors"
 TEMPORARY = ".tmp-"
+STAGED = "-staged-"
+"""In the temporary names of files in which a rank lays out its share (`checkpoint/staging.py`)."""
 _STEP = re.compile(r"step-([0-9]{8,18})\Z")
 
 
@@ -145,7 +147,7 @@ class Disk:
     def point(self, action: str, path: Path) -> Iterator[None]:
         """One interruptible action on `path`."""
         self._on_point(f"{action}.before")
-        with _path_named(path):
+        with path_named(path):
             yield
         self._on_point(f"{action}.after")
 
@@ -183,7 +185,7 @@ class Disk:
             path.unlink(missing_ok=True)
 
     def _write(self, path: Path, data: memoryview, kind: str) -> None:
-        with _path_named(path):
+        with path_named(path):
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
             with self.point(f"{kind}/write", path):
@@ -197,7 +199,7 @@ class Disk:
 
 
 @contextmanager
-def _path_named(path: Path) -> Iterator[None]:
+def path_named(path: Path) -> Iterator[None]:
     """Calls on a file descriptor raise without a file name, and the name is what the user needs: add `path`."""
     try:
         yield

@@ -69,8 +69,9 @@ class Saver:
     """Saves named tensors and a JSON-able state into the checkpoints of the run directory `directory`.
 
     Every rank has one; all call `check`, `prepare` and `save` for the same steps in the same order. Rank 0's start
-    deletes what an interrupted save left; the others write nothing before rank 0 saves, too. `directory` lies on a file
-    system that all ranks share. Raises `EnvironmentFault` at once where nothing can be saved.
+    deletes what an interrupted save left; the others make no object before rank 0 saves, too, but lay out their shares
+    in files beside the objects where `config.staging` is "disk". `directory` lies on a file system that all ranks
+    share. Raises `EnvironmentFault` at once where nothing can be saved.
 
     `split` says that ranks may hold different tensors or parts of them: then all ranks first exchange inventories.
     Without it all hold the same whole tensors, and no rank waits for another before it copies. `on_commit` is called
@@ -312,7 +313,7 @@ def _open(seat: Seat) -> None:
     try:
         make_folders(places)
         if seat.rank == 0:
-            sweep(places, disk=Disk())
+            sweep(places, disk=Disk(), staged=True)
             for folder in (places.root, places.run_directory):
                 Disk().sync_folder(folder, action="folder/fsync")
     except OSError as error:

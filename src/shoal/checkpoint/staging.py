@@ -12,6 +12,7 @@ bytes, without another copy.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal.checkpoint.objects import TEMPORARY, Disk, Places, make_folders
+from shoal.checkpoint.objects import STAGED, TEMPORARY, Disk, Places, make_folders, path_named
 from shoal.checkpoint.tensorfile import BY_NAME, Parcel, Piece, header_of
 from shoal.state import Target
 from shoal.topology.holding import Box, intersection
@@ -87,16 +88,16 @@ class Staging:
 
 
 class FileStaging:
-    """The same in files beside the objects of `places`, which become objects by their names alone: the host needs no
-    memory for a share. `owner` tells the files of ranks apart. A fault of the disk is raised by `objects`, where the
-    save can tell it.
+    """The same in files beside the objects of `places`, which become objects by their names alone: the host needs
+    memory for one object (a few, where they are coded). `owner` tells the files of ranks apart. A fault of the disk is
+    raised by `objects`, where the save can tell it.
     """
 
     def __init__(
         self, parcels: list[Parcel], held: Mapping[str, Sequence[Box]], *, places: Places, disk: Disk, owner: str
     ) -> None:
         self._parcels, self._held, self._places, self._disk = parcels, held, places, disk
-        self._files = [places.objects / f"{TEMPORARY}{owner}-staged-{number}" for number in range(len(parcels))]
+        self._files = [places.objects / f"{TEMPORARY}{owner}{STAGED}{number}" for number in range(len(parcels))]
         self._fault: OSError | None = None
 
     def fill(self, parts: Mapping[str, Sequence[Target]]) -> None:
@@ -114,9 +115,10 @@ class FileStaging:
         """The bytes of each object, in the order of the parcels. Raises `OSError` where they could not be laid out."""
         if self._fault is not None:
             raise self._fault
-        for file in self._files:
-            with open(file, "rb") as opened:
-                yield Laid(memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)), file)
+        for file, parcel in zip(self._files, self._parcels, strict=True):
+            with path_named(file):
+                content = _read(file, _size_bytes(parcel))
+            yield Laid(content, file)
 
     def clear(self) -> None:
         """The save is over: what has not become an object goes."""
@@ -125,15 +127,34 @@ class FileStaging:
                 file.unlink(missing_ok=True)
 
     def _lay(self, file: Path, parcel: Parcel, parts: Mapping[str, Sequence[Target]]) -> None:
-        header = header_of(parcel)
-        size_bytes = len(header) + sum(piece.nbytes for piece in parcel)
-        with open(file, "w+b") as opened:
-            os.posix_fallocate(opened.fileno(), 0, size_bytes)  # a full disk is an error here, and a signal later
-            memory = torch.from_numpy(np.frombuffer(mmap.mmap(opened.fileno(), size_bytes), dtype=np.uint8))
-        memory.numpy()[: len(header)] = np.frombuffer(header, np.uint8)
-        for slot in _slots_of(parcel, memory[len(header) :], self._held):
-            source = parts[slot.name][slot.source].tensor.detach()
-            _copy(source if slot.part is None else source[slot.part], slot.memory, non_blocking=False)
+        with open(file, "wb") as opened:
+            os.posix_fallocate(opened.fileno(), 0, _size_bytes(parcel))
+            opened.write(header_of(parcel))
+            for piece in parcel:
+                if piece.nbytes:
+                    number, part = _source(piece, self._held[piece.spec.name])
+                    source = parts[piece.spec.name][number].tensor.detach()
+                    opened.write(_bytes((source if part is None else source[part]).cpu()).data)
+
+
+def _size_bytes(parcel: Parcel) -> int:
+    """Of the object that holds `parcel`."""
+    return len(header_of(parcel)) + sum(piece.nbytes for piece in parcel)
+
+
+def _read(file: Path, size_bytes: int) -> memoryview:
+    """The bytes of `file`, in memory that the kernel has back as soon as nobody holds it. The file is not mapped: an
+    error of the disk under a mapping is a signal, which would end the training. Raises `OSError`.
+    """
+    with open(file, "rb", buffering=0) as opened:
+        memory = memoryview(mmap.mmap(-1, size_bytes))
+        done = 0
+        while done < size_bytes:
+            count = opened.readinto(memory[done:])
+            if not count:
+                raise OSError(errno.EIO, f"it ends after {done} of {size_bytes} bytes")
+            done += count
+    return memory
 
 
 def _slots_of(parcel: Parcel, memory: Tensor, held: Mapping[str, Sequence[Box]]) -> Iterator[_Slot]:

@@ -15,8 +15,10 @@ GIVEN = "given:object"
 """What stands in the run file for an object that a script passed."""
 
 
-def find_named(name: str, *, key: str) -> Callable[..., Any]:
-    """The function `name` ("package.module:function"); `key` is where it was named. Raises `UserCodeError`."""
+def find_named(name: str, *, key: str, what: str = "function") -> Callable[..., Any]:
+    """The function, or `what` else is called, `name` ("package.module:function"); `key` is where it was named. Raises
+    `UserCodeError`.
+    """
     if name == GIVEN:
         raise UserCodeError(
             f"{key}: this run was started from a script that passed its own object; start it from that script, or "
@@ -42,7 +44,7 @@ def find_named(name: str, *, key: str) -> Callable[..., Any]:
     if not callable(function):
         there = ", ".join(sorted(n for n, v in vars(module).items() if callable(v) and not n.startswith("_"))[:8])
         raise UserCodeError(
-            f"{key} = {name!r}: module '{module_name}' has no function '{function_name}'; it has: {there}"
+            f"{key} = {name!r}: module '{module_name}' has no {what} '{function_name}'; it has: {there}"
         )
     return function
 

@@ -34,6 +34,8 @@ LEAST_SHARE = 1 / 8
 CODE_BLOCK = 256
 HIDDEN = -128
 """The code of what a mask hides; those of numbers end at -127."""
+INFINITE = 127
+"""The code of plus infinity, in a block that has it."""
 
 
 @dataclass
@@ -264,24 +266,31 @@ def encoded(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes of the shape of `x`, int8, a float32 scale for each `CODE_BLOCK` of its numbers in order, and the lowest.
 
     What masks write where nothing may be seen, minus infinity or the lowest number of the type, has the code `HIDDEN`
-    and is left out of the scale, which would leave nothing of its neighbours.
+    and is left out of the scale, which would leave nothing of its neighbours. So has what is within 1/254 of that
+    number: a bias may have been added to it. A block with plus infinity has a negative scale, in which the largest code
+    is infinity and numbers end at 126. A NaN makes NaN of its block.
     """
     flat = x.reshape(-1).float()
-    hidden = flat <= torch.finfo(x.dtype).min / 2
+    hidden = flat <= torch.finfo(x.dtype).min * (1 - 1 / 254)
     seen = nn.functional.pad(flat.masked_fill(hidden, 0.0), (0, -flat.numel() % CODE_BLOCK)).view(-1, CODE_BLOCK)
-    scales = seen.abs().amax(1, keepdim=True).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
-    codes = (seen / scales).round_().to(torch.int8).view(-1)[: flat.numel()].masked_fill(hidden, HIDDEN)
-    return codes.view(x.shape), scales, flat.amin()
+    infinite = seen == torch.inf
+    ends = torch.where(infinite.any(1, keepdim=True), -126, 127)
+    seen = seen.masked_fill(infinite, 0.0)
+    sizes = (seen.abs().amax(1, keepdim=True) / ends.abs()).clamp_(min=torch.finfo(torch.float32).tiny)
+    codes = (seen / sizes).round_().to(torch.int8).masked_fill_(infinite, INFINITE)
+    codes = codes.view(-1)[: flat.numel()].masked_fill(hidden, HIDDEN)
+    return codes.view(x.shape), sizes * ends.sign(), flat.amin()
 
 
 def decoded(codes: Tensor, scales: Tensor, lowest: Tensor, dtype: torch.dtype) -> Tensor:
-    """What `encoded` kept: each number is off by at most 1/254 of the largest of its block. What masks hide is the
-    lowest.
+    """What `encoded` kept: each number is off by at most 1/254 of the largest of its block (1/252 in a block with
+    infinity). What masks hide is the lowest of all: minus infinity where there is any.
     """
     flat = codes.reshape(-1)
     blocks = nn.functional.pad(flat, (0, -flat.numel() % CODE_BLOCK)).view(-1, CODE_BLOCK)
-    numbers = torch.where(flat == HIDDEN, lowest, (blocks * scales).view(-1)[: flat.numel()])
-    return numbers.view(codes.shape).to(dtype)
+    numbers = (blocks * scales.abs()).masked_fill_((scales < 0) & (blocks == INFINITE), torch.inf)
+    seen = numbers.view(-1)[: flat.numel()]
+    return torch.where(flat == HIDDEN, lowest, seen).view(codes.shape).to(dtype)
 
 
 def _unpack(packed: Any) -> Tensor:

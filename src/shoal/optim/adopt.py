@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
 
 from shoal.errors import UserCodeError
 from shoal.optim.declared import Granularity, Slot, counter
@@ -55,11 +56,12 @@ _HOOKS = ("_optimizer_", "_warned_capturable")
 
 class Tried(NamedTuple):
     """`couples`: the update of a parameter depends on other gradients. `counts`: the numbers of a group that a step
-    changes, by their names there.
+    changes, by their names there. `attributes`: what it changes of the optimizer itself.
     """
 
     couples: bool
     counts: tuple[str, ...]
+    attributes: tuple[str, ...] = ()
 
 
 def tried(optimizer: torch.optim.Optimizer) -> Tried:
@@ -75,13 +77,14 @@ def tried(optimizer: torch.optim.Optimizer) -> Tried:
         before = torch.random.get_rng_state()
         together = _stepped_elements(optimizer, chosen)
         counts = tuple(sorted({name for each in together for name in each.counts}))
+        attributes = together[0].attributes
         if not torch.equal(before, torch.random.get_rng_state()):
-            return Tried(False, counts)
+            return Tried(False, counts, attributes)
         try:
             apart = [_stepped_elements(optimizer, [each])[0] for each in chosen]
         except Exception:
-            return Tried(True, counts)
-    return Tried(not all(map(_alike, together, apart)), counts)
+            return Tried(True, counts, attributes)
+    return Tried(not all(map(_alike, together, apart)), counts, attributes)
 
 
 def twin_of(optimizer: torch.optim.Optimizer, groups: Mapping[int, Sequence[Parameter]]) -> torch.optim.Optimizer:
@@ -123,11 +126,12 @@ def step_of(twin: torch.optim.Optimizer) -> None:
 
 
 class _End(NamedTuple):
-    """Where a parameter began and came to, and the numbers of its group that changed."""
+    """Where a parameter began and came to, the numbers of its group that changed, and the optimizer's attributes."""
 
     begin: Tensor
     end: Tensor
     counts: Mapping[str, float]
+    attributes: tuple[str, ...]
 
 
 def _stepped_elements(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[int, int]]) -> list[_End]:
@@ -142,14 +146,15 @@ def _stepped_elements(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[i
             group["lr"] = 0.01  # a scheduler begins at 0, where nothing moves
     first = [dict(group) for group in twin.param_groups]
     begins = [parameter.detach().clone() for parameter in parameters.values()]
+    own = _own_values(twin)
     for step in range(STEPS):
         for key, parameter in parameters.items():
             parameter.grad = _gradient(key, step)
         step_of(twin)
     counts = [_changed(*both) for both in zip(first, twin.param_groups, strict=True)]
-    of_group = dict(zip(groups, counts, strict=True))
+    of_group, attributes = dict(zip(groups, counts, strict=True)), _changed_values(own, _own_values(twin))
     return [
-        _End(begin, parameter.detach().clone(), of_group[group])
+        _End(begin, parameter.detach().clone(), of_group[group], attributes)
         for begin, ((group, _), parameter) in zip(begins, parameters.items(), strict=True)
     ]
 
@@ -157,6 +162,27 @@ def _stepped_elements(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[i
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, float]:
     numbers = {name: value for name, value in after.items() if isinstance(value, int | float)}
     return {name: value for name, value in numbers.items() if value != before.get(name)}
+
+
+def _own_values(optimizer: torch.optim.Optimizer) -> dict[str, list[Any]]:
+    """What it keeps beside its state and its groups, by the attribute: numbers, strings, tensors, and how much state
+    another optimizer has.
+    """
+    apart = ("state", "param_groups", "defaults", "step")
+    own = {n: v for n, v in vars(optimizer).items() if n not in apart and not n.startswith(_HOOKS)}
+    return {name: [_noted(leaf, optimizer) for leaf in tree_leaves(value)] for name, value in own.items()}
+
+
+def _noted(leaf: Any, optimizer: torch.optim.Optimizer) -> Any:
+    if isinstance(leaf, torch.optim.Optimizer):
+        return len(leaf.state) if leaf.state is not optimizer.state else None
+    if isinstance(leaf, Tensor):
+        return None if isinstance(leaf, Parameter) else leaf.detach().reshape(-1).view(torch.uint8).tolist()
+    return leaf if isinstance(leaf, int | float | str) else None
+
+
+def _changed_values(before: Mapping[str, list[Any]], after: Mapping[str, list[Any]]) -> tuple[str, ...]:
+    return tuple(sorted(name for name, values in after.items() if before.get(name) != values))
 
 
 def _planted(key: tuple[int, int]) -> Parameter:
@@ -268,6 +294,7 @@ class OwnOptimizer:
                 group["params"] = [_placeholder(self.optimizer, whole[0].device)]
         if isinstance(self.optimizer, torch.optim.Adagrad):
             _start_adagrad(self.optimizer)
+        keep_numbers(self.optimizer, self.slots)
         return self.optimizer
 
     def to_state(self) -> dict[str, Any]:
@@ -300,9 +327,25 @@ def own_optimizers(optimizers: Sequence[Any], model: nn.Module) -> list[OwnOptim
 def _own(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OwnOptimizer:
     groups = [[names[id(p)] for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
     own = OwnOptimizer(optimizer, groups, slots_of(optimizer), works_on(optimizer))
-    if own.works_on == "elements" or isinstance(optimizer, SeesLayers):  # one that sees layers cannot step without
+    known = type(optimizer).__module__.startswith("torch.optim") and own.works_on == "elements"
+    if known or isinstance(optimizer, SeesLayers):  # one that sees layers cannot step without
         return own
-    return replace(own, **tried(optimizer)._asdict())
+    found = tried(optimizer)
+    return replace(own, couples=found.couples and own.works_on == "matrices", counts=found.counts)
+
+
+def keep_numbers(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> None:
+    """Checkpoints hold slots of Python's numbers, and what one was read into is a number again before the next step."""
+    names = [slot.name for slot in slots if slot.python_number]
+    if not names:
+        return
+    optimizer.__dict__["python_numbers"] = names
+
+    def take_numbers(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        for state in stepping.state.values():
+            state.update({name: state[name].item() for name in names if isinstance(state.get(name), Tensor)})
+
+    optimizer.register_step_pre_hook(take_numbers)
 
 
 def fill_empty_groups(optimizer: torch.optim.Optimizer) -> None:
@@ -339,7 +382,8 @@ def _start_adagrad(optimizer: torch.optim.Adagrad) -> None:
 
 def slots_of(optimizer: torch.optim.Optimizer) -> tuple[Slot, ...]:
     """The state that it keeps for each parameter. Raises `UserCodeError` for state of a shape that is neither the
-    parameter's nor one number, which a checkpoint could not divide, unless its class declares `slots`.
+    parameter's nor one number, which a checkpoint could not divide, and for what is neither tensor nor number, unless
+    its class declares `slots`.
     """
     if (declared := getattr(optimizer, "slots", None)) is not None:
         return declared
@@ -350,18 +394,29 @@ def slots_of(optimizer: torch.optim.Optimizer) -> tuple[Slot, ...]:
             probe.grad = torch.full_like(probe, 1e-3)
         for probe, state in _stepped(optimizer, number, probes):
             for name, value in state.items():
-                if not isinstance(value, Tensor):
-                    continue
-                if value.shape == probe.shape:
-                    found[name] = Slot(name)
-                elif value.numel() == 1:
-                    found[name] = counter(name)
-                else:
-                    raise UserCodeError(
-                        f"{type(optimizer).__name__} keeps '{name}' of shape {tuple(value.shape)} for a parameter of "
-                        f"{tuple(probe.shape)}; Shoal's checkpoints hold state of the parameter's shape, or one number"
-                    )
+                if value is not None:
+                    found[name] = _slot_of(optimizer, probe, name, value)
     return tuple(found.values())
+
+
+def _slot_of(optimizer: torch.optim.Optimizer, probe: Parameter, name: str, value: Any) -> Slot:
+    """How a checkpoint holds `value`, which a step on `probe` has left in the state."""
+    said = f"{type(optimizer).__name__} keeps '{name}'"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return replace(counter(name), python_number=True)
+    if not isinstance(value, Tensor):
+        raise UserCodeError(
+            f"{said} of type {type(value).__name__} for a parameter; Shoal's checkpoints hold tensors and numbers: "
+            "keep it as one of these"
+        )
+    if value.shape == probe.shape:
+        return Slot(name)
+    if value.numel() == 1:
+        return counter(name)
+    raise UserCodeError(
+        f"{said} of shape {tuple(value.shape)} for a parameter of {tuple(probe.shape)}; Shoal's checkpoints hold state "
+        "of the parameter's shape, or one number"
+    )
 
 
 def _unlike(groups: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -17,11 +17,12 @@ from shoal.config.check import implementation_of
 from shoal.config.named import find_named, users_traceback
 from shoal.errors import ConfigError, UserCodeError
 from shoal.models.roles import Widened
-from shoal.optim.adopt import fill_empty_groups, slots_of, tried, works_on
+from shoal.optim.adopt import Tried, fill_empty_groups, keep_numbers, slots_of, tried, works_on
 from shoal.optim.average import keep_average, look_ahead
 from shoal.optim.config import SGD, Adagrad, AdamW, OptimizerConfig, PythonOptimizer, groups_refusal
 from shoal.optim.declared import Common, Described, Dims, Granularity, Slot
 from shoal.optim.fused import FusedAdamW, FusedOptimizer, FusedSGD
+from shoal.optim.layer_statistics import SeesLayers
 from shoal.optim.mup import factor_of
 from shoal.optim.parts import SeesParts
 
@@ -204,15 +205,38 @@ def _asked(build: str, arguments: bytes) -> Asked:
     config = PythonOptimizer(build=build, arguments=msgspec.msgpack.decode(arguments))
     optimizer = _made(config, [{"params": [Parameter(torch.ones(3, 2))]}], lr=config.lr)
     sees_parts = isinstance(optimizer, SeesParts)
-    kind, options = works_on(optimizer), getattr(optimizer, "options", None)
-    slots, found = slots_of(optimizer), tried(optimizer) if kind == "matrices" and not sees_parts else None
-    if found is not None and found.counts:
+    kind, options = works_on(optimizer), getattr(type(optimizer), "group_options", None)
+    slots, alone = _slots(config, optimizer), sees_parts or isinstance(optimizer, SeesLayers)
+    found = Tried(False, ()) if alone else tried(optimizer)
+    if found.counts:
         raise UserCodeError(
             f"optimizer.build = {build!r} changes numbers of its groups ({', '.join(found.counts)}), which a "
             "checkpoint of shoal train does not hold: keep them in the state of parameters, or hand the optimizer to "
             "shoal.start"
         )
-    return Asked(slots, kind, found is not None and found.couples, options, sees_parts)
+    if found.attributes:
+        raise UserCodeError(
+            f"optimizer.build = {build!r} changes attributes of its own in a step ({', '.join(found.attributes)}), "
+            "which no checkpoint holds: keep them in the state of parameters"
+        )
+    couples = kind == "matrices" and found.couples
+    return Asked(slots, kind, couples, options, sees_parts)
+
+
+OWN_KINDS = {"Adafactor": "adafactor", "Muon": "muon", "LBFGS": "lbfgs", "SparseAdam": "adagrad"}
+"""Of `torch.optim`, classes that are refused, most often, and what trains in their place."""
+
+
+def _in_its_place(build: str) -> str:
+    kind = OWN_KINDS.get(build.rpartition(":")[2]) if build.startswith("torch.optim") else None
+    return "" if kind is None else f'\nShoal has its own: optimizer.kind = "{kind}"'
+
+
+def _slots(config: PythonOptimizer, optimizer: torch.optim.Optimizer) -> tuple[Slot, ...]:
+    try:
+        return slots_of(optimizer)
+    except UserCodeError as error:
+        raise UserCodeError(f"{error}{_in_its_place(config.build)}") from None
 
 
 def named(config: PythonOptimizer, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
@@ -223,17 +247,19 @@ def named(config: PythonOptimizer, groups: list[dict[str, Any]], lr: float) -> t
             f"optimizer.weight_decay with optimizer.build = {config.build!r}, which has no option of this name: leave "
             "it out, and give what the class calls it in optimizer.arguments"
         )
+    keep_numbers(optimizer, config.slots)
     if config.needs == "matrices":
         fill_empty_groups(optimizer)
     return optimizer
 
 
 def _made(config: PythonOptimizer, groups: list[dict[str, Any]], *, lr: float) -> torch.optim.Optimizer:
-    build = find_named(config.build, key="optimizer.build")
+    build = find_named(config.build, key="optimizer.build", what="class")
     try:
         optimizer = build(groups, lr=lr, **config.arguments)
     except Exception as error:
-        raise UserCodeError(f"optimizer.build = {config.build!r} raised:\n{users_traceback(error)}") from None
+        raised = f"optimizer.build = {config.build!r} raised:\n{users_traceback(error)}"
+        raise UserCodeError(f"{raised}{_in_its_place(config.build)}") from None
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserCodeError(
             f"optimizer.build = {config.build!r} made {type(optimizer).__name__}; it must be a torch.optim.Optimizer"

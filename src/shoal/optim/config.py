@@ -211,7 +211,14 @@ class PythonOptimizer(Common, frozen=True, kw_only=True, tag_field="kind", tag="
         ),
     ]
     lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 1e-3
-    arguments: Annotated[dict[str, Any], says("Keywords for the class.")] = msgspec.field(default_factory=dict)
+    arguments: Annotated[
+        dict[str, Any], says("Keywords for the class, other than `lr` and `weight_decay`, which are keys here.")
+    ] = msgspec.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if given := next((key for key in ("lr", "weight_decay", "params") if key in self.arguments), None):
+            instead = "Shoal gives it: leave it out" if given == "params" else f"set optimizer.{given} instead"
+            raise ValueError(f"optimizer.arguments has {given}, which would have no effect: {instead}")
 
     @property
     def slots(self) -> tuple[Slot, ...]:
@@ -229,7 +236,7 @@ class PythonOptimizer(Common, frozen=True, kw_only=True, tag_field="kind", tag="
         return f"{self.variant}, {self.build}"
 
     def options(self, parameter: Described) -> dict[str, Any]:
-        """What the class says of it, if it has a function `options`."""
+        """What the class says of it, if it has a function `group_options` (`shoal.optim.owners.WholeOptimizer`)."""
         found = self._asked().options
         return {} if found is None else found(parameter)
 

@@ -113,7 +113,8 @@ class Slot:
     None: what a number of the parameter does. `of`: only hidden matrices have it, or only the rest of the model.
     `planned` are its numbers for one of the parameter, as a plan counts them; None: 1 if it is as large, else 0.
     `whole`: it is kept on one rank, the parameter's owner, and follows from the shape of the whole parameter.
-    `with_parts`: every rank that steps a part keeps it, also where a parameter has an owner.
+    `with_parts`: every rank that steps a part keeps it, also where a parameter has an owner. `python_number`: its
+    optimizer keeps it as a number of Python, a checkpoint as a tensor (`shoal.optim.adopt.keep_numbers`).
     """
 
     name: str
@@ -123,6 +124,7 @@ class Slot:
     planned: float | None = None
     whole: bool = False
     with_parts: bool = False
+    python_number: bool = False
 
     @property
     def like_parameter(self) -> bool:

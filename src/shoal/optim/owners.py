@@ -257,7 +257,7 @@ class WholeOptimizer(FusedAdamW):
             self._owners = Owners(parts, self.cost, wanted=lambda name, shape: name in own)
 
     @staticmethod
-    def options(parameter: Described) -> dict[str, Any]:
+    def group_options(parameter: Described) -> dict[str, Any]:
         """What `optimizer.kind = "python"` asks of a parameter: hidden matrices are `whole`, embeddings are not."""
         return {"whole": is_hidden(parameter)}
 

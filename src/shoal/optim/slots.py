@@ -7,7 +7,7 @@ memory of their own: blocks begin where a rank's part does, and so only numbers 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -40,6 +40,14 @@ class KeepsWhole(Protocol):
 
 
 @runtime_checkable
+class KeepsNumbers(Protocol):
+    """An optimizer with slots that are numbers of Python (`Slot.python_number`)."""
+
+    python_numbers: Sequence[str]
+    """Their names."""
+
+
+@runtime_checkable
 class StoredElsewhere(Protocol):
     """What stands in the state for a tensor that is on disk, or that is held in another form."""
 
@@ -47,13 +55,16 @@ class StoredElsewhere(Protocol):
 
 
 def named_slots(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, Parameter]]) -> dict[str, Tensor]:
-    """Every tensor of the state, by slot and parameter name. Empty before the first step. Waits for delayed updates."""
+    """Every tensor of the state, by slot and parameter name, and numbers (`KeepsNumbers`) as one. Empty before the
+    first step. Waits for delayed updates.
+    """
     _settle(optimizer)
+    numbers = optimizer.python_numbers if isinstance(optimizer, KeepsNumbers) else ()
     return {
-        f"{slot}/{name}": value.decoded() if isinstance(value, Quantised) else local(value)
+        f"{slot}/{name}": _as_tensor(value)
         for name, parameter in parameters
         for slot, value in tree_map_only(StoredElsewhere, _read, dict(optimizer.state.get(parameter, {}))).items()
-        if isinstance(value, Tensor | Quantised)
+        if isinstance(value, Tensor | Quantised) or slot in numbers
     }
 
 
@@ -120,6 +131,12 @@ def _empty_slot(slot: Slot, parameter: Parameter, shape: Dims, dtype: torch.dtyp
     if slot.like_parameter:
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
     return torch.zeros(slot.shape(shape), dtype=dtype, device=parameter.device)
+
+
+def _as_tensor(value: Tensor | Quantised | int | float) -> Tensor:
+    if isinstance(value, int | float):
+        return torch.tensor(value, dtype=torch.int64 if isinstance(value, int) else torch.float64)
+    return value.decoded() if isinstance(value, Quantised) else local(value)
 
 
 def _home(optimizer: torch.optim.Optimizer) -> StateHome | None:

@@ -108,6 +108,11 @@ def _delay_rule(run_file: RunFile) -> str | None:
     if run_file.sparsity is not None or (run_file.freeze is not None and run_file.freeze.changes):
         table = "[sparsity]" if run_file.sparsity is not None else "[freeze]"
         return f"{said} with {table}, which changes weights between two steps: leave one of them out"
+    if run_file.sync.replicas_are != "lockstep":
+        return (
+            f'{said} with sync.kind = "{run_file.sync.variant}", which writes weights between two steps: leave one of '
+            "them out"
+        )
     return None
 
 
