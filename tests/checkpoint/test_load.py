@@ -147,6 +147,14 @@ def test_another_model_is_refused_before_anything_is_changed(tmp_path):
     assert not any(tensor.any() for tensor in mine.values())
 
 
+def test_masks_of_other_layers_are_refused_with_the_key_that_names_them(tmp_path):
+    manifest = saved(tmp_path, 1)
+    mine = {name: torch.zeros_like(tensor) for name, tensor in state_of(1).items()}
+    mine["sparsity/mask/head.weight"] = torch.zeros(2, dtype=torch.uint8)
+    with pytest.raises(UsageError, match=r"head\.weight\. They are masks of other layers: name in sparsity\.layers"):
+        read_into(manifest, tmp_path, mine)
+
+
 def test_weights_alone_load_strictly_without_the_optimizer(tmp_path):
     """Names are compared within the families that are asked for; within them all must agree."""
     manifest = saved(tmp_path, 1)

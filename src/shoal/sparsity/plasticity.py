@@ -39,7 +39,6 @@ from shoal.models.config import QuantisationConfig
 from shoal.sparsity.config import FreezeByProgress
 from shoal.state import Held
 
-
 NOT_FINITE = -1.0
 """In place of what was measured of a block, which is never negative."""
 
@@ -183,7 +182,8 @@ class Activations:
 
     `parameters` are those that are trained, by name, `blocks` names of modules; the ranks of `group` measure together,
     each the first microbatch that it computes. Weights of two dimensions or more have 8 bits in the reference, with a
-    scale a row; others, and buffers, which may hold what is not finite, are whole. Weights that are never trained are those of the model.
+    scale a row; others, and buffers, which may hold what is not finite, are whole. Weights that
+    are never trained are those of the model.
     """
 
     def __init__(
