@@ -352,7 +352,7 @@ class Masked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(8, 8)
-        self.register_buffer("mask", torch.full((4, 4), -torch.inf).triu(1))
+        self.mask = nn.Buffer(torch.full((4, 4), -torch.inf).triu(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.linear((x @ x.transpose(1, 2) + self.mask).softmax(-1) @ x)

@@ -102,7 +102,7 @@ def require_match(
     if asked is not None:
         absent, more = sorted(_absent(asked, saved)), sorted(_absent(saved, asked))
         differences += [_listed("missing in it", absent), _listed("only in it", more)]
-        if not shapes and all(name.startswith(MASKS) for name in (*absent, *more)):
+        if not shapes and all(map(_is_mask, (*absent, *more))) and any(map(_is_mask, saved)):
             repair = MASKED
     if any(differences):
         raise UsageError(f"{directory} holds another model: {'; '.join(filter(None, differences))}. {repair}")
@@ -113,6 +113,10 @@ def require_match(
         raise UsageError(
             f"{_listed('the checkpoint has other element types', types)}: train in these, or ask for a cast"
         )
+
+
+def _is_mask(name: str) -> bool:
+    return name.startswith(MASKS)
 
 
 def _shapes(name: str, saved: TensorEntry, wanted: Expected) -> str:
