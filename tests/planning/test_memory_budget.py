@@ -343,7 +343,7 @@ def test_a_real_budget_is_met(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import torch, shoal
+import os, torch, shoal
 from torch import nn
 
 class Net(nn.Module):
@@ -356,18 +356,24 @@ class Net(nn.Module):
             x = block(x).relu()
         return x
 
+def other():
+    assert "SHOAL_TRIAL" not in os.environ, "it is another run that is tried"
+    return Net()
+
 data = [(torch.full((128,), index / 64), index % 10) for index in range(64)]
 tables = {"run": {"name": "both", "steps": 2, "processes": 1, "device": "cpu"}, "batch": {"global_samples": 16}}
-for name, memory in (("other", {}), ("mine", {"budget": "1 MiB"})):
+for name, model, memory in (("other", other, {}), ("mine", Net, {"budget": "1 MiB"})):
     given = {**tables, "run": {**tables["run"], "directory": f"runs/{name}"}, "memory": memory}
-    shoal.train(given, model=Net, data=data, loss=nn.CrossEntropyLoss(reduction="none"))
+    shoal.train(given, model=model, data=data, loss=nn.CrossEntropyLoss(reduction="none"))
 print("the end")
 """
 
 
 @pytest.mark.slow
 def test_objects_of_a_script_are_tried_by_the_script(tmp_path: Path) -> None:
-    """Trials take its steps alone: what stands behind the call runs once, and a run before it is not trained again."""
+    """Trials take its steps alone: what stands behind the call runs once, and a run before it, though of the same name,
+    is not trained again.
+    """
     (tmp_path / "mine.py").write_text(SCRIPT, encoding="utf-8")
     ran = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert ran.stdout.count("the end") == 1
@@ -400,11 +406,9 @@ def test_a_trial_ends_at_sigterm_with_its_folder(
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
 
-    def sleeping(
-        command: list[str], *, first: Callable[[], None] | None = None, **keys: Any
-    ) -> subprocess.Popen[bytes]:
+    def sleeping(command: list[str], *, env: dict[str, str], first: Callable[[], None], **to: int) -> Any:
         assert list((tmp_path / "scratch").iterdir())
-        started.append(subprocess.Popen(["sleep", "60"], preexec_fn=first, **keys))
+        started.append(subprocess.Popen(["sleep", "60"], env=env, preexec_fn=first, stderr=to["stderr"]))
         threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
         return started[-1]
 
