@@ -147,6 +147,19 @@ def test_another_model_is_refused_before_anything_is_changed(tmp_path):
     assert not any(tensor.any() for tensor in mine.values())
 
 
+def test_masks_of_other_layers_are_refused_with_the_key_that_names_them(tmp_path):
+    """Where both have some, and nothing else differs."""
+    weights, bits = {"model/w": torch.ones(4)}, {name: torch.ones(1, dtype=torch.uint8) for name in ("body", "head")}
+    all_masks = {f"sparsity/mask/{name}": each for name, each in bits.items()}
+    save(saver_for(tmp_path), 1, weights | all_masks)
+    manifest = read_manifest(checkpoints(tmp_path)[0])
+    fewer = weights | {"sparsity/mask/body": bits["body"]}
+    with pytest.raises(UsageError, match=r"only in it: sparsity/mask/head\. They are masks .* sparsity\.layers"):
+        read_into(manifest, tmp_path, fewer)
+    with pytest.raises(UsageError, match=r"Set run\.directory"):
+        read_into(manifest, tmp_path, fewer | {"model/other": torch.ones(4)})
+
+
 def test_weights_alone_load_strictly_without_the_optimizer(tmp_path):
     """Names are compared within the families that are asked for; within them all must agree."""
     manifest = saved(tmp_path, 1)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -18,10 +22,10 @@ from shoal.errors import ConfigError, LayoutError
 from shoal.launcher.environment import Place
 from shoal.observe.events import read_events
 from shoal.observe.facts import read_facts
-from shoal.planning import mixture_search
+from shoal.planning import mixture_search, trial
 from shoal.planning.memory_budget import FILE_NAME, Bill, foreseen, used_by, with_budget
 from shoal.planning.mixtures import AS_IT_IS, Prices, choices, ladder, mixtures, with_values
-from shoal.planning.trial import FirstSteps, hurried, needed, trial_of
+from shoal.planning.trial import FirstSteps, bare, hurried, needed, trial_of
 from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile
 from tests.verification.layouts import corpus, run_file_of
@@ -100,7 +104,7 @@ def test_the_cheapest_that_fits_is_found(tmp_path: Path, processes: int, share: 
 
 
 def test_a_trial_has_the_masks_and_references_that_its_run_will_have(tmp_path: Path) -> None:
-    """Though the run makes them later than a trial ends."""
+    """Though the run makes them later than a trial ends, whose last step is one as most are."""
     masks = {"kind": "magnitude", "density": 0.1, "schedule": {"begin": 8, "every": 2}}
     run_file = run_file_of(tmp_path, sparsity=masks, freeze={"progress": {"criterion": "activations", "every": 5}})
     in_steps = {"run.steps": 3}
@@ -108,7 +112,7 @@ def test_a_trial_has_the_masks_and_references_that_its_run_will_have(tmp_path: P
     tried = with_values(hurried(run_file, 3), in_steps)
     assert refusal(tried) is None
     assert tried.sparsity is not None
-    assert (tried.sparsity.schedule.begin, tried.sparsity.schedule.end, tried.sparsity.density) == (2, 3, 0.1)
+    assert (tried.sparsity.schedule.begin, tried.sparsity.schedule.end, tried.sparsity.density) == (2, 2, 0.1)
     assert tried.freeze is not None
     assert tried.freeze.progress is not None
     assert (tried.freeze.progress.every, tried.freeze.progress.patience) == (1, 4)
@@ -339,7 +343,7 @@ def test_a_real_budget_is_met(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import torch, shoal
+import os, torch, shoal
 from torch import nn
 
 class Net(nn.Module):
@@ -352,18 +356,24 @@ class Net(nn.Module):
             x = block(x).relu()
         return x
 
+def other():
+    assert "SHOAL_TRIAL" not in os.environ, "it is another run that is tried"
+    return Net()
+
 data = [(torch.full((128,), index / 64), index % 10) for index in range(64)]
-tables = {"run": {"steps": 2, "processes": 1, "device": "cpu"}, "batch": {"global_samples": 16}}
-for name, memory in (("other", {}), ("mine", {"budget": "1 MiB"})):
-    given = {**tables, "run": {**tables["run"], "name": name}, "memory": memory}
-    shoal.train(given, model=Net, data=data, loss=nn.CrossEntropyLoss(reduction="none"))
+tables = {"run": {"name": "both", "steps": 2, "processes": 1, "device": "cpu"}, "batch": {"global_samples": 16}}
+for name, model, memory in (("other", other, {}), ("mine", Net, {"budget": "1 MiB"})):
+    given = {**tables, "run": {**tables["run"], "directory": f"runs/{name}"}, "memory": memory}
+    shoal.train(given, model=model, data=data, loss=nn.CrossEntropyLoss(reduction="none"))
 print("the end")
 """
 
 
 @pytest.mark.slow
 def test_objects_of_a_script_are_tried_by_the_script(tmp_path: Path) -> None:
-    """Trials take its steps alone: what stands behind the call runs once, and a run before it is not trained again."""
+    """Trials take its steps alone: what stands behind the call runs once, and a run before it, though of the same name,
+    is not trained again.
+    """
     (tmp_path / "mine.py").write_text(SCRIPT, encoding="utf-8")
     ran = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert ran.stdout.count("the end") == 1
@@ -373,6 +383,64 @@ def test_objects_of_a_script_are_tried_by_the_script(tmp_path: Path) -> None:
     losses = [event.get("loss/train") for event in read_events(tmp_path / "runs/other")]
     assert sum(loss is not None for loss in losses) == 2
     assert read_facts(tmp_path / "runs/mine")["memory_budget"].startswith('memory.budget = "1 MiB": ')
+
+
+def test_a_trial_tells_nobody_and_takes_up_no_checkpoint(budgeted: RunFile) -> None:
+    """What it measures in its steps stays, as memory goes into that."""
+    told = {
+        "checkpoint.remote": "memory://store", "checkpoint.every_steps": 1, "observe.webhook": "http://host/hook",
+        "observe.mlflow": "http://host", "observe.wandb": "online", "observe.prometheus_port": 1, "observe.page": True,
+        "observe.tensorboard": True, "observe.sample_bytes": 9, "observe.evaluate_every_steps": 1,
+    }  # fmt: skip
+    measured = with_values(budgeted, {"observe.noise_every_steps": 1, "observe.layer_norms_every_steps": 1})
+    found = bare(with_values(measured, told))
+    assert found == bare(measured)
+    assert (found.checkpoint.remote, found.observe.noise_every_steps) == (None, 1)
+    assert found.observe.layer_norms_every_steps == 1
+
+
+def test_a_trial_ends_at_sigterm_with_its_folder(
+    budgeted: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+
+    def sleeping(command: list[str], *, env: dict[str, str], first: Callable[[], None], **to: int) -> Any:
+        assert list((tmp_path / "scratch").iterdir())
+        started.append(subprocess.Popen(["sleep", "60"], env=env, preexec_fn=first, stderr=to["stderr"]))
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return started[-1]
+
+    monkeypatch.setattr(trial.warm, "start", sleeping)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # not the end of the tests, where this fails
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            with_budget(budgeted, None)
+        assert [one.poll() for one in started] == [-signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        started[-1].kill()
+    assert not list((tmp_path / "scratch").iterdir())
+
+
+def test_a_bill_of_another_version_stops_no_run_without_a_budget(tmp_path: Path) -> None:
+    own = run_file_of(tmp_path, run={"processes": 1, "device": "cpu"})
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / FILE_NAME).write_text('{"tried": "nothing"}', encoding="utf-8")
+    assert used_by(own) == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"), [("adamw", "nothing"), ("lion", "nothing"), ("adan", "nothing"), ("adamw_8bit", "rounding")]
+)
+def test_numbers_that_are_updated_alone_are_the_same_in_pieces(tmp_path: Path, kind: str, change: str) -> None:
+    """Unless their gradient's norm is bounded."""
+    for clip_norm, wanted in ((None, change), (1.0, "rounding")):
+        own = run_file_of(tmp_path, optimizer={"kind": kind, "lr": 1e-3}, run={"processes": 1, "device": "cpu"})
+        own = with_values(own, {"optimizer.clip_norm": clip_norm})
+        moved = [means for each in choices(own) for means in each if means.kind == "parameters"]
+        assert [means.change for means in moved] == [wanted]
 
 
 def test_what_steps_differ_by_is_asked_for_once_more() -> None:

@@ -66,6 +66,18 @@ def test_plans_are_run_and_ordered_by_what_they_took(run_file: Path) -> None:
     assert [path for path in sorted(run_file.parent.iterdir()) if path.name != "cache"] == before
 
 
+@pytest.mark.parametrize("schedule", ["begin = 50\nend = 150", "begin = 400", 'shape = "one_shot"\nbegin = 200'])
+def test_masks_of_a_later_step_are_there_before_the_steps_that_are_timed(run_file: Path, schedule: str) -> None:
+    """Also where the run's own would come after the trial, which the rules refuse."""
+    masks = f'[sparsity]\nkind = "magnitude"\ndensity = 0.5\n[sparsity.schedule]\n{schedule}\n'
+    path = run_file.with_name("short.toml")
+    trial._write_short(path, f'{run_file.read_text()}{masks}[checkpoint]\nremote = "memory://store"\n')
+    short = load_run(path, (f"run.steps={trial.WARM_UP + trial.STEPS}",))
+    assert short.sparsity is not None
+    assert (short.sparsity.schedule.end or 99) < trial.WARM_UP
+    assert short.checkpoint.remote is None
+
+
 def test_a_plan_that_fails_comes_last_with_its_reason(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not tried again, and the others still are: here, runs that are played by their events."""
     runs: list[str] = []

@@ -237,6 +237,47 @@ def test_a_rank_finds_what_others_keep() -> None:
     assert one == [[rows[3]], None, [rows[2], rows[1]], None, None]
 
 
+def test_what_another_rank_keeps_is_not_kept_again() -> None:
+    """A batch of which one sample is new is computed whole, and only that sample is kept."""
+
+    def holds(group: Collective) -> tuple[bool, list[str], int]:
+        kept = KeptSamples(16, group, CPU)
+        own = [bytes([number] * 16) for number in ((1, 2), (3, 4))[group.rank]]
+        other = [bytes([number] * 16) for number in ((3, 4, 5), (1, 2))[group.rank]]
+        for keys in (own, other):
+            kept.find(keys)
+            whole = kept.keep(keys, torch.ones(len(keys), 1, dtype=torch.float64))
+        return whole, kept.take_lines(), len(kept._rows)
+
+    with ThreadPoolExecutor(2) as pool:
+        (zero, lines, held), one = pool.map(holds, local_group(2))
+    assert one == (True, [], 2)
+    assert (zero, held) == (False, 2), "the new one finds no room here"
+    assert len(lines) == 1
+    assert lines[0].startswith("freeze.cache is full with 2 samples of 8 bytes on this rank, and there are others")
+
+
+def test_a_full_cache_goes_on_and_remembers_no_more_batches_than_samples() -> None:
+    """As with augmentation, where every batch is new."""
+    plain, model = Blocks(), Blocks()
+    calls = counted_blocks(model, list(model.blocks))
+    cached = CachedBlocks(model, list(model.blocks), KeptSamples(3 * 8 * 16, Alone(), CPU))
+    samples = torch.randn(9, 8, 4)
+    wanted, found = epochs(plain, 3, samples), epochs(model, 3, samples)
+    assert all(torch.allclose(one, other) for one, other in zip(found, wanted, strict=True))
+    assert calls == [9 * 3 - 5] * 3, "three batches are found in two epochs, the first of them once to compare"
+    assert len(cached.take_lines()) == 1
+    assert cached.take_lines() == []
+    assert len(cached._batches) == 3
+
+
+@pytest.mark.parametrize("given", [torch.ones(2, 3, dtype=torch.complex64), torch.ones([2] + [1] * 9)])
+def test_what_ranks_cannot_send_is_refused(given: Tensor) -> None:
+    zero, _ = local_group(2)
+    with pytest.raises(UserCodeError, match=r"gives (complex64 of 2|float32 of 10) dims, and ranks send each other"):
+        KeptSamples(MIB, zero, CPU).keep([b"1" * 16, b"2" * 16], given)
+
+
 def test_numbers_that_a_model_is_called_with_tell_samples_apart() -> None:
     class Scaled(Blocks):
         def forward(self, x: Tensor, by: float = 1.0) -> Tensor:
@@ -252,7 +293,7 @@ def test_cached_blocks_that_cannot_be_are_refused() -> None:
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     model = half_frozen_gpt()
     CachedBlocks(model, list(model.blocks), KeptSamples(100, Alone(), CPU))
-    with pytest.raises(UserCodeError, match="1 samples of 1,024 bytes are more than it may hold"):
+    with pytest.raises(UserCodeError, match="a sample of 1,024 bytes is more than it may hold"):
         model(tokens)
     model = GPT(GPTConfig(vocabulary=61, layers=2, width=16, heads=2))
     freeze(model, FreezeConfig(layers=("blocks.1",)))

@@ -346,6 +346,53 @@ def test_a_loss_scale_is_not_in_what_a_run_sums(ranks, folder: Path, tables: dic
         assert torch.allclose(large[name], tensor, rtol=0.1, atol=0.02 * float(tensor.abs().max())), name
 
 
+class Masked(nn.Module):
+    """A block with the mask of a causal attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.mask = nn.Buffer(torch.full((4, 4), -torch.inf).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear((x @ x.transpose(1, 2) + self.mask).softmax(-1) @ x)
+
+
+def test_a_mask_of_infinities_is_whole_in_the_reference() -> None:
+    model = nn.Sequential(Masked(), Masked())
+    activations = Activations(model, dict(model.named_parameters()), ["0", "1"], Alone())
+    activations.renew()
+    activations.look(True)
+    model(torch.randn(5, 4, 8))
+    assert all(0 <= loss < 1e-3 for loss in activations.losses())
+    with pytest.raises(UserCodeError, match="without a call of Sequential itself"):
+        activations.losses()
+
+
+@pytest.mark.parametrize("criterion", ["movement", "gradient", "activations"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_not_finite_has_not_settled(criterion: Any, number: float) -> None:
+    """Nor gets into the state; the block before it is frozen, as without it, and it is said once."""
+    config = FreezeByProgress(criterion=criterion, window=2, patience=1, below=0.7, most=0.9)
+    progress = Plasticity(config, blocks=3)
+    for measured in (1.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0):
+        progress.observe([measured, number, 2 * measured], lr=1.0)
+        assert all(torch.tensor(each).isfinite().all() for each in list(progress.to_state().values())[1:])
+    assert progress.frozen == 1
+    assert len(progress.lines) == 1
+    assert f'criterion = "{criterion}": what is measured of block 1 is not finite' in progress.lines[0]
+
+
+def test_another_criterion_measures_anew() -> None:
+    """What is frozen stays frozen."""
+    before = Plasticity(FreezeByProgress(criterion="movement"), 3, 1, 0.5, [9.0] * 3, [2, 1, 1], [1.0] * 3, [[1.0] * 3])
+    after = Plasticity(FreezeByProgress(criterion="gradient"), blocks=3)
+    after.load(before.to_state())
+    assert after == Plasticity(after.config, 3, 1, 0.5)
+    assert len(after.lines) == 1
+    assert 'criterion was "movement" before and is "gradient" now' in after.lines[0]
+
+
 def test_a_pattern_names_parameters_or_modules() -> None:
     assert matches("blocks.0.attention.query.weight", ["blocks.0"])
     assert matches("blocks.0.attention.query.weight", ["*.query.weight"])

@@ -37,6 +37,7 @@ from shoal.launcher.own_script import (
     DESCRIBES,
     PROFILE,
     TRIAL,
+    TRIAL_OF,
     Reached,
     ScriptCheck,
     own_command,
@@ -162,10 +163,9 @@ def _trained(config: Configuration, overrides: Sequence[str], *, model: Any, dat
     run_file, file = _resolved(config, keys, model=model, data=data, loss=loss)
     run_file = chosen_run(run_file, intent)
     if TRIAL in os.environ:
-        tried = load_run(Path(os.environ[TRIAL]))
-        if tried.run.name != run_file.run.name:
+        if str(run_directory(run_file).resolve()) != os.environ[TRIAL_OF]:
             return run_directory(run_file)
-        run_file = tried
+        run_file = load_run(Path(os.environ[TRIAL]))
     directory = run_directory(run_file)
 
     def be_rank(run_file: RunFile, place: Place) -> None:

@@ -307,6 +307,6 @@ def _figures(run: Run, sinks: Sinks, unkeyed: UnkeyedDraws, compiling: CompileCl
         sinks.note(f"links: {line}")
     measured = {} if coded is None else coded.take_figures()
     agreed, kept = run.generation.agreement.take_figures(), run.tiers.take_figures()
-    for line in run.tiers.take_lines():
+    for line in (*run.tiers.take_lines(), *run.state.take_lines()):
         sinks.warn(line)
     return {**measured, **agreed, **kept, **run.state.figures(), **compiling.take_figures()}

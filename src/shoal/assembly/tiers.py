@@ -169,8 +169,9 @@ class Tiers:
         return found
 
     def take_lines(self) -> list[str]:
-        """What is to be said of the step just taken: tensors that pile up."""
-        return [] if self._collector is None else self._collector.take_lines()
+        """What is to be said of the step just taken: tensors that pile up, a cache that is full."""
+        telling = (self._collector, self._blocks)
+        return [line for each in telling if each is not None for line in each.take_lines()]
 
     def unused(self, model: nn.Module) -> list[str]:
         """Sentences on keys of `[memory]` that had no effect on the steps so far, at this size."""

@@ -28,6 +28,12 @@ from shoal.topology.holding import Box, intersection
 _NAMED = 3
 RESUMED = "Set run.directory to a new folder, or go back to the model that wrote it"
 """What to do where a run cannot go on because its directory holds another model."""
+MASKS = "sparsity/"
+MASKED = (
+    "They are masks of other layers: name in sparsity.layers those that the run has begun with, such as "
+    '["blocks.*.weight", "head.weight"], for which layers are dense by default differs between versions; or set '
+    "run.directory to a new folder"
+)
 
 
 def read_into(
@@ -94,8 +100,10 @@ def require_match(
     shapes = [_shapes(name, saved[name], want) for name, want in both if tuple(saved[name].shape) != want.shape]
     differences = [_listed("other shapes", shapes)]
     if asked is not None:
-        differences.append(_listed("missing in it", sorted(_absent(asked, saved))))
-        differences.append(_listed("only in it", sorted(_absent(saved, asked))))
+        absent, more = sorted(_absent(asked, saved)), sorted(_absent(saved, asked))
+        differences += [_listed("missing in it", absent), _listed("only in it", more)]
+        if not shapes and all(map(_is_mask, (*absent, *more))) and any(map(_is_mask, saved)):
+            repair = MASKED
     if any(differences):
         raise UsageError(f"{directory} holds another model: {'; '.join(filter(None, differences))}. {repair}")
     types = [
@@ -105,6 +113,10 @@ def require_match(
         raise UsageError(
             f"{_listed('the checkpoint has other element types', types)}: train in these, or ask for a cast"
         )
+
+
+def _is_mask(name: str) -> bool:
+    return name.startswith(MASKS)
 
 
 def _shapes(name: str, saved: TensorEntry, wanted: Expected) -> str:

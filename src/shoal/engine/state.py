@@ -268,6 +268,15 @@ class Measures(Protocol):
         ...
 
 
+@runtime_checkable
+class Tells(Protocol):
+    """A section that now and then has something to say."""
+
+    def take_lines(self) -> list[str]:
+        """Sentences, each once."""
+        ...
+
+
 @dataclass(frozen=True)
 class FactsSection:
     """The section of something without tensors."""
@@ -358,6 +367,10 @@ class TrainState:
         """What sections measure."""
         measuring = [each for each in (*self.others, self.growth) if isinstance(each, Measures)]
         return {name: value for section in measuring for name, value in section.figures().items()}
+
+    def take_lines(self) -> list[str]:
+        """What sections have to say."""
+        return [line for section in self.others if isinstance(section, Tells) for line in section.take_lines()]
 
     @property
     def is_whole_on_replicas(self) -> bool:

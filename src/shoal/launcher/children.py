@@ -13,7 +13,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from shoal.errors import EnvironmentFault
@@ -22,6 +24,26 @@ THROWN_AWAY_S = 1.0
 """How long a run whose results nobody wants may take for its end before it is told to stop at once."""
 AT_ONCE_S = 5.0
 """How long a command that was told to stop at once may take."""
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends what is under way as Ctrl-C does; where it is ignored, and outside the main thread, nothing is
+    changed.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGTERM)
+    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def wait_for(process: subprocess.Popen[Any], *, patience_s: float | None = None) -> int:

@@ -48,8 +48,9 @@ DESCRIBES = "SHOAL_DESCRIBES"
 PROFILE = "SHOAL_PROFILE"
 """What a script's ranks are to record of their steps (`shoal.assembly.profiling.ProfileOrder`), as JSON."""
 TRIAL = "SHOAL_TRIAL"
-"""The run file of a trial: the script trains by it in the place of its run of that name, and ends; it passes over its
-other runs."""
+"""The run file of a trial: the script trains by it in the place of its run of the directory `TRIAL_OF`, and ends; it
+passes over its other runs."""
+TRIAL_OF = "SHOAL_TRIAL_OF"
 _KEY = re.compile(r"[a-z_]+(\.[A-Za-z0-9_*]+)+=", re.ASCII)
 
 

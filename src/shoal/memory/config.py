@@ -133,8 +133,8 @@ class MemoryConfig(Table, frozen=True):
         says(
             'On CPUs: what a rank\'s device may hold, such as "512 MiB". Before any rank starts, mixtures of recompute '
             "and offload, ZeRO stage, microbatch, loss_chunks and moments in 8 bits are tried by three steps each, "
-            "from that with the shortest predicted step on; the first that fits is used. Keys that are set stay. The "
-            "bill is memory.json in the run directory."
+            "from that with the shortest predicted step on; the first that fits is used. Keys that are set to "
+            "another value than their default stay. The bill is memory.json in the run directory."
         ),
     ] = None
     budget_may_change: Annotated[

@@ -26,6 +26,7 @@ from shoal import units
 from shoal.config.named import GIVEN
 from shoal.errors import ConfigError, LayoutError, OutOfMemory, ShoalError
 from shoal.files import read_json
+from shoal.launcher.children import interrupted_by_sigterm
 from shoal.launcher.devices import gpus
 from shoal.launcher.environment import Place
 from shoal.observe.events import read_events
@@ -80,7 +81,8 @@ def with_microbatch(run_file: RunFile, place: Place | None, *, keeps: bool = Tru
                 "memory.fit_microbatch, and no run of this run file has tried yet what fits: here nothing is kept; set "
                 "memory.fit_microbatch=false and batch.micro_samples"
             )
-        fitted = _fit(run_file, digest)
+        with interrupted_by_sigterm():
+            fitted = _fit(run_file, digest)
         _write(path, fitted)
     return _cut(run_file, fitted.micro_samples), _said(fitted)
 

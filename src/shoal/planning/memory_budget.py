@@ -23,6 +23,7 @@ from shoal.checkpoint.config import CheckpointConfig
 from shoal.config.load import dumps
 from shoal.errors import ConfigError, LayoutError, ShoalError
 from shoal.files import cache_folder, read_json
+from shoal.launcher.children import interrupted_by_sigterm
 from shoal.launcher.devices import gpus, memory_limit
 from shoal.launcher.environment import Place
 from shoal.memory.config import BudgetChange
@@ -68,7 +69,8 @@ def with_budget(
             f"memory.budget under {place.launcher}: what fits is tried once, by whoever starts the ranks; start "
             "the run with shoal train, or write the keys that its run.toml has"
         )
-    bill = _tried(run_file, digest, trial or trial_of)
+    with interrupted_by_sigterm():
+        bill = _tried(run_file, digest, trial or trial_of)
     path = own if keeps else apart
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, msgspec.json.encode(bill) + b"\n")
@@ -101,8 +103,13 @@ def foreseen(run_file: RunFile, cluster: Path | None) -> str | None:
 
 
 def used_by(run_file: RunFile) -> str:
-    """The sentence on the budget by which a run that starts was completed; "" where it has none."""
-    bill = _kept(run_directory(run_file) / FILE_NAME)
+    """The sentence on the budget by which a run that starts was completed; "" where it has none, or a bill that is not
+    of this version.
+    """
+    try:
+        bill = _kept(run_directory(run_file) / FILE_NAME)
+    except ConfigError:
+        return ""
     if bill is None or bill.budget != run_file.memory.simulate_device:
         return ""
     return said(bill) if with_values(run_file, bill.tried[-1].values) == run_file else ""

@@ -29,6 +29,7 @@ from shoal.codec.config import NoCodec
 from shoal.errors import ShoalError
 from shoal.memory.config import BudgetChange, OffloadConfig
 from shoal.optim.config import in_8_bits
+from shoal.optim.declared import Elementwise
 from shoal.runfile.layout_rules import most_samples
 from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile, statistics_group
@@ -43,8 +44,8 @@ PART_SHARE, LEAST_PART, MOST_PART = 32, 64 << 10, 32 << 20
 BOUNDLESS = "1024 GiB"
 CHUNKS = 8
 """Of the loss: logits are then less than the activations of a block."""
-ELEMENT_WISE = ("adamw", "sgd", "lion")
-"""Optimizers whose update of a number needs nothing of another."""
+ELEMENT_WISE = ("adamw", "sgd")
+"""Optimizers whose update of a number needs nothing of another, beside those that say so (`Elementwise`)."""
 MOST_HALVINGS = 5
 """Of a microbatch; each size of it is traced."""
 HELD_BLOCKS = 2
@@ -201,8 +202,9 @@ def _parameters(run_file: RunFile) -> Iterator[Means]:
 
 def _of_pieces(run_file: RunFile) -> BudgetChange:
     """What changes where an optimizer has pieces: nothing if numbers are updated alone, and no norm is taken."""
-    alone = run_file.optimizer.variant in ELEMENT_WISE and run_file.optimizer.clip_norm is None
-    return "nothing" if alone else "rounding"
+    optimizer = run_file.optimizer
+    alone = isinstance(optimizer, Elementwise) or optimizer.variant in ELEMENT_WISE
+    return "nothing" if alone and optimizer.clip_norm is None else "rounding"
 
 
 def _stages(run_file: RunFile) -> Iterator[Means]:

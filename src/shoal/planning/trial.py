@@ -23,19 +23,22 @@ from typing import Any
 import msgspec
 
 from shoal.assembly.user_code import GIVEN
+from shoal.checkpoint.config import CheckpointConfig
 from shoal.config.load import dumps
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.launcher import warm
-from shoal.launcher.children import THROWN_AWAY_S, stop
+from shoal.launcher.children import THROWN_AWAY_S, arm_before_exec, stop
 from shoal.launcher.devices import gpus
-from shoal.launcher.own_script import TRIAL, own_command
+from shoal.launcher.own_script import TRIAL, TRIAL_OF, own_command
+from shoal.observe.config import ObserveConfig
 from shoal.observe.events import read_events
 from shoal.observe.terminal import ProgressBar
 from shoal.planner.explain.residuals import prediction_record
 from shoal.planner.predict.predictor import Prediction
 from shoal.planning.mixtures import with_values
 from shoal.planning.plan_file import run_file_of
-from shoal.runfile.run_file import RunFile
+from shoal.runfile.load import load_run
+from shoal.runfile.run_file import RunFile, run_directory
 from shoal.topology.cluster import Cluster
 
 WARM_UP, STEPS, TURNS = 3, 10, 2
@@ -90,7 +93,7 @@ def tried(
             what = f"trying {plan.describe()} (turn {turn + 1} of {turns})"
             bar.update(what, done=done, total=turns * len(predictions))
             run = Path(folder) / f"plan-{number}-{turn}"
-            run.with_suffix(".toml").write_text(run_file_of(path, plan, overrides), encoding="utf-8")
+            _write_short(run.with_suffix(".toml"), run_file_of(path, plan, overrides))
             try:
                 times[number] += _steps_s(run, environ)
             except _Failed as failed:
@@ -117,12 +120,17 @@ class _Failed(Exception):
     """A run that did not end well; what it said."""
 
 
+def _write_short(path: Path, text: str) -> None:
+    """The run file `text` for some steps, of which those that are timed have the masks that its run will have."""
+    path.write_text(text, encoding="utf-8")
+    path.write_text(dumps(bare(masked_before(load_run(path, ()), WARM_UP))), encoding="utf-8")
+
+
 def _steps_s(run: Path, environ: Mapping[str, str]) -> list[float]:
     """Seconds of each step of a short run of `run`.toml in the folder `run`. Raises `_Failed`."""
     command = [
         sys.executable, "-m", "shoal", "train", str(run.with_suffix(".toml")), f"run.directory={run}",
-        f"run.steps={WARM_UP + STEPS}", "checkpoint.every_steps=0", "observe.evaluate_every_steps=0",
-        "observe.report=false", "observe.evaluate_samples=1",
+        f"run.steps={WARM_UP + STEPS}",
     ]  # fmt: skip
     with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as train:
         try:
@@ -138,14 +146,10 @@ def _steps_s(run: Path, environ: Mapping[str, str]) -> list[float]:
 # The first steps of a run file, as it stands: what a rank's simulated device held, and the losses.
 
 
-BARE = {
-    "checkpoint.every_steps": 0,
-    "observe.evaluate_every_steps": 0,
-    "observe.report": False,
-    "observe.evaluate_samples": 1,
-    "observe.sample_bytes": 0,
-}
-"""Keys of a run of which nothing but its steps is asked."""
+MEASURED = (
+    "compare_every_steps", "expert_loads_every_steps", "noise_every_steps", "noise_by_layer", "layer_norms_every_steps",
+)  # fmt: skip
+"""Keys of `[observe]` that have a step do more."""
 TRIED_STEPS = 3
 """State is made in the first, and comes and goes in the others."""
 
@@ -187,32 +191,53 @@ def needed(peaks: Sequence[float]) -> int:
     return int(max(peaks) + max(later) - min(later))
 
 
+def bare(run_file: RunFile) -> RunFile:
+    """The run file of which nothing but its steps is asked: it takes up and sends no checkpoint, evaluates nothing, and
+    tells nobody.
+    """
+    measured = {key: getattr(run_file.observe, key) for key in MEASURED}
+    observe = msgspec.structs.replace(ObserveConfig(), report=False, evaluate_samples=1, **measured)
+    return msgspec.structs.replace(run_file, checkpoint=CheckpointConfig(every_steps=0), observe=observe)
+
+
 def short_run(run_file: RunFile, folder: Path, *, steps: int) -> tuple[int, str]:
     """The exit code of the first steps of the run, whose directory is `run` in `folder`, and why it failed. A run of
-    objects that a script hands over is one of that script, started again.
+    objects that a script hands over is one of that script, started again. It ends with this process, and at Ctrl-C.
     """
     path = folder / "run.toml"
-    own = {"run.directory": str(folder / "run"), "run.steps": steps, **BARE}
-    path.write_text(dumps(with_values(hurried(run_file, steps), own)), encoding="utf-8")
+    own = {"run.directory": str(folder / "run"), "run.steps": steps}
+    path.write_text(dumps(with_values(bare(hurried(run_file, steps)), own)), encoding="utf-8")
     command, environ = [sys.executable, "-m", "shoal", "train", str(path)], dict(os.environ)
     if any(getattr(table, "build", None) == GIVEN for table in (run_file.model, run_file.data, run_file.loss)):
-        command, environ[TRIAL] = own_command(), str(path)
-    process = warm.start(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    said = process.communicate()[1].decode(errors="replace").strip()
+        command, own_directory = own_command(), str(run_directory(run_file).resolve())
+        environ |= {TRIAL: str(path), TRIAL_OF: own_directory}
+    process = warm.start(
+        command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, first=arm_before_exec()
+    )
+    try:
+        said = process.communicate()[1].decode(errors="replace").strip()
+    except KeyboardInterrupt:
+        stop([process], patience_s=THROWN_AWAY_S)
+        raise
     return process.returncode, _cause(said.splitlines()) or f"exit code {process.returncode}"
 
 
 def hurried(run_file: RunFile, steps: int) -> RunFile:
     """The run file whose first `steps` have all that its run will hold: masks, gates, what freezing compares with."""
-    replaced, sparsity, freeze = msgspec.structs.replace, run_file.sparsity, run_file.freeze
-    if sparsity is not None:
-        last = max(1, steps - 1)
-        schedule = replaced(sparsity.schedule, begin=min(sparsity.schedule.begin, last), end=steps, every=1)
-        run_file = replaced(run_file, sparsity=replaced(sparsity, schedule=schedule))
+    replaced, freeze, run_file = msgspec.structs.replace, run_file.freeze, masked_before(run_file, steps)
     if freeze is not None and freeze.progress is not None:
         progress = replaced(freeze.progress, every=1, patience=steps + 1)
         run_file = replaced(run_file, freeze=replaced(freeze, progress=progress))
     return run_file
+
+
+def masked_before(run_file: RunFile, step: int) -> RunFile:
+    """The run file whose masks change for the last time before that step, which is one as most of the run are."""
+    replaced, sparsity, last = msgspec.structs.replace, run_file.sparsity, max(1, step - 1)
+    if sparsity is None:
+        return run_file
+    schedule = replaced(sparsity.schedule, begin=min(sparsity.schedule.begin, last), end=last, every=1)
+    return replaced(run_file, sparsity=replaced(sparsity, schedule=schedule))
 
 
 def _cause(lines: Sequence[str]) -> str:

@@ -30,6 +30,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves
 
+from shoal import units
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.models.batch_norm import StepStatistics
@@ -99,14 +100,19 @@ FORM = 9
 class KeptSamples:
     """What was given for samples, on the host, by their keys; of each rank `budget_bytes` at most.
 
-    A rank keeps what it has computed, and finds what any rank of `group` keeps: keys go round before every forward, and
-    for a batch that is found whole the first rank that has a sample sends it. Messages are on `device`.
+    A rank keeps what it has computed and nobody kept, and finds what any rank of `group` keeps: keys go round before
+    every forward, and for a batch that is found whole the first rank that has a sample sends it. Messages are on
+    `device`. What a full rank computes is computed again whenever it comes.
     """
 
     def __init__(self, budget_bytes: int, group: Collective, device: torch.device) -> None:
         self._budget_bytes, self._held_bytes = budget_bytes, 0
         self._group, self._device = group, device
         self._rows: dict[bytes, Tensor] = {}
+        self._anywhere: set[bytes] = set()
+        """Of the keys that were asked for last, those that somebody keeps."""
+        self._lines: list[str] = []
+        self._full = False
 
     def find(self, keys: Sequence[bytes]) -> Tensor | None:
         """`[samples, ...]`; None where there is no sample, or one that nobody keeps. All ranks call it together."""
@@ -115,21 +121,42 @@ class KeptSamples:
         found = [self._rows[key] for key in keys if key in self._rows]
         return torch.stack(found) if found and len(found) == len(keys) else None
 
-    def keep(self, keys: Sequence[bytes], given: Tensor) -> None:
-        """`given` `[samples, ...]`. Raises `UserCodeError` where that is more than allowed."""
+    def keep(self, keys: Sequence[bytes], given: Tensor) -> bool:
+        """`given` `[samples, ...]`, after `find` of the same keys. Whether all of them are kept now, by any rank.
+
+        Raises `UserCodeError` where there is no room for one of them, or ranks could not send it.
+        """
+        if self._group.size > 1:
+            _check_form(given)
         for key, row in zip(keys, given, strict=True):
-            if key not in self._rows:
-                self._rows[key] = row.clone()
-                self._held_bytes += row.nbytes
-        if self._held_bytes > self._budget_bytes:
-            each = self._held_bytes // len(self._rows)
+            if key not in self._rows and key not in self._anywhere:
+                self._keep(key, row)
+        return all(key in self._rows or key in self._anywhere for key in keys)
+
+    def take_lines(self) -> list[str]:
+        """What is to be said since it was asked last: that there is no more room."""
+        lines, self._lines = self._lines, []
+        return lines
+
+    def _keep(self, key: bytes, row: Tensor) -> None:
+        if row.nbytes > self._budget_bytes:
             raise UserCodeError(
-                f"freeze.cache: {len(self._rows)} samples of {each:,} bytes are more than it may hold, and there are "
-                "others: give it what all samples of a rank take, or leave it out"
+                f"freeze.cache: a sample of {row.nbytes:,} bytes is more than it may hold: give it what all samples of "
+                "a rank take, or leave it out"
+            )
+        if self._held_bytes + row.nbytes <= self._budget_bytes:
+            self._rows[key] = row.clone()
+            self._held_bytes += row.nbytes
+        elif not self._full:
+            self._full = True
+            self._lines.append(
+                f"freeze.cache is full with {units.plural(len(self._rows), 'sample')} of {row.nbytes:,} bytes on this "
+                "rank, and there are others, whose batches are computed each time: give it what all samples of a rank "
+                "take, or leave it out"
             )
 
     def _find_anywhere(self, keys: Sequence[bytes]) -> Tensor | None:
-        asked = self._asked(keys)
+        asked, self._anywhere = self._asked(keys), set()
         if not any(asked):
             return None
         known = {key: self._rows[key] for own in asked for key in own if key in self._rows}
@@ -138,9 +165,11 @@ class KeptSamples:
         form_of = iter(by_rank.amax(0).tolist())  # those who keep a sample agree on its form
         first_of = iter((by_rank[..., 0] > 0).to(torch.uint8).argmax(0).tolist())
         wanted = []
-        for own in asked:
+        for rank, own in enumerate(asked):
             each = [(key, next(first_of), next(form_of)) for key in own]
             wanted.append(each if all(form[0] for _, _, form in each) else [])
+            if rank == self._group.rank:
+                self._anywhere = {key for key, _, form in each if form[0]}
         return self._fetch(wanted) if any(wanted) else None
 
     def _fetch(self, wanted: Sequence[Sequence[tuple[bytes, int, list[int]]]]) -> Tensor | None:
@@ -175,6 +204,15 @@ class KeptSamples:
         return found.cpu()
 
 
+def _check_form(given: Tensor) -> None:
+    if given.dtype not in DTYPES or given.ndim > FORM:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise UserCodeError(
+            f"freeze.cache: the last frozen block gives {str(given.dtype).removeprefix('torch.')} of {given.ndim} "
+            f"dims, and ranks send each other samples of {FORM - 1} dims at most, of {known}: leave cache out"
+        )
+
+
 def _form_of(row: Tensor | None) -> list[int]:
     if row is None:
         return [0] * FORM
@@ -201,13 +239,13 @@ class CachedBlocks:
     """What the last of the frozen `blocks` gives, by sample, `kept` from the epoch before.
 
     It replaces the `forward` of each block. Raises `UserCodeError` in a forward of `model` where one of the checks
-    above fails, where there are no frozen blocks at the front, or more bytes than allowed.
+    above fails, where there are no frozen blocks at the front, or a sample that cannot be kept.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], kept: KeptSamples) -> None:
         self._model, self._blocks, self._kept = model, list(blocks), kept
         self._batches: set[tuple[bytes, ...]] = set()
-        """Those that were computed."""
+        """Those that were computed, and whose samples are all kept: no more than there are samples here."""
         self._checked: set[bool] = set()
         """Whether batches that were computed before are known to give the same, and whether others are."""
         self._last: int | None = None
@@ -225,6 +263,10 @@ class CachedBlocks:
         share = self._left_out / max(1, self._seen)
         self._seen, self._left_out = 0, 0
         return {"freeze/left_out": share}
+
+    def take_lines(self) -> list[str]:
+        """What is to be said of the steps since it was asked last."""
+        return self._kept.take_lines()
 
     def _begin(self, model: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._now = None
@@ -270,8 +312,8 @@ class CachedBlocks:
         if now.found is not None:
             self._check_same(now, given)
             self._checked.add(now.keys in self._batches)
-        self._batches.add(now.keys)
-        self._kept.keep(now.keys, given)
+        if self._kept.keep(now.keys, given):
+            self._batches.add(now.keys)
 
     def _given(self, now: _Forward) -> Tensor:
         """What the last frozen block gave, on the host."""

@@ -224,6 +224,13 @@ class Freezing:
         frozen = sum(number for name, number in numbers.items() if name in self._masks.frozen)
         return {"freeze/share": frozen / max(1, sum(numbers.values()))}
 
+    def take_lines(self) -> list[str]:
+        """What is to be said since it was asked last, of how blocks settle."""
+        if self._progress is None:
+            return []
+        lines, self._progress.lines = self._progress.lines, []
+        return lines
+
     def tensors(self) -> dict[str, Held]:
         """The references."""
         if self._activations is not None:

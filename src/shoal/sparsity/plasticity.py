@@ -39,10 +39,14 @@ from shoal.models.config import QuantisationConfig
 from shoal.sparsity.config import FreezeByProgress
 from shoal.state import Held
 
+NOT_FINITE = -1.0
+"""In place of what was measured of a block, which is never negative."""
+
 
 @dataclass
 class Plasticity:
-    """How blocks settle, one after the other. Pure: measurements come in, the number of frozen blocks goes out.
+    """How blocks settle, one after the other. Pure: measurements come in, the number of frozen blocks goes out. A block
+    of which no finite number was measured has not settled.
 
     `largest` is the largest plasticity of each block so far, or slope; `before` the norms of their gradients at the
     last comparison, `recent` what was measured of activations at the last ones; `settled` comparisons in a row in which
@@ -57,6 +61,10 @@ class Plasticity:
     settled: list[int] = field(default_factory=list)
     before: list[float] = field(default_factory=list)
     recent: list[list[float]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list, compare=False)
+    """What is to be said."""
+    _unknown: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
+    """Blocks of which that was said."""
 
     def __post_init__(self) -> None:
         self.largest = self.largest or [0.0] * self.blocks
@@ -67,17 +75,29 @@ class Plasticity:
         if self.frozen and lr * self.config.thaw <= self.lr:
             self.frozen, self.settled, self.before, self.recent = 0, [0] * self.blocks, [], []
             return
+        measured = [each if math.isfinite(each) else NOT_FINITE for each in measured]
         trained = range(self.frozen, self.blocks)
+        self._say([block for block in trained if measured[block] < 0])
         settled = {
             "movement": self._settled_by_movement,
             "gradient": self._settled_by_gradient,
             "activations": self._settled_by_activations,
         }
         for block, below in zip(trained, settled[self.config.criterion](measured, trained), strict=True):
-            self.settled[block] = self.settled[block] + 1 if below else 0
+            self.settled[block] = self.settled[block] + 1 if below and measured[block] >= 0 else 0
         most = int(self.config.most * self.blocks)
         while self.frozen < most and self.settled[self.frozen] >= self.config.patience:
             self.frozen, self.lr = self.frozen + 1, lr
+
+    def _say(self, unknown: Sequence[int]) -> None:
+        """Once of each block."""
+        if not self._unknown.issuperset(unknown):
+            self._unknown.update(unknown)
+            self.lines.append(
+                f'freeze.progress.criterion = "{self.config.criterion}": what is measured of '
+                f"{'blocks' if len(unknown) > 1 else 'block'} {', '.join(map(str, unknown))} is not finite, and counts "
+                "as not settled; neither it nor what is behind it is frozen while that is so"
+            )
 
     def _settled_by_movement(self, plasticity: Sequence[float], blocks: Sequence[int]) -> list[bool]:
         for block in blocks:
@@ -88,29 +108,47 @@ class Plasticity:
         before, self.before = self.before, list(norms)
         if not before:
             return [False for _ in blocks]
-        changes = [abs(before[block] - norms[block]) / max(before[block], 1e-300) for block in blocks]
+        changes = [_change(before[block], norms[block]) for block in blocks]
         limit = sorted(changes)[max(0, math.ceil(self.config.share * len(changes)) - 1)]
-        return [change <= limit for change in changes]
+        return [change <= limit and math.isfinite(change) for change in changes]
 
     def _settled_by_activations(self, losses: Sequence[float], blocks: Sequence[int]) -> list[bool]:
         window = self.config.window
         self.recent = [*self.recent, list(losses)][1 - 2 * window :]
         if len(self.recent) < 2 * window - 1:
             return [False for _ in blocks]
-        slopes = [abs(slope_of(moving_average([each[block] for each in self.recent], window))) for block in blocks]
-        for block, slope in zip(blocks, slopes, strict=True):
-            self.largest[block] = max(self.largest[block], slope)
-        return [slope < self.config.share * self.largest[block] for block, slope in zip(blocks, slopes, strict=True)]
+        distances = {block: [each[block] for each in self.recent] for block in blocks}
+        slopes = {
+            block: math.inf if min(own) < 0 else abs(slope_of(moving_average(own, window)))
+            for block, own in distances.items()
+        }
+        for block, slope in slopes.items():
+            if math.isfinite(slope):
+                self.largest[block] = max(self.largest[block], slope)
+        return [slope < self.config.share * self.largest[block] for block, slope in slopes.items()]
 
     def to_state(self) -> dict[str, Any]:
         names = ("frozen", "lr", "largest", "settled", "before", "recent")
-        return {name: getattr(self, name) for name in names}
+        return {"criterion": self.config.criterion, **{name: getattr(self, name) for name in names}}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there; by another criterion than that of `state`, only what is frozen is taken over."""
+        self.frozen, self.lr = int(state["frozen"]), float(state["lr"])
+        before = state.get("criterion", self.config.criterion)  # earlier versions did not say it
+        if before != self.config.criterion:
+            self.lines.append(
+                f'freeze.progress.criterion was "{before}" before and is "{self.config.criterion}" now: what is frozen '
+                "stays so, and how the other blocks settle is measured anew"
+            )
+            return
         self.before = list(map(float, state.get("before", ())))  # earlier versions saved none
         self.recent = [list(map(float, each)) for each in state.get("recent", ())]
-        self.frozen, self.lr = int(state["frozen"]), float(state["lr"])
         self.largest, self.settled = list(map(float, state["largest"])), list(map(int, state["settled"]))
+
+
+def _change(before: float, norm: float) -> float:
+    """Of a gradient's norm, relative; infinite where one of them is not known."""
+    return math.inf if min(before, norm) < 0 else abs(before - norm) / max(before, 1e-300)
 
 
 def moving_average(values: Sequence[float], window: int) -> list[float]:
@@ -144,7 +182,8 @@ class Activations:
 
     `parameters` are those that are trained, by name, `blocks` names of modules; the ranks of `group` measure together,
     each the first microbatch that it computes. Weights of two dimensions or more have 8 bits in the reference, with a
-    scale a row; others, and buffers, are whole. Weights that are never trained are those of the model.
+    scale a row; others, and buffers, which may hold what is not finite, are whole. Weights that
+    are never trained are those of the model.
     """
 
     def __init__(
@@ -154,6 +193,7 @@ class Activations:
         self._blocks = [model.get_submodule(name) for name in blocks]
         buffers = {name: each for name, each in model.named_buffers() if each.is_floating_point()}
         self._copied: dict[str, Tensor] = {**parameters, **buffers}
+        self._in_8_bits = {name for name, each in parameters.items() if each.ndim > 1}
         self._reference: dict[str, Tensor] = {}
         self._looks = False
         self._seen: tuple[tuple[Any, ...], dict[str, Any], torch.dtype | None] | None = None
@@ -172,9 +212,15 @@ class Activations:
     def losses(self) -> list[float]:
         """`similarity_loss` of every block, the mean over ranks; all of them call it together.
 
-        Raises `UserCodeError` for a block that gives no tensor, or fewer than two samples.
+        Raises `UserCodeError` for a block that gives no tensor, or fewer than two samples, and where the step has not
+        called the model.
         """
-        assert self._seen is not None, "a step has a forward"
+        if self._seen is None:
+            raise UserCodeError(
+                f'freeze.progress.criterion = "activations": the step has computed without a call of '
+                f"{type(self._model).__name__} itself, so that its samples are not known: call the model and not a "
+                'method of it, or use criterion = "movement"'
+            )
         mine, theirs = self._outputs({}), self._outputs(self._restored())
         self._seen = None
         found = torch.stack([similarity_loss(one, other) for one, other in zip(mine, theirs, strict=True)])
@@ -186,7 +232,7 @@ class Activations:
         """The reference becomes a copy of the weights as they are."""
         self._reference, self._seen = {}, None
         for name, each in self._copied.items():
-            if each.ndim < 2:
+            if name not in self._in_8_bits:
                 self._reference[WHOLE + name] = each.detach().clone()
             else:
                 self._reference[CODES + name], self._reference[SCALES + name] = integers(each.flatten(1), IN_8_BITS)

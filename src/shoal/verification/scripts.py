@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
 from shoal.errors import UsageError
 from shoal.files import meant, temporary_folder
-from shoal.launcher.children import wait_for
+from shoal.launcher.children import interrupted_by_sigterm, wait_for
 from shoal.launcher.failure import ExitCode
 from shoal.launcher.own_script import KEYS, ScriptCheck, divided
 from shoal.observe.terminal import ProgressBar
@@ -71,24 +68,10 @@ def verify_script(
 def _run(command: Sequence[str], check: ScriptCheck, told: Mapping[str, str]) -> tuple[int, str]:
     """The exit code of the script on one side, and all that it said."""
     environ, output = {**os.environ, **told, **check.variables()}, check.path / "said.txt"
-    with output.open("wb") as file, _interrupted_by_sigterm():  # no pipe: what the script leaves running may hold it
+    with output.open("wb") as file, interrupted_by_sigterm():  # no pipe: what the script leaves running may hold it
         code = wait_for(subprocess.Popen(command, env=environ, stdout=file, stderr=file), patience_s=PATIENCE_S)
     lines = output.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     said = "".join(line for line in lines if check.folder not in line)  # that is removed
     if code != 0 and check.exact and "Double" in said:
         said += IN_FLOAT64
     return code if code >= 0 else 128 - code, said
-
-
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends what is under way as Ctrl-C does."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
