@@ -51,9 +51,14 @@ class Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 def implementation_of(table: Table) -> Any:
     """What `table` stands for. Raises `ValueError` for a table that names nothing."""
-    module, _, name = type(table).implemented_by.partition(":")
-    if not name:
+    if not (where := type(table).implemented_by):
         raise ValueError(f"{type(table).__name__} names no implementation: set implemented_by")
+    return imported(where)
+
+
+def imported(where: str) -> Any:
+    """What stands at "package.module:name", imported when it is asked for."""
+    module, _, name = where.partition(":")
     return getattr(importlib.import_module(module), name)
 
 

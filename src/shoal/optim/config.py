@@ -6,14 +6,13 @@ asks, and the planner counts its bytes.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union
 
 import msgspec
 
 from shoal.codec.config import MOMENT_BLOCK
-from shoal.config.check import Positive, PositiveFloat, Table, says
+from shoal.config.check import Positive, PositiveFloat, Table, imported, says
 from shoal.optim import closure_config, kinds, preconditioned_config  # noqa: F401  # optimizers' tables
 from shoal.optim.declared import Common, Described, Granularity, Slot, counter
 
@@ -199,6 +198,7 @@ class PythonOptimizer(Common, frozen=True, kw_only=True, tag_field="kind", tag="
     """
 
     implemented_by: ClassVar[str] = "shoal.optim.build:named"
+    asked_by: ClassVar[str] = "shoal.optim.build:asked"
     asks_for_whole: ClassVar[bool] = True
     steps_alone: ClassVar[bool] = True
 
@@ -242,7 +242,7 @@ class PythonOptimizer(Common, frozen=True, kw_only=True, tag_field="kind", tag="
 
     def _asked(self) -> Any:
         """Imports torch and the class."""
-        return importlib.import_module("shoal.optim.build").asked(self)
+        return imported(self.asked_by)(self)
 
 
 if TYPE_CHECKING:
