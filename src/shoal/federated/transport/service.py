@@ -192,8 +192,9 @@ class Service:
         if isinstance(answer, messages.Over):
             await response.prepare(request)
             await response.write_eof()
-            self._dismissed.add(client)  # who has gone before the answer was sent asks again
-            self._told_s = time.monotonic()
+            if client not in self._dismissed:  # who has gone before the answer was sent asks again
+                self._dismissed.add(client)
+                self._told_s = time.monotonic()
         return response
 
     async def _alive(self, client: str, request: web.Request) -> web.StreamResponse:
