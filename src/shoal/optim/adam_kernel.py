@@ -37,8 +37,9 @@ class Moments:
         self._parameters, self._own = list(parameters), list(own)
         self._steps = list(map(_step_of, own))
         self._means, self._squares = list(map(_mean_of, own)), list(map(_square_of, own))
-        self._all: list[dict[str, Any]] = []
+        self._all: tuple[list[Any], list[Any]] | None = None
         self._count: Tensor | None = None
+        self._places: list[int] = []
         self.is_of_one_kind = len(set(map(kind_of, parameters))) == 1
 
     @classmethod
@@ -52,9 +53,11 @@ class Moments:
         return (
             same_objects(parameters, self._parameters)
             and self._is_theirs(state)
+            and all(self._own)
             and same_objects(map(_step_of, self._own), self._steps)
             and same_objects(map(_mean_of, self._own), self._means)
             and same_objects(map(_square_of, self._own), self._squares)
+            and self._counts_are_joined()
         )
 
     def _is_theirs(self, state: State) -> bool:
@@ -62,11 +65,17 @@ class Moments:
         is much more.
         """
         looks = len(state) <= 4 * len(self._own)
-        if looks and same_objects(state.values(), self._all):
+        if looks and self._all is not None and all(map(same_objects, (state.keys(), state.values()), self._all)):
             return True
         theirs = same_objects(map(state.get, self._parameters), self._own)
-        self._all = list(state.values()) if looks and theirs else []
+        self._all = (list(state.keys()), list(state.values())) if looks and theirs else None
         return theirs
+
+    def _counts_are_joined(self) -> bool:
+        """Whether each count, if they were joined, still lies where it was put: scripts give tensors of the state other
+        memory (`t.data = t.data.to(device)`).
+        """
+        return self._count is None or list(map(Tensor.data_ptr, self._steps)) == self._places
 
     def join_counts(self) -> None:
         """Makes the counts views of one tensor, where they are of one kind."""
@@ -74,6 +83,7 @@ class Moments:
             return
         self._count = torch.stack(self._steps)
         self._steps = list(self._count.unbind())
+        self._places = list(map(Tensor.data_ptr, self._steps))
         for own, step in zip(self._own, self._steps, strict=True):
             own["step"] = step
 
