@@ -157,6 +157,13 @@ def test_large_steps_are_read_no_further():
         assert len(source.read) == 24
 
 
+def test_weights_that_require_a_gradient_are_counted():
+    """As a data set gives them that computes weights by a model."""
+    weights = torch.ones(3, requires_grad=True)
+    batch = Batch(torch.zeros(3), torch.zeros(3), weights=weights, positions=torch.arange(3))
+    assert batch.weighs_ones and batch.count().weight == 3.0
+
+
 def test_groups_are_never_cut():
     """With statistics groups, every microbatch is whole groups; sizes that would cut one are refused."""
     source = Numbers(64)

@@ -1,6 +1,7 @@
 """The step of a script's AdamW or Adam by its kernel beside the step of its class."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -211,6 +212,44 @@ def test_a_class_of_a_script_makes_its_own_step() -> None:
         give_gradients(held, seed=step)
         assert not DirectAdam(optimizer).step()
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_a_script_gives_the_class_is_made(kind: type[torch.optim.Optimizer], monkeypatch: Any) -> None:
+    held, called = parameters(), list[int]()
+    optimizer = made(kind, held)
+    direct, original = DirectAdam(optimizer), kind.step
+    for step in range(6):
+        give_gradients(held, seed=step)
+        if step == 4:
+
+            @functools.wraps(original)
+            def mine(self: Any, *given: Any) -> Any:
+                called.append(1)
+                return original(self, *given)
+
+            monkeypatch.setattr(kind, "step", mine)
+        if not direct.step():
+            optimizer.step()
+        assert len(called) == max(0, step - 3)
+
+
+def test_moments_of_parameters_that_have_left_are_forgotten() -> None:
+    """As where a script takes one group away and adds another, over and over."""
+    held = parameters()
+    optimizer = made(torch.optim.AdamW, held)
+    direct = DirectAdam(optimizer)
+    for step in range(12):
+        optimizer.param_groups.pop()
+        optimizer.add_param_group({"params": [Parameter(torch.ones(3))]})
+        left = {p for group in optimizer.param_groups for p in group["params"]}
+        for parameter in set(optimizer.state) - left:
+            del optimizer.state[parameter]
+        for _ in range(2):
+            give_gradients([p for group in optimizer.param_groups for p in group["params"]], seed=step)
+            if not direct.step():
+                optimizer.step()
+    assert len(direct._known._known) == 2
 
 
 def test_counts_are_one_tensor_and_a_copy_has_its_own() -> None:

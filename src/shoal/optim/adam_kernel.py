@@ -48,6 +48,11 @@ class Moments:
         own = list(map(state.get, parameters))
         return cls(parameters, cast(list[dict[str, Any]], own)) if all(own) else None
 
+    @property
+    def first(self) -> Parameter:
+        """The first of their parameters."""
+        return self._parameters[0]
+
     def are_of(self, parameters: Sequence[Parameter], state: State) -> bool:
         """Whether `state` still holds these of `parameters`."""
         return (
@@ -142,6 +147,9 @@ class KnownMoments:
         if known is not None and known.are_of(parameters, state):
             known.join_counts()
             return known
+        if known is None:  # as at the start, and where a parameter has come in the place of another
+            self._known = {number: each for number, each in self._known.items() if each.first in state}
+        self._known.pop(key, None)
         if (found := Moments.found(parameters, state)) is not None:
             self._known[key] = found
         return found
@@ -149,6 +157,15 @@ class KnownMoments:
 
 SIMPLE = {"fused": True, "amsgrad": False, "maximize": False, "capturable": False, "differentiable": False}
 """The options with which a step is nothing but a call of the kernel."""
+
+
+def is_of_pytorch(step: Any) -> bool:
+    """Whether a function, and what it wraps, stands in `torch.optim`. `__module__` does not say: wrappers copy it."""
+    while step is not None:
+        if not getattr(step, "__globals__", {}).get("__name__", "").startswith("torch.optim."):
+            return False
+        step = getattr(step, "__wrapped__", None)
+    return True
 
 
 class DirectAdam:
@@ -159,13 +176,14 @@ class DirectAdam:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._known = optimizer, KnownMoments()
         self._is_adam = type(optimizer) in (torch.optim.AdamW, torch.optim.Adam)
+        self._step_of_class: Any = None
 
     def step(self) -> bool:
         """Whether the update is made. Else nothing has changed, and the optimizer has to make it: a first step, which
         makes the state; one in which a parameter has no gradient; and one with options that only its class knows.
         """
         scaled = any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-        groups = self._optimizer.param_groups if self._is_adam and not scaled else ()
+        groups = self._optimizer.param_groups if self._is_plain() and not scaled else ()
         work = [(group, gradients_of(group["params"]), self._moments_in(group)) for group in groups]
         if not work or not all(moments is not None and complete(gradients) for _, gradients, moments in work):
             return False
@@ -175,6 +193,12 @@ class DirectAdam:
                 moments.count(1)
                 moments.step(group, gradients, decoupled=group["decoupled_weight_decay"])
         return True
+
+    def _is_plain(self) -> bool:
+        """Whether its step is that of PyTorch, which a script may replace for all of a class at any time."""
+        if self._is_adam and (now := type(self._optimizer).step) is not self._step_of_class:
+            self._is_adam, self._step_of_class = is_of_pytorch(now), now
+        return self._is_adam
 
     def _moments_in(self, group: Mapping[str, Any]) -> Moments | None:
         """None where they are not there, or where the step is more than a call of the kernel."""
