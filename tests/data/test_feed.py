@@ -161,7 +161,8 @@ def test_weights_that_require_a_gradient_are_counted():
     """As a data set gives them that computes weights by a model."""
     weights = torch.ones(3, requires_grad=True)
     batch = Batch(torch.zeros(3), torch.zeros(3), weights=weights, positions=torch.arange(3))
-    assert batch.weighs_ones and batch.count().weight == 3.0
+    assert batch.weighs_ones
+    assert batch.count().weight == 3.0
 
 
 def test_groups_are_never_cut():

@@ -8,8 +8,8 @@ Note: how a gradient gets into its bucket
 Before a step every `.grad` is None, so that autograd hands over a fresh tensor instead of adding to zeros. The hook
 that runs after accumulation copies it into the parameter's slice of the bucket and makes `.grad` that slice; later
 microbatches then accumulate straight into the bucket. That is one pass over memory less than zeroing and adding. A
-bucket that does not keep its buffer (`keeps`) takes the gradient away instead: `.grad` is None again. The `.grad` that a
-script sees is a tensor of its own on that memory: one whose `.data` it replaces is not the bucket's.
+bucket that does not keep its buffer (`keeps`) takes the gradient away instead: `.grad` is None again. The `.grad` that
+a script sees is a tensor of its own on that memory: one whose `.data` it replaces is not the bucket's.
 
 Note: `.grad` between two microbatches
 --------------------------------------
