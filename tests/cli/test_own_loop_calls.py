@@ -78,6 +78,40 @@ run.close()
 """
 )
 
+WRITTEN = (
+    HEAD
+    + """
+import numpy as np
+def by_data(gradient):
+    gradient.data.mul_(10.0)
+def by_other_data(gradient):
+    gradient.data = gradient.data * 10.0
+def by_numpy(gradient):
+    np.multiply(gradient.numpy(), 10.0, out=gradient.numpy())
+def in_place(gradient):
+    gradient.mul_(10.0)
+def nothing(gradient):
+    pass
+ways = (by_data, by_other_data, by_numpy, in_place, nothing)
+def norm():
+    return float(torch.stack([p.grad.norm() for p in model.parameters() if p.requires_grad]).norm())
+run = shoal.start(model=model, optimizer=optimizer, data=data, batch_samples=12, steps=10)
+for number, (x, y) in enumerate(run.batches()):
+    run.backward(F.cross_entropy(run.model(x), y))
+    for parameter in (p for p in model.parameters() if p.requires_grad):
+        ways[number // 2](parameter.grad)
+    written = norm()
+    if number % 2:
+        run.step(clip_norm=0.05)
+    else:
+        assert abs(run.clip_grad_norm_(0.05) / written - 1) < 1e-5, (number, written)
+        assert abs(run.clip_grad_norm_(1.0) / 0.05 - 1) < 1e-5, number
+        run.step()
+    assert written > 0.06 and abs(norm() / 0.05 - 1) < 1e-5, (number, written, norm())
+run.close()
+"""
+)
+
 
 def run_of(folder: Path, text: str, *overrides: str, world: int) -> str:
     script = folder / "mine.py"
@@ -177,3 +211,11 @@ def test_mistakes_are_a_sentence(change: tuple[str, str], sentence: str, tmp_pat
 def test_gradients_of_a_step_are_gone_before_the_next_ones_come(tmp_path: Path) -> None:
     """As in a plain loop: else there would be two of each in memory."""
     run_of(tmp_path, FREED, world=1)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_gradient_is_clipped_by_the_norm_that_it_has(world: int, tmp_path: Path) -> None:
+    """However the script has written into it, also where no version of a tensor counts that; and the next gradient is
+    another, the same on all ranks.
+    """
+    run_of(tmp_path, WRITTEN, world=world)

@@ -86,3 +86,37 @@ def test_data_that_a_script_opens(tmp_path: Path) -> None:
     assert (int(sample["inputs"][0]), int(sample["targets"])) == (9, 2)
     with pytest.raises(ConfigError, match="inpts"):
         shoal.open_data({"kind": "jsonl", "files": ["x"], "inpts": "a", "targets": "b"})
+
+
+CHANGED = """
+import torch
+import shoal
+
+class Grows(torch.utils.data.Dataset):
+    level = 0
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.full((2,), float(self.level)), index % 7
+
+data, model = Grows(), torch.nn.Linear(2, 7)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+run = shoal.start({"run": {"name": "t"}}, ["data.prefetch_steps=PREFETCH"], model=model, optimizer=optimizer, data=data,
+                  batch_samples=4, steps=40)
+for number, (x, y) in enumerate(run.batches()):
+    data.level = number
+    late = number - float(x.min())
+    assert late <= PREFETCH + 1, (number, late)
+    run.backward(torch.nn.functional.cross_entropy(model(x), y))
+    optimizer.step()
+run.close()
+"""
+
+
+@pytest.mark.parametrize("prefetch", [1, 3])
+def test_a_loop_that_changes_its_data_set_sees_the_change_soon(prefetch: int, tmp_path: Path) -> None:
+    """Small steps are not read further ahead than `data.prefetch_steps` and one."""
+    (tmp_path / "mine.py").write_text(CHANGED.replace("PREFETCH", str(prefetch)))
+    assert run_script(tmp_path / "mine.py", tmp_path, world=1) == [0], (tmp_path / "rank-0.txt").read_text()

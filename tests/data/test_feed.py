@@ -118,12 +118,12 @@ class Noted(Numbers):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize(("groups_small", "together"), [(False, 1), (True, 8)])
-def test_steps_ahead_are_read_in_a_backward_in_the_same_order(groups_small: bool, together: int):
-    """Two steps ahead at least, small ones eight at a time; and nothing between two backwards."""
+@pytest.mark.parametrize("together", [1, 2, 8])
+def test_steps_ahead_are_read_in_a_backward_in_the_same_order(together: int):
+    """Two steps ahead at least, small ones some at a time; and nothing between two backwards."""
     source, order, planned = Noted(400), Order(400, seed=7), 2
     with feed(source) as fed:
-        backward = fed.in_backwards(groups_small=groups_small)
+        backward = fed.in_backwards(small_at_once=together)
         for step in range(30):
             taken = fed.next()
             assert ids_of(taken.microbatches) == order.ids(np.arange(4 * step, 4 * step + 4)).tolist()
@@ -137,7 +137,7 @@ def test_steps_ahead_are_read_in_a_backward_in_the_same_order(groups_small: bool
 
 def test_a_step_that_no_backward_announces_is_read_when_it_is_asked_for():
     with feed(Noted(80), prefetch_steps=1) as fed:
-        fed.in_backwards(groups_small=False)
+        fed.in_backwards(small_at_once=1)
         assert [fed.next().interval.start for _ in range(5)] == [0, 4, 8, 12, 16]
 
 
@@ -150,11 +150,19 @@ def test_large_steps_are_read_no_further():
 
     source = Large(80)
     with feed(source) as fed:
-        fed.in_backwards(groups_small=True)
+        fed.in_backwards(small_at_once=8)
         for _ in range(5):
             fed.next()
         wait_until(lambda: len(source.read) >= 24)
         assert len(source.read) == 24
+
+
+def test_weights_that_require_a_gradient_are_counted():
+    """As a data set gives them that computes weights by a model."""
+    weights = torch.ones(3, requires_grad=True)
+    batch = Batch(torch.zeros(3), torch.zeros(3), weights=weights, positions=torch.arange(3))
+    assert batch.weighs_ones
+    assert batch.count().weight == 3.0
 
 
 def test_groups_are_never_cut():

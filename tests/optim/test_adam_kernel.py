@@ -1,6 +1,7 @@
 """The step of a script's AdamW or Adam by its kernel beside the step of its class."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,30 @@ def reset_a_count(optimizer: torch.optim.Optimizer) -> None:
     optimizer.state[optimizer.param_groups[1]["params"][0]]["step"].zero_()
 
 
+def forget_all(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state.clear()
+
+
+def forget_inside(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[optimizer.param_groups[0]["params"][0]].clear()
+
+
+def load_and_forget(optimizer: torch.optim.Optimizer) -> None:
+    reload(optimizer)
+    optimizer.state.clear()
+
+
+def give_other_memory(optimizer: torch.optim.Optimizer) -> None:
+    """As those do who put the state of an optimizer elsewhere and back."""
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            tensor.data = tensor.data.clone()
+
+
+def give_one_count_other_memory(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["step"].data = torch.tensor(2.0)
+
+
 def add_a_group(optimizer: torch.optim.Optimizer) -> None:
     added = Parameter(torch.ones(4))
     added.grad = torch.ones(4)
@@ -97,6 +122,48 @@ def test_weights_and_state_are_the_same_bits(kind: type[torch.optim.Optimizer], 
     assert same_bits(own, peer)
     first_steps = {0, 6} | ({4} if meddling in ("forget_one", "add_a_group") else set())
     assert [step for step, done in enumerate(made_directly) if not done] == sorted(first_steps)
+
+
+AT_ANY_TIME = (forget_one, forget_all, forget_inside, load_and_forget, give_other_memory, give_one_count_other_memory)
+
+
+@pytest.mark.parametrize("directly", [True, False])
+@pytest.mark.parametrize("after", [1, 2, 3, 6])
+@pytest.mark.parametrize("meddle", AT_ANY_TIME)
+def test_state_that_a_script_changes_after_any_step(meddle: Callable[..., None], after: int, directly: bool) -> None:
+    """`directly`: a script's own optimizer; else that of a run file."""
+    mine, theirs = parameters(), parameters()
+    peer = made(torch.optim.AdamW, theirs)
+    own = made(torch.optim.AdamW, mine) if directly else FusedAdamW(groups(mine), lr=0.01, betas=(0.9, 0.95), eps=1e-8)
+    direct = DirectAdam(own)
+    for step in range(9):
+        if step == after:
+            meddle(own)
+            meddle(peer)
+        give_gradients(mine, theirs, seed=step)
+        if not (directly and direct.step()):
+            own.step()
+        peer.step()
+        assert same_bits(own, peer), step
+
+
+@pytest.mark.parametrize("after", [2, 3, 6])
+def test_states_that_parameters_exchange(after: int) -> None:
+    """All of them stand where they stood, under other names."""
+    mine, theirs = ([Parameter(torch.full((3, 2), float(number))) for number in range(2)] for _ in range(2))
+    own, peer = (torch.optim.AdamW(held, lr=0.01, fused=True) for held in (mine, theirs))
+    direct = DirectAdam(own)
+    for step in range(9):
+        if step == after:
+            for optimizer in (own, peer):
+                exchanged = list(zip(reversed(optimizer.state), optimizer.state.values(), strict=True))
+                optimizer.state.clear()
+                optimizer.state.update(exchanged)
+        give_gradients(mine, theirs, seed=step)
+        if not direct.step():
+            own.step()
+        peer.step()
+        assert same_bits(own, peer), step
 
 
 class Sub(torch.optim.AdamW):
@@ -145,6 +212,44 @@ def test_a_class_of_a_script_makes_its_own_step() -> None:
         give_gradients(held, seed=step)
         assert not DirectAdam(optimizer).step()
         optimizer.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_a_script_gives_the_class_is_made(kind: type[torch.optim.Optimizer], monkeypatch: Any) -> None:
+    held, called = parameters(), list[int]()
+    optimizer = made(kind, held)
+    direct, original = DirectAdam(optimizer), kind.step
+    for step in range(6):
+        give_gradients(held, seed=step)
+        if step == 4:
+
+            @functools.wraps(original)
+            def mine(self: Any, *given: Any) -> Any:
+                called.append(1)
+                return original(self, *given)
+
+            monkeypatch.setattr(kind, "step", mine)
+        if not direct.step():
+            optimizer.step()
+        assert len(called) == max(0, step - 3)
+
+
+def test_moments_of_parameters_that_have_left_are_forgotten() -> None:
+    """As where a script takes one group away and adds another, over and over."""
+    held = parameters()
+    optimizer = made(torch.optim.AdamW, held)
+    direct = DirectAdam(optimizer)
+    for step in range(12):
+        optimizer.param_groups.pop()
+        optimizer.add_param_group({"params": [Parameter(torch.ones(3))]})
+        left = {p for group in optimizer.param_groups for p in group["params"]}
+        for parameter in set(optimizer.state) - left:
+            del optimizer.state[parameter]
+        for _ in range(2):
+            give_gradients([p for group in optimizer.param_groups for p in group["params"]], seed=step)
+            if not direct.step():
+                optimizer.step()
+    assert len(direct._known._known) == 2
 
 
 def test_counts_are_one_tensor_and_a_copy_has_its_own() -> None:

@@ -17,7 +17,8 @@ import torch
 from shoal.assembly.run import Run
 from shoal.comm.board import Board
 from shoal.config.load import dumps
-from shoal.data.feed import Feed
+from shoal.data.config import PythonData
+from shoal.data.feed import CHANGEABLE_AT_ONCE, SMALL_AT_ONCE, Feed
 from shoal.engine.forward_backward import SequentialForwardBackward
 from shoal.engine.growing_batch import GrowingFeed
 from shoal.engine.measure import LayerNorms, ReplicaSpeeds
@@ -35,9 +36,18 @@ def feed_of(run: Run) -> Feed | GrowingFeed:
     """The feed that a run trains from: of steps that grow, under `batch.adaptive`. Close it."""
     if (growth := run.state.growth) is not None:
         return GrowingFeed(growth, lambda samples: run.feed(steps_of=samples))
-    feed, is_fixed = run.feed(), run.run_file.batch.division == "even" and not run.workload.data.endless
-    run.step.compute.on_backward.append(feed.in_backwards(groups_small=is_fixed))
+    feed = run.feed()
+    run.step.compute.on_backward.append(feed.in_backwards(small_at_once=small_at_once(run)))
     return feed
+
+
+def small_at_once(run: Run) -> int:
+    """How many small steps the run's feed may read at once."""
+    data = run.run_file.data
+    if run.run_file.batch.division != "even" or run.workload.data.endless:
+        return 1
+    has_user_code = isinstance(data, PythonData) or any(":" in name for name in data.augment)
+    return CHANGEABLE_AT_ONCE if has_user_code else SMALL_AT_ONCE
 
 
 def replica_speeds(run: Run, feed: Feed | GrowingFeed, sinks: Sinks) -> ReplicaSpeeds | None:

@@ -9,7 +9,8 @@ data source that hangs cannot keep the interpreter from leaving.
 Threads share one interpreter and the caches of processors: a thread that is woken in every small step to read a sample
 takes five times as long as one that reads several in a row, and changes turns with the loop at every operator. So small
 steps are read several at a time (`SMALL_BYTES`), and a loop may say when its backward begins, in which no Python runs:
-they are read then (`in_backwards`).
+they are read then (`in_backwards`). A data set of the user's own may be changed while it is read, as a curriculum does:
+what is read ahead of it does not show the change, so no more than a step is read beside those that have to be.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from shoal.data.records import Foresees, ReadAhead
 from shoal.data.sample import Batch, Source, leaves, padding_like
 from shoal.errors import ConfigError, DataError
 
-SMALL_BYTES, SMALL_AHEAD = 1 << 18, 8
-"""Steps of one replica of at most so many bytes are read so many at a time, beside those that are read ahead anyway."""
+SMALL_BYTES = 1 << 18
+"""A step of which one replica reads at most so many bytes is small."""
+SMALL_AT_ONCE, CHANGEABLE_AT_ONCE = 8, 2
+"""So many small steps are read at once: from what no one changes, and from a data set of the user's own."""
 CLOSING_S = 1.0  # how long `close` waits for readers that are inside the data source
 
 
@@ -192,7 +195,7 @@ class Feed:
         self._ahead: ReadAhead | None = None
         if isinstance(source, Foresees) and source.ahead_bytes:
             self._ahead = ReadAhead(source, self._ids_ahead(self._cursor))
-        self._least_ahead, self._groups_small = max(1, prefetch_steps), False
+        self._least_ahead, self._small_at_once = max(1, prefetch_steps), 1
         for _ in range(self._least_ahead):
             self._plan_step()
         self._threads = [Thread(target=self._read, name=f"shoal-reader-{i}", daemon=True) for i in range(readers)]
@@ -219,20 +222,20 @@ class Feed:
             raise slot.error
         self._slots.popleft()
         if len(self._slots) < self._least_ahead:
-            for _ in range(SMALL_AHEAD if self._groups_small and _is_small(slot.batches) else 1):
+            for _ in range(self._small_at_once if _is_small(slot.batches) else 1):
                 self._plan_step()
         if self._ahead is not None:
             self._ahead.step_taken()
         return FedStep(slot.interval, slot.batches, wait_s=wait_s, skipped=tuple(slot.skipped))
 
-    def in_backwards(self, *, groups_small: bool) -> Callable[[], None]:
+    def in_backwards(self, *, small_at_once: int) -> Callable[[], None]:
         """From now on the steps ahead are read when what it returns is called, which is cheap; at the latest when the
         next step is asked for.
 
-        `groups_small`: small steps are read further ahead, several in a row. Not where replicas `divide` what is not
-        read yet, nor where what is read follows what the run does.
+        `small_at_once`: so many small steps in a row, whenever fewer than `prefetch_steps` are ahead. 1 where replicas
+        `divide` what is not read yet, or where what is read follows what the run does.
         """
-        self._defers, self._groups_small = True, groups_small
+        self._defers, self._small_at_once = True, small_at_once
         return self._read_on
 
     def divide(self, speeds: Sequence[float] | None) -> None:

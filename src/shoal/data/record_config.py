@@ -32,7 +32,15 @@ class Reading(Table, frozen=True):
             '"targets", or what package.module:function returns for data=the training data, one for each sample.'
         ),
     ] = None
-    prefetch_steps: Annotated[int, says("Steps that are read ahead of the one that trains.", ge=1, le=1024)] = 2
+    prefetch_steps: Annotated[
+        int,
+        says(
+            "Steps that are read ahead of the one that trains; where they are small (256 KiB), one more, and "
+            "seven where no code of yours makes them.",
+            ge=1,
+            le=1024,
+        ),
+    ] = 2
     readers: Annotated[int, says("Threads or processes in each rank that read samples.", ge=1, le=256)] = 1
     reader_kind: Annotated[
         ReaderKind, says("Read in threads, or in processes of their own where decoding is Python's own work.")

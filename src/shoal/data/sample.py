@@ -133,7 +133,7 @@ class Batch:
 def as_numbers(tensor: Tensor) -> Any:
     """For a look at a few numbers: NumPy's array of the same memory, which answers faster, where there is one."""
     plain = type(tensor) is Tensor and tensor.is_cpu and tensor.dtype in (torch.float32, torch.float64, torch.int64)
-    return tensor.numpy() if plain else tensor
+    return tensor.detach().numpy() if plain else tensor
 
 
 PADDING_POSITION = -1

@@ -24,7 +24,7 @@ from torch import Tensor
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.gradients.reducer import OwnGradient
-from shoal.maths.norm import two_norm
+from shoal.maths.norm import JointNorm
 from shoal.state import Owned
 from shoal.topology.holding import Ranks
 
@@ -196,7 +196,7 @@ def norm_of_owned(owned: Iterable[Owned]) -> Tensor | None:
     """The 2-norm of all that the optimizer of this rank has of the gradient; None where it has nothing."""
     own = [each.parameter.grad for each in owned if each.parameter.grad is not None]
     dense = [gradient._values() if gradient.is_sparse else gradient for gradient in own]
-    return two_norm(torch.stack([two_norm(gradient) for gradient in dense])) if dense else None
+    return JointNorm(dense)(dense) if dense else None
 
 
 def global_norm(own: Tensor | None, group: Collective, *, device: torch.device) -> Tensor:

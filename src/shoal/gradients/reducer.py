@@ -8,7 +8,8 @@ Note: how a gradient gets into its bucket
 Before a step every `.grad` is None, so that autograd hands over a fresh tensor instead of adding to zeros. The hook
 that runs after accumulation copies it into the parameter's slice of the bucket and makes `.grad` that slice; later
 microbatches then accumulate straight into the bucket. That is one pass over memory less than zeroing and adding. A
-bucket that does not keep its buffer (`keeps`) takes the gradient away instead: `.grad` is None again.
+bucket that does not keep its buffer (`keeps`) takes the gradient away instead: `.grad` is None again. The `.grad` that
+a script sees is a tensor of its own on that memory: one whose `.data` it replaces is not the bucket's.
 
 Note: `.grad` between two microbatches
 --------------------------------------
@@ -217,7 +218,7 @@ class Reducer:
             if parameter.grad is not None:
                 check_empty(name, parameter.grad)
             kept = index in self._filled and self._home[index].keeps
-            parameter.grad = self._home[index].slice(index) if kept else None
+            parameter.grad = self._home[index].slice(index).detach() if kept else None
 
     def _hook(self, index: int) -> Callable[[Parameter], None]:
         # Python does not see what the hooks of a tensor refer to: with a strong reference, reducer and parameters would
@@ -260,7 +261,7 @@ class Reducer:
         if gradient.data_ptr() == place.data_ptr():
             return
         place.copy_(gradient) if index not in self._filled else place.add_(gradient)
-        parameter.grad = place if bucket.keeps else None
+        parameter.grad = place.detach() if bucket.keeps else None
         self._filled.add(index)
 
     def _send_full(self) -> None:
@@ -282,7 +283,7 @@ class Reducer:
         self._take(index, parameter, bucket)
         if index not in self._filled:
             bucket.slice(index).zero_()
-            parameter.grad = bucket.slice(index) if bucket.keeps else None
+            parameter.grad = bucket.slice(index).detach() if bucket.keeps else None
 
     def _look_at(self, indices: Collection[int]) -> None:
         """Takes the norms of gradients that nothing was added to yet, if they are wanted."""

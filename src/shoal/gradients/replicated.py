@@ -202,7 +202,7 @@ class ReplicatedGradients(OfWholeParameters):
         for bucket in (each for each in self._buckets if not each.keeps):
             for index, piece in bucket.pieces.items():
                 parameter = self._trained[index].parameter
-                parameter.grad = piece.to(parameter.grad_dtype)
+                parameter.grad = piece.to(parameter.grad_dtype).detach()  # whose .data a script may replace
 
     def _fill_buckets(self, bucket_bytes: int) -> None:
         """Makes buckets of this size, which is then that of the first one too if it is smaller."""

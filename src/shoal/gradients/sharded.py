@@ -205,7 +205,7 @@ class ShardedBase(OverReplica):
     def _show(self) -> None:
         """Makes the pieces of the sum the gradients that the optimizer sees."""
         for parameter, bucket, index in self._gradients:
-            parameter.grad = bucket.pieces[index].to(parameter.dtype)
+            parameter.grad = bucket.pieces[index].to(parameter.dtype).detach()  # whose .data a script may replace
 
 
 class ShardedGradients(ShardedBase):

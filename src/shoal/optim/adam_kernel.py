@@ -37,8 +37,9 @@ class Moments:
         self._parameters, self._own = list(parameters), list(own)
         self._steps = list(map(_step_of, own))
         self._means, self._squares = list(map(_mean_of, own)), list(map(_square_of, own))
-        self._all: list[dict[str, Any]] = []
+        self._all: tuple[list[Any], list[Any]] | None = None
         self._count: Tensor | None = None
+        self._places: list[int] = []
         self.is_of_one_kind = len(set(map(kind_of, parameters))) == 1
 
     @classmethod
@@ -47,14 +48,21 @@ class Moments:
         own = list(map(state.get, parameters))
         return cls(parameters, cast(list[dict[str, Any]], own)) if all(own) else None
 
+    @property
+    def first(self) -> Parameter:
+        """The first of their parameters."""
+        return self._parameters[0]
+
     def are_of(self, parameters: Sequence[Parameter], state: State) -> bool:
         """Whether `state` still holds these of `parameters`."""
         return (
             same_objects(parameters, self._parameters)
             and self._is_theirs(state)
+            and all(self._own)
             and same_objects(map(_step_of, self._own), self._steps)
             and same_objects(map(_mean_of, self._own), self._means)
             and same_objects(map(_square_of, self._own), self._squares)
+            and self._counts_are_joined()
         )
 
     def _is_theirs(self, state: State) -> bool:
@@ -62,11 +70,17 @@ class Moments:
         is much more.
         """
         looks = len(state) <= 4 * len(self._own)
-        if looks and same_objects(state.values(), self._all):
+        if looks and self._all is not None and all(map(same_objects, (state.keys(), state.values()), self._all)):
             return True
         theirs = same_objects(map(state.get, self._parameters), self._own)
-        self._all = list(state.values()) if looks and theirs else []
+        self._all = (list(state.keys()), list(state.values())) if looks and theirs else None
         return theirs
+
+    def _counts_are_joined(self) -> bool:
+        """Whether each count, if they were joined, still lies where it was put: scripts give tensors of the state other
+        memory (`t.data = t.data.to(device)`).
+        """
+        return self._count is None or list(map(Tensor.data_ptr, self._steps)) == self._places
 
     def join_counts(self) -> None:
         """Makes the counts views of one tensor, where they are of one kind."""
@@ -74,6 +88,7 @@ class Moments:
             return
         self._count = torch.stack(self._steps)
         self._steps = list(self._count.unbind())
+        self._places = list(map(Tensor.data_ptr, self._steps))
         for own, step in zip(self._own, self._steps, strict=True):
             own["step"] = step
 
@@ -132,6 +147,9 @@ class KnownMoments:
         if known is not None and known.are_of(parameters, state):
             known.join_counts()
             return known
+        if known is None:  # as at the start, and where a parameter has come in the place of another
+            self._known = {number: each for number, each in self._known.items() if each.first in state}
+        self._known.pop(key, None)
         if (found := Moments.found(parameters, state)) is not None:
             self._known[key] = found
         return found
@@ -139,6 +157,15 @@ class KnownMoments:
 
 SIMPLE = {"fused": True, "amsgrad": False, "maximize": False, "capturable": False, "differentiable": False}
 """The options with which a step is nothing but a call of the kernel."""
+
+
+def is_of_pytorch(step: Any) -> bool:
+    """Whether a function, and what it wraps, stands in `torch.optim`. `__module__` does not say: wrappers copy it."""
+    while step is not None:
+        if not getattr(step, "__globals__", {}).get("__name__", "").startswith("torch.optim."):
+            return False
+        step = getattr(step, "__wrapped__", None)
+    return True
 
 
 class DirectAdam:
@@ -149,13 +176,14 @@ class DirectAdam:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer, self._known = optimizer, KnownMoments()
         self._is_adam = type(optimizer) in (torch.optim.AdamW, torch.optim.Adam)
+        self._step_of_class: Any = None
 
     def step(self) -> bool:
         """Whether the update is made. Else nothing has changed, and the optimizer has to make it: a first step, which
         makes the state; one in which a parameter has no gradient; and one with options that only its class knows.
         """
         scaled = any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-        groups = self._optimizer.param_groups if self._is_adam and not scaled else ()
+        groups = self._optimizer.param_groups if self._is_plain() and not scaled else ()
         work = [(group, gradients_of(group["params"]), self._moments_in(group)) for group in groups]
         if not work or not all(moments is not None and complete(gradients) for _, gradients, moments in work):
             return False
@@ -165,6 +193,12 @@ class DirectAdam:
                 moments.count(1)
                 moments.step(group, gradients, decoupled=group["decoupled_weight_decay"])
         return True
+
+    def _is_plain(self) -> bool:
+        """Whether its step is that of PyTorch, which a script may replace for all of a class at any time."""
+        if self._is_adam and (now := type(self._optimizer).step) is not self._step_of_class:
+            self._is_adam, self._step_of_class = is_of_pytorch(now), now
+        return self._is_adam
 
     def _moments_in(self, group: Mapping[str, Any]) -> Moments | None:
         """None where they are not there, or where the step is more than a call of the kernel."""

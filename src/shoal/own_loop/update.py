@@ -271,15 +271,11 @@ class Player:
         if self.agreed() is None:
             return None
         self.gradients.accept()
-        norm = self._norm
-        if self.gradients.divided or not self._seen.gradients or self._changed():
-            found = float(self.gradients.norm())  # all ranks: a change in a piece shows on one of them alone
-            norm = norm if math.isclose(found, norm, rel_tol=ROUNDING) else found
+        found = float(self.gradients.norm())  # anew: what is written through .data or NumPy shows nowhere else
+        norm = self._norm if math.isclose(found, self._norm, rel_tol=ROUNDING) else found
         if norm > max_norm:
             _scale(self._owned, max_norm / norm)
-            self._seen = SeenGradients()
-        if not self._alone:
-            self._remember(min(norm, max_norm))
+        self._remember(min(norm, max_norm))
         return norm
 
     def agree(self) -> None:
@@ -358,9 +354,10 @@ class Player:
             self._opened().updates += 1
 
     def _remember(self, norm: float) -> None:
-        """The gradient as it is now, and its 2-norm."""
+        """The gradient as it is now, and its 2-norm; on one rank that alone, as there is no other to do alike."""
         self._norm = norm
-        self._seen = SeenGradients.now(self.inputs)
+        if not self._alone:
+            self._seen = SeenGradients.now(self.inputs)
 
     def _changed(self) -> list[str]:
         """The parameters whose gradients the script has changed since."""
