@@ -129,9 +129,7 @@ def test_another_timeout_than_that_of_the_group_is_refused(monkeypatch: pytest.M
     monkeypatch.setattr(connect, "meet", partial(connect.meet, {}))
     group = wire.world()
     assert wire.init() is wire.init(timeout_s=connect.TIMEOUT_S) is group
-    with pytest.raises(
-        UsageError, match=r"wire.init\(timeout_s=5\) after the group was made, with \d+ s"
-    ):
+    with pytest.raises(UsageError, match=r"wire.init\(timeout_s=5\) after the group was made, with \d+ s"):
         wire.init(timeout_s=5)
     group.close()
     assert wire.init(timeout_s=5) is wire.world() is not group
