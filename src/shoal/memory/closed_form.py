@@ -17,9 +17,12 @@ not kept.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from shoal.memory.recompute import RecomputeKind
 from shoal.models.config import GPTConfig
+
+if TYPE_CHECKING:
+    from shoal.memory.recompute import RecomputeKind
 
 FLOAT32_BYTES = 4
 
