@@ -160,7 +160,7 @@ def test_no_look_at_all_objects_spoils_another_threads_tuple(look: Callable[[], 
     sys.setswitchinterval(1e-6)
     reader.start()
     try:
-        for _ in range(20):
+        for _ in range(4):
             look()
     finally:
         ends.set()
