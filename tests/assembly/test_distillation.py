@@ -58,6 +58,7 @@ def first_loss(place: TestPlace, tables: dict[str, Any], folder: str) -> tuple[f
     return loss, own, before | {"inputs": microbatch.inputs, "targets": microbatch.targets}
 
 
+@pytest.mark.slow
 def test_the_loss_is_a_mean_of_both(ranks, taught: tuple[Path, dict[str, Any]]) -> None:
     folder, tables = taught
     loss, own, found = ranks(1, first_loss, tables, str(folder))[0]
@@ -69,6 +70,7 @@ def test_the_loss_is_a_mean_of_both(ranks, taught: tuple[Path, dict[str, Any]]) 
     assert loss == pytest.approx(0.25 * own + 0.75 * float(both), rel=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [{"replicate": 2}, {"shard": 2}], ids=["replicate", "ZeRO-3"])
 def test_every_layout_trains_as_one_process(ranks, taught: tuple[Path, dict[str, Any]], layout: dict[str, int]) -> None:
     folder, tables = taught
@@ -85,6 +87,7 @@ def refused(place: TestPlace, tables: dict[str, Any], folder: str) -> str:
     return str(found.value)
 
 
+@pytest.mark.slow
 def test_a_teacher_without_a_run_file_is_refused(ranks, taught: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     _, tables = taught
     corpus(tmp_path)

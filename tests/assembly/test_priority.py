@@ -127,6 +127,7 @@ def test_a_run_by_priority_goes_on_bitwise(ranks, folder: Path) -> None:
 DIRECT = {"kind": "python", "build": "tests.verification.user_models:strided", "arguments": {"direct": True}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "tables"), [(2, {"batch": {"micro_samples": 2}}), (4, {}), (2, {"model": DIRECT})], ids=str
 )
@@ -210,6 +211,7 @@ def test_all_ranks_choose_one_size_and_compute_the_same_meanwhile(ranks, folder:
     assert found[0].losses == plain.losses
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_the_size_that_it_found(ranks, folder: Path) -> None:
     """Bitwise on three ranks, where the size counts; and nothing is tried again."""
     chosen = {"sizes": [1000, 20_000], "tried": [[20_000, [0.0] * 5]], "chosen": 20_000}

@@ -29,6 +29,7 @@ from shoal.runfile.load import load_run
 from tests.benchmarks.test_commands import app_of
 
 
+@pytest.mark.slow
 def test_a_dry_run_measures_every_side_or_says_why_not(tmp_path: Path) -> None:
     """It writes under its own name, beside the figures of a card."""
     out = tmp_path / "gpu.json"

@@ -215,6 +215,7 @@ def require_nothing_left(own: Project) -> None:
     assert not [name for name in os.listdir("/dev/shm") if name.startswith("shoal")]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(every=2)
 @pytest.mark.parametrize("case", ALL, ids=lambda case: case.command.replace("/", "-")[:24])
 def test_ctrl_c(case: Case, tmp_path: Path) -> None:
@@ -304,6 +305,7 @@ def model(**arguments):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_after_the_last_step_changes_nothing(number: signal.Signals, tmp_path: Path) -> None:
     """The ranks are on their way out: the run has ended well, and its code says so."""

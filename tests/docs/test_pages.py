@@ -201,6 +201,7 @@ def named_verb(words: list[str]) -> tuple[Any, list[str]]:
 PAGES_AND_README = [*PAGES, DOCS.parent / "README.md"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES_AND_README, ids=lambda path: str(path.relative_to(DOCS.parent)))
 def test_commands_have_the_verbs_options_and_files_that_they_name(page: Path) -> None:
     """Every `shoal ...` in a block of code is parsed, its recipe read, and its keys applied to it."""

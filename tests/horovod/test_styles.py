@@ -117,6 +117,7 @@ def test_a_closure_may_return_what_is_no_loss() -> None:
     assert first[5] == second[5] != [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_a_step_that_computes_its_own_loss_is_one_over_all_ranks() -> None:
     """SGD: two steps along the mean of 2 (w - 1) and 4 (w - 2). L-BFGS, which decides by the loss: their minimum."""
     for weight, loss in on_ranks(2, by_closure, "SGD"):
@@ -178,6 +179,7 @@ def test_a_rank_may_begin_without_a_sparse_gradient(options: dict[str, Any]) -> 
     assert [any(row != [0.0, 0.0] for row in rows) for rows in first] == [False, True, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"num_groups": 1}, {"sparse_as_dense": True}], ids=str)
 def test_sparse_gradients_train_as_dense_ones(options: dict[str, Any]) -> None:
     """By indices and values, beside dense ones of their group, or made dense; also where a rank has none."""

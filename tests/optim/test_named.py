@@ -174,6 +174,7 @@ def built(build: str, **keys: Any) -> tuple[torch.optim.Optimizer, nn.Parameter]
     return build_optimizer(PythonOptimizer(build=build, **keys), [("w", parameter, True)], lr=0.1), parameter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -210,6 +210,7 @@ def train(place: TestPlace, sync: Tables, folder: str, order: str = "", replay: 
     return ended
 
 
+@pytest.mark.slow
 def test_uneven_replicas_reach_the_loss(ranks, folder: Path) -> None:
     """Beside a replica that is slow, the others go on; all end with one model, and learn what waiting replicas do."""
     waiting = ranks(3, train, LATE | {"asynchronous": False}, str(folder))
@@ -221,6 +222,7 @@ def test_uneven_replicas_reach_the_loss(ranks, folder: Path) -> None:
     assert all(torch.equal(one.weights[name], w) for one in late for name, w in late[0].weights.items())
 
 
+@pytest.mark.slow
 def test_a_recorded_order_gives_the_same_bits(ranks, folder: Path) -> None:
     """Though another replica is slow when it is repeated."""
     first = ranks(3, train, LATE | {"meet_every": 20}, str(folder), "order", "", 3)

@@ -78,6 +78,7 @@ def trained(folder: Path, *, ahead: bool, precision: str, clip_norm: float | Non
     return found, {name: held for name, held in run.state.tensors().items() if isinstance(held, Tensor)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clip_norm", [None, 0.1, 1e6])
 @pytest.mark.parametrize("precision", ["float32", "float16"])
 def test_both_make_the_same_updates(tmp_path: Path, precision: str, clip_norm: float | None) -> None:

@@ -88,20 +88,21 @@ FEW = [
     ("adafactor", "tensor"),
     ("soap", "replicate"),
     ("soap", "tensor"),
-    ("shampoo", "ZeRO-1 x tensor"),
     ("schedule_free_adamw", "ZeRO-3"),
-    ("dion", "ZeRO-1 x tensor"),
     ("muon", "replicate"),
     ("muon", "ZeRO-2"),
     ("muon", "ZeRO-1 x tensor"),
     ("muon", "pipeline"),
     ("newton_cg", "ZeRO-1"),
-    ("newton_cg", "pipeline x tensor"),
     ("lbfgs", "ZeRO-3"),
 ]
-"""What every test run proves; the rest is a stress test."""
+"""What every test run proves."""
+LONG = [("newton_cg", "pipeline x tensor"), ("shampoo", "ZeRO-1 x tensor"), ("dion", "ZeRO-1 x tensor")]
+"""What CI proves besides; the rest is a stress test."""
 ALL = [
-    pytest.param(kind, layout, marks=[] if (kind, layout) in FEW else pytest.mark.stress)
+    pytest.param(kind, layout, marks=pytest.mark.slow if (kind, layout) in LONG else pytest.mark.stress)
+    if (kind, layout) not in FEW
+    else (kind, layout)
     for kind in OPTIMIZERS
     for layout in LAYOUTS
 ]

@@ -64,6 +64,7 @@ def test_a_run_over_the_network_makes_the_model_of_the_simulation(tables: dict[s
     assert server.host.server.version == 2
 
 
+@pytest.mark.slow
 def test_a_server_stays_until_every_client_has_heard_that_the_run_is_over(tmp_path: Path) -> None:
     """One that comes late, too, and one whose answer was lost; then it ends, however long it would have waited."""
     one = task_of(steps=1, federated={"clients": 2, "least": 1, "deadline_s": 0.5})
