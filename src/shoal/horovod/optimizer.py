@@ -76,7 +76,8 @@ class _Reduction:
     ) -> None:  # fmt: skip
         self._groups, self.process_set = groups, process_set
         self._sparse_as_dense, self._seen_sparse = sparse_as_dense, set[Tensor]()
-        self._know_kinds = sparse_as_dense
+        self._kinds_known_in: int | None = None
+        """The generation of ranks in which all kinds were agreed on: one that joins does not know them."""
         self._sparse: dict[Tensor, SparseHandle] = {}
         self._group_of = {parameter: place for place, group in enumerate(groups) for _, parameter in group}
         self._compression, self._op, self._predivide = compression, op, predivide
@@ -132,13 +133,13 @@ class _Reduction:
         """Ranks tell each other which gradients are sparse, with every step until each gradient was on one of them: a
         rank that lacks one sends it as the others do.
         """
-        if self._know_kinds:
+        if self._sparse_as_dense or self._kinds_known_in == process().generation:
             return
         grads = [parameter.grad for parameter in self._group_of]
         own = [MISSING if grad is None else SPARSE if grad.is_sparse else DENSE for grad in grads]
         kinds = allreduce(torch.tensor(own), name="gradient kinds", op=Max, process_set=self.process_set).tolist()
         self._seen_sparse.update(p for p, kind in zip(self._group_of, kinds, strict=True) if kind == SPARSE)
-        self._know_kinds = MISSING not in kinds
+        self._kinds_known_in = None if MISSING in kinds else process().generation
 
     def finish(self) -> None:
         """Sends what no backward came to, and writes all reduced gradients."""
@@ -160,8 +161,7 @@ class _Reduction:
         self.done = True
 
     def abandon(self) -> None:
-        """Forgets what was begun with ranks that are gone. New ones have to hear which gradients are sparse."""
-        self._know_kinds = self._sparse_as_dense
+        """Forgets what was begun with ranks that are gone."""
         self._sparse.clear()
         self.handles.clear()
         self._counts = dict.fromkeys(self._counts, 0)
