@@ -35,7 +35,9 @@ from shoal.errors import ConfigError
 from shoal.topology.links import Links
 
 CHANGED = 1.5
-"""Between two timings of one all-reduce: processes that share cores make less of a difference than that."""
+"""Between two timings of one all-reduce. Processes that share cores make such a difference too, but not in three steps
+running, as a rule (`CONFIRMED`).
+"""
 CONFIRMED = 3
 """Timings, one a step, whose median is what an all-reduce usually takes, or which all have to say that it changed."""
 MOST_RANKS = 16
@@ -93,14 +95,13 @@ class LinkWatch:
     ) -> None:
         self._lockstep, self._ledger, self._opened, self._search = lockstep, ledger, opened, search
         self._decided, self._repeats, self._clock = decided, repeats, clock
-        self._alarm, self._agreed = Alarm(), None
+        self._alarm = Alarm()
+        self._agreed: tuple[torch.Tensor, Handle] | None = None
         self._usual_s: float | None = None
         self._was_searching = self._rang = False
         self._timings: list[float] = []
         self._lines: list[str] = []
         self._before, self._begun_s = ledger.total(), clock()
-
-    _agreed: tuple[torch.Tensor, Handle] | None
 
     def begin(self) -> None:
         """A step begins: chooses anew where the last one's wait calls for it. All ranks in lock-step call it."""
