@@ -66,8 +66,8 @@ SWEEP = 'name = "s"\nrun = "run.toml"\nobjective = "loss/train"\n[parameters]\n"
 AGAIN = "interrupted before its end; the same command starts it again\n"
 GOES_ON = "the same command resumes from there\n"
 NO_RESULT = "SIGINT: stopped at once; there is no result; start it again\n"
-MEASURING = r"(?m)^(\d+ of \d+: )?[^:\n]+: \w"
-"""Rank 0 of a benchmark has told what it measures, behind the name of the part."""
+MEASURING = r"(?m)^(\d+ of \d+: [^:\n]+|(?!\d+ of |lab: )[^:\n]+): \w"
+"""Rank 0 of a benchmark has told what it measures, behind the name of the part, which is shown before ranks start."""
 STOPPED, INTERRUPTED, DONE = 75, 130, 0
 
 

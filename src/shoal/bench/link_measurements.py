@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from shoal.bench.groups import CPU, gathered, interleaved, join_group, join_store, slowest, while_counting
 from shoal.bench.ranks import rank_folder
-from shoal.bench.report import Check, Result, Turns, check, ratios
+from shoal.bench.report import Check, Result, Turns, check, ratios, told
 from shoal.bench.training_job import corpus_file, gpt_run_file, start_training, training_job
 from shoal.collectives import algorithms
 from shoal.collectives.table import CollectiveTable, relabelled
@@ -38,6 +38,7 @@ from shoal.optim.config import AdamW
 from shoal.parallel.config import PipelineConfig
 from shoal.topology.config import LayoutConfig
 from shoal.topology.links import SLOW, Links, best_order, pace, slow_links
+from shoal.units import byte_size
 
 # All-reduces over slow links: how much of a link's rate they get, and a ring beside a hierarchy of two levels.
 #
@@ -70,7 +71,8 @@ def measure_rate(lab: Lab, place: Place, *, name: str) -> Result | None:
     mbit = lab.rate_mbit(0, 1)
     rate = mbit * MBIT_BYTES
     tensor = torch.zeros(int(rate * RATE_SECONDS / 4))
-    times = [slowest(lambda: group.all_reduce(tensor).wait(), clock) for _ in range(RATE_TURNS + 1)][1:]
+    turns = told(range(RATE_TURNS + 1), f"all-reduces of {byte_size(tensor.nbytes)}", total=RATE_TURNS + 1)
+    times = [slowest(lambda: group.all_reduce(tensor).wait(), clock) for _ in turns][1:]
     if place.rank != 0:
         return None
     sent = bytes_sent("all_reduce", tensor.nbytes, size=group.size, backend="gloo")
@@ -303,7 +305,7 @@ def measure_ledger(lab: Lab, place: Place, *, name: str) -> Result | None:
     store = join_store(place)
     clock = join_group("clock", place, store, transport="gloo")
     rows: list[dict[str, Any]] = []
-    for layout in LAYOUTS:
+    for layout in told(LAYOUTS, "bytes of each layout", total=len(LAYOUTS)):
         counts = gathered(clock, _count(layout, place, PrefixStore(layout, store), clock))
         rows += [_ledger_row(layout, rank, lab, *own) for rank, own in enumerate(counts)]
     if place.rank != 0:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.errors import EnvironmentFault
 from shoal.launcher.environment import Place, place_from
+from shoal.units import plural
 
 if TYPE_CHECKING:
     from shoal.launcher.lab.lab_file import Lab
@@ -55,7 +56,7 @@ def on_ranks(
     from shoal.launcher.spawn import run_ranks
     from shoal.launcher.supervision import NOTHING_KEPT
 
-    with temporary_folder() as folder, shown(part or f"measuring on {processes} ranks", folder) as told:
+    with temporary_folder() as folder, shown(part or f"measuring on {plural(processes, 'rank')}", folder) as told:
         result = folder / "result.json"
         environ = {**os.environ, **told, "OMP_NUM_THREADS": "1", RESULT: str(result)}
         whole = [sys.executable, "-m", *command]
