@@ -13,12 +13,13 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constrain
 
 OLDEST := .venv-oldest
 
-.PHONY: help demo quick test slow test-oldest gpu check docs reference bench bench-wire bench-link bench-plan bench-zero bench-memory bench-pipeline bench-noise bench-check verify-matrix sanitize stress clean
+.PHONY: help demo quick test slow again test-oldest gpu check docs reference bench bench-wire bench-link bench-plan bench-zero bench-memory bench-pipeline bench-noise bench-check verify-matrix sanitize stress clean
 
 help:
 	@echo "make demo    trains a small GPT on this machine's Python library (about 2 minutes) and writes a report"
 	@echo "make test    runs the tests; installs what they need besides (200 packages, once)"
 	@echo "make slow    runs the tests of a second and a half and more each, which \`make test\` leaves to CI"
+	@echo "make again   runs what failed in the last run once more, alone, as CI does"
 	@echo "make quick   runs the tests of the rooms below the others, in a minute and a half, at each change"
 	@echo "make test-oldest   runs the fast part of the tests on the oldest PyTorch that Shoal admits, in an environment of its own"
 	@echo "make gpu     on a machine with a GPU: tests and measurements there, in four minutes; docs/benchmarks/gpu.json"
@@ -53,6 +54,11 @@ test: $(ALL)
 
 slow: $(ALL)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
+
+# What failed in the last run, at most three tests, once more and alone (decision 100). What passes now is listed: a fault to find.
+again: $(ALL)
+	test $$(grep -c ': true' .pytest_cache/v/cache/lastfailed) -le 3
+	$(BIN)/python -m pytest --last-failed -m "slow or not slow" -rA
 
 test-oldest: $(OLDEST)/.shoal-installed
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(FAST)
