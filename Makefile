@@ -58,7 +58,7 @@ slow: $(ALL)
 # What failed in the last run, at most three tests, once more and alone (decision 100). What passes now is listed: a fault to find.
 again: $(ALL)
 	test $$(grep -c ': true' .pytest_cache/v/cache/lastfailed) -le 3
-	$(BIN)/python -m pytest --last-failed -m "slow or not slow" -rA
+	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m "slow or not slow" -rA
 
 test-oldest: $(OLDEST)/.shoal-installed
 	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile $(FAST)
