@@ -26,6 +26,8 @@ from tests.comm.shm.test_window import CPU, LARGE
 from tests.waiting import HANG_S, NEVER_S, wait_until
 
 MEGABYTE = 1 << 20
+SHORT_S = 0.3
+"""The timeout of a call that nobody answers."""
 
 
 def work_of(call: dist.Work | None) -> dist.Work:
@@ -40,6 +42,8 @@ def on_shoal(place: Any, program: Callable[..., Any], timeout_s: float = HANG_S)
     dist.init_process_group(
         "shoal", store=place.store, rank=place.rank, world_size=place.size, timeout=timedelta(seconds=HANG_S)
     )
+    if timeout_s < HANG_S:
+        dist.barrier()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
     try:
         return program(place.rank)
@@ -402,7 +406,7 @@ def impatient(place: Any, hosts: int, behind: bool) -> tuple[str, float]:
         begin_s = time.monotonic()
         stuck = dist.all_reduce(torch.ones(1), async_op=True) if behind else None
         try:
-            dist.barrier(timeout=timedelta(seconds=1))
+            dist.barrier(timeout=timedelta(seconds=SHORT_S))
         except RuntimeError as error:
             return str(error), time.monotonic() - begin_s
         finally:
@@ -419,7 +423,7 @@ def impatient(place: Any, hosts: int, behind: bool) -> tuple[str, float]:
 def test_a_barrier_has_the_timeout_that_it_is_given(ranks, size: int, hosts: int, behind: bool) -> None:
     said, spent_s = ranks(size, impatient, hosts, behind)[0]
     assert "Timed out after" in said
-    assert spent_s > 0.9
+    assert spent_s > 0.9 * SHORT_S
 
 
 def dependent(place: Any) -> list[float]:
@@ -548,15 +552,17 @@ def test_a_receive_without_a_source_on_two_hosts_is_refused(ranks) -> None:
 
 
 def hurried(place: Any, hosts: int, source: int | None) -> str:
-    """Rank 0 waits for the others, who do not come, after the timeout was set to a second: in a sum, or for a message
+    """Rank 0 waits for the others, who do not come, after the timeout was set to `SHORT_S`: in a sum, or for a message
     of `source`."""
 
     def program(rank: int) -> str:
         dist.all_reduce(torch.ones(3))
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=SHORT_S))
         if rank:
+            place.store.set(f"summed {rank}", "")
             place.store.get("over")
             return ""
+        place.store.wait([f"summed {other}" for other in range(1, place.size)])
         try:
             dist.all_reduce(torch.ones(3)) if source is None else dist.recv(torch.ones(3), source)
         except RuntimeError as error:
@@ -664,7 +670,7 @@ def monitored(place: Any, hosts: int) -> str:
         if rank == 2:
             return said_by(lambda: group.monitored_barrier(timedelta(seconds=HANG_S)))
         try:
-            group.monitored_barrier(timedelta(seconds=1))
+            group.monitored_barrier(timedelta(seconds=SHORT_S))
         except RuntimeError as error:
             return str(error)
         finally:

@@ -60,22 +60,23 @@ def test_training_may_change_its_tensors_as_soon_as_save_returns(tmp_path):
     assert read_manifest(checkpoints(tmp_path)[0]).state == {"cursor": [1]}
 
 
-def test_a_save_waits_for_the_one_before(tmp_path):
+def test_a_save_waits_for_the_one_before(tmp_path, monkeypatch):
     """Both are whole, in order, and the wait is part of the second one's stall."""
-    hold, released_s = threading.Event(), []
+    hold, waits = threading.Event(), threading.Event()
 
     def release() -> None:
-        released_s.append(time.monotonic())
+        waits.wait(HANG_S)
+        time.sleep(0.1)
         hold.set()
 
     saver = saver_for(tmp_path, on_point=lambda label: label != "commit/rename.before" or hold.wait(HANG_S))
     saver.save(1, state_of(1), {}, layout={})
     assert saver.poll() == []
     assert saver.wait(0.01) == []
-    threading.Timer(0.3, release).start()
-    begin_s = time.monotonic()
-    stall_s = saver.save(2, state_of(2), {}, layout={})
-    assert stall_s >= (released_s[0] - begin_s) / 2
+    join = saver._join
+    monkeypatch.setattr(saver, "_join", lambda within_s: (waits.set(), join(within_s)))
+    threading.Thread(target=release).start()
+    assert saver.save(2, state_of(2), {}, layout={}) >= 0.1
     assert [(report.step, report.committed) for report in saver.wait(HANG_S)] == [(1, True), (2, True)]
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002", "step-00000001"]
 

@@ -296,7 +296,7 @@ import atexit
 
 def _leave():
     open(f"leaving-{RANK}", "w").close()
-    time.sleep(1.0)
+    time.sleep(3600)
 
 
 def model(**arguments):
@@ -308,12 +308,12 @@ def model(**arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_after_the_last_step_changes_nothing(number: signal.Signals, tmp_path: Path) -> None:
-    """The ranks are on their way out: the run has ended well, and its code says so."""
+    """Both ranks are on their way out, and the signal ends it: the run has ended well, and its code says so."""
     own = project(tmp_path)
     with (own.folder / "own.py").open("a") as file:
         file.write(LEAVING)
-    running = own.start("train", "run.toml", "run.steps=2")
-    wait_until((own.folder / "leaving-0").exists, own.said)
+    running = own.start("train", "run.toml", "run.steps=2", "run.processes=2")
+    wait_until(lambda: all((own.folder / f"leaving-{rank}").exists() for rank in range(2)), own.said)
     running.send_signal(number)
     assert running.wait(HANG_S) == DONE, own.said()
     assert "Traceback" not in own.said()

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,6 +28,7 @@ from tests.cli.elastic_runs import (
     wait_for_join,
 )
 from tests.cli.project import Project
+from tests.ports import free_port
 from tests.programs import ended
 from tests.waiting import HANG_S, wait_until
 
@@ -373,8 +373,7 @@ def test_a_run_that_is_not_elastic_needs_no_common_file_system_either(tmp_path: 
 
 def launched(folder: Path, runs: list[Project], *overrides: str) -> None:
     """One rank of each of `runs`, by a launcher each, to a good end."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     processes: list[subprocess.Popen[str]] = []
     with ended(processes):
         for number, own in enumerate(runs):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.project import Project, project
+from tests.ports import free_port
 from tests.waiting import HANG_S
 
 
@@ -181,9 +181,7 @@ def test_torchrun_starts_the_same_run(trained: Project) -> None:
 @pytest.mark.slow
 def test_srun_variables_make_ranks_of_several_nodes(trained: Project) -> None:
     """Two processes with Slurm's variables, as two nodes of one task each, train the same run."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = []
     for node in range(2):
         variables = {

@@ -335,9 +335,11 @@ def test_a_fault_that_nobody_foresaw_ends_the_service(tmp_path: Path, where: str
 def test_what_comes_in_together_is_written_together(tmp_path: Path) -> None:
     """Replicas that join at once cost few writes; nobody has an answer before what it tells of is in the journal."""
     writes: list[list[Decision]] = []
+    asked = threading.Event()
 
     class Counted(Journal):
         def append(self, decisions: Iterable[Decision]) -> None:
+            assert asked.wait(HANG_S)  # a first write that takes until all have asked
             made = list(decisions)
             super().append(made)
             writes.append(made)
@@ -352,11 +354,15 @@ def test_what_comes_in_together_is_written_together(tmp_path: Path) -> None:
             while len(ready) < count:
                 await asyncio.sleep(0.01)
             writer.write(sockets.encode(Join(f"replica-{number}", 1)))
+            joined.append(number)
+            if len(joined) == count:
+                asked.set()
             await sockets.read(reader, **FRAME)
             writer.close()
             return Admitted(f"replica-{number}", 1) in [decision for made in writes for decision in made]
 
         ready: list[int] = []
+        joined: list[int] = []
         return await asyncio.gather(*(join(number) for number in range(count)))
 
     with coordinator_in(tmp_path, Rules(1, 200), told=lambda _: None, journal=Counted) as address:

@@ -16,7 +16,7 @@ from shoal.data.feed import Feed, SlowReads, StepShare, evaluation_batches
 from shoal.data.order import Order
 from shoal.data.sample import Batch
 from shoal.errors import ConfigError, DataError, UserCodeError
-from tests.waiting import wait_until
+from tests.waiting import HANG_S, wait_until
 
 
 class Numbers:
@@ -216,18 +216,19 @@ class Gated(Numbers):
 def test_reading_hides_behind_the_step():
     """While the caller takes a step, the next ones are read: it gets them though nothing can be read any more. Then it
     waits, and says for how long."""
-    source, steps = Gated(1000), []
-    with feed(source, prefetch_steps=2) as fed:
+    source, steps, last = Gated(1000), [], threading.Event()
+    slow = SlowReads(lambda _: source.allow(4) if last.is_set() else None, tell_after_s=0.1)
+    with feed(source, prefetch_steps=2, slow=slow) as fed:
         source.allow(4)
         fed.next()
         source.allow(2 * 4)  # nobody asks for them yet
         wait_until(lambda: source.asked == 4 + 2 * 4)
         steps += [fed.next(), fed.next()]
-        threading.Timer(0.3, source.allow, [4]).start()
+        last.set()
         steps.append(fed.next())
         source.allow(1000)  # for the threads that are still in the source
     assert [step.interval.start for step in steps] == [4, 8, 12]
-    assert steps[-1].wait_s > 0.2
+    assert steps[-1].wait_s >= 0.1
 
 
 def test_a_failing_sample_stops_at_its_own_step():
@@ -272,14 +273,15 @@ Feed(Hangs(), Order(4, 0), StepShare(2))
 
 
 class Blocks(Numbers):
-    """Reading sample 0 blocks until `go` is set."""
+    """Reading sample 0 sets `blocked`, and blocks until `go` is set."""
 
     def __init__(self, samples: int) -> None:
         super().__init__(samples)
-        self.go = threading.Event()
+        self.go, self.blocked = threading.Event(), threading.Event()
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         if index == 0:
+            self.blocked.set()
             self.go.wait()
         return index, index
 
@@ -295,11 +297,14 @@ def test_a_read_that_takes_long_is_named_while_it_is_waited_for():
             source.go.set()
 
     with Feed(source, order, StepShare(8), slow=SlowReads(tell, tell_after_s=0.02)) as fed:
+        assert source.blocked.wait(HANG_S)
         assert sorted(ids_of(fed.next().microbatches)) == list(range(8))
     assert len(told) >= 3
     assert all(f"Sample 0 at position {position} is being read" in text for text in told[:3])
     source.go.clear()
+    source.blocked.clear()
     with Feed(source, order, StepShare(8), slow=SlowReads(tell_after_s=0.02, give_up_s=0.05)) as fed:
+        assert source.blocked.wait(HANG_S)
         with pytest.raises(DataError, match=f"Sample 0 at position {position} has been read for 0.05 s"):
             fed.next()
         source.go.set()

@@ -49,12 +49,17 @@ with report_failure(place, Path(os.environ["SHOAL_FAILURE_FOLDER"])):
 """
 
 
+def _state(pid: int) -> str:
+    """The letter that the kernel gives the state of a process; empty where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 def _is_alive(pid: int) -> bool:
     """Whether the process runs (a zombie does not)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
+    return _state(pid) not in ("", "Z")
 
 
 @dataclass
@@ -79,6 +84,13 @@ class Launched:
     def wait_for_ends(self, pids: list[int]) -> None:
         """Until none of `pids` runs."""
         wait_until(lambda: not self.survivors(pids))
+
+    def send_at_once(self, *numbers: signal.Signals) -> None:
+        """The launcher finds all of these signals when it goes on, however long this process takes to send them."""
+        self.process.send_signal(signal.SIGSTOP)
+        wait_until(lambda: _state(self.process.pid) == "T")
+        for number in (*numbers, signal.SIGCONT):
+            self.process.send_signal(number)
 
     def interrupt(self) -> None:
         """A first SIGINT, until the launcher has answered: by then every rank that runs was sent SIGTERM."""

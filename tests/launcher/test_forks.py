@@ -98,7 +98,8 @@ def test_a_fork_has_the_place_streams_session_and_threads_of_a_rank(tmp_path: Pa
 
 
 WAITS = """
-(here / f"pid-{rank}").write_text(os.readlink("/proc/self"))
+(here / f"partial-{rank}").write_text(os.readlink("/proc/self"))
+(here / f"partial-{rank}").rename(here / f"pid-{rank}")
 time.sleep(3600)
 """
 

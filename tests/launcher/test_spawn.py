@@ -182,8 +182,7 @@ def test_ctrl_c_lets_the_ranks_save(launch):
     """One request to the launcher, even delivered as two signals at once: ranks finish, the launcher exits 75."""
     launched = launch(STOPPING)
     launched.rank_pids()
-    launched.process.send_signal(signal.SIGTERM)
-    launched.process.send_signal(signal.SIGINT)
+    launched.send_at_once(signal.SIGTERM, signal.SIGINT)
     code, said = launched.end()
     assert code == 75
     assert "press again to stop at once" in said
@@ -219,8 +218,9 @@ def test_two_requests_are_two_though_a_busy_launcher_hears_of_both_at_once():
     events, (read_end, write_end) = queue.SimpleQueue(), os.pipe()
     passing = threading.Thread(target=_pass_on, args=(read_end, frozenset((signal.SIGINT,)), events))
     passing.start()
-    for _ in range(2):
+    for heard in range(2):
         os.write(write_end, bytes((signal.SIGINT,)))
+        wait_until(lambda heard=heard: events.qsize() > heard)
         time.sleep(1.5 * SAME_REQUEST_S)
     os.close(write_end)
     passing.join()

@@ -170,7 +170,6 @@ def test_a_disk_that_fails_ends_the_update_with_its_sentence(tmp_path: Path) -> 
     optimizer.home.close()
 
 
-@pytest.mark.timeout(20)
 @pytest.mark.parametrize("pool_bytes", [PART_BYTES, 1 << 20])
 def test_state_on_disk_is_not_waited_for_when_the_run_is_over(pool_bytes: int, tmp_path: Path) -> None:
     """Reading it and a further step say so, whether some was read ahead or all."""

@@ -161,7 +161,7 @@ def test_a_terminal_is_left_as_it_was(end: str, columns: str) -> None:
         [sys.executable, "-c", PROGRAM, end], stdin=theirs, stdout=theirs, stderr=theirs, env=environment
     )
     os.close(theirs)
-    output = _read(ours, until=b"412/900" if end == "kill" else None)
+    output = _read(ours, until=(b"412/900", b"a note") if end == "kill" else ())
     if end == "kill":
         process.send_signal(signal.SIGKILL)
     process.wait(timeout=HANG_S)
@@ -175,9 +175,10 @@ def test_a_terminal_is_left_as_it_was(end: str, columns: str) -> None:
         assert output.endswith(b"\n")
 
 
-def _read(descriptor: int, *, until: bytes | None) -> bytes:
+def _read(descriptor: int, *, until: tuple[bytes, ...]) -> bytes:
+    """What is written until all of `until` are in it, in any order; without any, until the other side is closed."""
     output, deadline_s = b"", time.monotonic() + HANG_S
-    while time.monotonic() < deadline_s and not (until and until in output):
+    while time.monotonic() < deadline_s and not (until and all(text in output for text in until)):
         if select.select([descriptor], [], [], 0.2)[0]:
             try:
                 output += os.read(descriptor, 65536)

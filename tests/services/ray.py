@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from typing import Any
+
+from tests.ports import free_port
 
 VERSION = "ray[default]>=2.40"
 
@@ -47,9 +48,7 @@ def ray_cluster(*, hosts: int = 2, cores: int = 2) -> Iterator[str]:
 @contextlib.contextmanager
 def ray_with_dashboard(*, hosts: int = 2, cores: int = 2) -> Iterator[str]:
     """Hosts of `cores` cores each; the address of its dashboard."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     with _cluster(hosts, cores, include_dashboard=True, dashboard_host="127.0.0.1", dashboard_port=port):
         yield f"http://127.0.0.1:{port}"
 

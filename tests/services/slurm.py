@@ -90,7 +90,7 @@ class SlurmCluster:
     def call(self, *command: str) -> str:
         """What a client prints. Raises `AssertionError` where it fails."""
         done = subprocess.run(
-            command, env={**os.environ, **self.environ}, capture_output=True, text=True, timeout=30, check=False
+            command, env={**os.environ, **self.environ}, capture_output=True, text=True, timeout=HANG_S, check=False
         )
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
         return done.stdout

@@ -73,7 +73,7 @@ def sshd(folder: Path) -> Iterator[str]:
         )
     finally:
         daemon.terminate()
-        daemon.wait(10)
+        daemon.wait(HANG_S)
 
 
 def _wait(port: int, log: Path) -> None:

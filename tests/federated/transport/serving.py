@@ -34,6 +34,7 @@ class Server:
     folder: Path
     port: int = 0
     host: Host | None = None
+    service: Service | None = None
     told: list[str] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     thread: threading.Thread | None = None
@@ -95,7 +96,7 @@ def serving(task: Task, folder: Path, *, enrolment: bool = False, grace_s: float
         tls = tls_context(server.certificates, SERVER, server=True, anybody=enrolment)
         folder_of_tokens = server.certificates if enrolment else None
         try:
-            service = Service(
+            service = server.service = Service(
                 server.host, farewell_s=NEVER_S, grace_s=grace_s, said=server.said.append, enrolment=folder_of_tokens
             )
             await service.run(tls, address="127.0.0.1", port=0, listening=lambda port: setattr(server, "port", port))

@@ -68,7 +68,7 @@ def test_a_run_over_the_network_makes_the_model_of_the_simulation(tables: dict[s
 def test_a_server_stays_until_every_client_has_heard_that_the_run_is_over(tmp_path: Path) -> None:
     """One that comes late, too, and one whose answer was lost; then it ends, however long it would have waited."""
     one = task_of(steps=1, federated={"clients": 2, "least": 1, "deadline_s": 0.5})
-    with serving(one, tmp_path, grace_s=1.0) as server:
+    with serving(one, tmp_path, grace_s=NEVER_S) as server:
 
         async def play() -> None:
             late = client_name(1)
@@ -81,6 +81,9 @@ def test_a_server_stays_until_every_client_has_heard_that_the_run_is_over(tmp_pa
                 assert (await server.ask(late, "POST", "/work"))[1] == messages.Over()
 
         asyncio.run(play())
+        assert server.is_up()
+        assert server.service is not None
+        server.service.grace_s = 0.0
         wait_until(lambda: not server.is_up())
 
 
@@ -135,7 +138,7 @@ def where_of(train: messages.Train, content: bytes, *, offset: int = 0, total: i
 
 def test_bad_updates_are_refused_and_their_clients_named(tmp_path: Path) -> None:
     """Not finite, too large a norm, other samples than it joined with, another length, changed on the way, too long."""
-    one = task_of(federated={"largest_norm": 1.0, "cohort": 1, "clients": 1, "least": 1, "deadline_s": 3.0})
+    one = task_of(federated={"largest_norm": 1.0, "cohort": 1, "clients": 1, "least": 1, "deadline_s": HANG_S})
     model = one.model
     good = upload(model, samples=5, value=1e-3)
     cases = {
@@ -407,13 +410,14 @@ def test_a_client_reads_on_where_a_response_broke(tmp_path: Path) -> None:
         await site.start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         data = data_for(one, shards_of(one)[0], seed=0)
-        client = Client(one, data, name="a", url=url, store=ClientStore(tmp_path), patience_s=0.5)
+        client = Client(one, data, name="a", url=url, store=ClientStore(tmp_path), patience_s=HANG_S)
         async with aiohttp.ClientSession() as client._session:
             assert await client._ask("POST", "/work") == messages.Wait(1.5)
             model = await client._model(0)
             assert model is not None
             assert torch.equal(model.vectors["model"], one.model)
             await runner.cleanup()
+            client._patience_s = 0.5
             with pytest.raises(EnvironmentFault, match=r"has not answered for 0\.5 s"):
                 await client._ask("POST", "/work")
 
