@@ -37,17 +37,20 @@ def feed_of(run: Run) -> Feed | GrowingFeed:
     if (growth := run.state.growth) is not None:
         return GrowingFeed(growth, lambda samples: run.feed(steps_of=samples))
     feed = run.feed()
-    run.step.compute.on_backward.append(feed.in_backwards(small_at_once=small_at_once(run)))
+    read_beside_steps(run, feed)
     return feed
 
 
-def small_at_once(run: Run) -> int:
-    """How many small steps the run's feed may read at once."""
+def read_beside_steps(run: Run, feed: Feed) -> None:
+    """From now on `feed` is read when the steps of `run` leave time for it."""
     data = run.run_file.data
-    if run.run_file.batch.division != "even" or run.workload.data.endless:
-        return 1
+    fixed = run.run_file.batch.division == "even" and not run.workload.data.endless
     has_user_code = isinstance(data, PythonData) or any(":" in name for name in data.augment)
-    return CHANGEABLE_AT_ONCE if has_user_code else SMALL_AT_ONCE
+    begins_backward = feed.in_backwards(
+        small_at_once=(CHANGEABLE_AT_ONCE if has_user_code else SMALL_AT_ONCE) if fixed else 1,
+        quick_by_loop=fixed and data.reader_kind == "threads" and run.device.type == "cpu",
+    )
+    run.step.compute.on_backward.append(begins_backward)
 
 
 def replica_speeds(run: Run, feed: Feed | GrowingFeed, sinks: Sinks) -> ReplicaSpeeds | None:

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, Store
 
-from shoal.assembly.metering import small_at_once
+from shoal.assembly.metering import read_beside_steps
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.run import Run, open_run
 from shoal.checkpoint.agreement import LocalExchange
@@ -98,7 +98,7 @@ def training_job(training: Training, folder: Path, stack: ExitStack, *, shared_s
         shared_saves: Whether all ranks write one checkpoint together; otherwise each saves as if alone.
     """
     run = training.run
-    run.step.compute.on_backward.append(training.feed.in_backwards(small_at_once=small_at_once(run)))
+    read_beside_steps(run, training.feed)
     place = run.process.place
     saver = Saver(
         folder,

@@ -28,6 +28,14 @@ ASKED_AT_ONCE = 256
 """Positions that a reader of small batches asks an order for."""
 
 
+Where = Callable[[], str]
+"""Which samples are read, for messages: nobody asks as long as all goes well."""
+
+
+def _unasked(where: Where) -> None:
+    """Nobody watches."""
+
+
 class OrderOfSamples(Protocol):
     """`Order` or `MixtureOrder`: which sample stands at a position, and in which epoch."""
 
@@ -48,9 +56,12 @@ class BatchRead:
 
 
 class BatchReader(Protocol):
-    """Reads batches; used by one thread. `where` is the sample that is read now, where it is known, for messages."""
+    """Reads batches; used by one thread."""
 
-    where: str
+    @property
+    def where(self) -> str:
+        """The sample that is read now, for messages; "" where it is not known."""
+        ...
 
     def read(self, part: Interval) -> BatchRead:
         """The batch at the positions `part`.
@@ -80,7 +91,12 @@ class SourceReader:
         self._denominator: Denominator = denominator
         self._augmentation = augmentation
         self._known, self._known_ids = Interval(0, 0), np.empty(0, dtype=np.int64)
-        self.where = ""
+        self._where: Where = str
+
+    @property
+    def where(self) -> str:
+        """See `BatchReader`."""
+        return self._where()
 
     def read(self, part: Interval) -> BatchRead:
         """See `BatchReader.read`."""
@@ -107,8 +123,8 @@ class SourceReader:
         first = part.start - self._known.start
         return self._known_ids[first : first + len(part)]
 
-    def _began(self, where: str) -> None:
-        self.where = where
+    def _began(self, where: Where) -> None:
+        self._where = where
 
 
 class PinnedReader:
@@ -120,10 +136,6 @@ class PinnedReader:
     @property
     def where(self) -> str:
         return self._reader.where
-
-    @where.setter
-    def where(self, where: str) -> None:
-        self._reader.where = where
 
     def read(self, part: Interval) -> BatchRead:
         """See `BatchReader.read`."""
@@ -142,7 +154,7 @@ def read_batch(
     *,
     denominator: Denominator,
     changed: tuple[Augmentation, np.ndarray] | None = None,
-    began: Callable[[str], object] = str,
+    began: Callable[[Where], object] = _unasked,
 ) -> BatchRead:
     """The samples `ids` at `positions` (both int64 [samples]) as a batch; `changed` is by what, in which epochs.
     `began` is told of each sample before it is read, or of all where they are read at once.
@@ -151,16 +163,12 @@ def read_batch(
         DataError, UserCodeError: the source raised (its exception is the cause) or returned what no sample may be; the
             message names the sample id and the position.
     """
+    whole = partial(where_of, ids, positions)
     if hasattr(source, "samples_at") and (changed is None or not changed[0].changes):
-        began(where_of(ids, positions))
-        stacked = _guarded(cast(BatchSource, source).samples_at, ids, where=where_of(ids, positions))
-        return BatchRead(
-            _guarded(
-                lambda rows: collate_stacked(rows, positions, denominator=denominator),
-                stacked,
-                where=where_of(ids, positions),
-            )
-        )
+        began(whole)
+        stacked = _guarded(cast(BatchSource, source).samples_at, ids, where=whole)
+        beside = partial(collate_stacked, positions=positions, denominator=denominator)
+        return BatchRead(_guarded(beside, stacked, where=whole))
     if hasattr(source, "collated"):
         return _read_collated(
             cast(Collates, source), ids, positions, denominator=denominator, changed=changed, began=began
@@ -168,7 +176,7 @@ def read_batch(
     samples: list[Sample | None] = []
     skipped: list[str] = []
     for place, index in enumerate(ids.tolist()):
-        where = f"Sample {index} at position {int(positions[place])}"
+        where = partial(where_of, ids[place : place + 1], positions[place : place + 1])
         began(where)
         try:
             samples.append(_read_sample(source, index, where=where, augmented=_augmented(changed, place)))
@@ -178,9 +186,7 @@ def read_batch(
             skipped.append(str(error))
             samples.append(None)
     filled = _filled(source, ids, samples) if skipped else samples
-    batch = _guarded(
-        lambda rows: collate(rows, positions, denominator=denominator), filled, where=where_of(ids, positions)
-    )
+    batch = _guarded(partial(collate, positions=positions, denominator=denominator), filled, where=whole)
     return BatchRead(_without_weight(batch, samples) if skipped else batch, tuple(skipped))
 
 
@@ -191,19 +197,18 @@ def _read_collated(
     *,
     denominator: Denominator,
     changed: tuple[Augmentation, np.ndarray] | None,
-    began: Callable[[str], object],
+    began: Callable[[Where], object],
 ) -> BatchRead:
     """Items are augmented as the data set returned them, and then put side by side in the source's own way."""
     items = []
     for place, index in enumerate(ids.tolist()):
-        where = f"Sample {index} at position {int(positions[place])}"
+        where = partial(where_of, ids[place : place + 1], positions[place : place + 1])
         began(where)
         items.append(_guarded(partial(_read_item, source.item_at, _augmented(changed, place)), index, where=where))
-    where = where_of(ids, positions)
+    where = partial(where_of, ids, positions)
     stacked = _guarded(source.collated, items, where=where)
-    return BatchRead(
-        _guarded(lambda rows: collate_stacked(rows, positions, denominator=denominator), stacked, where=where)
-    )
+    beside = partial(collate_stacked, positions=positions, denominator=denominator)
+    return BatchRead(_guarded(beside, stacked, where=where))
 
 
 def _augmented(changed: tuple[Augmentation, np.ndarray] | None, place: int) -> tuple[Augmentation, int] | None:
@@ -231,7 +236,7 @@ def _filled(source: Source, ids: np.ndarray, samples: Sequence[Sample | None]) -
 def _stand_in(source: Source, index: int) -> Sample:
     for other in range(index + 1, index + 1 + MOST_STAND_INS):
         try:
-            return _read_sample(source, other % len(source), where=f"Sample {other % len(source)}")
+            return _read_sample(source, other % len(source), where=partial("Sample {}".format, other % len(source)))
         except DataError:
             continue
     raise DataError(
@@ -247,24 +252,24 @@ def _without_weight(batch: Batch, samples: Sequence[Sample | None]) -> Batch:
 
 
 def _read_sample(
-    source: Source, index: int, *, where: str, augmented: tuple[Augmentation, int] | None = None
+    source: Source, index: int, *, where: Where, augmented: tuple[Augmentation, int] | None = None
 ) -> Sample:
     return _guarded(lambda i: parse_sample(_read_item(source.__getitem__, augmented, i)), index, where=where)
 
 
-def _guarded(function: Any, argument: Any, *, where: str) -> Any:
+def _guarded(function: Any, argument: Any, *, where: Where) -> Any:
     """`function(argument)`; what it raises is raised again with `where` in front, and itself as the cause."""
     try:
         return function(argument)
     except DataError as error:
-        raise DataError(f"{where}: {error}") from error
+        raise DataError(f"{where()}: {error}") from error
     except UserCodeError as error:
-        raise UserCodeError(f"{where}: {error}") from error
+        raise UserCodeError(f"{where()}: {error}") from error
     except ShoalError:
         raise
     except (Exception, SystemExit) as error:
         raise UserCodeError(
-            f"{where}: the data source raised {type(error).__name__}: {error}. Mend the sample or the code "
+            f"{where()}: the data source raised {type(error).__name__}: {error}. Mend the sample or the code "
             "that reads it."
         ) from error
 

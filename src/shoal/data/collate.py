@@ -178,14 +178,14 @@ def _stack_leaves(leaves: Sequence[Tensor], name: str, *, expected: int) -> Tens
     first = leaves[0]
     if len(leaves) != expected:
         raise UserCodeError(f"The data set's {name} are a tensor in some samples only: return the same for every one.")
+    if all(leaf.shape == first.shape and leaf.dtype == first.dtype for leaf in leaves):
+        return torch.stack(list(leaves))
     for leaf in leaves:
         if leaf.dtype != first.dtype or leaf.ndim != first.ndim or leaf.shape[1:] != first.shape[1:]:
             raise UserCodeError(
                 f"The data set's {name} are {first.dtype} {tuple(first.shape)} in one sample and {leaf.dtype} "
                 f"{tuple(leaf.shape)} in another: only the length of the first dim may differ."
             )
-    if all(leaf.shape == first.shape for leaf in leaves):
-        return torch.stack(list(leaves))
     return torch.nn.utils.rnn.pad_sequence(list(leaves), batch_first=True)
 
 
@@ -201,6 +201,8 @@ def _stack_weights(weights: Sequence[Tensor | None]) -> Tensor | None:
 
 def _lengths(targets: Sequence[Tree], *, weighted: bool) -> Tensor | None:
     """int64 [samples] where the targets' lengths differ, else None."""
+    if len(targets) == 1:
+        return None
     leaves = [_leaves(tree) for tree in targets]
     lengths = [[len(leaf) if leaf.ndim else 1 for leaf in sample] for sample in leaves]
     if all(of_sample == lengths[0] for of_sample in lengths):

@@ -7,10 +7,16 @@ Python itself decodes, each thread waits for a process of its own (`reader_proce
 data source that hangs cannot keep the interpreter from leaving.
 
 Threads share one interpreter and the caches of processors: a thread that is woken in every small step to read a sample
-takes five times as long as one that reads several in a row, and changes turns with the loop at every operator. So small
-steps are read several at a time (`SMALL_BYTES`), and a loop may say when its backward begins, in which no Python runs:
-they are read then (`in_backwards`). A data set of the user's own may be changed while it is read, as a curriculum does:
-what is read ahead of it does not show the change, so no more than a step is read beside those that have to be.
+takes five times as long as one that reads several in a row, and changes turns with the loop at every operator. So a
+loop may say when its backward begins, in which no Python runs: steps ahead are read then (`in_backwards`), and small
+ones (`SMALL_BYTES`) several at a time. A data set of the user's own may be changed while it is read, as a curriculum
+does: what is read ahead of it does not show the change, so no more than a step is read beside those that have to be.
+
+Best of all is no thread: small steps that are read in `QUICK_S` are read by the loop itself, when it asks for one of
+them, as in a plain loop; several in a row, as a function that is called once in a step is called with cold caches.
+Threads read the first steps, and show whether the others are such, and read again those that do take longer. A loop
+that is inside of a hanging data source can say nothing: the thread that has nothing to read says it. It cannot give the
+read up, though, so where other ranks wait for this one threads read every step.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from types import TracebackType
 from typing import Self
@@ -40,6 +46,10 @@ SMALL_BYTES = 1 << 18
 """A step of which one replica reads at most so many bytes is small."""
 SMALL_AT_ONCE, CHANGEABLE_AT_ONCE = 8, 2
 """So many small steps are read at once: from what no one changes, and from a data set of the user's own."""
+QUICK_S, SLOW_IN_A_ROW = 3e-4, 8
+"""Small steps that take so long are read by the loop itself, until they have taken longer so many times in a row."""
+IN_THREAD = 10
+"""How much longer one of them may take, as in a thread that takes turns with the loop, before threads read ahead."""
 CLOSING_S = 1.0  # how long `close` waits for readers that are inside the data source
 
 
@@ -129,6 +139,8 @@ class _Slot:
     error: BaseException | None = None
     reader: BatchReader | None = None
     part: Interval | None = None
+    took_s: float = 0.0
+    small: bool = False
 
 
 @dataclass(frozen=True)
@@ -196,6 +208,9 @@ class Feed:
         if isinstance(source, Foresees) and source.ahead_bytes:
             self._ahead = ReadAhead(source, self._ids_ahead(self._cursor))
         self._least_ahead, self._small_at_once = max(1, prefetch_steps), 1
+        self._reads_quick, self._slow_in_a_row = False, 0
+        self._own_reader: BatchReader | None = None
+        self._read_here: _Slot | None = None
         for _ in range(self._least_ahead):
             self._plan_step()
         self._threads = [Thread(target=self._read, name=f"shoal-reader-{i}", daemon=True) for i in range(readers)]
@@ -213,29 +228,30 @@ class Feed:
         """
         if self._closed.is_set():
             raise ValueError("the feed is closed: make a new one at the cursor")
-        self._read_on()
-        slot = self._slots[0]
         started_s = time.perf_counter()
+        slot = self._slots[0] if self._slots else self._read_by_loop()
+        self._read_on()
         self._slow.wait(slot.filled, partial(self._being_read, slot))
         wait_s = time.perf_counter() - started_s
         if slot.error is not None:
             raise slot.error
         self._slots.popleft()
-        if len(self._slots) < self._least_ahead:
-            for _ in range(self._small_at_once if _is_small(slot.batches) else 1):
-                self._plan_step()
+        self._plan_after(slot)
         if self._ahead is not None:
             self._ahead.step_taken()
         return FedStep(slot.interval, slot.batches, wait_s=wait_s, skipped=tuple(slot.skipped))
 
-    def in_backwards(self, *, small_at_once: int) -> Callable[[], None]:
+    def in_backwards(self, *, small_at_once: int, quick_by_loop: bool = False) -> Callable[[], None]:
         """From now on the steps ahead are read when what it returns is called, which is cheap; at the latest when the
         next step is asked for.
 
         `small_at_once`: so many small steps in a row, whenever fewer than `prefetch_steps` are ahead. 1 where replicas
-        `divide` what is not read yet, or where what is read follows what the run does.
+        `divide` what is not read yet, or where what is read follows what the run does. `quick_by_loop`: the loop reads
+        small steps itself, if they are quick, and if one thread reads and no read is ever given up.
         """
         self._defers, self._small_at_once = True, small_at_once
+        alone = len(self._threads) == 1 and self._ahead is None and math.isinf(self._slow.give_up_s)
+        self._reads_quick = quick_by_loop and alone
         return self._read_on
 
     def divide(self, speeds: Sequence[float] | None) -> None:
@@ -255,6 +271,8 @@ class Feed:
         deadline_s = time.monotonic() + CLOSING_S
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
+        if self._own_reader is not None:
+            self._own_reader.close()
 
     def __enter__(self) -> Self:
         return self
@@ -281,11 +299,22 @@ class Feed:
             positions = [part.positions() for part in self._own.microbatches(interval)]
             yield self._order.ids(np.concatenate([np.empty(0, dtype=np.int64), *positions]))
 
-    def _plan_step(self) -> None:
+    def _plan_after(self, slot: _Slot) -> None:
+        """The steps that threads will read, now that `slot` is taken: none where the loop reads the next one."""
+        if self._reads_quick and slot.small and slot.took_s <= IN_THREAD * QUICK_S:
+            return
+        missing = self._least_ahead - len(self._slots)
+        if missing > 0:
+            for _ in range(max(missing, self._small_at_once if slot.small else 1)):
+                self._plan_step()
+
+    def _next_slot(self) -> _Slot:
         self._cursor, interval = self._cursor.take(self._own.samples_at(self._cursor.next_position))
-        slot = _Slot(interval, self._own)
-        self._slots.append(slot)
-        self._deferred.append(slot)
+        self._slots.append(slot := _Slot(interval, self._own))
+        return slot
+
+    def _plan_step(self) -> None:
+        self._deferred.append(self._next_slot())
         if not self._defers:
             self._read_on()
 
@@ -293,19 +322,48 @@ class Feed:
         while self._deferred:
             self._work.put(self._deferred.popleft())
 
+    def _read_by_loop(self) -> _Slot:
+        """The next step, read in the thread that asks for it with as many behind it as threads would read ahead."""
+        took_s = []
+        for _ in range(self._least_ahead + self._small_at_once - 1):
+            self._read_here = slot = self._next_slot()
+            self._own_reader = self._fill(slot, self._own_reader)
+            took_s.append(slot.took_s)
+            if slot.error is not None or not slot.small:
+                break
+        self._slow_in_a_row = self._slow_in_a_row + 1 if sum(took_s) > QUICK_S * len(took_s) else 0
+        self._reads_quick = self._slow_in_a_row < SLOW_IN_A_ROW
+        return self._slots[0]
+
     def _read(self) -> None:
         reader: BatchReader | None = None
-        while (slot := self._work.get()) is not None and not self._closed.is_set():
-            try:
-                slot.reader = reader = reader or self._open_reader()
-                for read in self._batches(reader, slot):
-                    slot.batches.append(read.batch.count())
-                    slot.skipped += read.skipped
-            except BaseException as error:  # whatever ends a reader must reach the caller, or it would wait for ever
-                slot.error = error
-            slot.filled.set()
+        while (slot := self._take_work()) is not None and not self._closed.is_set():
+            reader = self._fill(slot, reader)
         if reader is not None:
             reader.close()
+
+    def _take_work(self) -> _Slot | None:
+        """What this thread is to read next. Meanwhile it says which read the loop is inside of for long."""
+        while True:
+            try:
+                return self._work.get(timeout=self._slow.tell_after_s)
+            except Empty:
+                if (slot := self._read_here) is not None:
+                    self._slow.wait(slot.filled, partial(self._being_read, slot))
+
+    def _fill(self, slot: _Slot, reader: BatchReader | None) -> BatchReader | None:
+        """Reads a step by `reader`, which is opened where there is none yet."""
+        began_s = time.perf_counter()
+        try:
+            slot.reader = reader = reader or self._open_reader()
+            for read in self._batches(reader, slot):
+                slot.batches.append(read.batch.count())
+                slot.skipped += read.skipped
+        except BaseException as error:  # whatever ends a reader must reach the caller, or it would wait for ever
+            slot.error = error
+        slot.took_s, slot.small = time.perf_counter() - began_s, _is_small(slot.batches)
+        slot.filled.set()
+        return reader
 
     def _batches(self, reader: BatchReader, slot: _Slot) -> Iterator[BatchRead]:
         for part in slot.own.microbatches(slot.interval):

@@ -54,7 +54,8 @@ class ReaderProcess:
     """
 
     def __init__(self, opening: Opening) -> None:
-        self.where = ""  # the process does not tell
+        self.where = ""
+        """The process does not tell."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "shoal.data.reader_process"],
             stdin=subprocess.PIPE,

@@ -85,12 +85,14 @@ class StepBuffers:
         for name in self._comparable():
             self._start[name].copy_(self.now(name))
 
-    @torch.no_grad()
     def rewind(self) -> None:
         """Before each forward: back to the state with which the step began."""
         self._forwards, self._looked = self._forwards + 1, False
-        if self._forwards == 1:
-            return
+        if self._forwards > 1 and self._start:
+            self._rewind()
+
+    @torch.no_grad()
+    def _rewind(self) -> None:
         for name in self._comparable():
             tensor = self.now(name)
             touched, before = name in self.moving or tensor._version != self._versions.get(name), self._before(name)
@@ -108,11 +110,14 @@ class StepBuffers:
                 tensor.copy_(before)
                 self._versions[name] = tensor._version
 
-    @torch.no_grad()
     def look(self) -> None:
         """After the last forward: notes what has moved."""
-        if self._looked:
-            return
+        if not self._looked and self._start:
+            self._look()
+        self._looked = True
+
+    @torch.no_grad()
+    def _look(self) -> None:
         self._start = {name: self._start[name] for name in self._comparable()}
         for name, start in self._start.items():
             tensor = self.now(name)
@@ -121,18 +126,20 @@ class StepBuffers:
             if not _same(tensor, start):
                 self.moving.add(name)
                 self._compare_forwards(name, tensor)
-        self._looked = True
 
-    @torch.no_grad()
     def finish(self, *, committed: bool) -> None:
         """The step is over. A step that is not `committed` leaves no trace."""
         self.look()
         if not committed:
-            for name in self.moving & set(self._start):
-                self.now(name).copy_(self._start[name])
+            self._undo()
         if self._steps == self.WATCHED_STEPS:
             still = {name for name, _ in self._model.named_parameters()} - self.moving
             self._start = {name: start for name, start in self._start.items() if name not in still}
+
+    @torch.no_grad()
+    def _undo(self) -> None:
+        for name in self.moving & set(self._start):
+            self.now(name).copy_(self._start[name])
 
     def _before(self, name: str) -> Tensor:
         """What each forward begins with."""

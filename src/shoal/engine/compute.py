@@ -166,7 +166,8 @@ class Compute:
     def prepared(self, batch: Batch) -> Microbatch:
         """This rank's part of `batch`, on the device and in the type of the parameters."""
         own = on_device(self.cut(batch), self.device, self.precision.parameters)
-        own = replace(own, inputs=unpacked(own.inputs, self.device))
+        if (inputs := unpacked(own.inputs, self.device)) is not own.inputs:
+            own = replace(own, inputs=inputs)
         whole = own.weights if self.cut is uncut else batch.weights.to(self.device, non_blocking=True)
         return Microbatch(own, whole, batch.weighs_ones)
 
@@ -278,6 +279,8 @@ def on_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
         batch = batch.to(device, non_blocking=True)
     cast = lambda leaf: leaf.to(_at_least(leaf.dtype, dtype)) if leaf.is_floating_point() else leaf  # noqa: E731
     inputs, targets = map_tree(cast, batch.inputs), map_tree(cast, batch.targets)
+    if inputs is batch.inputs and targets is batch.targets:
+        return batch
     return Batch(inputs, targets, weights=batch.weights, positions=batch.positions)
 
 

@@ -92,17 +92,18 @@ class SequentialForwardBackward:
         on_loss: Callable[[Tensor], None],
     ) -> None:
         microbatches = self.arrange(batches)
-        total = torch.zeros((), dtype=torch.float64, device=self.compute.device)
+        total = None
         for index, batch in enumerate(microbatches):
             last = index == len(microbatches) - 1
             loss_sum = self._forward(self.compute.prepared(batch), factor)
-            total += loss_sum.detach()
+            own = loss_sum.detach().double()
+            total = own if total is None else total + own
             scale = factor()
             if last:
                 on_loss(total if self.counts else torch.zeros_like(total))
             self.compute.begin_backward()
             with gradients.backward(last=last), self.compute.randomness.drawing():
-                (loss_sum * scale).backward()
+                (loss_sum if scale == 1.0 else loss_sum * scale).backward()
 
     def hessian_product(
         self,

@@ -10,7 +10,7 @@ A context rank's part of every sample: some of its tokens, and where they stand 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -175,14 +175,9 @@ class GlobalBatch:
         """The samples that come next stand at these positions, int64 `[samples]`; those below 0 are made up."""
         self._positions, self._rows = positions, None
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> AbstractContextManager[None]:
         """Inside, `gather_samples` gathers samples of this batch."""
-        token = _current.set(self)
-        try:
-            yield
-        finally:
-            _current.reset(token)
+        return _Current(self)
 
     def gather(self, x: Tensor) -> GatheredSamples:
         """See `gather_samples`."""
@@ -202,6 +197,19 @@ class GlobalBatch:
 
 
 _current: ContextVar[GlobalBatch | None] = ContextVar("the global batch of the step under way", default=None)
+
+
+class _Current:
+    """A global batch that is the one of the step under way for a while."""
+
+    def __init__(self, batch: GlobalBatch) -> None:
+        self._batch = batch
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self._batch)
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self._token)
 
 
 class _Rows(NamedTuple):

@@ -101,7 +101,8 @@ class GlobalSum:
     """A sum over the ranks of `group`, under way behind the backward."""
 
     def __init__(self, group: Collective) -> None:
-        self._group, self._total, self._handle = group, torch.zeros(()), None
+        self._group, self._handle = group, None
+        self._total: Tensor | None = None
 
     def start(self, own: Tensor) -> None:
         """This rank's part, which must not change any more."""
@@ -112,7 +113,7 @@ class GlobalSum:
         """The sum, a scalar on the device: the host need not wait for it."""
         if self._handle is not None:
             self._handle.wait()
-        return self._total
+        return torch.zeros(()) if self._total is None else self._total
 
     def wait(self) -> float:
         """The sum."""

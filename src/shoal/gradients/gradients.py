@@ -24,8 +24,8 @@ from torch import Tensor
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.gradients.reducer import OwnGradient
-from shoal.maths.norm import JointNorm
-from shoal.state import Owned
+from shoal.maths.norm import joint_norm
+from shoal.state import Owned, complete, gradients_of
 from shoal.topology.holding import Ranks
 
 Groups = Callable[[Ranks], Collective]
@@ -175,7 +175,7 @@ class OfWholeParameters(OverReplica):
         return nullcontext()
 
 
-_place_of = attrgetter("is_cpu", "dtype")
+_is_sparse, _parameter_of, _place_of = attrgetter("is_sparse"), attrgetter("parameter"), attrgetter("is_cpu", "dtype")
 _IN_FLOAT32, _IN_FLOAT64 = (True, torch.float32), (True, torch.float64)
 
 
@@ -194,9 +194,11 @@ def scale_all(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
 
 def norm_of_owned(owned: Iterable[Owned]) -> Tensor | None:
     """The 2-norm of all that the optimizer of this rank has of the gradient; None where it has nothing."""
-    own = [each.parameter.grad for each in owned if each.parameter.grad is not None]
-    dense = [gradient._values() if gradient.is_sparse else gradient for gradient in own]
-    return JointNorm(dense)(dense) if dense else None
+    own = gradients_of(map(_parameter_of, owned))
+    own = own if complete(own) else [gradient for gradient in own if gradient is not None]
+    if any(map(_is_sparse, own)):
+        own = [gradient._values() if gradient.is_sparse else gradient for gradient in own]
+    return joint_norm(own) if own else None
 
 
 def global_norm(own: Tensor | None, group: Collective, *, device: torch.device) -> Tensor:

@@ -32,11 +32,10 @@ MIX_2 = _signed(0x94D049BB133111EB)
 
 def key_of(seed: int, *names: str | int) -> int:
     """A 64-bit key, as a signed integer, from a seed and a path of names; `1` and `"1"` are different names."""
-    digest = hashlib.blake2b(digest_size=8, person=b"shoal-counter")
-    for part in (seed, *names):
-        text = part.encode() if isinstance(part, str) else str(part).encode()
-        digest.update(f"{'s' if isinstance(part, str) else 'i'}{len(text)}:".encode() + text)
-    return int.from_bytes(digest.digest(), "little", signed=True)
+    path = [("s", part.encode()) if isinstance(part, str) else ("i", b"%d" % part) for part in (seed, *names)]
+    text = b"".join(b"%s%d:%s" % (kind.encode(), len(part), part) for kind, part in path)
+    digest = hashlib.blake2b(text, digest_size=8, person=b"shoal-counter").digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
 def bits(key: int | Tensor, counters: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ by 2e-3. Here squares are added in rows of 512, and the rows in float64: 1e-8, i
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -22,8 +23,21 @@ def two_norm(x: Tensor) -> Tensor:
     flat, wide = x.reshape(-1), torch.float32 if x.dtype.itemsize == 2 else None
     whole = flat.numel() // ROW * ROW
     rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1, dtype=wide).double()
-    rest = torch.linalg.vector_norm(flat[whole:], dtype=wide).double()
-    return torch.sqrt(rows.square().sum() + rest.square())
+    long = torch.linalg.vector_norm(rows)
+    if whole == flat.numel():
+        return long
+    return torch.hypot(long, torch.linalg.vector_norm(flat[whole:], dtype=wide).double())
+
+
+_place_of = attrgetter("is_cpu", "dtype")
+
+
+def joint_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """What `JointNorm` gives for tensors that it has not met: short ones of a type are found without a look at each."""
+    places = set(map(_place_of, tensors))
+    if len(places) == 1 and next(iter(places))[0] and max(map(Tensor.numel, tensors)) <= SHORT:
+        return two_norm(_flatten_dense_tensors(tensors))
+    return JointNorm(tensors)(tensors)
 
 
 class JointNorm:

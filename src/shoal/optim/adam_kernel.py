@@ -155,7 +155,8 @@ class KnownMoments:
         return found
 
 
-SIMPLE = {"fused": True, "amsgrad": False, "maximize": False, "capturable": False, "differentiable": False}
+_options_of = itemgetter("fused", "amsgrad", "maximize", "capturable", "differentiable")
+SIMPLE = (True, False, False, False, False)
 """The options with which a step is nothing but a call of the kernel."""
 
 
@@ -203,7 +204,7 @@ class DirectAdam:
     def _moments_in(self, group: Mapping[str, Any]) -> Moments | None:
         """None where they are not there, or where the step is more than a call of the kernel."""
         parameters, numbers = group["params"], (group["lr"], *group["betas"])
-        simple = all(group[key] is value for key, value in SIMPLE.items())
+        simple = same_objects(_options_of(group), SIMPLE)
         if not (parameters and simple and all(isinstance(number, float | int) for number in numbers)):
             return None
         found = self._known.of(parameters, self._optimizer.state)

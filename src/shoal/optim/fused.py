@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 from torch.nn import Parameter
 
 from shoal.optim.adam_kernel import KnownMoments, Moments, kind_of
@@ -118,17 +117,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        work = [
-            Work(group, parameters, gradients_of(parameters))
-            for group in self.param_groups
-            for parameters in _alike(_with_gradient(group["params"]))
-        ]
+        work = [work for group in self.param_groups for work in _work_of(group)]
         by_kind: dict[str | None, list[Work]] = {None: []}
         for one in work:
             by_kind.setdefault(one.group.get("kind"), []).append(one)
-        with record_function(f"Optimizer.step#{type(self).__name__}.step"):  # as PyTorch names its own
-            for kind, own in by_kind.items():
-                (self if kind is None else self.others[kind]).update_all(own)
+        for kind, own in by_kind.items():
+            (self if kind is None else self.others[kind]).update_all(own)
         self.grad_scale = self.found_inf = None
         return loss
 
@@ -315,20 +309,18 @@ def _parts(work: Work, part_bytes: int) -> Iterator[Work]:
     yield Work(work.group, work.parameters[start:], work.gradients[start:])
 
 
-def _with_gradient(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """Those that have one."""
-    gradients = gradients_of(parameters)
-    if complete(gradients):
-        return list(parameters)
-    return [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
-
-
-def _alike(parameters: list[Parameter]) -> list[list[Parameter]]:
-    """The parameters by device and dtype."""
+def _work_of(group: dict[str, Any]) -> list[Work]:
+    """The parameters of `group` that have a gradient, by device and dtype."""
+    parameters, gradients = list(group["params"]), gradients_of(group["params"])
+    if not complete(gradients):
+        both = [(p, gradient) for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+        parameters, gradients = [parameter for parameter, _ in both], [gradient for _, gradient in both]
     kinds = list(map(kind_of, parameters))
     if len(set(kinds)) == 1:
-        return [parameters]
-    found: dict[tuple[torch.device, torch.dtype], list[Parameter]] = {}
-    for parameter, kind in zip(parameters, kinds, strict=True):
-        found.setdefault(kind, []).append(parameter)
+        return [Work(group, parameters, gradients)]
+    found: dict[tuple[torch.device, torch.dtype], Work] = {}
+    for parameter, gradient, kind in zip(parameters, gradients, kinds, strict=True):
+        own = found.setdefault(kind, Work(group, [], []))
+        own.parameters.append(parameter)
+        own.gradients.append(gradient)
     return list(found.values())

@@ -186,7 +186,7 @@ class OwnSteps:
         """As many microbatches as the other ranks of a sharded model have. None is padded: the loss is its mean."""
         uniform = self._run.generation.microbatching.uniform
         missing = 0 if uniform is None else uniform.count(len(batches)) - len(batches)
-        return [*batches, *[padding_like(batches[-1], 1)] * missing]
+        return [*batches, *[padding_like(batches[-1], 1)] * missing] if missing else list(batches)
 
     def _opened(self) -> Iterator[OpenStep]:
         """Each step; what is due after it happens when the next is asked for."""

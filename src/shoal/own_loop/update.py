@@ -9,7 +9,7 @@ the step has no gradient, and the optimizer passes it by.
 A script calls its optimizer's own `step()`. Two hooks make that the update of all ranks: the one behind it brings every
 rank the parameters that others have updated. Where there is nothing to update (before a step's last microbatch, or
 where something was not finite) the one before it takes the gradients away, so that the optimizer changes nothing, and
-the second puts them back. The same where the first has made the update itself (`DirectAdam`).
+the second puts them back. Where the first has made the update itself (`DirectAdam`), it takes the groups' parameters.
 
 A loop with several optimizers, as for a GAN, has a player for each. A backward that names one computes the gradients of
 its parameters alone: what the discriminator's weights would get from the generator's loss is not even computed. One
@@ -101,6 +101,11 @@ class OpenStep:
         self._index, self._microbatch, self.begun = index, microbatch, True
 
 
+def _counted(loss: Tensor, counts: float) -> float | Tensor:
+    """`loss` x `counts` in float64: a number, where that is no wait for a device."""
+    return float(loss) * counts if loss.is_cpu else loss.double().reshape(()) * counts
+
+
 def _placeholder(name: str, parameter: Parameter) -> PartialGradient:
     what = f"the gradient of {name} is not there before the step's last microbatch"
     nothing = torch.empty(0, dtype=parameter.grad_dtype, device=parameter.device)
@@ -136,10 +141,11 @@ class Player:
         self.outcome: Outcome | None = None
         self.lr = 0.0
         self._context, self._sum, self._on_update = context, sum_over_ranks, on_update
-        self._loss = torch.zeros((), dtype=torch.float64, device=context.device)
+        self._loss: float | Tensor = 0.0
         self._step: OpenStep | None = None
         self._agreed: AgreedUpdate | None = None
         self._withheld: list[tuple[Parameter, Tensor | None]] = []
+        self._done: list[tuple[dict[str, Any], list[Parameter]]] = []
         self._rates: list[float] = []
         self._backwards = self._expecting_more = self._stepped = self._placed = False
         self._leader, self._microbatches, self._updates_before = self, 0, 0
@@ -172,7 +178,7 @@ class Player:
         """Before the first microbatch of a step."""
         self.policy.begin(step.work)
         self._step, self._agreed, self.outcome = step, None, None
-        self._loss, self._own_weight, self._weighed_by_loop = torch.zeros_like(self._loss), 0.0, None
+        self._loss, self._own_weight, self._weighed_by_loop = 0.0, 0.0, None
         self._rates, self._leader, self._microbatches = [], self, 0
         self._seen = SeenGradients()  # the last gradients go before the next come, into whose memory they can
 
@@ -240,7 +246,7 @@ class Player:
             self._microbatches += 1
         self._backwards, self._expecting_more = True, more
         self._rates = self._rates or self._rates_now()
-        self._loss += loss.detach().double().reshape(()) * counts
+        self._loss = self._loss + _counted(loss.detach(), counts)
         factor = step.factor(weighed_by_loop=self._weighed_by_loop)
         total = loss if counts * factor == 1.0 else loss * (counts * factor)
         total = total if self._deferred is None else self._deferred + total
@@ -284,7 +290,7 @@ class Player:
         self._check_whole(step)
         declared = Declaration(
             self._context.lockstep,
-            self._loss,
+            torch.as_tensor(self._loss, dtype=torch.float64, device=self._context.device),
             without=len(self._names) - len(used),
             decisions=[] if self._alone else self._decisions(),
         )
@@ -339,15 +345,21 @@ class Player:
             self.gradients.accept_weights()
             if self._on_update is not None and agreed.committed:
                 self._on_update(step.work.step, self.gradients.owned)
-        if agreed is None or not agreed.committed or self._direct.step():
+        if agreed is None or not agreed.committed:
             self._withheld = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
             for parameter, _ in self._withheld:
                 parameter.grad = None
+        elif self._direct.step():
+            self._done = [(group, group["params"]) for group in optimizer.param_groups]
+            for group, _ in self._done:
+                group["params"] = []
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for parameter, gradient in self._withheld:
             parameter.grad = gradient
-        self._withheld = []
+        for group, parameters in self._done:
+            group["params"] = parameters
+        self._withheld, self._done = [], []
         if self._agreed is not None:
             self.outcome = self.policy.conclude(self._context, self._agreed)
             self._outcomes += 1
