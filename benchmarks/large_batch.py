@@ -40,8 +40,8 @@ from shoal.optim.build import build_optimizer, set_rate
 from shoal.optim.config import SGD, AdamW, OptimizerConfig, Schedule
 from shoal.optim.kinds import LAMB, LARS
 from shoal.optim.layer_statistics import SeesLayers, layers_in
+from shoal.optim.matrix_kinds import KFAC, SOAP, Muon
 from shoal.optim.parts import Parts, SeesParts
-from shoal.optim.preconditioned_config import KFAC, SOAP, Muon
 from shoal.optim.schedule import rate
 from shoal.state import Trained, owned_whole
 from shoal.topology.holding import held

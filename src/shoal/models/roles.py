@@ -30,7 +30,7 @@ names the submodules it uses, and no other part uses them: a stage drops those o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -205,6 +205,14 @@ class DeclaresOwnRoles(Protocol):
 
 
 @runtime_checkable
+class FollowsWidth(Protocol):
+    """A module whose rates follow its width, though it declares nothing of it (`shoal.models.width`)."""
+
+    width_rules: Mapping[str, Widened]
+    """By the names of parameters."""
+
+
+@runtime_checkable
 class DeclaresCounts(Protocol):
     """A module whose forward counts what tensor parallelism splits, such as heads."""
 
@@ -218,6 +226,12 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
 
     Raises `UserCodeError` for a parameter that a model which declares roles has forgotten.
     """
+    rules = model.width_rules if isinstance(model, FollowsWidth) else {}
+    roles = _roles_of(model)
+    return roles | {name: replace(roles[name], widened=rule) for name, rule in rules.items() if name in roles}
+
+
+def _roles_of(model: nn.Module) -> dict[str, Role]:
     if not isinstance(model, DeclaresRoles):
         tables, own = tables_in(model), _own_roles(model)
         return {

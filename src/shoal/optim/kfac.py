@@ -37,12 +37,19 @@ from shoal.errors import UserCodeError
 from shoal.maths.counter import key_of
 from shoal.optim.declared import Dims
 from shoal.optim.layer_statistics import Factors, LayerStatistics, WeightSharing
+from shoal.optim.matrix_kinds import KFAC, sides
 from shoal.optim.owners import Owners, Whole, WholeOptimizer, as_matrix, product
 from shoal.optim.parts import Parts
-from shoal.optim.preconditioned_config import KFAC, sides
 
 _SIDES = ("rows", "columns")
 _INVERTED = ("tokens", *_SIDES)
+
+
+OPTIONS = (
+    "momentum", "damping", "kl_clip", "fisher", "every", "factor_beta", "weight_sharing", "decompositions", "inverse",
+    "largest_side",
+)  # fmt: skip
+"""Keys of `[optimizer]` that are options of the class."""
 
 
 def build(config: KFAC, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
@@ -50,16 +57,7 @@ def build(config: KFAC, groups: list[dict[str, Any]], lr: float) -> torch.optim.
     return OwnedKFAC(
         groups,
         lr=lr,
-        momentum=config.momentum,
-        damping=config.damping,
-        kl_clip=config.kl_clip,
-        fisher=config.fisher,
-        every=config.every,
-        factor_beta=config.factor_beta,
-        weight_sharing=config.weight_sharing,
-        decompositions=config.decompositions,
-        inverse=config.inverse,
-        largest_side=config.largest_side,
+        **{name: getattr(config, name) for name in OPTIONS},
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         adamw_rate=1.0 if config.adamw_lr is None or config.lr == 0 else config.adamw_lr / config.lr,
@@ -72,28 +70,16 @@ class OwnedKFAC(WholeOptimizer):
     Args:
         params: Dictionaries with `params` and their options; of plain parameters those of two dimensions are `whole`.
         lr: The learning rate.
-        options: `momentum`, `damping`, `kl_clip` (None: no limit), `fisher`, `every`, `factor_beta`, `weight_sharing`,
-            `decompositions`, `inverse` and `largest_side` are the keys of `[optimizer]`, with its defaults; `betas`,
-            `eps` and `weight_decay` are AdamW's, and `adamw_rate` what the rate is multiplied by of weights that turn
-            out to have no layer.
+        options: `OPTIONS`, with the defaults of `[optimizer]`; `betas`, `eps` and `weight_decay` are AdamW's, and
+            `adamw_rate` what the rate is multiplied by of weights that turn out to have no layer.
     """
+
+    decomposes = True
 
     def __init__(self, params: Iterable[Any], lr: float = 0.02, **options: Any) -> None:
         config = KFAC()
-        own = (
-            "momentum",
-            "damping",
-            "kl_clip",
-            "fisher",
-            "every",
-            "factor_beta",
-            "weight_sharing",
-            "decompositions",
-            "inverse",
-            "largest_side",
-        )
         defaults = {
-            **{name: getattr(config, name) for name in own},
+            **{name: getattr(config, name) for name in OPTIONS},
             "betas": (config.beta1, config.beta2),
             "eps": config.eps,
             "weight_decay": config.weight_decay,

@@ -287,9 +287,8 @@ def _rows(name: str, module: nn.Module, inputs: Tensor, gradient: Tensor, weight
         patches = F.unfold(inputs, kernel, dilation=module.dilation, padding=padding, stride=module.stride)  # pyright: ignore[reportArgumentType]
         inputs, gradient = patches.mT, gradient.flatten(2).mT
     lead = gradient.shape[:-1]
-    real = torch.ones(lead, dtype=torch.bool, device=gradient.device) if weights is None else None
-    real = _real(name, weights, lead) if weights is not None else real
-    assert real is not None
+    every = torch.ones(lead, dtype=torch.bool, device=gradient.device)
+    real = every if weights is None else _real(name, weights, lead)
     by_sample = (lead[0], -1) if len(lead) > 1 else (lead[0], 1)
     width = () if isinstance(module, nn.Embedding) else inputs.shape[-1:]
     return _Rows(

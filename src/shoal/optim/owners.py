@@ -26,8 +26,8 @@ from torch.nn import Parameter
 from shoal.comm.collective import Collective, Handle, exchanged
 from shoal.optim.declared import Described, Dims, Granularity
 from shoal.optim.fused import FusedAdamW, FusedOptimizer, Work
+from shoal.optim.matrix_kinds import is_hidden
 from shoal.optim.parts import Parts
-from shoal.optim.preconditioned_config import is_hidden
 from shoal.topology.holding import Box, whole
 
 Cost = Callable[[Dims], float]
@@ -77,20 +77,16 @@ class Owners:
         return [name for name in sorted(self.shapes) if self.owner[name] == self._group.rank]
 
     def gather(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`parts` has what this rank holds of each tensor (zeros where it has nothing); the whole ones that it owns."""
-        found = {
-            name: torch.empty(self.shapes[name], dtype=self._dtypes[name], device=self._device) for name in self.mine
-        }
-        me = self._group.rank
-        flat = {name: part.reshape(-1) for name, part in parts.items()}
-        for name, held in self._held[me].items():
-            if name not in flat:  # what no sample of a step has used
-                flat[name] = self._empty(name, (sum(lies.box.numel for lies in held),)).zero_()
+        """`parts` has what this rank holds of each tensor that takes part, which all ranks that hold some of it know;
+        the whole ones that it owns.
+        """
+        me, flat = self._group.rank, {name: part.reshape(-1) for name, part in parts.items()}
+        found = {name: self._empty(name, self.shapes[name]) for name in self.mine if name in flat}
         sent: list[list[Tensor]] = [[] for _ in range(self._group.size)]
         into: list[list[Tensor]] = [[] for _ in range(self._group.size)]
-        for name in sorted(self.shapes):
+        for name in sorted(flat):
+            owner = self.owner[name]
             for source, lies in self._sources[name]:
-                owner = self.owner[name]
                 if source == me and owner == me and _is_all(lies, self.shapes[name]):
                     found[name] = flat[name].view(self.shapes[name])
                     continue
@@ -101,13 +97,15 @@ class Owners:
         self._exchange(sent, into)
         return found
 
-    def scatter(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse: `tensors` are the whole ones that this rank owns; flat, what it holds of each."""
+    def scatter(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+        """The inverse: `tensors` are the whole ones that this rank owns; flat, what it holds of each of `names`, those
+        that took part.
+        """
         me = self._group.rank
         sent: list[list[Tensor]] = [[] for _ in range(self._group.size)]
         into: list[list[Tensor]] = [[] for _ in range(self._group.size)]
         found: dict[str, Tensor] = {}
-        for name in sorted(self.shapes):
+        for name in sorted(names):
             owner = self.owner[name]
             for rank, held in enumerate(self._held):
                 for lies in held.get(name, ()):
@@ -124,13 +122,13 @@ class Owners:
         return found
 
     def share(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-        """`tensors` belong to what this rank holds; those of the owner, of any shapes, become those of all holders.
-        They are in float32, or in the parameters' type where that is wider.
+        """`tensors` belong to what this rank holds and takes part; those of the owner, of any shapes, become those of
+        all holders. They are in float32, or in the parameters' type where that is wider.
         """
         me = self._group.rank
         sent: list[list[Tensor]] = [[] for _ in range(self._group.size)]
         into: list[list[Tensor]] = [[] for _ in range(self._group.size)]
-        for name in sorted(self.shapes):
+        for name in sorted(tensors):
             owner = self.owner[name]
             for rank, held in enumerate(self._held):
                 if rank != owner and name in held:
@@ -240,6 +238,10 @@ class WholeOptimizer(FusedAdamW):
     """
 
     works_on: Granularity = "matrices"
+    decomposes = False
+    """Whether `updated` decomposes matrices, which torch cannot in half types: what it is given, and keeps, is then of
+    float32 at least.
+    """
     _owners: Owners | None = None
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
@@ -311,10 +313,14 @@ class WholeOptimizer(FusedAdamW):
         if self._owners is not None:
             whole = self._owners.gather(whole)
         found = self.updates(
-            {name: Whole(own[name][0], tensor, self.state[own[name][1]]) for name, tensor in whole.items()}
+            {name: Whole(own[name][0], self._widened(x), self.state[own[name][1]]) for name, x in whole.items()}
         )
-        parts = found if self._owners is None else self._owners.scatter(found)
+        found = {name: update.to(whole[name].dtype) for name, update in found.items()}
+        parts = found if self._owners is None else self._owners.scatter(found, names)
         return [parts[name] for name in names]
+
+    def _widened(self, x: Tensor) -> Tensor:
+        return x.to(torch.promote_types(x.dtype, torch.float32)) if self.decomposes else x
 
 
 def as_matrix(x: Tensor) -> Tensor:
