@@ -105,6 +105,12 @@ class EmbeddingTable(nn.Module):
         return f"{self.rows}, {self.width}, split={self.split_along!r}"
 
 
+def is_conv1d(layer: nn.Module) -> bool:
+    """Whether it is the linear layer of GPT-2 in `transformers`, whose weight is `[in, out]`."""
+    kind = type(layer)
+    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
 def tables_in(model: nn.Module) -> dict[str, EmbeddingTable]:
     """The tables of a model, by the first names of their weights. Raises `UserCodeError` for a tied weight."""
     found = {f"{name}.weight".lstrip("."): m for name, m in model.named_modules() if isinstance(m, EmbeddingTable)}

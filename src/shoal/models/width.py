@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from shoal.errors import UserCodeError
-from shoal.models.roles import Widened
+from shoal.models.roles import Widened, is_conv1d
 
 _POWERS = {"input": 0.0, "hidden": 0.5, "output": 1.0}
 
@@ -85,8 +85,7 @@ def _inputs(module: nn.Module) -> int | None:
     """The dimension of a weight that its inputs are; None where it is not known, as of biases and free parameters."""
     if isinstance(module, nn.Linear) or (isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd)):
         return 1
-    transposed = type(module).__name__ == "Conv1D" or isinstance(module, _ConvTransposeNd)
-    return 0 if transposed or isinstance(module, nn.Embedding) else None
+    return 0 if is_conv1d(module) or isinstance(module, _ConvTransposeNd | nn.Embedding) else None
 
 
 @torch.no_grad()

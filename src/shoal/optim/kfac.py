@@ -36,6 +36,7 @@ from shoal.comm.collective import Alone, Collective
 from shoal.errors import UserCodeError
 from shoal.maths.counter import key_of
 from shoal.optim.declared import Dims
+from shoal.optim.fused import Work
 from shoal.optim.layer_statistics import Factors, LayerStatistics, WeightSharing
 from shoal.optim.matrix_kinds import KFAC, sides
 from shoal.optim.owners import Owners, Whole, WholeOptimizer, as_matrix, product
@@ -106,8 +107,6 @@ class OwnedKFAC(WholeOptimizer):
 
     def connect(self, parts: Parts) -> None:
         """Matrices become whole on their owners; or these decompose factors for all."""
-        self._names = {id(own.parameter): own.name for own in parts.owned}
-        self._leave_others_to_adamw()
         super().connect(parts)
         self._equal = parts.equal
         if self.defaults["decompositions"] == "all":
@@ -153,6 +152,19 @@ class OwnedKFAC(WholeOptimizer):
             found[name] = kept.mul_(one.group["momentum"]).add_(turned[name].view(kept.shape), alpha=ratio)
         return found
 
+    def divided(self, work: list[Work]) -> tuple[list[Work], list[Work]]:
+        """What is `whole` and of no layer is AdamW's, at a rate of its own."""
+        groups, others = super().divided(work)
+        layers, matrices = self._watching.layers, list[Work]()
+        for group, parameters, gradients in groups:
+            known = [self._names.get(id(p)) in layers for p in parameters]
+            rest = {**group, "lr": group["lr"] * self.defaults["adamw_rate"]}
+            for found, options, kept in ((matrices, group, True), (others, rest, False)):
+                chosen = [i for i, is_known in enumerate(known) if is_known is kept]
+                if chosen:
+                    found.append(Work(options, [parameters[i] for i in chosen], [gradients[i] for i in chosen]))
+        return matrices, others
+
     def direction(self, group: dict[str, Any], parameter: Parameter, gradient: Tensor) -> Tensor:
         """The gradient in the shape of the matrix: a rank that steps it has the whole of it."""
         return gradient.view(self._shapes.get(id(parameter), gradient.shape))
@@ -166,22 +178,10 @@ class OwnedKFAC(WholeOptimizer):
     def _watching(self) -> LayerStatistics:
         if self._statistics is None:
             raise UserCodeError(
-                "OwnedKFAC sees no layers: call its watch(layers_in(model, names), group) before the first step, or "
-                "hand it to shoal.start, which does"
+                "OwnedKFAC sees no layers: hand it to shoal.start, or call watch_alone(optimizer, model) of "
+                "shoal.optim.layer_statistics before the first step"
             )
         return self._statistics
-
-    def _leave_others_to_adamw(self) -> None:
-        """What is `whole` and of no layer forms groups of its own."""
-        layers, others = self._watching.layers, []
-        for group in self.param_groups:
-            away = [p for p in group["params"] if group["whole"] and self._names.get(id(p)) not in layers]
-            if away:
-                kept = {id(p) for p in away}
-                group["params"] = [p for p in group["params"] if id(p) not in kept]
-                rate = group.get("rate", 1.0) * self.defaults["adamw_rate"]
-                others.append({**group, "params": away, "whole": False, "rate": rate})
-        self.param_groups = [group for group in self.param_groups if group["params"]] + others
 
     def _has_factors_anywhere(self, group: Collective) -> bool:
         """Whether a rank that holds the same layers has factors: of a checkpoint, an owner alone does."""
@@ -264,7 +264,8 @@ def _average(one: Whole, factors: Factors, *, beta: float) -> None:
     if factors.inputs is not None and factors.inputs.ndim == 1:
         named = {"mean_tokens": factors.inputs, "mean_columns": factors.outputs}
     else:
-        named = {"mean_rows": factors.outputs, "mean_columns": factors.inputs}
+        rows, columns = (factors.outputs, factors.inputs)[:: -1 if factors.turned else 1]
+        named = {"mean_rows": rows, "mean_columns": columns}
     for name, factor in named.items():
         if factor is None:
             continue

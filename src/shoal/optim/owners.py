@@ -254,7 +254,8 @@ class WholeOptimizer(FusedAdamW):
         self._names = {id(own.parameter): own.name for own in parts.owned}
         self._shapes = {id(own.parameter): own.holding.global_shape for own in parts.owned}
         if parts.equal.size > 1:
-            whole = {id(p) for group in self.param_groups if group["whole"] for p in group["params"]}
+            every = [Work(group, group["params"], group["params"]) for group in self.param_groups]
+            whole = {id(p) for one in self.divided(every)[0] for p in one.parameters}
             own = {owned.name for owned in parts.owned if id(owned.parameter) in whole}
             self._owners = Owners(parts, self.cost, wanted=lambda name, shape: name in own)
 
@@ -269,6 +270,10 @@ class WholeOptimizer(FusedAdamW):
         if self._owners is not None and name in self._owners.owner and name not in self._owners.mine:
             return None
         return self._shapes.get(id(parameter), tuple(parameter.shape))
+
+    def divided(self, work: list[Work]) -> tuple[list[Work], list[Work]]:
+        """What is whole, and what is AdamW's."""
+        return [one for one in work if one.group["whole"]], [one for one in work if not one.group["whole"]]
 
     def direction(self, group: dict[str, Any], parameter: Parameter, gradient: Tensor) -> Tensor:
         """What of `gradient` the owner is sent, number by number."""
@@ -288,12 +293,12 @@ class WholeOptimizer(FusedAdamW):
 
     def update_all(self, work: list[Work]) -> None:
         """Updates everything that has a gradient."""
-        for one in work:
-            if not one.group["whole"]:
-                self.update(one.group, one.parameters, one.gradients)
-        groups = [one.group for one in work if one.group["whole"] for _ in one.parameters]
-        held = [p for one in work if one.group["whole"] for p in one.parameters]
-        gradients = [g for one in work if one.group["whole"] for g in one.gradients]
+        matrices, others = self.divided(work)
+        for one in others:
+            self.update(*one)
+        groups = [one.group for one in matrices for _ in one.parameters]
+        held = [p for one in matrices for p in one.parameters]
+        gradients = [g for one in matrices for g in one.gradients]
         directions = [self.direction(*each) for each in zip(groups, held, gradients, strict=True)]
         scales = self.scales(held)
         for group, p, update, scale in zip(groups, held, self._updates(groups, held, directions), scales, strict=True):
