@@ -20,7 +20,7 @@ on other devices, for other dtypes and without a C compiler.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class _Layerwise(FusedOptimizer):
         """The 2-norms of each of `tensors`, which has one for each parameter, over the whole parameters."""
         if not parameters and self._sums is None:
             return [[] for _ in tensors]
-        columns = [torch.stack(_lengths(each)).double().square() for each in tensors if each]
+        columns = [torch.stack(list(_lengths(each))).double().square() for each in tensors if each]
         squares = torch.stack(columns, dim=1) if columns else torch.zeros(0, len(tensors), dtype=torch.float64)
         return self._roots(parameters, squares)
 
@@ -293,7 +293,7 @@ class LayerwiseAdam(_Layerwise):
         return steps
 
 
-def _lengths(tensors: list[Tensor]) -> list[Tensor]:
+def _lengths(tensors: list[Tensor]) -> Sequence[Tensor]:
     """The 2-norm of each; those of half types are added up in float32."""
     dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
     return torch._foreach_norm(tensors, 2, dtype)  # pyright: ignore[reportPrivateImportUsage]
