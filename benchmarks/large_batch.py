@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from benchmarks.command import run
 from shoal.bench.options import AsJson
 from shoal.bench.report import Result, check, print_report
-from shoal.comm.collective import Alone
 from shoal.data.corpora import digits, stdlib_folder, stdlib_sources
 from shoal.experiments.results import interval
 from shoal.models.build import build, initialise
@@ -39,13 +38,9 @@ from shoal.models.small import MLP
 from shoal.optim.build import build_optimizer, set_rate
 from shoal.optim.config import SGD, AdamW, OptimizerConfig, Schedule
 from shoal.optim.kinds import LAMB, LARS
-from shoal.optim.layer_statistics import SeesLayers, layers_in
-from shoal.optim.parts import Parts, SeesParts
-from shoal.optim.preconditioned_config import KFAC, SOAP, Muon
+from shoal.optim.layer_statistics import SeesLayers, watch_alone
+from shoal.optim.matrix_kinds import KFAC, SOAP, Muon
 from shoal.optim.schedule import rate
-from shoal.state import Trained, owned_whole
-from shoal.topology.holding import held
-from shoal.topology.layout import Layout
 
 SEEDS, TUNING_SEED = (1, 2, 3), 0
 STEP = 3.0
@@ -199,10 +194,7 @@ def _optimizer(model: nn.Module, config: OptimizerConfig, lr: float) -> torch.op
     named = [(name, p, roles[name].decay) for name, p in model.named_parameters()]
     optimizer = build_optimizer(config, named, lr=lr, kinds={name: role.kind for name, role in roles.items()})
     if isinstance(optimizer, SeesLayers):
-        optimizer.watch(layers_in(model, {id(p): name for name, p, _ in named}), Alone())
-    if isinstance(optimizer, SeesParts):
-        own = [owned_whole(Trained(held(Layout(), 0, name, tuple(p.shape)), p)) for name, p, _ in named]
-        optimizer.connect(Parts(own, Alone(), Alone()))
+        watch_alone(optimizer, model)
     return optimizer
 
 

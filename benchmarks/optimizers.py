@@ -40,8 +40,8 @@ from shoal.optim.build import build_optimizer
 from shoal.optim.config import AdamW, OptimizerConfig
 from shoal.optim.kinds import LAMB, LARS, Adafactor, Lion
 from shoal.optim.layer_statistics import SeesLayers, layers_in
+from shoal.optim.matrix_kinds import KFAC, SOAP, Dion, Muon, Shampoo
 from shoal.optim.parts import Parts, SeesParts
-from shoal.optim.preconditioned_config import KFAC, SOAP, Dion, Muon, Shampoo
 from shoal.state import Trained
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal.verification.verdict import Verdict
 from tests.cli.test_own_loop_models import ran
+from tests.cli.warm_scripts import compare_script
 
 SCRIPT = """
 import torch
@@ -88,3 +90,56 @@ def test_steps_of_a_script_grow(tmp_path: Path) -> None:
     found = ran(tmp_path / "two", text, FLOAT64, grows, "batch.micro_samples=2", *LAYOUTS["ZeRO-3"], world=2)
     assert plain != pytest.approx(ran(tmp_path / "even", text, FLOAT64, world=1))
     assert found == pytest.approx(plain, rel=SAME)
+
+
+ODD = """
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.side = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), nn.Linear(8, 4)
+        self.gate, self.table = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.randn(4, 4))
+        self.kernel, self.unused = nn.Parameter(torch.randn(2, 3, 2, 2)), nn.Linear(3, 3)
+
+    def forward(self, x, on):
+        out = self.gate * self.body(x) + (x[:, :4] @ self.table).tanh() * self.kernel.square().mean()
+        return out + self.side(x) if on else out
+
+model = Odd().double()
+model.body[2].bias.requires_grad_(False)
+matrices = [p for p in model.parameters() if p.ndim > 1]
+rest = [p for p in model.parameters() if p.ndim < 2]
+groups = [{"params": matrices, "whole": True, "weight_decay": 0.1}, {"params": rest, "whole": False, "lr": 0.01}]
+optimizer = OPTIMIZER
+run = shoal.start(model=model, optimizer=optimizer, data=torch.utils.data.TensorDataset(inputs, targets),
+                  batch_samples=12, steps=6)
+for number, batches in run.steps():
+    for x, y in batches:
+        run.backward(F.cross_entropy(model(x, number % 2 == 0), y))
+    optimizer.step()
+run.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(
+            kind,
+            layout,
+            marks=[] if (kind, layout) in [("muon", "replicate"), ("kfac", "ZeRO-3")] else pytest.mark.stress,
+        )
+        for kind in ("muon", "kfac", "soap", "shampoo", "dion", "adafactor")
+        for layout in LAYOUTS
+    ],
+)
+def test_odd_parameters_are_those_of_one_process(tmp_path: Path, kind: str, layout: str) -> None:
+    """A number, a kernel, a matrix of no layer; frozen, or without a gradient in every second step, or ever: five steps
+    are those of plain PyTorch.
+    """
+    built = OPTIMIZERS[kind].replace("model.parameters()", "groups")
+    text = SCRIPT.partition("model = ")[0] + ODD.replace("OPTIMIZER", built)
+    (tmp_path / "mine.py").write_text(text)
+    verdict = compare_script(tmp_path / "mine.py", tmp_path, *LAYOUTS[layout], world=2, steps=5)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.holds, verdict.sentence()

@@ -14,7 +14,7 @@ from shoal.optim.build import build_optimizer, layer_rates, part_of, set_rate
 from shoal.optim.config import SGD, AdamW, AdamW8bit
 from shoal.optim.declared import Group
 from shoal.optim.kinds import LAMB, Lion, NAdam
-from shoal.optim.preconditioned_config import SOAP, Muon
+from shoal.optim.matrix_kinds import SOAP, Muon
 from shoal.optim.slots import make_slots, named_slots, pack_slots
 
 ROUNDING = 1e-6  # fused and unfused kernels differ in the order of operations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.optim.average import AVERAGE
+from shoal.optim.adaptive import ElementOptimizer, OwnedAdafactor
+from shoal.optim.average import AVERAGE, AveragedAdamW, AveragedSGD
 from shoal.optim.build import build_optimizer
 from shoal.optim.config import SGD, OptimizerConfig
 from shoal.optim.declared import EMA, SWA, Common, Lookahead
-from shoal.optim.kinds import LAMB
+from shoal.optim.kinds import LAMB, Adan, Lion
+from shoal.optim.layerwise import LayerwiseAdam, LayerwiseSGD
+from shoal.optim.muon import OwnedDion, OwnedMuon
+from shoal.optim.preconditioned import OwnedShampoo, OwnedSOAP
 from tests.optim import references
 from tests.optim.references import DECAY, LR, Plain
 
@@ -84,6 +90,59 @@ def test_products_may_be_rounded(kind: str) -> None:
         assert {t.dtype for t in optimizer.state[matrix].values()} == {torch.float32}
     gap = float((updates[1] - updates[0]).norm() / updates[0].norm())
     assert 0 < gap < ROUNDED
+
+
+HALF = 0.05
+"""What bfloat16 may change of five updates, relative."""
+PLAIN = {
+    "lion": lambda groups: ElementOptimizer(groups, Lion(lr=LR)),
+    "adan": lambda groups: ElementOptimizer(groups, Adan(lr=LR)),
+    "lars": partial(LayerwiseSGD, lr=LR, coefficient=0.1),
+    "lamb": partial(LayerwiseAdam, lr=LR),
+    "adafactor": partial(OwnedAdafactor, lr=LR),
+    "muon": partial(OwnedMuon, lr=LR),
+    "dion": partial(OwnedDion, lr=LR, rank_fraction=1.0),
+    "soap": partial(OwnedSOAP, lr=LR),
+    "shampoo": partial(OwnedShampoo, lr=LR, every=2, start=1),
+    "schedule_free_adamw": partial(AveragedAdamW, lr=LR),
+    "schedule_free_sgd": partial(AveragedSGD, lr=LR),
+}
+"""Classes as a script uses them."""
+
+
+def in_a_script(kind: str, dtype: torch.dtype, *, resumed: bool = False) -> dict[str, Tensor]:
+    """Where five updates by a class lead, `resumed` from a file in the middle."""
+
+    def built() -> torch.optim.Optimizer:
+        matrices = [p for p in ours.values() if p.ndim > 1]
+        return PLAIN[kind]([{"params": matrices, "whole": True}, {"params": [ours["bias"], ours["gate"]]}])
+
+    ours = {name: nn.Parameter(value.to(dtype)) for name, value in drawn(0).items()}
+    optimizer = built()
+    for step in range(1, 6):
+        for name, gradient in drawn(step).items():
+            ours[name].grad = gradient.to(dtype)
+        optimizer.step()
+        if resumed and step == 3:
+            file = BytesIO()
+            torch.save(optimizer.state_dict(), file)
+            file.seek(0)
+            optimizer = built()
+            optimizer.load_state_dict(torch.load(file))
+    return {name: parameter.detach() for name, parameter in ours.items()}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_parameters_of_a_script_may_be_of_bfloat16(kind: str) -> None:
+    """Updates are those of float32, rounded; and `load_state_dict` goes on with the same bits, of both types."""
+    wanted, found, first = in_a_script(kind, torch.float32), in_a_script(kind, torch.bfloat16), drawn(0)
+    for name, value in found.items():
+        moved, rounding = wanted[name] - first[name].float(), 2**-8 * first[name].abs().max()
+        assert value.dtype == torch.bfloat16
+        assert float((value.float() - wanted[name]).abs().max()) < HALF * float(moved.abs().max()) + 5 * float(rounding)
+    for dtype, straight in ((torch.float32, wanted), (torch.bfloat16, found)):
+        again = in_a_script(kind, dtype, resumed=True)
+        assert all(torch.equal(again[name], straight[name]) for name in straight)
 
 
 def drawn(seed: int) -> dict[str, Tensor]:

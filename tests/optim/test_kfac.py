@@ -13,12 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.comm.collective import Alone
 from shoal.errors import UserCodeError
+from shoal.optim.fused import Work
 from shoal.optim.kfac import OwnedKFAC
-from shoal.optim.layer_statistics import Factors, LayerStatistics, layers_in
-from shoal.optim.parts import Parts
-from shoal.state import Trained, owned_whole
-from shoal.topology.holding import held
-from shoal.topology.layout import Layout
+from shoal.optim.layer_statistics import Factors, LayerStatistics, watch_alone
 
 SAME = 1e-9
 """Eigenvectors of small eigenvalues amplify last bits of float64."""
@@ -45,11 +42,8 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
 
 def connected(model: nn.Module, **options: Any) -> OwnedKFAC:
     """On one process, over all parameters of `model`."""
-    named = dict(model.named_parameters())
-    optimizer = OwnedKFAC(named.values(), **options)
-    optimizer.watch(layers_in(model, {id(p): name for name, p in named.items()}), Alone())
-    own = [owned_whole(Trained(held(Layout(), 0, name, tuple(p.shape)), p)) for name, p in named.items()]
-    optimizer.connect(Parts(own, Alone(), Alone()))
+    optimizer = OwnedKFAC(model.parameters(), **options)
+    watch_alone(optimizer, model)
     return optimizer
 
 
@@ -302,16 +296,33 @@ class Odd(nn.Module):
         self.alone = nn.Linear(4, 4)
 
 
+def test_a_layer_whose_weight_lies_by_inputs_is_stepped_alike() -> None:
+    """The Conv1D of transformers, as its transpose in a linear layer."""
+    pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
+    plain, turned = Net(), Net()
+    turned.first = pytorch_utils.Conv1D(4, 3).double()
+    turned.first.weight.data.copy_(plain.first.weight.data.T)
+    turned.first.bias.data.copy_(plain.first.bias.data)
+    optimizers = [connected(model, lr=LR, damping=DAMPING, every=2) for model in (plain, turned)]
+    for number in range(1, 6):
+        for model, optimizer in zip((plain, turned), optimizers, strict=True):
+            step(model, optimizer, number)
+    moved = [model.first.weight.detach() for model in (plain, turned)]
+    assert float((moved[0] - moved[1].T).norm() / moved[0].norm()) < SAME
+    assert "mean_rows" in optimizers[1].state[turned.first.weight]
+
+
 def test_what_has_no_statistics_is_left_to_adamw() -> None:
     """Weights that are shared, used by another module, or of a grouped convolution."""
     model = Odd()
-    optimizer = connected(model, adamw_rate=0.5)
-    whole = [p for group in optimizer.param_groups if group["whole"] for p in group["params"]]
-    assert [id(p) for p in whole] == [id(model.alone.weight)]
-    away = [group for group in optimizer.param_groups if group.get("rate") == 0.5]
-    assert {id(p) for group in away for p in group["params"]} == {
+    optimizer = connected(model, lr=LR, adamw_rate=0.5)
+    every = [Work(group, group["params"], group["params"]) for group in optimizer.param_groups]
+    matrices, others = optimizer.divided(every)
+    assert [id(p) for one in matrices for p in one.parameters] == [id(model.alone.weight)]
+    assert {id(p) for one in others if one.group["lr"] == 0.5 * LR for p in one.parameters} == {
         id(p) for p in model.parameters() if p.ndim == 2 and p is not model.alone.weight
     }
+    assert {one.group["lr"] for one in others if one.parameters[0].ndim != 2} == {LR}
 
 
 def test_a_layer_that_the_forward_goes_round_is_named() -> None:
@@ -337,7 +348,7 @@ def test_a_forward_that_is_repeated_counts_once() -> None:
         hidden = checkpoint(own.first, x, use_reentrant=False) if again else own.first(x)
         squared(own.second(torch.tanh(hidden))).mean().backward()
         factors.append(statistics.agree(scale=1 / SAMPLES, terms=SAMPLES)["w"])
-    assert all(close(a, b) for a, b in zip(*factors, strict=True))
+    assert all(close(a, b) for a, b in zip(*(own[:2] for own in factors), strict=True))
 
 
 def test_targets_follow_the_seed_of_the_run() -> None:

@@ -11,8 +11,8 @@ from shoal.errors import ConfigError
 from shoal.optim import muon
 from shoal.optim.build import build_optimizer, set_rate
 from shoal.optim.config import AdamW
+from shoal.optim.matrix_kinds import Muon
 from shoal.optim.muon import OwnedMuon, orthogonalised
-from shoal.optim.preconditioned_config import Muon
 
 SHAPES = {"blocks.wide": (8, 24), "blocks.tall": (40, 16), "embedding": (12, 6), "blocks.bias": (24,)}
 STEPS = 20

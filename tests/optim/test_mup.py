@@ -15,18 +15,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.errors import UserCodeError
 from shoal.models.build import initialise
 from shoal.models.config import GPTConfig, MLPConfig
 from shoal.models.gpt import GPT
-from shoal.models.roles import Widened, roles_of
+from shoal.models.roles import DeclaresRoles, Widened, roles_of
 from shoal.models.small import mlp_from
+from shoal.models.width import follow_width
 from shoal.optim import build
 from shoal.optim.build import build_optimizer, set_rate
 from shoal.optim.config import SGD, AdamW, OptimizerConfig
 from shoal.optim.declared import Described, Group
 from shoal.optim.kinds import LAMB, LARS
+from shoal.optim.matrix_kinds import Dion, Muon
 from shoal.optim.mup import factor_of
-from shoal.optim.preconditioned_config import Dion, Muon
 from shoal.runfile.rules import refusal
 from tests.verification.layouts import GPT as SMALL_GPT
 from tests.verification.layouts import corpus, run_file_of, verified
@@ -61,6 +63,9 @@ def test_factors_are_those_of_the_table(rule: str, grows: Any) -> None:
     assert group["lr"] * group["weight_decay"] == pytest.approx(0.05)
 
 
+Make = Callable[[int, str], nn.Module]
+
+
 def gpt(width: int, scaling: str) -> nn.Module:
     base = BASE if scaling == "mup" else None
     return GPT(GPTConfig(vocabulary=61, layers=2, width=width, heads=width // 16, scaling=scaling, base_width=base))  # type: ignore[arg-type]
@@ -71,15 +76,47 @@ def mlp(width: int, scaling: str) -> nn.Module:
     return mlp_from(MLPConfig(inputs=24, hidden=(width, width), outputs=61, scaling=scaling, base_width=base))  # type: ignore[arg-type]
 
 
+class Llama(nn.Module):
+    """That of transformers, whose first values do not follow the width."""
+
+    def __init__(self, width: int) -> None:
+        import transformers
+
+        super().__init__()
+        config = transformers.LlamaConfig(
+            vocab_size=61, hidden_size=width, num_hidden_layers=2, num_attention_heads=width // 16, use_cache=False,
+            num_key_value_heads=width // 32, intermediate_size=2 * width,
+        )  # fmt: skip
+        self.inner = transformers.LlamaForCausalLM(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.inner(tokens).logits
+
+
+def plain(width: int) -> nn.Module:
+    """Of PyTorch's layers, whose first values follow the inputs, those of biases too."""
+    return nn.Sequential(nn.Linear(24, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 61))
+
+
+def foreign(build: Callable[[int], nn.Module]) -> Make:
+    def make(width: int, scaling: str) -> nn.Module:
+        torch.manual_seed(2)
+        base = build(BASE)
+        torch.manual_seed(1)
+        model = build(width)
+        if scaling == "mup" and width != BASE:
+            follow_width(model, base)
+        return model
+
+    return make
+
+
 def inputs_of(model: nn.Module) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(3)
     targets = torch.randint(0, 61, (8, 16), generator=draw)
-    if isinstance(model, GPT):
+    if isinstance(model, GPT | Llama):
         return torch.randint(0, 61, (8, 16), generator=draw), targets
     return torch.randn(128, 24, generator=draw), targets.view(-1)
-
-
-Make = Callable[[int, str], nn.Module]
 
 
 def changes(make: Make, scaling: str, config: OptimizerConfig) -> dict[str, list[float]]:
@@ -87,7 +124,8 @@ def changes(make: Make, scaling: str, config: OptimizerConfig) -> dict[str, list
     found: dict[str, list[float]] = {}
     for width in WIDTHS:
         model = make(width, scaling)
-        initialise(model, seed=1, device="cpu")
+        if isinstance(model, DeclaresRoles):
+            initialise(model, seed=1, device="cpu")
         roles = roles_of(model)
         optimizer = build_optimizer(
             config, [(n, p, roles[n].decay) for n, p in model.named_parameters()], lr=config.lr,
@@ -142,10 +180,15 @@ CHECKED: dict[str, tuple[Make, OptimizerConfig]] = {
     "mlp, dion": (mlp, Dion(lr=5e-2, weight_decay=0.0)),
     "gpt, lamb": (gpt, LAMB(lr=5e-2, weight_decay=0.0)),
     "mlp, lars": (mlp, LARS(lr=1.0, coefficient=0.05, weight_decay=0.0)),
+    "plain, adamw": (foreign(plain), ADAMW),
+    "plain, sgd": (foreign(plain), PLAIN),
+    "llama, adamw": (foreign(Llama), ADAMW),
+    "llama, muon": (foreign(Llama), Muon(lr=5e-3, weight_decay=0.0)),
 }
+SLOW = ("gpt, muon", "llama, adamw", "llama, muon")
 
 
-CASES = [pytest.param(case, marks=pytest.mark.slow) if case == "gpt, muon" else case for case in CHECKED]
+CASES = [pytest.param(case, marks=pytest.mark.slow) if case in SLOW else case for case in CHECKED]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -187,6 +230,7 @@ def planted(grows: str) -> Iterator[None]:
         ("mlp, muon", "output"),
         ("gpt, lamb", "hidden"),
         ("mlp, lars", "hidden"),
+        ("plain, adamw", "output"),
         pytest.param("gpt, muon", "hidden", marks=pytest.mark.slow),
     ],
 )
@@ -196,6 +240,82 @@ def test_a_wrong_rate_is_found(case: str, grows: str) -> None:
     with planted(grows):
         found = slopes(make, "mup", config)
     assert max(abs(slope) for slope in found.values()) > 1.5 * SAME_SCALE, found
+
+
+def wider(build: str, **keys: Any) -> dict[str, Any]:
+    return {"model": {"kind": "python", "build": f"tests.verification.user_models:{build}"} | keys}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"layout": {"replicate": 2}}, {"layout": {"shard": 2}, "memory": {"zero": 3, "build": "parts"}}],
+    ids=["replicate", "ZeRO-3, built by parts"],
+)
+def test_a_module_of_the_users_is_proved(ranks, tmp_path: Path, layout: dict[str, Any]) -> None:
+    """Its first values and rates are those of one process, also where large parameters are drawn later."""
+    corpus(tmp_path)
+    model = wider("biased", arguments={"width": 320, "hidden": 64}, base={"width": 160, "hidden": 32})
+    verdict, *_ = ranks(2, verified, model | layout, str(tmp_path), True, 2)
+    assert verdict["holds"], verdict["sentence"]
+
+
+def spread(x: Tensor) -> float:
+    return float(x.detach().std(correction=0))
+
+
+def test_first_values_and_rates_follow_what_has_grown() -> None:
+    """Of a layer that reads inputs, one in the middle, a head, biases, norms and an embedding."""
+
+    def build(width: int) -> nn.ModuleDict:
+        torch.manual_seed(width)
+        layers = {"in": nn.Linear(500, width), "norm": nn.LayerNorm(width), "head": nn.Linear(width, 300)}
+        return nn.ModuleDict(layers | {"mid": nn.Linear(width, width), "embed": nn.Embedding(200, width)})
+
+    base, model, drawn = build(64), build(256), build(256)
+    follow_width(model, base)
+    roles = {name: role.widened for name, role in roles_of(model).items()}
+    grows = {"in.weight": "input", "mid.weight": "hidden", "head.weight": "output", "embed.weight": "input"}
+    grows |= {"in.bias": "input", "mid.bias": "input", "norm.weight": "input", "norm.bias": "input"}
+    assert roles == {name: Widened(grow, 4.0) for name, grow in grows.items()} | {"head.bias": None}  # type: ignore[arg-type]
+    powers = {"input": 0.0, "hidden": 0.5, "output": 1.0}
+    for name, parameter in model.named_parameters():
+        wanted = spread(base.get_parameter(name)) * (4.0 ** -powers[grows[name]] if name in grows else 1.0)
+        if name.startswith("norm") or name == "head.bias":
+            assert torch.equal(parameter, drawn.get_parameter(name))
+        else:
+            assert spread(parameter) == pytest.approx(wanted, rel=1e-5)
+
+
+class Own(nn.Module):
+    """A weight that no known layer has."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, columns))
+
+
+class Tied(nn.Module):
+    """A head that is its embedding."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(61, width), nn.Linear(width, 61, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.mark.parametrize(
+    ("model", "base", "said"),
+    [
+        (lambda: plain(64), lambda: plain(64), "no parameter has another shape"),
+        (lambda: plain(64), lambda: nn.Linear(24, 32), "parameter of one width alone"),
+        (lambda: Own(8, 8), lambda: Own(4, 2), "not known which of its dimensions Own takes for inputs"),
+        (lambda: Tied(8), lambda: Tied(4), "the weight of Embedding and Linear"),
+    ],
+)
+def test_what_is_not_one_module_in_two_widths_is_refused(model: Any, base: Any, said: str) -> None:
+    """By the name of a parameter."""
+    with pytest.raises(UserCodeError, match=said):
+        follow_width(model(), base())
 
 
 def test_at_the_base_width_nothing_changes() -> None:
@@ -249,7 +369,11 @@ def test_other_optimizers_are_refused(tmp_path: Path) -> None:
     for kind in ("soap", "kfac", "rmsprop"):
         sentence = refusal(run_file_of(tmp_path, model=model, optimizer={"kind": kind}))
         assert sentence is not None
-        assert sentence.endswith("or leave model.scaling out")
+        assert sentence.endswith("or leave it out")
+    foreign_model = wider("biased", arguments={"width": 32}, base={"width": 16})["model"]
+    sentence = refusal(run_file_of(tmp_path, model=foreign_model, optimizer={"kind": "soap"}))
+    assert sentence is not None
+    assert sentence.startswith('model.base with optimizer.kind = "soap"')
     assert refusal(run_file_of(tmp_path, model=model, optimizer={"kind": "lion"})) is None
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.optim.closure_config import LBFGS, NewtonCG
+from shoal.optim.kinds import LBFGS, NewtonCG
 from shoal.optim.line_search import Trial, Wolfe, _interpolated, search
 from shoal.optim.newton import SearchedLBFGS, SearchedNewtonCG, SearchingOptimizer
 

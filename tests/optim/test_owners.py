@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from math import prod
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +14,12 @@ from torch.nn import Parameter
 
 from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
+from shoal.optim.adaptive import OwnedAdafactor
 from shoal.optim.declared import Dims
+from shoal.optim.muon import OwnedDion, OwnedMuon
 from shoal.optim.owners import Owners, dense, product, symmetric_product
 from shoal.optim.parts import Parts, PartSums
+from shoal.optim.preconditioned import OwnedShampoo, OwnedSOAP
 from shoal.state import Trained, owned_run, owned_whole
 from shoal.topology.holding import AlongTensor, Box, held
 from shoal.topology.layout import Layout
@@ -55,15 +61,20 @@ def parts_on(place: TestPlace, layout: Layout, cut: bool) -> Parts:
 
 
 def there_and_back(place: TestPlace, layout: Layout, cut: bool) -> tuple[dict[str, int], list[str], bool, bool]:
-    """The owners, what this rank owns, and whether it got these whole, and all parts came back."""
+    """The owners, what this rank owns, and whether it got these whole, and all parts came back; then also without one
+    tensor, as in a step in which it has no gradient.
+    """
     parts = parts_on(place, layout, cut)
     owners = Owners(parts, lambda shape: float(prod(shape)), wanted=lambda name, shape: name != "d")
-    own = {o.name: o.parameter.detach() for o in parts.owned if o.name != "d"}
-    gathered = owners.gather(own)
-    is_whole = all(torch.equal(tensor, whole_of(name)) for name, tensor in gathered.items())
-    back = owners.scatter({name: tensor * 2 for name, tensor in gathered.items()})
-    same = back.keys() == own.keys() and all(torch.equal(back[name].view(-1), 2 * part) for name, part in own.items())
-    return owners.owner, list(gathered), is_whole, same
+    is_whole, same = list[bool](), list[bool]()
+    for left_out in ("d", "db"):
+        own = {o.name: o.parameter.detach() for o in parts.owned if o.name not in left_out}
+        gathered = owners.gather(own)
+        assert gathered.keys() == set(owners.mine) - {*left_out}
+        is_whole += [torch.equal(tensor, whole_of(name)) for name, tensor in gathered.items()]
+        back = owners.scatter({name: tensor * 2 for name, tensor in gathered.items()}, own)
+        same += [back.keys() == own.keys(), *(torch.equal(back[name].view(-1), 2 * part) for name, part in own.items())]
+    return owners.owner, owners.mine, all(is_whole), all(same)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -104,6 +115,57 @@ def test_sums_are_those_of_whole_parameters(ranks, layout: str, cut: bool) -> No
     assert {name for each in found for name in each} == wanted.keys()
     for each in found:
         assert each == {name: wanted[name] for name in each}
+
+
+OPTIMIZERS: dict[str, Callable[[list[dict[str, Any]]], torch.optim.Optimizer]] = {
+    "muon": OwnedMuon,
+    "dion": OwnedDion,
+    "soap": partial(OwnedSOAP, every=2),
+    "shampoo": partial(OwnedShampoo, start=1, every=2),
+    "adafactor": OwnedAdafactor,
+}
+SAME = 1e-11
+"""Relative: bases and roots amplify last bits of float64."""
+
+
+def with_gaps(kind: str, parameters: dict[str, Parameter], parts: Parts | None) -> None:
+    """Four steps, in each of which every third parameter has no gradient."""
+    optimizer = OPTIMIZERS[kind]([{"params": list(parameters.values()), "whole": True}])
+    if parts is not None:
+        optimizer.connect(parts)  # pyright: ignore[reportAttributeAccessIssue]
+    held_by_name = {} if parts is None else {own.name: own.holding.boxes for own in parts.owned}
+    for step in range(1, 5):
+        for name, parameter in parameters.items():
+            generator = torch.Generator().manual_seed(100 * step + ord(name))
+            gradient = torch.randn(SHAPES[name], generator=generator, dtype=torch.float64)
+            if parts is not None:
+                gradient = torch.cat([gradient[box.slices].reshape(-1) for box in held_by_name[name]])
+            parameter.grad = None if (step + ord(name)) % 3 == 0 else gradient
+        optimizer.step()
+
+
+def gaps_on_ranks(place: TestPlace, layout: Layout, kind: str) -> dict[str, float]:
+    """How far this rank's parts are from those of one process, by name."""
+    alone = {name: Parameter(whole_of(name) / 100) for name in SHAPES}
+    with_gaps(kind, alone, None)
+    parts = parts_on(place, layout, False)
+    for own in parts.owned:
+        own.parameter.data.div_(100)
+    with_gaps(kind, {own.name: own.parameter for own in parts.owned}, parts)
+    found = {}
+    for own in parts.owned:
+        wanted = torch.cat([alone[own.name].detach()[box.slices].reshape(-1) for box in own.holding.boxes])
+        found[own.name] = float((own.parameter.detach() - wanted).abs().max() / wanted.abs().max())
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_has_no_gradient_in_a_step_is_left_alone(ranks, layout: str) -> None:
+    """By its owner and by all that hold it; it goes on in a later step, as in one process."""
+    chosen = LAYOUTS[layout]
+    for kind in OPTIMIZERS:
+        for found in ranks(chosen.world_size, gaps_on_ranks, chosen, kind):
+            assert all(gap < SAME for gap in found.values()), (kind, found)
 
 
 FLOAT32 = 1e-6

@@ -20,13 +20,12 @@ from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.gpt import GPT
 from shoal.models.roles import roles_of
 from shoal.optim.build import build_optimizer
-from shoal.optim.closure_config import LBFGS, NewtonCG
 from shoal.optim.config import SGD, AdamW, AdamW8bit, OptimizerConfig
 from shoal.optim.declared import EMA, Common
 from shoal.optim.kfac import OwnedKFAC
-from shoal.optim.kinds import LAMB, Adafactor, Lion
+from shoal.optim.kinds import LAMB, LBFGS, Adafactor, Lion, NewtonCG
+from shoal.optim.matrix_kinds import KFAC, SOAP, Dion, Muon, Shampoo
 from shoal.optim.parts import Parts
-from shoal.optim.preconditioned_config import KFAC, SOAP, Dion, Muon, Shampoo
 from shoal.planner.explain.text import help_sentence
 from shoal.planner.predict.predictor import Prediction, save_of
 from shoal.planning.answer import cluster_of, planned, predictor_on, transformer_of

@@ -41,7 +41,7 @@ KEYS: dict[str, dict[str, Any]] = {
     "rmsprop": {"momentum": 0.9, "centered": True},
     "lars": {"coefficient": 0.1},
     "lamb": {"trust": "all"},
-    "soap": {"every": 2},
+    "soap": {"every": 2, "adamw_lr": 5e-4},
     "shampoo": {"every": 2, "start": 1, "block": 24},
     "schedule_free_sgd": {"lr": 0.5},
     "muon": {"polish": 1, "adamw_lr": 1e-3, "heads": {"*.query.weight": 4}},
@@ -97,14 +97,13 @@ FEW = [
     ("lbfgs", "ZeRO-3"),
 ]
 """What every test run proves."""
-LONG = [("newton_cg", "pipeline x tensor"), ("shampoo", "ZeRO-1 x tensor"), ("dion", "ZeRO-1 x tensor")]
-"""What CI proves besides; the rest is a stress test."""
-ALL = [
-    pytest.param(kind, layout, marks=pytest.mark.slow if (kind, layout) in LONG else pytest.mark.stress)
-    if (kind, layout) not in FEW
-    else (kind, layout)
-    for kind in OPTIMIZERS
-    for layout in LAYOUTS
+SLOW = [("newton_cg", "pipeline x tensor"), ("shampoo", "ZeRO-1 x tensor"), ("dion", "ZeRO-1 x tensor")]
+"""What CI proves besides."""
+FEW_STEPS, STEPS = 4, 20
+ROWS = [
+    *((kind, layout, FEW_STEPS) for kind, layout in FEW),
+    *(pytest.param(kind, layout, FEW_STEPS, marks=pytest.mark.slow) for kind, layout in SLOW),
+    *(pytest.param(kind, layout, STEPS, marks=pytest.mark.stress) for layout in LAYOUTS for kind in OPTIMIZERS),
 ]
 
 
@@ -119,7 +118,8 @@ def tables_of(kind: str, layout: str) -> tuple[int, dict[str, Any]]:
     world, tables = LAYOUTS[layout]
     if kind in CONSTANT:
         tables = tables | {"schedule": {"kind": "constant", "warmup_steps": 2}}
-    return world, {"optimizer": {"kind": kind, "weight_decay": 0.1, "clip_norm": 0.5, **OPTIMIZERS[kind]}} | tables
+    optimizer = {"kind": kind, "weight_decay": 0.1, "clip_norm": 0.5, **OPTIMIZERS[kind]}
+    return world, {"run": {"steps": STEPS}, "optimizer": optimizer} | tables
 
 
 def test_every_kind_is_proved() -> None:
@@ -132,11 +132,11 @@ def test_every_kind_is_proved() -> None:
         assert kind in (Path(__file__).parents[2] / path).read_text()
 
 
-@pytest.mark.parametrize(("kind", "layout"), ALL)
-def test_it_is_proved_in_every_layout(ranks, folder: Path, kind: str, layout: str) -> None:
+@pytest.mark.parametrize(("kind", "layout", "steps"), ROWS)
+def test_it_is_proved_in_every_layout(ranks, folder: Path, kind: str, layout: str, steps: int) -> None:
     """`shoal verify` holds in float64: updates, norms and owners are those of one process."""
     world, tables = tables_of(kind, layout)
-    verdict, *_ = ranks(world, verified, tables, str(folder), True, 4)
+    verdict, *_ = ranks(world, verified, tables, str(folder), True, steps)
     assert verdict["holds"], verdict["sentence"]
 
 

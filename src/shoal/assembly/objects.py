@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -35,7 +36,8 @@ from shoal.models.batch_norm import with_grouped_norm, with_synchronised_norm
 from shoal.models.build import build as build_model
 from shoal.models.build import initialise
 from shoal.models.config import ForeignModel, ModelConfig, PythonModel
-from shoal.models.huggingface.config import ForeignKeys, TransformersConfig, vocabulary_of
+from shoal.models.huggingface.config import ForeignKeys, TransformersConfig, config_keys, vocabulary_of
+from shoal.models.width import follow_width
 from shoal.parallel.traced.relay import declare
 from shoal.runfile.run_file import RunFile
 
@@ -72,16 +74,19 @@ def users_model(
     """What the user's function builds, wherever and in whichever dtype it does; `around` its call. Raises
     `UserCodeError`: see above.
     """
+    said = run_file.model
+    base = _users_base(said, given, seed=run_file.run.seed)
     _seed_everything(run_file.run.seed)
     with around:
-        model = _users_model(run_file.model, given)
+        model = _users_model(said, given)
+        if base is not None and isinstance(model, nn.Module):
+            follow_width(model, base)
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else describe(model)
         raise UserCodeError(f"the model is {what}; it must be an nn.Module, ready to be called")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserCodeError("the model has no parameter that requires a gradient; there is nothing to train")
     require_trainable(model)
-    said = run_file.model
     if isinstance(said, ForeignKeys):
         if said.batch_norm == "grouped":
             assert said.group_samples is not None
@@ -228,6 +233,18 @@ def _users_model(config: ModelConfig, given: UserObjects) -> Any:
 
         return build(config)
     return None
+
+
+def _users_base(config: ModelConfig, given: UserObjects, *, seed: int) -> nn.Module | None:
+    """The module at the width at which rates were found; None where the run file says none."""
+    if not isinstance(config, ForeignKeys) or not config.base:
+        return None
+    if given.model is not None:
+        raise UserCodeError("model.base with a module that the script builds itself: leave base out")
+    written = config_keys(config) if isinstance(config, TransformersConfig) else config.arguments
+    key = "config" if isinstance(config, TransformersConfig) else "arguments"
+    _seed_everything(seed)
+    return _users_model(msgspec.structs.replace(config, base={}, **{key: written | config.base}), given)
 
 
 def _seed_everything(seed: int) -> None:

@@ -37,6 +37,7 @@ from shoal.optim.declared import Slot
 from shoal.optim.parts import SeesParts
 from shoal.optim.schedule import peak_rate
 from shoal.runfile.run_file import RunFile
+from shoal.runfile.training_rules import width_key
 from shoal.state import Owned, Section, boxes_in
 from shoal.topology.holding import Holding
 
@@ -145,10 +146,10 @@ def _left_out(
 def _refuse_own(run_file: RunFile) -> None:
     """Raises `ConfigError` for tables that say what is trained, where a script's optimizer says it."""
     tables = {name: getattr(run_file, name) for name in ("sparsity", "freeze", "adapter", "distillation")}
-    if getattr(run_file.model, "scaling", "standard") != "standard":
+    if (key := width_key(run_file)) is not None:
         raise ConfigError(
-            'model.scaling = "mup" with an optimizer of the script, whose rates are its own: train the model by `shoal '
-            "train`, or leave model.scaling out"
+            f"model.{key} with an optimizer of the script, whose rates are its own: train the model by `shoal train`, "
+            "or leave it out"
         )
     given = next((name for name, table in tables.items() if table is not None), None)
     if given is not None:

@@ -21,8 +21,8 @@ import msgspec
 
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.observe.events import read_events, series
-from shoal.optim.closure_config import Searching
 from shoal.optim.config import Schedule
+from shoal.optim.kinds import Searching
 from shoal.optim.schedule import peak_rate
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile

@@ -30,7 +30,7 @@ names the submodules it uses, and no other part uses them: a stage drops those o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -103,6 +103,12 @@ class EmbeddingTable(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.rows}, {self.width}, split={self.split_along!r}"
+
+
+def is_conv1d(layer: nn.Module) -> bool:
+    """Whether it is the linear layer of GPT-2 in `transformers`, whose weight is `[in, out]`."""
+    kind = type(layer)
+    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 def tables_in(model: nn.Module) -> dict[str, EmbeddingTable]:
@@ -205,6 +211,14 @@ class DeclaresOwnRoles(Protocol):
 
 
 @runtime_checkable
+class FollowsWidth(Protocol):
+    """A module whose rates follow its width, though it declares nothing of it (`shoal.models.width`)."""
+
+    width_rules: Mapping[str, Widened]
+    """By the names of parameters."""
+
+
+@runtime_checkable
 class DeclaresCounts(Protocol):
     """A module whose forward counts what tensor parallelism splits, such as heads."""
 
@@ -218,6 +232,12 @@ def roles_of(model: nn.Module) -> dict[str, Role]:
 
     Raises `UserCodeError` for a parameter that a model which declares roles has forgotten.
     """
+    rules = model.width_rules if isinstance(model, FollowsWidth) else {}
+    roles = _roles_of(model)
+    return roles | {name: replace(roles[name], widened=rule) for name, rule in rules.items() if name in roles}
+
+
+def _roles_of(model: nn.Module) -> dict[str, Role]:
     if not isinstance(model, DeclaresRoles):
         tables, own = tables_in(model), _own_roles(model)
         return {

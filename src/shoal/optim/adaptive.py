@@ -131,7 +131,7 @@ class OwnedAdafactor(WholeOptimizer):
         params = list(params)
         groups = params if params and isinstance(params[0], dict) else [{"params": params}]
         super().__init__(
-            [{"whole": True, **group} for group in groups], lr=lr, beta2_decay=beta2_decay, eps=eps,
+            [{**group, "whole": True} for group in groups], lr=lr, beta2_decay=beta2_decay, eps=eps,
             threshold=threshold, weight_decay=weight_decay,
         )  # fmt: skip
 

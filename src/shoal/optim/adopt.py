@@ -87,7 +87,7 @@ def tried(optimizer: torch.optim.Optimizer) -> Tried:
     return Tried(not all(map(_alike, together, apart)), counts, attributes)
 
 
-def twin_of(optimizer: torch.optim.Optimizer, groups: Mapping[int, Sequence[Parameter]]) -> torch.optim.Optimizer:
+def clone_of(optimizer: torch.optim.Optimizer, groups: Mapping[int, Sequence[Parameter]]) -> torch.optim.Optimizer:
     """A copy without hooks and before its first step; of `groups`, by their numbers, it steps these parameters."""
     found = [{**optimizer.param_groups[number], "params": list(own)} for number, own in groups.items()]
     memo: dict[int, Any] = {id(optimizer.state): defaultdict(dict), id(optimizer.param_groups): found}
@@ -97,32 +97,32 @@ def twin_of(optimizer: torch.optim.Optimizer, groups: Mapping[int, Sequence[Para
         memo |= {id(parameter): stands_for for parameter in group["params"]}
     for group in found:
         group.update({name: copy.deepcopy(value, memo) for name, value in group.items() if name != "params"})
-    twin = _copied(optimizer, memo)
-    if isinstance(twin, torch.optim.Adagrad):
-        _start_adagrad(twin)
-    return twin
+    clone = _copied(optimizer, memo)
+    if isinstance(clone, torch.optim.Adagrad):
+        _start_adagrad(clone)
+    return clone
 
 
 def _copied(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
     """PyTorch's own copy leaves out what a class keeps beside its groups and its state."""
-    twin = object.__new__(type(optimizer))
-    memo[id(optimizer)] = twin
+    clone = object.__new__(type(optimizer))
+    memo[id(optimizer)] = clone
     for name, value in vars(optimizer).items():
         if name == "step":
             continue  # a scheduler's wrapper, which would step the optimizer itself
         if name.startswith(_HOOKS) and isinstance(value, OrderedDict):
-            twin.__dict__[name] = OrderedDict()
+            clone.__dict__[name] = OrderedDict()
         elif isinstance(value, torch.optim.Optimizer):
             memo.setdefault(id(value.state), defaultdict(dict))
-            twin.__dict__[name] = memo.get(id(value)) or _copied(value, memo)
+            clone.__dict__[name] = memo.get(id(value)) or _copied(value, memo)
         else:
-            twin.__dict__[name] = copy.deepcopy(value, memo)
-    return twin
+            clone.__dict__[name] = copy.deepcopy(value, memo)
+    return clone
 
 
-def step_of(twin: torch.optim.Optimizer) -> None:
+def step_of(clone: torch.optim.Optimizer) -> None:
     """One step. By the class: see `_copied`."""
-    type(twin).step(twin)
+    type(clone).step(clone)
 
 
 class _End(NamedTuple):
@@ -140,19 +140,19 @@ def _stepped_elements(optimizer: torch.optim.Optimizer, chosen: Sequence[tuple[i
     groups: dict[int, list[Parameter]] = {}
     for (group, _), parameter in parameters.items():
         groups.setdefault(group, []).append(parameter)
-    twin = twin_of(optimizer, groups)
-    for group in twin.param_groups:
+    clone = clone_of(optimizer, groups)
+    for group in clone.param_groups:
         if isinstance(group.get("lr"), int | float) and not group["lr"]:
             group["lr"] = 0.01  # a scheduler begins at 0, where nothing moves
-    first = [dict(group) for group in twin.param_groups]
+    first = [dict(group) for group in clone.param_groups]
     begins = [parameter.detach().clone() for parameter in parameters.values()]
-    own = _own_values(twin)
+    own = _own_values(clone)
     for step in range(STEPS):
         for key, parameter in parameters.items():
             parameter.grad = _gradient(key, step)
-        step_of(twin)
-    counts = [_changed(*both) for both in zip(first, twin.param_groups, strict=True)]
-    of_group, attributes = dict(zip(groups, counts, strict=True)), _changed_values(own, _own_values(twin))
+        step_of(clone)
+    counts = [_changed(*both) for both in zip(first, clone.param_groups, strict=True)]
+    of_group, attributes = dict(zip(groups, counts, strict=True)), _changed_values(own, _own_values(clone))
     return [
         _End(begin, parameter.detach().clone(), of_group[group], attributes)
         for begin, ((group, _), parameter) in zip(begins, parameters.items(), strict=True)
@@ -436,14 +436,14 @@ def _stepped(
 ) -> list[tuple[Parameter, Mapping[str, Any]]]:
     """The state of a copy with the options of group `number`, after a step on `probes`."""
     try:
-        twin = twin_of(optimizer, {number: probes})
-        step_of(twin)
+        clone = clone_of(optimizer, {number: probes})
+        step_of(clone)
     except Exception as error:
         raise UserCodeError(
             f"{type(optimizer).__name__} fails in a step without a closure ({error}); Shoal steps it once for each "
             "update, and gives it none"
         ) from error
-    return [(probe, twin.state.get(probe, {})) for probe in probes]
+    return [(probe, clone.state.get(probe, {})) for probe in probes]
 
 
 # The groups of an optimizer that steps pieces, as a script sees them between two steps.

@@ -13,7 +13,7 @@ import msgspec
 
 from shoal.codec.config import MOMENT_BLOCK
 from shoal.config.check import Positive, PositiveFloat, Table, imported, says
-from shoal.optim import closure_config, kinds, preconditioned_config  # noqa: F401  # optimizers' tables
+from shoal.optim import kinds, matrix_kinds  # noqa: F401  # optimizers' tables
 from shoal.optim.declared import Common, Described, Granularity, Slot, counter
 
 
@@ -277,7 +277,7 @@ def groups_refusal(optimizer: Common) -> str | None:
     return None
 
 
-# The table `[schedule]`: the learning rate over the run. Imports no torch.
+# The table `[schedule]`: the learning rate over the run.
 
 
 Shape = Literal["cosine", "linear", "constant", "stable", "one_cycle", "polynomial", "step", "inverse_sqrt", "chained"]

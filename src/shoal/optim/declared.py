@@ -18,7 +18,7 @@ from shoal.config.check import Positive, PositiveFloat, Table, says
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The tables `[optimizer.average]` and `[optimizer.lookahead]`. Imports no torch.
+# The tables `[optimizer.average]` and `[optimizer.lookahead]`.
 
 
 class EMA(Table, frozen=True, tag_field="kind", tag="ema"):
@@ -45,7 +45,7 @@ class Lookahead(Table, frozen=True):
 
 
 # The tables `[[optimizer.transforms]]`: what happens to the numbers of a gradient before the optimizer sees it, one
-# after the other. Imports no torch.
+# after the other.
 
 
 class ClipValue(Table, frozen=True, tag_field="kind", tag="clip_value"):

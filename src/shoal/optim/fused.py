@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.optim.adam_kernel import KnownMoments, Moments, kind_of
+from shoal.optim.declared import Slot
 from shoal.state import complete, gradients_of
 
 
@@ -101,6 +102,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds `param_group`: a dictionary with `params`, a list of tensors, and any options of its own."""
         self.param_groups.append({**self.defaults, **param_group, "params": list(param_group["params"])})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """PyTorch's, which gives all of the state the parameters' type: what has not their shape keeps its own."""
+        super().load_state_dict(state_dict)
+        slots: Sequence[Slot] = getattr(self, "slots", ())
+        kept = {slot.name for slot in slots if not slot.like_parameter}
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            saved = state_dict["state"].get(number, {})
+            self.state[parameter].update({n: saved[n].to(parameter.device, copy=True) for n in kept & saved.keys()})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, or fills them with zeros."""

@@ -36,13 +36,21 @@ from shoal.comm.collective import Alone, Collective
 from shoal.errors import UserCodeError
 from shoal.maths.counter import key_of
 from shoal.optim.declared import Dims
+from shoal.optim.fused import Work
 from shoal.optim.layer_statistics import Factors, LayerStatistics, WeightSharing
+from shoal.optim.matrix_kinds import KFAC, sides
 from shoal.optim.owners import Owners, Whole, WholeOptimizer, as_matrix, product
 from shoal.optim.parts import Parts
-from shoal.optim.preconditioned_config import KFAC, sides
 
 _SIDES = ("rows", "columns")
 _INVERTED = ("tokens", *_SIDES)
+
+
+OPTIONS = (
+    "momentum", "damping", "kl_clip", "fisher", "every", "factor_beta", "weight_sharing", "decompositions", "inverse",
+    "largest_side",
+)  # fmt: skip
+"""Keys of `[optimizer]` that are options of the class."""
 
 
 def build(config: KFAC, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
@@ -50,16 +58,7 @@ def build(config: KFAC, groups: list[dict[str, Any]], lr: float) -> torch.optim.
     return OwnedKFAC(
         groups,
         lr=lr,
-        momentum=config.momentum,
-        damping=config.damping,
-        kl_clip=config.kl_clip,
-        fisher=config.fisher,
-        every=config.every,
-        factor_beta=config.factor_beta,
-        weight_sharing=config.weight_sharing,
-        decompositions=config.decompositions,
-        inverse=config.inverse,
-        largest_side=config.largest_side,
+        **{name: getattr(config, name) for name in OPTIONS},
         betas=(config.beta1, config.beta2),
         eps=config.eps,
         adamw_rate=1.0 if config.adamw_lr is None or config.lr == 0 else config.adamw_lr / config.lr,
@@ -72,28 +71,16 @@ class OwnedKFAC(WholeOptimizer):
     Args:
         params: Dictionaries with `params` and their options; of plain parameters those of two dimensions are `whole`.
         lr: The learning rate.
-        options: `momentum`, `damping`, `kl_clip` (None: no limit), `fisher`, `every`, `factor_beta`, `weight_sharing`,
-            `decompositions`, `inverse` and `largest_side` are the keys of `[optimizer]`, with its defaults; `betas`,
-            `eps` and `weight_decay` are AdamW's, and `adamw_rate` what the rate is multiplied by of weights that turn
-            out to have no layer.
+        options: `OPTIONS`, with the defaults of `[optimizer]`; `betas`, `eps` and `weight_decay` are AdamW's, and
+            `adamw_rate` what the rate is multiplied by of weights that turn out to have no layer.
     """
+
+    decomposes = True
 
     def __init__(self, params: Iterable[Any], lr: float = 0.02, **options: Any) -> None:
         config = KFAC()
-        own = (
-            "momentum",
-            "damping",
-            "kl_clip",
-            "fisher",
-            "every",
-            "factor_beta",
-            "weight_sharing",
-            "decompositions",
-            "inverse",
-            "largest_side",
-        )
         defaults = {
-            **{name: getattr(config, name) for name in own},
+            **{name: getattr(config, name) for name in OPTIONS},
             "betas": (config.beta1, config.beta2),
             "eps": config.eps,
             "weight_decay": config.weight_decay,
@@ -120,8 +107,6 @@ class OwnedKFAC(WholeOptimizer):
 
     def connect(self, parts: Parts) -> None:
         """Matrices become whole on their owners; or these decompose factors for all."""
-        self._names = {id(own.parameter): own.name for own in parts.owned}
-        self._leave_others_to_adamw()
         super().connect(parts)
         self._equal = parts.equal
         if self.defaults["decompositions"] == "all":
@@ -167,6 +152,19 @@ class OwnedKFAC(WholeOptimizer):
             found[name] = kept.mul_(one.group["momentum"]).add_(turned[name].view(kept.shape), alpha=ratio)
         return found
 
+    def divided(self, work: list[Work]) -> tuple[list[Work], list[Work]]:
+        """What is `whole` and of no layer is AdamW's, at a rate of its own."""
+        groups, others = super().divided(work)
+        layers, matrices = self._watching.layers, list[Work]()
+        for group, parameters, gradients in groups:
+            known = [self._names.get(id(p)) in layers for p in parameters]
+            rest = {**group, "lr": group["lr"] * self.defaults["adamw_rate"]}
+            for found, options, kept in ((matrices, group, True), (others, rest, False)):
+                chosen = [i for i, is_known in enumerate(known) if is_known is kept]
+                if chosen:
+                    found.append(Work(options, [parameters[i] for i in chosen], [gradients[i] for i in chosen]))
+        return matrices, others
+
     def direction(self, group: dict[str, Any], parameter: Parameter, gradient: Tensor) -> Tensor:
         """The gradient in the shape of the matrix: a rank that steps it has the whole of it."""
         return gradient.view(self._shapes.get(id(parameter), gradient.shape))
@@ -180,22 +178,10 @@ class OwnedKFAC(WholeOptimizer):
     def _watching(self) -> LayerStatistics:
         if self._statistics is None:
             raise UserCodeError(
-                "OwnedKFAC sees no layers: call its watch(layers_in(model, names), group) before the first step, or "
-                "hand it to shoal.start, which does"
+                "OwnedKFAC sees no layers: hand it to shoal.start, or call watch_alone(optimizer, model) of "
+                "shoal.optim.layer_statistics before the first step"
             )
         return self._statistics
-
-    def _leave_others_to_adamw(self) -> None:
-        """What is `whole` and of no layer forms groups of its own."""
-        layers, others = self._watching.layers, []
-        for group in self.param_groups:
-            away = [p for p in group["params"] if group["whole"] and self._names.get(id(p)) not in layers]
-            if away:
-                kept = {id(p) for p in away}
-                group["params"] = [p for p in group["params"] if id(p) not in kept]
-                rate = group.get("rate", 1.0) * self.defaults["adamw_rate"]
-                others.append({**group, "params": away, "whole": False, "rate": rate})
-        self.param_groups = [group for group in self.param_groups if group["params"]] + others
 
     def _has_factors_anywhere(self, group: Collective) -> bool:
         """Whether a rank that holds the same layers has factors: of a checkpoint, an owner alone does."""
@@ -278,7 +264,8 @@ def _average(one: Whole, factors: Factors, *, beta: float) -> None:
     if factors.inputs is not None and factors.inputs.ndim == 1:
         named = {"mean_tokens": factors.inputs, "mean_columns": factors.outputs}
     else:
-        named = {"mean_rows": factors.outputs, "mean_columns": factors.inputs}
+        rows, columns = (factors.outputs, factors.inputs)[:: -1 if factors.turned else 1]
+        named = {"mean_rows": rows, "mean_columns": columns}
     for name, factor in named.items():
         if factor is None:
             continue

@@ -19,18 +19,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from shoal.comm.collective import Collective
+from shoal.comm.collective import Alone, Collective
 from shoal.errors import UserCodeError
 from shoal.maths.counter import bits, uniform
+from shoal.models.roles import is_conv1d
 from shoal.optim.owners import symmetric_product
-from shoal.optim.parts import SeesParts
+from shoal.optim.parts import Parts, SeesParts
+from shoal.state import Trained, owned_whole
+from shoal.topology.holding import held
+from shoal.topology.layout import Layout
 
 WeightSharing = Literal["expand", "reduce"]
 
@@ -69,10 +73,13 @@ class SeesLayers(SeesParts, Protocol):
 
 
 class Factors(NamedTuple):
-    """Of a layer: A and G; None where a side is too long. Of an embedding, A is a vector."""
+    """Of a layer: A and G; None where a side is too long. Of an embedding, A is a vector. `turned`: its weight is
+    `[inputs, outputs]`.
+    """
 
     inputs: Tensor | None
     outputs: Tensor | None
+    turned: bool = False
 
 
 class _Rows(NamedTuple):
@@ -144,10 +151,19 @@ def layers_in(model: nn.Module, names: Mapping[int, str]) -> dict[str, nn.Module
     return {name: module for name, module in alone.items() if _is_known(module) and id(module) not in inside}
 
 
+def watch_alone(optimizer: SeesLayers, model: nn.Module, *, seed: int = 0) -> None:
+    """Gives `optimizer` the layers of `model`, before the first step of a process that has the whole of it."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer.watch(layers_in(model, {id(p): name for name, p in named.items()}), Alone(), seed=seed)
+    own = [owned_whole(Trained(held(Layout(), 0, name, tuple(p.shape)), p)) for name, p in named.items()]
+    optimizer.connect(Parts(own, Alone(), Alone()))
+
+
 def _is_known(module: nn.Module) -> bool:
     if isinstance(module, nn.Conv2d):
         return module.groups == 1 and module.padding_mode == "zeros" and not isinstance(module.padding, str)
-    return type(module) is nn.Linear or (isinstance(module, nn.Embedding) and not module.sparse)
+    linear = type(module) is nn.Linear or is_conv1d(module)
+    return linear or (isinstance(module, nn.Embedding) and not module.sparse)
 
 
 @dataclass
@@ -216,6 +232,7 @@ class LayerStatistics:
             name: Factors(
                 None if own.inputs is None else own.inputs.div_(own.rows),
                 None if own.outputs is None else own.outputs.div_(scale**2 * terms),
+                is_conv1d(self.layers[name]),
             )
             for name, own in sums.items()
             if float(own.rows) > 0
@@ -276,6 +293,9 @@ def _widths(module: nn.Module) -> tuple[int, int]:
         return module.num_embeddings, module.embedding_dim
     if isinstance(module, nn.Conv2d):
         return module.in_channels * module.kernel_size[0] * module.kernel_size[1], module.out_channels
+    if is_conv1d(module):
+        inputs, outputs = cast(Tensor, module.weight).shape
+        return inputs, outputs
     assert isinstance(module, nn.Linear)
     return module.in_features, module.out_features
 
@@ -286,10 +306,11 @@ def _rows(name: str, module: nn.Module, inputs: Tensor, gradient: Tensor, weight
         assert not isinstance(padding, str)
         patches = F.unfold(inputs, kernel, dilation=module.dilation, padding=padding, stride=module.stride)  # pyright: ignore[reportArgumentType]
         inputs, gradient = patches.mT, gradient.flatten(2).mT
+    if gradient.ndim == 1:  # of a single row, without a batch
+        inputs, gradient = inputs[None], gradient[None]
     lead = gradient.shape[:-1]
-    real = torch.ones(lead, dtype=torch.bool, device=gradient.device) if weights is None else None
-    real = _real(name, weights, lead) if weights is not None else real
-    assert real is not None
+    every = torch.ones(lead, dtype=torch.bool, device=gradient.device)
+    real = every if weights is None else _real(name, weights, lead)
     by_sample = (lead[0], -1) if len(lead) > 1 else (lead[0], 1)
     width = () if isinstance(module, nn.Embedding) else inputs.shape[-1:]
     return _Rows(

@@ -19,7 +19,8 @@ on other devices, for other dtypes and without a C compiler.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class _Layerwise(FusedOptimizer):
         """The 2-norms of each of `tensors`, which has one for each parameter, over the whole parameters."""
         if not parameters and self._sums is None:
             return [[] for _ in tensors]
-        columns = [torch.stack(torch._foreach_norm(each)).double().square() for each in tensors if each]  # pyright: ignore[reportPrivateImportUsage]
+        columns = [torch.stack(list(_lengths(each))).double().square() for each in tensors if each]
         squares = torch.stack(columns, dim=1) if columns else torch.zeros(0, len(tensors), dtype=torch.float64)
         return self._roots(parameters, squares)
 
@@ -290,6 +291,12 @@ class LayerwiseAdam(_Layerwise):
             state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
             steps.append(state["exp_avg"] / state["exp_avg_sq"].sqrt().add_(group["eps"]))
         return steps
+
+
+def _lengths(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """The 2-norm of each; those of half types are added up in float32."""
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors), torch.float32)
+    return torch._foreach_norm(tensors, 2, dtype)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _kernels(parameters: list[Parameter], gradients: list[Tensor]) -> Kernels | None:

@@ -23,8 +23,7 @@ from torch.nn import Parameter
 
 from shoal.maths.counter import indices, key_of, normal
 from shoal.optim.declared import Dims
-from shoal.optim.owners import WholeOptimizer, as_matrix, product, symmetric_product
-from shoal.optim.preconditioned_config import (
+from shoal.optim.matrix_kinds import (
     Dion,
     Muon,
     dion_rank,
@@ -33,6 +32,7 @@ from shoal.optim.preconditioned_config import (
     orthogonalising_flops,
     sides,
 )
+from shoal.optim.owners import WholeOptimizer, as_matrix, product, symmetric_product
 
 # Newton-Schulz iterations: from a matrix to the nearest one whose singular values are all near 1.
 #
@@ -223,6 +223,8 @@ class OwnedDion(WholeOptimizer):
         betas: The decay rates of AdamW's moments.
         eps: Added to AdamW's denominator.
     """
+
+    decomposes = True
 
     def __init__(
         self,

@@ -31,9 +31,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from shoal.optim.closure_config import LBFGS, NewtonCG
 from shoal.optim.declared import Granularity, Slot
 from shoal.optim.fused import FusedOptimizer
+from shoal.optim.kinds import LBFGS, NewtonCG
 from shoal.optim.line_search import Trial, Wolfe, search
 from shoal.optim.parts import Parts
 from shoal.state import is_counted

@@ -26,8 +26,8 @@ from torch.nn import Parameter
 from shoal.comm.collective import Collective, Handle, exchanged
 from shoal.optim.declared import Described, Dims, Granularity
 from shoal.optim.fused import FusedAdamW, FusedOptimizer, Work
+from shoal.optim.matrix_kinds import is_hidden
 from shoal.optim.parts import Parts
-from shoal.optim.preconditioned_config import is_hidden
 from shoal.topology.holding import Box, whole
 
 Cost = Callable[[Dims], float]
@@ -77,20 +77,16 @@ class Owners:
         return [name for name in sorted(self.shapes) if self.owner[name] == self._group.rank]
 
     def gather(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """`parts` has what this rank holds of each tensor (zeros where it has nothing); the whole ones that it owns."""
-        found = {
-            name: torch.empty(self.shapes[name], dtype=self._dtypes[name], device=self._device) for name in self.mine
-        }
-        me = self._group.rank
-        flat = {name: part.reshape(-1) for name, part in parts.items()}
-        for name, held in self._held[me].items():
-            if name not in flat:  # what no sample of a step has used
-                flat[name] = self._empty(name, (sum(lies.box.numel for lies in held),)).zero_()
+        """`parts` has what this rank holds of each tensor that takes part, which all ranks that hold some of it know;
+        the whole ones that it owns.
+        """
+        me, flat = self._group.rank, {name: part.reshape(-1) for name, part in parts.items()}
+        found = {name: self._empty(name, self.shapes[name]) for name in self.mine if name in flat}
         sent: list[list[Tensor]] = [[] for _ in range(self._group.size)]
         into: list[list[Tensor]] = [[] for _ in range(self._group.size)]
-        for name in sorted(self.shapes):
+        for name in sorted(flat):
+            owner = self.owner[name]
             for source, lies in self._sources[name]:
-                owner = self.owner[name]
                 if source == me and owner == me and _is_all(lies, self.shapes[name]):
                     found[name] = flat[name].view(self.shapes[name])
                     continue
@@ -101,13 +97,15 @@ class Owners:
         self._exchange(sent, into)
         return found
 
-    def scatter(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The inverse: `tensors` are the whole ones that this rank owns; flat, what it holds of each."""
+    def scatter(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+        """The inverse: `tensors` are the whole ones that this rank owns; flat, what it holds of each of `names`, those
+        that took part.
+        """
         me = self._group.rank
         sent: list[list[Tensor]] = [[] for _ in range(self._group.size)]
         into: list[list[Tensor]] = [[] for _ in range(self._group.size)]
         found: dict[str, Tensor] = {}
-        for name in sorted(self.shapes):
+        for name in sorted(names):
             owner = self.owner[name]
             for rank, held in enumerate(self._held):
                 for lies in held.get(name, ()):
@@ -124,13 +122,13 @@ class Owners:
         return found
 
     def share(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
-        """`tensors` belong to what this rank holds; those of the owner, of any shapes, become those of all holders.
-        They are in float32, or in the parameters' type where that is wider.
+        """`tensors` belong to what this rank holds and takes part; those of the owner, of any shapes, become those of
+        all holders. They are in float32, or in the parameters' type where that is wider.
         """
         me = self._group.rank
         sent: list[list[Tensor]] = [[] for _ in range(self._group.size)]
         into: list[list[Tensor]] = [[] for _ in range(self._group.size)]
-        for name in sorted(self.shapes):
+        for name in sorted(tensors):
             owner = self.owner[name]
             for rank, held in enumerate(self._held):
                 if rank != owner and name in held:
@@ -240,6 +238,10 @@ class WholeOptimizer(FusedAdamW):
     """
 
     works_on: Granularity = "matrices"
+    decomposes = False
+    """Whether `updated` decomposes matrices, which torch cannot in half types: what it is given, and keeps, is then of
+    float32 at least.
+    """
     _owners: Owners | None = None
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
@@ -252,7 +254,8 @@ class WholeOptimizer(FusedAdamW):
         self._names = {id(own.parameter): own.name for own in parts.owned}
         self._shapes = {id(own.parameter): own.holding.global_shape for own in parts.owned}
         if parts.equal.size > 1:
-            whole = {id(p) for group in self.param_groups if group["whole"] for p in group["params"]}
+            every = [Work(group, group["params"], group["params"]) for group in self.param_groups]
+            whole = {id(p) for one in self.divided(every)[0] for p in one.parameters}
             own = {owned.name for owned in parts.owned if id(owned.parameter) in whole}
             self._owners = Owners(parts, self.cost, wanted=lambda name, shape: name in own)
 
@@ -267,6 +270,10 @@ class WholeOptimizer(FusedAdamW):
         if self._owners is not None and name in self._owners.owner and name not in self._owners.mine:
             return None
         return self._shapes.get(id(parameter), tuple(parameter.shape))
+
+    def divided(self, work: list[Work]) -> tuple[list[Work], list[Work]]:
+        """What is whole, and what is AdamW's."""
+        return [one for one in work if one.group["whole"]], [one for one in work if not one.group["whole"]]
 
     def direction(self, group: dict[str, Any], parameter: Parameter, gradient: Tensor) -> Tensor:
         """What of `gradient` the owner is sent, number by number."""
@@ -286,12 +293,12 @@ class WholeOptimizer(FusedAdamW):
 
     def update_all(self, work: list[Work]) -> None:
         """Updates everything that has a gradient."""
-        for one in work:
-            if not one.group["whole"]:
-                self.update(one.group, one.parameters, one.gradients)
-        groups = [one.group for one in work if one.group["whole"] for _ in one.parameters]
-        held = [p for one in work if one.group["whole"] for p in one.parameters]
-        gradients = [g for one in work if one.group["whole"] for g in one.gradients]
+        matrices, others = self.divided(work)
+        for one in others:
+            self.update(*one)
+        groups = [one.group for one in matrices for _ in one.parameters]
+        held = [p for one in matrices for p in one.parameters]
+        gradients = [g for one in matrices for g in one.gradients]
         directions = [self.direction(*each) for each in zip(groups, held, gradients, strict=True)]
         scales = self.scales(held)
         for group, p, update, scale in zip(groups, held, self._updates(groups, held, directions), scales, strict=True):
@@ -311,10 +318,14 @@ class WholeOptimizer(FusedAdamW):
         if self._owners is not None:
             whole = self._owners.gather(whole)
         found = self.updates(
-            {name: Whole(own[name][0], tensor, self.state[own[name][1]]) for name, tensor in whole.items()}
+            {name: Whole(own[name][0], self._widened(x), self.state[own[name][1]]) for name, x in whole.items()}
         )
-        parts = found if self._owners is None else self._owners.scatter(found)
+        found = {name: update.to(whole[name].dtype) for name, update in found.items()}
+        parts = found if self._owners is None else self._owners.scatter(found, names)
         return [parts[name] for name in names]
+
+    def _widened(self, x: Tensor) -> Tensor:
+        return x.to(torch.promote_types(x.dtype, torch.float32)) if self.decomposes else x
 
 
 def as_matrix(x: Tensor) -> Tensor:

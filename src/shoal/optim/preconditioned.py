@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from shoal.optim.declared import Dims
+from shoal.optim.matrix_kinds import SOAP, Shampoo, sides
 from shoal.optim.owners import WholeOptimizer, as_matrix, product, symmetric_product
-from shoal.optim.preconditioned_config import SOAP, Shampoo, sides
 
 # Shampoo (Gupta et al., arXiv:1802.09568) by blocks, with the length of Adam's step (Shi et al., arXiv:2309.06497):
 #
@@ -26,6 +26,10 @@ from shoal.optim.preconditioned_config import SOAP, Shampoo, sides
 # All of a matrix's state is on its owner (`shoal.optim.owners`), which makes the update; everything else is AdamW's.
 
 
+SHAMPOO_OPTIONS = ("precision", "block", "root_eps", "start", "every")
+"""Keys of `[optimizer]` that are options of the class."""
+
+
 def shampoo(config: Shampoo, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:
     """The optimizer of the run file."""
     return OwnedShampoo(
@@ -33,11 +37,7 @@ def shampoo(config: Shampoo, groups: list[dict[str, Any]], lr: float) -> torch.o
         lr=lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
-        precision=config.precision,
-        block=config.block,
-        root_eps=config.root_eps,
-        start=config.start,
-        every=config.every,
+        **{name: getattr(config, name) for name in SHAMPOO_OPTIONS},
     )
 
 
@@ -50,8 +50,10 @@ class OwnedShampoo(WholeOptimizer):
         betas: The decay rates of the momentum, and of all squares.
         eps: Added to the denominator of A.
         weight_decay: The decay of weights, apart from the gradient.
-        options: `precision`, `block`, `root_eps`, `start` and `every` are the keys of `[optimizer]`, with its defaults.
+        options: `SHAMPOO_OPTIONS`, with the defaults of `[optimizer]`.
     """
+
+    decomposes = True
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class OwnedShampoo(WholeOptimizer):
         weight_decay: float = 0.01,
         **options: Any,
     ) -> None:
-        keys = {key: getattr(Shampoo(), key) for key in ("precision", "block", "root_eps", "start", "every")}
+        keys = {name: getattr(Shampoo(), name) for name in SHAMPOO_OPTIONS}
         if unknown := options.keys() - keys.keys():
             raise TypeError(f"OwnedShampoo has no option {sorted(unknown)[0]!r}; it has {', '.join(sorted(keys))}")
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, **{**keys, **options})
@@ -183,6 +185,8 @@ class OwnedSOAP(WholeOptimizer):
         every: Updates between two changes of the basis.
         largest_side: Sides of more rows or columns stay as they are.
     """
+
+    decomposes = True
 
     def __init__(
         self,

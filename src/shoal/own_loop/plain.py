@@ -48,6 +48,7 @@ from shoal.launcher.environment import ALONE
 from shoal.launcher.own_script import ScriptCheck
 from shoal.maths.norm import two_norm
 from shoal.models.huggingface.config import ForeignKeys
+from shoal.optim.layer_statistics import SeesLayers, watch_alone
 from shoal.own_loop.objects import as_number
 from shoal.own_loop.steps import DrawsBySample, Microbatches
 from shoal.own_loop.update import Update
@@ -85,6 +86,9 @@ class PlainTraining:
         self._players = [
             _Player(own.optimizer, {name: parameters[name] for name in own.names}) for own in work.optimizers
         ]
+        for seeing in self._seeing:
+            watch_alone(seeing, work.model, seed=run_file.run.seed)
+            self._compute.announces.append(seeing.microbatch)
         models = list(self.model) if isinstance(self.model, nn.ModuleList) else [self.model]
         self._draws = DrawsBySample(models, self._compute, inside=lambda: self._open is not None)
         self._closed, self._random, self._drew = False, "", False
@@ -139,8 +143,8 @@ class PlainTraining:
         more: bool = False,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        """`weight` changes nothing: this batch is the whole of its step."""
-        self._batch("backward()")
+        """`weight` changes no gradient: this batch is the whole of its step."""
+        terms = float(self._batch("backward()").weights.sum()) if weight is None else weight
         players = self._players if optimizer is None else [self._player(optimizer)]
         total, *_ = [player.joined(loss, leader=players[0]) for player in players]
         if more:
@@ -149,6 +153,8 @@ class PlainTraining:
         with self._compute.randomness.drawing():
             total.backward(inputs=None if len(players) == len(self._players) else list(players[0].trained.values()))
         self._look_away()
+        for seeing in self._seeing:
+            seeing.agree(scale=1 / terms, terms=terms)
         for player in players:
             player.computed(float(total.detach()), self.steps_done + 1)
 
@@ -229,6 +235,10 @@ class PlainTraining:
     def _epoch_samples(self) -> int:
         return epoch_samples(self._run_file.batch, len(self._work.data.train))
 
+    @property
+    def _seeing(self) -> list[SeesLayers]:
+        return [player.optimizer for player in self._players if isinstance(player.optimizer, SeesLayers)]
+
     def _player(self, optimizer: torch.optim.Optimizer | None) -> _Player:
         if optimizer is None and len(self._players) == 1:
             return self._players[0]
@@ -256,6 +266,8 @@ class PlainTraining:
         (batch,) = fed.microbatches
         for player in self._players:
             player.begin()
+        for seeing in self._seeing:
+            seeing.begin(number)
         self._compute.randomness.step(number)
         self._position += len(fed.interval)
         self._open = self._compute.prepared(batch)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -115,8 +116,9 @@ class _Steps:
 
 def model_of(run_file: RunFile) -> nn.Module:
     """The run file's model. Raises `UserCodeError`."""
-    if isinstance(run_file.model, ForeignModel):
-        return users_model(run_file, UserObjects())
+    if isinstance(run_file.model, ForeignModel):  # whose first values, and so whose base, are of no matter
+        model = msgspec.structs.replace(run_file.model, base={})
+        return users_model(msgspec.structs.replace(run_file, model=model), UserObjects())
     return build_model(run_file.model)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from shoal.engine.config import BFloat16Params
 from shoal.memory.config import OffloadConfig
-from shoal.optim.closure_config import Searching
 from shoal.optim.config import groups_refusal, kinds_whose
-from shoal.optim.preconditioned_config import KFAC
+from shoal.optim.kinds import Searching
+from shoal.optim.matrix_kinds import KFAC
 from shoal.runfile.run_file import RunFile, synchronises_norms
 
 # Weights in bfloat16 with float32 masters, and what writes to weights, or reads them, as if there were one of each.
@@ -219,13 +219,20 @@ def _against_second_derivatives(run_file: RunFile) -> Iterator[tuple[str, str]]:
 
 def _width_rule(run_file: RunFile) -> str | None:
     """muP needs an optimizer of which it is known how its rates follow the width."""
-    own = run_file.optimizer
-    if getattr(run_file.model, "scaling", "standard") == "standard" or own.width_rule is not None:
+    own, key = run_file.optimizer, width_key(run_file)
+    if key is None or own.width_rule is not None:
         return None
     return (
-        f'model.scaling = "mup" with optimizer.kind = "{own.variant}": its rates at other widths are not known; use '
-        f"{kinds_whose(lambda table: table.width_rule is not None)}, or leave model.scaling out"
+        f'model.{key} with optimizer.kind = "{own.variant}": its rates at other widths are not known; use '
+        f"{kinds_whose(lambda table: table.width_rule is not None)}, or leave it out"
     )
+
+
+def width_key(run_file: RunFile) -> str | None:
+    """The key of `[model]` by which rates follow the width; None: they do not."""
+    if getattr(run_file.model, "scaling", "standard") != "standard":
+        return 'scaling = "mup"'
+    return "base" if getattr(run_file.model, "base", {}) else None
 
 
 # The rules between synchronised batch norms and the other tables. Imports no torch.

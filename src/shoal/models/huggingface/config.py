@@ -43,6 +43,14 @@ class ForeignKeys(Table, frozen=True, kw_only=True):
             "lists of modules, one a part, in the order in which the forward calls them; `shoal split` proposes them."
         ),
     ] = "declared"
+    base: Annotated[
+        dict[str, Any],
+        says(
+            "Keys in the place of those of `arguments` or `config` that make the width at which rates were found. With "
+            "it first values and rates follow the width (muP, arXiv:2203.03466), so that these rates are right here, "
+            "too. Heads keep their size."
+        ),
+    ] = msgspec.field(default_factory=dict)
     group_samples: Annotated[
         Positive | None,
         says(
@@ -129,6 +137,11 @@ class TransformersConfig(ForeignKeys, frozen=True, kw_only=True, tag_field="kind
             )
         if self.missing and self.folder is None:
             raise ValueError("missing is given without folder: a model from its config is drawn whole; leave it out")
+        if self.base and (self.folder is not None or self.lora_rank is not None):
+            raise ValueError(
+                f"base with {'folder' if self.folder is not None else 'lora_rank'}: first values that follow the width "
+                "are those of a model that is trained from its beginning; leave base out"
+            )
         if self.lora_rank is None and (self.lora_alpha or self.lora_targets or self.lora_dropout):
             raise ValueError("lora_alpha, lora_targets or lora_dropout without lora_rank: give the adapters a rank")
 

@@ -192,12 +192,6 @@ class Entrance:
         return inside
 
 
-def is_conv1d(layer: nn.Module) -> bool:
-    """Whether it is the linear layer of GPT-2 in `transformers`, whose weight is `[in, out]`."""
-    kind = type(layer)
-    return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
-
-
 class _PartOfLinear(nn.Module):
     """A rank's part of a linear layer. `transposed`: the whole layer's weight is `[in, out]`, else `[out, in]`."""
 

@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 from shoal.comm.collective import Collective
 from shoal.errors import LayoutError, UserCodeError
+from shoal.models.roles import is_conv1d
 from shoal.parallel.tensor import operators
-from shoal.parallel.tensor.layers import Crossing, Entrance, SplitLayer, change_input, change_output, is_conv1d
+from shoal.parallel.tensor.layers import Crossing, Entrance, SplitLayer, change_input, change_output
 from shoal.parallel.tensor.operators import gathered, linear_map
 from shoal.parallel.tensor.summa import Grid, SummaLinear, bias_cuts, block_cuts, unturned
 from shoal.topology.refusal import nearest_multiples

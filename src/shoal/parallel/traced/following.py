@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from shoal.parallel.tensor.layers import is_conv1d
+from shoal.models.roles import is_conv1d
 from shoal.parallel.traced.recording import VALUE, reason_of, record
 
 _ELEMENTWISE_MODULES = (

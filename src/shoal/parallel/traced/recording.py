@@ -29,7 +29,7 @@ from torch.fx.proxy import TraceError
 from torch.overrides import TorchFunctionMode
 
 from shoal.errors import ShoalError
-from shoal.parallel.tensor.layers import is_conv1d
+from shoal.models.roles import is_conv1d
 
 
 class ForwardTracer(fx.Tracer):

@@ -1,4 +1,7 @@
-"""The tables of optimizers with a matrix for each side of a matrix: SOAP, Shampoo and K-FAC. Imports no torch."""
+"""Tables of the optimizers of whole matrices, which leave the rest to AdamW: Muon, Dion, SOAP, Shampoo and K-FAC.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,6 @@ import msgspec
 from shoal.config.check import Positive, PositiveFloat, says
 from shoal.errors import ConfigError
 from shoal.optim.declared import Common, Described, Dims, Granularity, Slot, counter
-
-# The tables of Muon and Dion. Imports no torch.
-
 
 HIDDEN = ("column", "row", "packed", "replicated", "expert")
 """Roles of parameters whose matrices map activations to activations."""
@@ -206,13 +206,10 @@ def sides(shape: Dims) -> tuple[int, int]:
     return (shape[0], prod(shape[1:])) if len(shape) > 1 else (1, prod(shape))
 
 
-class _Preconditioned(Common, frozen=True):
+class _Preconditioned(HiddenMatrices, frozen=True):
     """Keys of both."""
 
-    works_on: ClassVar[Granularity] = "matrices"
-    asks_for_whole: ClassVar[bool] = True
-
-    lr: Annotated[float, says("Peak learning rate.", ge=0, le=1e3)] = 1e-3
+    lr: Annotated[float, says("Peak learning rate of matrices.", ge=0, le=1e3)] = 1e-3
     beta1: Annotated[float, says("Decay of the first moment.", ge=0, lt=1)] = 0.95
     beta2: Annotated[float, says("Decay of the second moment.", ge=0, lt=1)] = 0.95
     eps: Annotated[float, says("Added to the root of the second moment.", gt=0)] = 1e-8
@@ -224,19 +221,9 @@ class _Preconditioned(Common, frozen=True):
             "two layouts agree to 2 digits of an update alone."
         ),
     ] = "parameter"
-    adamw: Annotated[
-        tuple[str, ...], says("Patterns of parameter names that AdamW steps, beside embeddings and heads it knows.")
-    ] = AT_THE_ENDS
     weight_decay: Annotated[float, says("Weight decay, on parameters of two dimensions or more only.", ge=0, le=1)] = (
         0.01
     )
-    clip_norm: Annotated[
-        PositiveFloat | None, says("Largest global gradient norm; larger gradients are scaled down.")
-    ] = 1.0
-
-    def options(self, parameter: Described) -> dict[str, Any]:
-        """`whole`: its sides are preconditioned."""
-        return {"whole": is_hidden(parameter, self.adamw)}
 
 
 class SOAP(_Preconditioned, frozen=True, tag_field="kind", tag="soap"):
