@@ -187,7 +187,7 @@ def measure(seeds: Sequence[int], setting: Setting, *, every: float, alone: bool
             apart = setting.apart if side == ELASTIC else 0
             peace = calm[side]["steps"] / setting.seconds if side in calm else None
             rows.append(row_of(trial, str(seed), peace, apart=apart))
-            if side == ELASTIC and (_violates(rows[-1]) or trial.ended_unstruck):
+            if side == ELASTIC and (trial.ended_unstruck or not all(one["holds"] for one in checks_of(rows[-1:]))):
                 print(f"seed {seed}: {rows[-1]}\n{_told(trial)}", file=sys.stderr, flush=True)
     return {"rows": [*rows, *medians(rows)], "checks": checks_of(rows)}
 
@@ -213,10 +213,6 @@ def checks_of(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         check("elastic: orphans", sum(row["orphans"] for row in own), 0, at_most=True),
         check(f"elastic: runs that did not end with {Stopped.exit_code} when asked to", failed, 0, at_most=True),
     ]
-
-
-def _violates(row: Mapping[str, Any]) -> bool:
-    return not all(one["holds"] for one in checks_of([row]))
 
 
 def row_of(trial: Trial, seed: str, calm_steps_per_s: float | None, *, apart: int = 0) -> dict[str, Any]:
@@ -301,10 +297,9 @@ def medians(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for side in (ELASTIC, RESTARTED):
         own = [row for row in rows if row["side"] == side and row["effective"] is not None]
-        if not own:
-            continue
-        figures = {name: round(statistics.median(row[name] for row in own), 3) for name in COUNTED}
-        found.append({"side": side, "seeds": len(own), **figures})
+        if own:
+            figures = {name: round(statistics.median(row[name] for row in own), 3) for name in COUNTED}
+            found.append({"side": side, "seeds": len(own), **figures})
     return found
 
 
@@ -405,7 +400,7 @@ class _Watch:
         self._trial.record += lines
         if lines:
             self.step, self.stepped_s = lines[-1].step, lines[-1].time_s
-        self.candidates = sorted(pid for pid in _ranks_of(self._launcher.pid) if _runs(pid))
+        self.candidates = sorted(pid for pid in _ranks_of(self._launcher.pid) if _state(pid) not in "TtZX")
         self._trial.seen |= set(self.candidates)
 
 
@@ -417,17 +412,17 @@ def _ranks_of(launcher: int) -> list[int]:
     return []
 
 
-def _runs(pid: int) -> bool:
-    """Whether a process is neither stopped nor dead."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("T", "t", "Z", "X")
-    return False
-
-
 def _environ(pid: int) -> dict[str, str]:
     with suppress(OSError, ValueError):  # it has ended, or has only just been forked
         return environ_of(pid)
     return {}
+
+
+def _state(pid: int) -> str:
+    """The letter of proc(5): "T" and "t" are stopped, "Z" and "X" dead; so is what is not there."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return "X"
 
 
 def _end_orphans(mark: str) -> int:
@@ -443,13 +438,7 @@ def _end_orphans(mark: str) -> int:
 
 def _marked(mark: str) -> list[int]:
     pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal())
-    return [pid for pid in pids if _environ(pid).get(MARK) == mark and _runs_or_stopped(pid)]
-
-
-def _runs_or_stopped(pid: int) -> bool:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    return False
+    return [pid for pid in pids if _environ(pid).get(MARK) == mark and _state(pid) not in "ZX"]
 
 
 def _told(trial: Trial) -> str:

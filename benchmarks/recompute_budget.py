@@ -1,16 +1,20 @@
-"""`python -m benchmarks.recompute_budget`: a step that keeps what saves most, beside whole blocks at equal bytes.
+"""`python -m benchmarks.recompute_budget`: a step that keeps what saves most, beside whole blocks at equal memory.
 
 Of a GPT's blocks some are computed again as a whole (`memory.recompute = "full"` with `recompute_layers`) and the
-others keep everything. `memory.recompute = "budget"` gets the bytes that those others keep. Both graphs' bytes are
-counted, and steps of all variants are taken in turn by one thread; the time is the thread's own, so that other jobs of
-the machine count less. `extra` is what a step takes more than one that computes nothing again.
+others keep everything. `memory.recompute = "budget"` gets the bytes that those others keep, and once more so many that
+its step's peak is theirs: where every block repeats something, the last one's backward holds what it repeats beside
+what all others keep. Bytes of graphs and of peaks are counted, and steps of all variants are taken in turn by one
+thread, which keeps freed memory as a rank does; the time is the thread's own, so that other jobs of the machine count
+less. `extra` is what a step takes more than one that computes nothing again.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -22,8 +26,10 @@ from torch.nn import functional as F
 from benchmarks.command import run
 from shoal import units
 from shoal.bench.options import AsJson
-from shoal.bench.report import Result, Row, check, print_report
+from shoal.bench.report import Check, Result, Row, check, print_report
+from shoal.launcher.warm import keep_freed_memory, thresholds
 from shoal.memory.recompute import recompute
+from shoal.memory.simulated_device import SimulatedDevice
 from shoal.memory.tracker import measured_activation_bytes
 from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
@@ -62,6 +68,7 @@ def recompute_budget(
     Example: python -m benchmarks.recompute_budget --turns 5
     """
     torch.set_num_threads(1)
+    keep_freed_memory(thresholds(None, ranks=1), os.environ)
     config = GPTConfig(vocabulary=512, layers=layers, width=width, heads=max(1, width // 64), feed_forward="swiglu")
     parts = [layers * 3 // 4, layers // 2] if again is None else [again]
     print_report("recompute_budget", measure(Sizes(config, samples, sequence), parts, turns=turns), as_json=as_json)
@@ -77,6 +84,7 @@ def measure(sizes: Sizes, parts: list[int], *, turns: int) -> Result:
     for again in parts:
         models[f"blocks {again}"] = _model(sizes, "full", range(again))
         models[f"budget {again}"] = _model(sizes, "budget", budget_bytes=(layers - again) * each)
+        models[f"budget {again}, peak"] = _at_peak(sizes, models[f"blocks {again}"], (layers - again) * each)
     seconds = _in_turn(models, sizes.tokens, turns)
     extra = {
         name: statistics.median(b - a for a, b in zip(seconds["none"], own, strict=True))
@@ -84,30 +92,56 @@ def measure(sizes: Sizes, parts: list[int], *, turns: int) -> Result:
     }
     rows: list[Row] = []
     for name in models:
-        held = _held_bytes(models[name], sizes.tokens)
+        held, peak = _held_bytes(models[name], sizes.tokens), _peak_bytes(models[name], sizes.tokens)
         rows.append(
             {
                 "variant": name,
                 "graph_bytes": held,
                 "graph": units.memory_size(held),
                 "of_none": round(held / whole_bytes, 3),
+                "peak_bytes": peak,
+                "peak": units.memory_size(peak),
                 "step_s": round(statistics.median(seconds[name]), 4),
                 "extra_s": round(extra[name], 4),
                 "of_full": round(extra[name] / extra["full"], 3),
             }
         )
-    checks = [
-        check(f"extra time by budget over whole blocks, {again} of {layers} again, equal bytes",
-              extra[f"budget {again}"] / extra[f"blocks {again}"], BOUND, at_most=True)
-        for again in parts
-    ]  # fmt: skip
-    held = {str(row["variant"]): int(row["graph_bytes"]) for row in rows}
-    checks += [
-        check(f"bytes by budget over whole blocks, {again} of {layers} again",
-              held[f"budget {again}"] / held[f"blocks {again}"], 1.01, at_most=True)
-        for again in parts
-    ]  # fmt: skip
-    return {"rows": rows, "checks": checks}
+    by_name = {str(row["variant"]): row for row in rows}
+    return {"rows": rows, "checks": [one for again in parts for one in _checks(by_name, f"blocks {again}", again)]}
+
+
+def _checks(rows: dict[str, Row], blocks: str, again: int) -> Iterator[Check]:
+    for budget, bytes_ in ((f"budget {again}", "graph_bytes"), (f"budget {again}, peak", "peak_bytes")):
+        own, other = rows[budget], rows[blocks]
+        yield check(f"extra time, {budget} over {blocks}", _number(own, "extra_s") / _number(other, "extra_s"), BOUND,
+                    at_most=True)  # fmt: skip
+        yield check(f"{bytes_}, {budget} over {blocks}", _number(own, bytes_) / _number(other, bytes_), 1.01,
+                    at_most=True)  # fmt: skip
+
+
+def _number(row: Row, name: str) -> float:
+    return float(row[name] or 0)
+
+
+def _at_peak(sizes: Sizes, other: GPT, most_bytes: int) -> GPT:
+    """By budget, with the largest budget whose peak is not above the other's, to a part in 64."""
+    peak, low, high = _peak_bytes(other, sizes.tokens), 0, most_bytes
+    while high - low > most_bytes // 64:
+        middle = (low + high) // 2
+        found = _peak_bytes(_model(sizes, "budget", budget_bytes=middle), sizes.tokens)
+        low, high = (middle, high) if found <= peak else (low, middle)
+    return _model(sizes, "budget", budget_bytes=low)
+
+
+def _peak_bytes(model: GPT, tokens: Tensor) -> int:
+    """The most that a step holds at a time, with its gradients; the second one, as the first looks at blocks."""
+    device = SimulatedDevice(None)
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        device.take_peak()
+        with device.counting():
+            _loss(model, tokens).backward()
+    return device.take_peak()
 
 
 def _model(sizes: Sizes, kind: str, layers: range | None = None, *, budget_bytes: int = 0) -> GPT:

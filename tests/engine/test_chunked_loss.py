@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.config.check import checked
 from shoal.engine.loss import ChunkedLoss, cross_entropy, in_chunks
 from shoal.errors import ConfigError, UserCodeError
-from shoal.memory.tracker import LivingStorages
+from shoal.memory.simulated_device import SimulatedDevice
 from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
 from shoal.runfile.rules import check_across
@@ -106,9 +106,10 @@ def test_all_logits_are_never_there() -> None:
         loss = cross_entropy if divide == 1 else in_chunks(model, cross_entropy, divide)
         if name == "at once" and isinstance(loss, ChunkedLoss):
             loss.expect(torch.ones(16))
-        with _Peak() as living:
+        device = SimulatedDevice(None)
+        with device.counting():
             loss(model(inputs), targets).sum().backward()
-        peaks[name] = living.peak_bytes
+        peaks[name] = device.take_peak()
     weight_bytes = vocabulary * 16 * 8
     assert peaks["plain"] > 2 * whole_bytes
     assert peaks["chunked"] < 4 * whole_bytes / chunks + 4 * weight_bytes < whole_bytes
@@ -127,16 +128,6 @@ def test_losses_that_are_weighed_otherwise_than_announced_are_refused() -> None:
     for wrong in (50, -3):
         with pytest.raises(UserCodeError, match="targets must lie between 0 and 49"):
             loss(model(inputs), targets.masked_fill(targets == 7, wrong))
-
-
-class _Peak(LivingStorages):
-    """The most that lived at once."""
-
-    peak_bytes = 0
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        super()._see(storage)
-        self.peak_bytes = max(self.peak_bytes, self.bytes)
 
 
 def test_without_gradients_the_model_gives_its_logits() -> None:

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.launcher.environment import master_from, place_from
-from shoal.launcher.rank_process import log_path, rank_environment
-from shoal.launcher.warm import GLIBC_BYTES, MMAP, TRIM
+from shoal.launcher.rank_process import ALLOC_CONF, log_path, rank_environment
+from shoal.launcher.warm import GLIBC_BYTES, MMAP, TRIM, Thresholds, described
 
 
 @given(st.integers(1, 64), st.integers(1, 256), st.data())
@@ -41,6 +41,22 @@ def test_ranks_keep_freed_memory_where_nobody_chose():
     """Both thresholds, from glibc's own value on."""
     environ = rank_environment({}, 0, processes=2, port=1, cores=2)
     assert int(environ[TRIM]) >= int(environ[MMAP]) >= GLIBC_BYTES
+
+
+@pytest.mark.parametrize("name", sorted(ALLOC_CONF))
+def test_a_word_to_pytorchs_allocator_stays(name):
+    """And without one, segments grow."""
+    assert rank_environment({}, 0, processes=1, port=1, cores=1)["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    found = rank_environment({name: "max_split_size_mb:64"}, 0, processes=1, port=1, cores=1)
+    assert {key: found[key] for key in ALLOC_CONF & found.keys()} == {name: "max_split_size_mb:64"}
+
+
+def test_the_allocator_is_described_as_it_is_set():
+    """As chosen here, as the user set one threshold, and as tunables say, which are not read."""
+    own = Thresholds(1 << 30, 32 << 20)
+    assert described(own, {}) == "glibc keeps 1 GiB of freed memory, blocks below 32 MiB in the heap"
+    assert "keeps 64 KiB of freed memory, blocks below 128 KiB" in described(own, {TRIM: "65536"})
+    assert described(own, {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}).endswith("glibc.malloc.arena_max=1")
 
 
 def test_logs_are_where_scripts_look_for_them():

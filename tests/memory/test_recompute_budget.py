@@ -82,6 +82,12 @@ def test_greedy_is_within_one_operator_of_the_best(seed: int) -> None:
     assert all(choice.time == 0 for choice in chosen(profiles, enough))
 
 
+def test_of_blocks_that_are_alike_the_last_ones_keep_theirs() -> None:
+    """Their backward comes first, and what they repeated would lie beside all that the blocks before them keep."""
+    alike = [Profile((Candidate(("op", 0), 10, 5.0),), 10, overhead=1.0)] * 4
+    assert [choice.whole for choice in chosen(alike, 20)] == [False, False, True, True]
+
+
 class Block(nn.Module):
     """Two products, a norm and a non-linearity, of a user's."""
 

@@ -10,7 +10,14 @@ from torch import nn
 
 from shoal.memory.closed_form import Activations, block_saved_bytes
 from shoal.memory.recompute import RecomputeKind, recompute
-from shoal.memory.tracker import SavedActivations, measured_activation_bytes, model_state, storage_bytes
+from shoal.memory.tracker import (
+    ALLOCATOR_EVERY_STEPS,
+    AllocatorFigures,
+    SavedActivations,
+    measured_activation_bytes,
+    model_state,
+    storage_bytes,
+)
 from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
 from shoal.models.layers import set_sample_keys
@@ -18,6 +25,8 @@ from shoal.models.layers import set_sample_keys
 BATCH, SEQ = 2, 96
 # The closed form leaves nothing out that this version of torch keeps; the promise is 15 %.
 FORM = 0.01
+LOOSE_BYTES = 32 << 10
+"""Of Python objects that come and go between two looks at the heap."""
 
 
 def forward(config: GPTConfig, kind: RecomputeKind, *, packed: bool, dtype: torch.dtype) -> tuple[nn.Module, Any]:
@@ -86,3 +95,16 @@ def test_model_state_is_parameters_gradients_and_slots() -> None:
 def test_views_of_one_storage_count_once() -> None:
     whole = torch.zeros(100)
     assert storage_bytes([whole[:10], whole[50:], torch.zeros(3)]) == 412
+
+
+def test_an_allocator_tells_what_is_live_and_what_it_holds() -> None:
+    """A block more is as many bytes more, whether it lies in the heap or is mapped; every tenth step."""
+    figures = AllocatorFigures(torch.device("cpu"))
+    before = figures.take()
+    assert before["memory/held_bytes"] >= before["memory/live_bytes"] > 0
+    for size_bytes in (1 << 16, 1 << 27):
+        kept = torch.zeros(size_bytes, dtype=torch.uint8)
+        found = [figures.take() for _ in range(ALLOCATOR_EVERY_STEPS)]
+        assert found[:-1] == [{}] * (ALLOCATOR_EVERY_STEPS - 1)
+        assert abs(found[-1]["memory/live_bytes"] - before["memory/live_bytes"] - kept.nbytes) < LOOSE_BYTES
+        del kept

@@ -20,9 +20,10 @@ from shoal.engine.injection import Injector, injector_from
 from shoal.errors import EnvironmentFault
 from shoal.launcher.devices import ONE_RANK_DEVICES, memory_limit, too_few_gpus
 from shoal.launcher.environment import Place
+from shoal.launcher.rank_process import ALLOC_CONF
 from shoal.launcher.rendezvous import STARTED, Rendezvous, interface_for, open_store
 from shoal.launcher.supervision import say_arrived
-from shoal.launcher.warm import keep_freed_memory, thresholds
+from shoal.launcher.warm import Thresholds, described, keep_freed_memory, thresholds
 from shoal.runfile.run_file import RunFile
 
 
@@ -63,6 +64,15 @@ class Process:
         return injector_from(self.environ)
 
     @property
+    def allocator(self) -> str:
+        """How this rank's allocator is set, in a clause."""
+        if self.device.type == "cpu":
+            return described(_kept(self.place), self.environ)
+        return (
+            " ".join(f"{name}={self.environ[name]}" for name in ALLOC_CONF & self.environ.keys()) or "as PyTorch has it"
+        )
+
+    @property
     def conditions(self) -> Conditions | None:
         """The rates that a throttled lab's ranks keep to, and a rehearsal's faults; None everywhere else."""
         found = conditions_from(self.environ)
@@ -95,12 +105,15 @@ def settle(run_file: RunFile, place: Place, environ: Mapping[str, str]) -> torch
     device = device_of(run_file.run.device, place, shared=run_file.run.share_gpus)
     _share_host(place, environ)
     if device.type == "cpu":
-        memory = memory_limit()
-        kept = thresholds(memory.total_bytes if memory else None, ranks=place.local_world_size)
-        keep_freed_memory(kept, environ)
+        keep_freed_memory(_kept(place), environ)
     if run_file.sync.in_canonical_order:
         torch.set_num_threads(1)  # a matrix product adds in another order on another number of threads
     return device
+
+
+def _kept(place: Place) -> Thresholds:
+    memory = memory_limit()
+    return thresholds(memory.total_bytes if memory else None, ranks=place.local_world_size)
 
 
 def device_of(asked: str, place: Place, *, shared: bool = False) -> torch.device:

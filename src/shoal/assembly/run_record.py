@@ -48,6 +48,7 @@ def run_facts(run: Run, *, made_of: Mapping[str, Any] | None = None) -> dict[str
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
+        "allocator": run.process.allocator,
         "provenance": provenance(run.process.environ) if made_of is None else dict(made_of),
         **_text_facts(run, data),
     }

@@ -23,6 +23,7 @@ from shoal.memory.spill_file import DiskTraffic, SpillFile, Traffic
 from shoal.memory.streamed_state import LEAST_BYTES as LEAST_STATE_BYTES
 from shoal.memory.streamed_state import DelayedUpdates, HostPieces, HostUpdates, StreamedState
 from shoal.memory.tiers import DiskTier, HostTier
+from shoal.memory.tracker import AllocatorFigures
 from shoal.optim.config import kinds_whose
 from shoal.optim.fused import FusedOptimizer
 from shoal.runfile.run_file import RunFile, run_directory
@@ -41,7 +42,7 @@ class Tiers:
         self._block_cache = None if run_file.freeze is None else run_file.freeze.cache
         self._blocks: CachedBlocks | None = None
         self._folder = Path(memory.offload.folder or run_directory(run_file) / SPILL_FOLDER)
-        self._traffic = Traffic()
+        self._traffic, self._allocator = Traffic(), AllocatorFigures(device)
         if memory.budget is not None:
             raise ConfigError(
                 f'memory.budget = "{memory.budget}" is met where ranks are started: train by shoal train, or write the '
@@ -158,8 +159,8 @@ class Tiers:
         self.device.hold(tensor for tensor in (*own, *stepped) if tensor.device.type == "cpu")
 
     def take_figures(self) -> dict[str, float]:
-        """What the step just taken moved and did not compute, and the most that its device held."""
-        found = self._traffic.take_figures() if self.moves else {}
+        """What the step just taken moved and did not compute, what its device held at most, what allocators have."""
+        found = self._allocator.take() | (self._traffic.take_figures() if self.moves else {})
         if self.device is not None:
             found["memory/device_peak_bytes"] = self.device.take_peak()
         if self._collector is not None:

@@ -24,6 +24,8 @@ from shoal.launcher.environment import LOOPBACK, Environ
 from shoal.standard_output import kept_descriptor
 
 _TAIL_BYTES = 8192
+ALLOC_CONF = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+"""Either is the user's word to PyTorch's allocator for GPUs."""
 
 
 class HostEntry(NamedTuple):
@@ -43,6 +45,7 @@ def rank_environment(environ: Environ, rank: int, *, processes: int, port: int, 
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
         **({} if warm.is_chosen(environ) else warm.variables(kept)),
+        **({} if ALLOC_CONF & environ.keys() else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
     }
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes, "GROUP_RANK": 0}
     return {

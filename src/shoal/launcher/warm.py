@@ -28,6 +28,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, NamedTuple, NoReturn
 
+from shoal import units
+
 # How much freed memory a CPU rank keeps for its next step, where the allocator is glibc's.
 #
 # Left to itself, glibc gives freed activations back to the kernel, which clears their pages again for the next step:
@@ -69,6 +71,15 @@ def variables(chosen: Thresholds) -> dict[str, str]:
 def is_chosen(environ: Mapping[str, str]) -> bool:
     """Whether the user has told glibc how to allocate; nothing is added to that."""
     return bool({TRIM, MMAP} & set(environ)) or "glibc.malloc" in environ.get("GLIBC_TUNABLES", "")
+
+
+def described(chosen: Thresholds, environ: Mapping[str, str]) -> str:
+    """What a CPU rank's allocator does, in a clause; `chosen` where `environ` says nothing."""
+    if "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
+        return f"GLIBC_TUNABLES={environ['GLIBC_TUNABLES']}"
+    defaults = (GLIBC_BYTES, GLIBC_BYTES) if is_chosen(environ) else chosen
+    trim, mmap = (int(environ.get(name, own)) for name, own in zip((TRIM, MMAP), defaults, strict=True))
+    return f"glibc keeps {units.memory_size(trim)} of freed memory, blocks below {units.memory_size(mmap)} in the heap"
 
 
 def keep_freed_memory(chosen: Thresholds, environ: Mapping[str, str]) -> bool:

@@ -8,9 +8,10 @@ this gives a list of choices, (bytes kept, time repeated):
 
 with operators in the order of t / b. Of these points the lower convex hull remains, and its edges, of all blocks
 together, are taken steepest first while they fit: the greedy rule of the multiple-choice knapsack (Kellerer, Pferschy,
-Pisinger, "Knapsack Problems", 2004, section 11.2), at most one edge from the best. What is left is spent on points off
-the hull. Checkmate (arXiv:1910.02653) and Rockmate solve the general problem by integer programming; here a block
-repeats as a whole what it has not kept, so that times add up and nothing else has to be ordered.
+Pisinger, "Knapsack Problems", 2004, section 11.2), at most one edge from the best. Of equal edges the last block's come
+first: its backward is the first, when all blocks before it still keep theirs. What is left is spent on points off the
+hull. Checkmate (arXiv:1910.02653) and Rockmate solve the general problem by integer programming; here a block repeats
+as a whole what it has not kept, so that times add up and nothing else has to be ordered.
 
 Blocks are looked at in the first forward, by one more forward that leaves no trace, and again when an input is larger
 than any before it. Choices are those of the largest inputs so far: smaller ones keep less than the budget. Ranks that
@@ -121,11 +122,12 @@ def chosen(profiles: Sequence[Profile], budget_bytes: int) -> list[Choice]:
     curves = [_hull(each) for each in points]
     at, left = [0] * len(curves), budget_bytes
     edges = sorted(
-        (-(a.time - b.time) / max(1, b.bytes - a.bytes), block, number)
+        (-(a.time - b.time) / max(1, b.bytes - a.bytes), -block, number)
         for block, curve in enumerate(curves)
         for number, (a, b) in enumerate(pairwise(curve))
     )
-    for _, block, number in edges:
+    for _, last, number in edges:
+        block = -last
         more = curves[block][number + 1].bytes - curves[block][at[block]].bytes
         if more <= left:
             at[block], left = number + 1, left - more

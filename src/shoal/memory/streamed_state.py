@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -81,17 +81,17 @@ class StreamedState:
 
     def stream(self, parts: Sequence[Part], state: State) -> None:
         """Runs all updates in order, each with its state on the device."""
-        arriving: deque[list[_Arrival]] = deque()
-        leaving: deque[list[Future[None]]] = deque()
+        arriving: deque[_Arrival] = deque()
+        leaving: deque[Future[None]] = deque()
         for number in range(len(parts) + 1):
             self._wait(leaving, most=1)
             if number < len(parts):
-                arriving.append([self._bring(p) for p in parts[number].parameters if p in self._homes])
+                arriving.append(self._bring(parts[number]))
             if number:
                 part = parts[number - 1]
                 self._arrive(arriving.popleft(), state)
                 part.update()
-                leaving.append([self._take_out(parameter, state) for parameter in part.parameters])
+                leaving.append(self._take_out(part.parameters, state))
         self._wait(leaving, most=0)
         self._order = [parameter for part in parts for parameter in part.parameters]
         self.ahead()
@@ -110,7 +110,7 @@ class StreamedState:
     def put_away(self, state: State) -> None:
         """Takes all of the state out, as after a checkpoint was read into it."""
         for parameter in list(state):
-            self._take_out(parameter, state).result()
+            self._take_out([parameter], state).result()
         self._tier.was_read()
 
     def close(self) -> None:
@@ -118,49 +118,53 @@ class StreamedState:
         for each in (self._coming, self._going, self._tier):
             each.close()
 
-    def _wait(self, leaving: deque[list[Future[None]]], *, most: int) -> None:
+    def _wait(self, leaving: deque[Future[None]], *, most: int) -> None:
         """Until the last `most` parts alone are still on their way out."""
         with exposed(self._traffic):
             while len(leaving) > most:
-                for move in leaving.popleft():
-                    move.result()
+                leaving.popleft().result()
 
     @property
     def used(self) -> bool:
         """Whether any state has moved so far."""
         return bool(self._homes)
 
-    def _bring(self, parameter: Parameter) -> _Arrival:
-        image = self._homes[parameter].image
-        tensors = [place.empty(self._device) for place in image.places]
-        return _Arrival(parameter, tensors, self._coming.submit(partial(self._tier.fetch, image, tensors)))
+    def _bring(self, part: Part) -> _Arrival:
+        """One move for the whole part: each wakes a thread, which small tensors are not worth."""
+        homes = {p: self._homes[p] for p in part.parameters if p in self._homes}
+        tensors = {p: [place.empty(self._device) for place in home.image.places] for p, home in homes.items()}
+        pairs = [(home.image, tensors[p]) for p, home in homes.items()]
+        return _Arrival(tensors, self._coming.submit(partial(_each, self._tier.fetch, pairs)))
 
-    def _arrive(self, arrivals: Sequence[_Arrival], state: State) -> None:
+    def _arrive(self, arrival: _Arrival, state: State) -> None:
         with exposed(self._traffic):
-            for arrival in arrivals:
-                arrival.move.result()
-        for parameter, tensors, _ in arrivals:
+            arrival.move.result()
+        for parameter, tensors in arrival.tensors.items():
             home = self._homes[parameter]
             leaves, _ = tree_flatten(state[parameter])
             for number, tensor in zip(home.away, tensors, strict=True):
                 leaves[number] = tensor
             state[parameter] = tree_unflatten(leaves, home.spec)
 
-    def _take_out(self, parameter: Parameter, state: State) -> Future[None]:
+    def _take_out(self, parameters: Sequence[Parameter], state: State) -> Future[None]:
+        pairs = [pair for parameter in parameters if (pair := self._leave(parameter, state)) is not None]
+        return self._going.submit(partial(_each, self._tier.keep, pairs))
+
+    def _leave(self, parameter: Parameter, state: State) -> tuple[Image, list[Tensor]] | None:
+        """Puts stand-ins into the state: what is to be moved, and where to; None where all of it is small."""
         leaves, spec = tree_flatten(state.get(parameter, {}))
         away = [n for n, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.nbytes >= LEAST_BYTES]
         if not away:
-            return self._going.submit(_nothing)
+            return None
         tensors = [leaves[number] for number in away]
         home = self._homes.get(parameter)
         if home is None or [leaf.shape for leaf in tensors] != [torch.Size(p.shape) for p in home.image.places]:
             home = self._homes[parameter] = _Home(self._tier.image(tensors), spec, away)
         home.spec, home.away = spec, away
-        move = self._going.submit(partial(self._tier.keep, home.image, tensors))
         for place, number in enumerate(away):
             leaves[number] = self._stand_in(home.image, place)
         state[parameter] = tree_unflatten(leaves, spec)
-        return move
+        return home.image, tensors
 
     def _stand_in(self, image: Image, place: int) -> Tensor | Away:
         if image.memory is not None:
@@ -169,15 +173,15 @@ class StreamedState:
 
 
 class _Arrival(NamedTuple):
-    """A parameter's state on its way to the device."""
+    """The state of a part's parameters on its way to the device."""
 
-    parameter: Parameter
-    tensors: list[Tensor]
+    tensors: Mapping[Parameter, list[Tensor]]
     move: Future[None]
 
 
-def _nothing() -> None:
-    """For a parameter whose whole state is small."""
+def _each(move: Callable[[Image, list[Tensor]], None], pairs: Sequence[tuple[Image, list[Tensor]]]) -> None:
+    for image, tensors in pairs:
+        move(image, tensors)
 
 
 # Pieces of parameters and gradients that live on the host, and the updates that the host makes of them.

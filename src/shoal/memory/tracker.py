@@ -5,20 +5,23 @@ Not the resident memory of the process: that knows of allocators and libraries, 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import mmap
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from shoal.comm.shm.host import window_bytes
+from shoal.memory.simulated_device import SimulatedDevice
+from shoal.state import works_in_streams
 
 
 @dataclass(frozen=True)
@@ -106,44 +109,13 @@ class _Held:
         self._let_go()
 
 
-class LivingStorages(TorchDispatchMode):
-    """Counts, while it is entered, the storages that operators make and that still live, whoever holds them.
-
-    What autograd saves is among them, and what a recomputed block keeps beside it.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._living: dict[int, int] = {}
-
-    @property
-    def bytes(self) -> int:
-        """What is held now."""
-        return sum(self._living.values())
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        behind = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in behind:
-                self._see(tensor.untyped_storage())
-        return result
-
-    def _see(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key not in self._living:
-            self._living[key] = storage.nbytes()
-            weakref.finalize(storage, self._living.pop, key, None)
-
-
 def measured_activation_bytes(forward: Callable[[], Tensor]) -> int:
     """Bytes that the graph of `forward()`, a loss, holds when it returns: what existed before, as parameters and
     inputs did, not counted."""
-    with LivingStorages() as living:
+    device = SimulatedDevice(None)
+    with device.counting():
         loss = forward()
-        held_bytes = living.bytes
+        held_bytes = device.live_bytes
     del loss
     return held_bytes
 
@@ -205,3 +177,58 @@ def allocated(work: Callable[[], object]) -> Allocated:
         peak = max(peak, held)
     windows = window_bytes() - windows_before
     return Allocated(held + windows, peak + windows)
+
+
+# What an allocator has, and how much of it tensors and other blocks use: the rest is free memory that it keeps, or
+# cannot give back because blocks in use lie between.
+
+
+ALLOCATOR_EVERY_STEPS = 10
+"""A look at glibc's heap passes over its free blocks."""
+
+
+class AllocatorFigures:
+    """`take` is called once a step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._steps = device, 0
+        self._heap = None if works_in_streams(device) else _mallinfo2()
+
+    def take(self) -> dict[str, float]:
+        """In every tenth step, the first included: `memory/live_bytes`, given out and not freed, and
+        `memory/held_bytes`, what the allocator of an accelerator has reserved, or what of this process is resident.
+        The live bytes of a CPU are those of malloc, whoever asked for them; left out where it is not glibc's.
+        """
+        self._steps += 1
+        if self._steps % ALLOCATOR_EVERY_STEPS != 1:
+            return {}
+        if works_in_streams(self._device):
+            live, held = torch.accelerator.memory_allocated, torch.accelerator.memory_reserved
+            return {"memory/live_bytes": live(self._device), "memory/held_bytes": held(self._device)}
+        found = {"memory/held_bytes": float(_resident_bytes())}
+        if self._heap is not None:
+            numbers = self._heap().numbers
+            found["memory/live_bytes"] = float(numbers[4] + numbers[7])
+        return found
+
+
+class _Mallinfo2(ctypes.Structure):
+    """mallinfo(3): ten numbers. The fifth are the bytes of blocks that are mapped one by one, the eighth those in use
+    in heaps."""
+
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)
+
+
+def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
+    """glibc's own, since 2.33."""
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
+        function.restype = _Mallinfo2
+    return function
+
+
+def _resident_bytes() -> int:
+    """Now; 0 where there is no Linux /proc."""
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    return 0

@@ -237,10 +237,16 @@ def _throughput(record: Record, summary: Summary, across: Across) -> str:
 
 
 def _memory(record: Record, across: Across) -> str:
-    steps, values = series(record.events, "memory/peak_bytes")
-    size, unit = (units.GIB, "GiB") if max(values, default=0.0) >= units.GIB else (2**20, "MiB")
-    curve = Curve("", steps, [value / size for value in values])
-    return chart(f"Peak memory of rank {record.lead_rank}", [curve], across=across, unit=unit, from_zero=True)
+    """The peak, and what is live of what the allocator holds."""
+    looks = {"peak": "faint", "held": "second", "live": "main"}
+    found = {name: series(record.events, f"memory/{name}_bytes") for name in looks}
+    most = max((value for _, values in found.values() for value in values), default=0.0)
+    size, unit = (units.GIB, "GiB") if most >= units.GIB else (2**20, "MiB")
+    curves = [
+        Curve(name, steps, [value / size for value in values], looks[name]) for name, (steps, values) in found.items()
+    ]
+    told = [curve for curve in curves if curve.places] or curves[:1]
+    return chart(f"Memory of rank {record.lead_rank}", told, across=across, unit=unit, from_zero=True)
 
 
 def _wire(record: Record, across: Across) -> str:

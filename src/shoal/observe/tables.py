@@ -93,6 +93,7 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "torch": "PyTorch",
         "python": "Python",
         "threads": "Threads of a rank",
+        "allocator": "Memory allocator",
         "data/vocabulary": "Vocabulary",
         "data/train/files": "Training files",
         "data/held_out/files": "Held-out files",
