@@ -2,8 +2,8 @@
 
 Two hosts of one rank each train a GPT, 256 tokens a rank and step: `--model thin` has 1.2 million parameters in 24
 layers, so that a codec's work for each matrix counts beside its bytes; `wide` five million in 6. The link has 1 Gbit/s,
-then 50 Mbit/s, then 1 Gbit/s again, for as many steps each. Every fixed choice and `codec.kind = "auto"`, which has to
-notice, take a few steps of a phase in turn.
+then 50 Mbit/s, then 1 Gbit/s again. Every fixed choice and `codec.kind = "auto"`, which has to notice, take a few steps
+of a phase in turn, as many as one another: `--steps` each, or what a third of `--seconds` allows.
 
 `--links`: the size of buckets and the algorithm of sums in place of codecs; with `--ranks-per-host 2` all sums go over
 Gloo, so that hierarchies of hosts are among the algorithms.
@@ -22,6 +22,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +52,7 @@ from shoal.sync.config import LocalConfig
 FAST_MBIT, SLOW_MBIT, BURST_BYTES = 1000, 50, 32 << 10
 PHASES = 3
 AUTO, WARM_UP_STEPS, BLOCK, LAST, LOST = "auto", 12, 10, 20, 1.1
+SECONDS = 200.0
 MODELS = {"thin": GPTConfig(layers=24, width=64, heads=4, feed_forward="gelu", feed_forward_width=256), "wide": MODEL}
 SIDES: Mapping[str, CodecConfig] = {
     "none": NoCodec(),
@@ -88,7 +90,8 @@ PERIODS: Mapping[str, LocalConfig] = {
 
 
 def compression_auto(
-    steps: Annotated[int, typer.Option(help="Steps of each phase.", min=10)] = 160,
+    steps: Annotated[int, typer.Option(help="Steps of each phase, at most.", min=10)] = 160,
+    seconds: Annotated[float, typer.Option(help="Of all phases, which end after fewer steps where needed.")] = SECONDS,
     model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.")] = "thin",
     sides: Annotated[
         str, typer.Option(help=f"Of {', '.join(SIDES)}; with --links ring 4 and others, or auto.")
@@ -104,19 +107,24 @@ def compression_auto(
 
     It needs root and iproute2, as hosts are network namespaces.
 
-    Takes four minutes. Example: python -m benchmarks.compression_auto --steps 40 --sides none,bfloat16,int8,auto
+    Takes `--seconds` and half a minute.
+
+    Example: python -m benchmarks.compression_auto --steps 40 --sides none,bfloat16,int8,auto
     """
     tables = LINK_SIDES if links else {name: {"codec": codec} for name, codec in SIDES.items()}
     chosen = {name: tables[name] for name in names(sides, "--sides", tables)}
     names(model, "--model", MODELS)
     rates = (fast_mbit, slow_mbit, fast_mbit)
     if is_rank():
-        measured = partial(measure, chosen=chosen, model=MODELS[model], steps=steps, rates=rates)
-        run_as_rank(lambda place: measure_periods(place, MODELS[model], periods, rates) if periods else measured(place))
+        measured = partial(measure, chosen=chosen, model=MODELS[model], steps=steps, seconds=seconds, rates=rates)
+        if periods:
+            measured = partial(measure_periods, model=MODELS[model], phase_s=periods, rates=rates)
+        run_as_rank(measured)
         return
     if reason := why_not():
         raise EnvironmentFault(f"{reason}; this benchmark has no other network")
-    command = ["benchmarks.compression_auto", "--steps", str(steps), "--periods", str(periods)]
+    command = ["benchmarks.compression_auto", "--steps", str(steps), "--seconds", str(seconds)]
+    command += ["--periods", str(periods)]
     command += ["--model", model, "--sides", sides, "--links" if links else "--no-links"]
     command += ["--fast-mbit", str(fast_mbit), "--slow-mbit", str(slow_mbit)]
     lab = lab_from({"lab": {"hosts": 2, "ranks_per_host": ranks_per_host, "rate_mbit": fast_mbit}}, file="lab")
@@ -124,8 +132,9 @@ def compression_auto(
 
 
 def measure(
-    place: Place, *, chosen: Mapping[str, Mapping[str, Any]], model: ModelConfig, steps: int, rates: Sequence[int]
-) -> Result | None:
+    place: Place, *, chosen: Mapping[str, Mapping[str, Any]], model: ModelConfig, steps: int, seconds: float,
+    rates: Sequence[int],
+) -> Result | None:  # fmt: skip
     """A row for each side; None on all ranks but rank 0. Sides take `BLOCK` steps in turn."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
@@ -140,10 +149,12 @@ def measure(
         for mbit in rates:
             set_rate(mbit, clock)
             for side in sides:
-                side.phases_s.append(0.0)
+                side.begin_phase()
             for begin in range(0, steps, BLOCK):
                 for side in sides:
                     side.phases_s[-1] += side.take(min(BLOCK, steps - begin), clock)
+                if sum(side.phases_s[-1] for side in sides) > seconds / PHASES:
+                    break
         set_rate(rates[0], clock)
         rows = [side.row() for side in sides]
     return {"rows": rows, "checks": held_against(rows)} if place.rank == 0 else None
@@ -163,9 +174,15 @@ class Side:
     name: str
     training: Training
     phases_s: list[float] = field(default_factory=list)
+    begins: list[int] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     losses: deque[float] = field(default_factory=partial(deque, maxlen=LAST))
     taken: int = 0
+
+    def begin_phase(self) -> None:
+        """The link has another rate from now on."""
+        self.phases_s.append(0.0)
+        self.begins.append(self.taken)
 
     def take(self, steps: int, clock: Collective) -> float:
         """Seconds of the slowest rank."""
@@ -180,8 +197,9 @@ class Side:
 
     def row(self) -> dict[str, Any]:
         phases_s = [round(seconds, 2) for seconds in self.phases_s]
+        steps = [end - begin for begin, end in pairwise([*self.begins, self.taken])]
         return {
-            "side": self.name, "steps": self.taken, "phases_s": phases_s, "run_s": round(sum(phases_s), 2),
+            "side": self.name, "steps": steps, "phases_s": phases_s, "run_s": round(sum(phases_s), 2),
             "loss": round(sum(self.losses) / len(self.losses), 3), "said": self.said,
         }  # fmt: skip
 
@@ -204,7 +222,7 @@ def held_against(rows: Sequence[Mapping[str, Any]]) -> list[Check]:
     ]
 
 
-def measure_periods(place: Place, model: ModelConfig, phase_s: float, rates: Sequence[int]) -> Result | None:
+def measure_periods(place: Place, *, model: ModelConfig, phase_s: float, rates: Sequence[int]) -> Result | None:
     """A row for each period; None on all ranks but rank 0."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +13,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from shoal.comm.config import WireConfig
-from shoal.comm.link_watch import LinkWatch
+from shoal.comm.link_watch import REGULAR, LinkWatch, Timing, unexplained_s
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.errors import ConfigError
 from shoal.gradients.replicated import BucketSearch
@@ -21,19 +24,21 @@ MIB = 1 << 20
 QUIET_S, STEPS = 0.003, 14
 FLAT = uniform(4, latency_s=1e-4, bytes_s=1e9)
 TWO_HOSTS = clustered([0, 0, 1, 1], inner=(1e-5, 1e10), outer=(1e-3, 1e7))
-Step = tuple[float, float]
+Step = tuple[float, float | Timing]
 """Seconds that ranks wait in a step, and that one all-reduce takes."""
+CROWDED = Timing(0.4, 0.21)
+"""Nearly all of it is waiting for a core."""
 
 
 class Played(LinkWatch):
     """A watch whose link is what the test says."""
 
-    link_s = QUIET_S
+    link_s: float | Timing = QUIET_S
     timings = 0
 
-    def _timed_s(self) -> float:
+    def _timed(self) -> Timing:
         self.timings += 1
-        return self.link_s
+        return self.link_s if isinstance(self.link_s, Timing) else Timing(self.link_s, 0.0)
 
 
 def four(place, algorithm: str, name: str, transport: str = "gloo") -> Mesh:
@@ -46,7 +51,9 @@ def four(place, algorithm: str, name: str, transport: str = "gloo") -> Mesh:
     )
 
 
-def taken(watch: Played, mesh: Mesh, search: BucketSearch, steps: list[Step], rank: int) -> list[tuple[str, int, int]]:
+def taken(
+    watch: Played, mesh: Mesh, search: BucketSearch, steps: Sequence[Step], rank: int
+) -> list[tuple[str, int, int]]:
     """(algorithm of 1 MiB, bytes of a bucket, looks so far) of each step; rank 1 waits for the others longer."""
     watched = mesh.opened()["world"][1].backend == "gloo"
     group, found, now = mesh.opened()["world"][1].inner, [], [0.0]
@@ -62,11 +69,12 @@ def taken(watch: Played, mesh: Mesh, search: BucketSearch, steps: list[Step], ra
     return found
 
 
-def followed(place, steps: list[Step], links: list[Links], recorded: list[str] | None = None) -> Any:
+def followed(place, steps: Sequence[Step], links: list[Links], recorded: list[str] | None = None) -> Any:
     """What the ranks chose, what they recorded, what they said."""
     with pytest.MonkeyPatch.context() as patch:
         given = iter(links)
         patch.setattr("shoal.comm.algorithms.group.probe", lambda *_, **__: next(given))
+        patch.setattr("shoal.comm.algorithms.group.race", lambda *_: (False, False))
         mesh = four(place, "auto", "repeated" if recorded else "measured")
         mesh.ranks(range(place.size), lane="other")
         said: list[str] = []
@@ -81,7 +89,7 @@ def followed(place, steps: list[Step], links: list[Links], recorded: list[str] |
         return taken(watch, mesh, search, steps, place.rank), said, watch.take_lines()
 
 
-SLOWER: list[Step] = [(0.01, QUIET_S)] * STEPS + [(1.0, 0.4)] * (STEPS + 3)
+SLOWER: Sequence[Step] = [(0.01, QUIET_S)] * STEPS + [(1.0, 0.4)] * (STEPS + 3)
 
 
 def test_a_slower_link_is_followed_alike_by_all_and_repeated(ranks) -> None:
@@ -106,7 +114,7 @@ def test_a_slower_link_is_followed_alike_by_all_and_repeated(ranks) -> None:
 
 def test_a_wait_that_grew_for_another_reason_changes_nothing(ranks) -> None:
     """One all-reduce is timed, once: the link takes what it took."""
-    steps: list[Step] = [(0.01, QUIET_S)] * STEPS + [(1.0, QUIET_S)] * STEPS
+    steps: Sequence[Step] = [(0.01, QUIET_S)] * STEPS + [(1.0, QUIET_S)] * STEPS
     for chosen, said, lines in ranks(4, followed, steps, [FLAT, FLAT]):
         assert len({name for name, _, _ in chosen}) == 1
         assert chosen[-1][2] == 4
@@ -121,7 +129,7 @@ def test_a_wait_that_grew_for_another_reason_changes_nothing(ranks) -> None:
 )
 def test_a_noisy_timing_changes_nothing(ranks, timed: tuple[float, ...], looks: int) -> None:
     """Another one does not confirm it; or what it differs by is no notable part of the step."""
-    steps: list[Step] = [(0.01, QUIET_S)] * STEPS + [(1.0, seconds) for seconds in (QUIET_S, *timed)]
+    steps: Sequence[Step] = [(0.01, QUIET_S)] * STEPS + [(1.0, seconds) for seconds in (QUIET_S, *timed)]
     steps += [(1.0, QUIET_S)] * STEPS
     for chosen, _, lines in ranks(4, followed, steps, [FLAT, FLAT]):
         assert len({name for name, _, _ in chosen}) == 1
@@ -130,7 +138,81 @@ def test_a_noisy_timing_changes_nothing(ranks, timed: tuple[float, ...], looks: 
         assert len(lines) == 1
 
 
-def in_memory(place, steps: list[Step]) -> Any:
+@pytest.mark.parametrize(
+    ("now", "usual", "left_s"),
+    [
+        (Timing(0.010, 0.006), Timing(0.001, 0.001), 0.0),
+        (Timing(0.043, 0.001), Timing(0.003, 0.001), 0.04),
+        (Timing(0.043, 0.011), Timing(0.003, 0.001), 0.02),
+        (Timing(0.001, 0.001), Timing(0.010, 0.006), 0.0),
+        (Timing(0.003, 0.001), Timing(0.043, 0.001), -0.04),
+        (Timing(0.003, 0.001), Timing(0.043, 0.011), -0.02),
+        (Timing(0.020, 0.011), Timing(0.043, 0.001), -0.023),
+        (Timing(0.043, 0.001), Timing(0.020, 0.011), 0.023),
+    ],
+    ids=[
+        "load",
+        "slower",
+        "slower under load",
+        "load gone",
+        "faster",
+        "faster, load gone",
+        "faster, load",
+        "slower, load gone",
+    ],
+)
+def test_processors_explain_what_they_took_and_no_more(now: Timing, usual: Timing, left_s: float) -> None:
+    assert unexplained_s(now, usual) == pytest.approx(left_s)
+
+
+def test_a_busy_machine_is_no_change_of_the_link(ranks) -> None:
+    """It comes and goes; a link that becomes slow meanwhile is seen, and one that does so unheard by regular looks."""
+    steps: Sequence[Step] = [(0.01, QUIET_S)] * STEPS + [(1.0, CROWDED), (0.01, QUIET_S)] * REGULAR
+    for chosen, _, lines in ranks(4, followed, steps, [FLAT, FLAT]):
+        assert len({name for name, _, _ in chosen}) == 1
+        assert len(lines) == 1
+        assert chosen[-1][2] > 4
+    unheard = [*steps, *[(0.5, Timing(0.8, CROWDED.busy_s))] * (REGULAR + 3)]
+    for chosen, _, lines in ranks(4, followed, unheard, [FLAT, FLAT, TWO_HOSTS]):
+        assert chosen[-1][0] == "hierarchical"
+        assert "take 800.0" in lines[1]
+
+
+def test_a_run_that_begins_on_a_busy_machine_learns_what_is_usual(ranks) -> None:
+    """The first quiet timing is it; half of that rate is then a change."""
+    steps: Sequence[Step] = [(1.0, CROWDED)] * STEPS + [(0.01, QUIET_S)] * STEPS + [(0.5, 3 * QUIET_S + 0.1)] * STEPS
+    for chosen, _, lines in ranks(4, followed, steps, [FLAT, FLAT, TWO_HOSTS]):
+        assert chosen[-1][0] == "hierarchical"
+        assert "took 3.0 ms" in lines[1]
+
+
+def crowded(place, steps: int) -> list[str]:
+    """What a watch says of Gloo over loopback, while others compute in bursts on all cores."""
+    bursts = "import random, time\nwhile True:\n    end = time.perf_counter() + random.uniform(0, 1)\n"
+    bursts += "    while time.perf_counter() < end: sum(range(10_000))\n    time.sleep(random.uniform(0, 1))\n"
+    mesh, said = four(place, "auto", "crowded"), []
+    watch, numbers = LinkWatch(mesh.world, mesh.ledger, mesh.opened, None), torch.zeros(MIB // 4)
+    others = [subprocess.Popen([sys.executable, "-c", bursts]) for _ in range(6)]
+    try:
+        for _ in range(steps):
+            watch.begin()
+            sum(range(100_000))
+            mesh.world.all_reduce(numbers).wait()
+            watch.end()
+            said += watch.take_lines()
+    finally:
+        for process in others:
+            process.kill()
+    return said
+
+
+@pytest.mark.stress
+def test_a_crowded_machine_raises_no_alarm(ranks) -> None:
+    """Twelve processes take two cores in turns: of old, several of 1,000 steps said that the link had changed."""
+    assert ranks(2, crowded, 1000) == [[], []]
+
+
+def in_memory(place, steps: Sequence[Step]) -> Any:
     mesh, search = four(place, "backend", "memory", "shm"), BucketSearch([MIB, 4 * MIB])
     watch = Played(mesh.world, mesh.ledger, mesh.opened, search)
     return taken(watch, mesh, search, steps, place.rank), watch.take_lines()

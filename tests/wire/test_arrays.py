@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from shoal.errors import UsageError
-from shoal.wire import as_array, init
+from shoal.wire import Group, as_array, init
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +65,22 @@ def test_an_array_on_a_device_is_copied_by_its_framework(alone) -> None:
         (lambda g: g.all_reduce(np.ones(3, np.uint8), out=b"abc"), "cannot be written"),
         (lambda g: g.broadcast(np.ones(2), root=1), "no rank 1"),
         (lambda g: g.send(np.ones(2), to=0), "itself"),
+        (lambda g: g.all_reduce(np.ma.array([1.0, 2.0], mask=[0, 1])), "its mask would be lost"),
+        (lambda g: g.all_reduce(np.ones(2, ">f4")), "convert the array"),
+        (lambda g: g.all_reduce(torch.ones(2, requires_grad=True)), "gives no array: .*detach"),
+        (lambda g: g.all_reduce(torch.ones(2, dtype=torch.bfloat16)), "of a dtype of NumPy's"),
         (lambda g: g.all_to_all(np.ones(3)), "one row"),
     ],
 )
 def test_what_is_refused_is_said(alone, call, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         call(alone)
+
+
+def test_a_tag_is_a_number_of_63_bits() -> None:
+    pair = Group(SimpleNamespace(rank=0, size=2), ("a", "b"))  # pyright: ignore[reportArgumentType]
+    with pytest.raises(UsageError, match=r"the tag -1 is none of 0 to 2\^63 - 1"):
+        pair.send(np.ones(1), to=1, tag=-1)
 
 
 def test_out_may_have_strides(alone) -> None:

@@ -141,6 +141,8 @@ FAULTS = {
         "same calls in the same order",
     ),
     "another size": ("group.all_gather(np.ones(2000 + group.rank))", "bytes"),
+    "another dtype": ("group.all_reduce(np.ones(4, ['int32', 'float32'][group.rank]))", "(sum of float32)"),
+    "another reduction": ("group.all_reduce(np.ones(9000), op=['sum', 'max'][group.rank])", "(max of float64)"),
 }
 
 
@@ -177,11 +179,36 @@ def test_who_waits_for_the_connection_of_a_lost_rank_is_woken() -> None:
     board = StoreBoard(store, "group", timeout_s=2 * HANG_S)
     board.publish("doors/1", b"127.0.0.1 9")
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(Tcp, board, 0, ("a", "b"), address=LOOPBACK, token=token)
+        waiting = pool.submit(Tcp, board, 0, ("a", "b"), address=LOOPBACK, token=token, timeout_s=HANG_S)
         wait_until(lambda: board.published("doors/0"))
         store.give_up("b was lost")
         with pytest.raises(GenerationOver, match="b was lost"):
             waiting.result(HANG_S)
+
+
+def test_two_roots_are_named_at_the_next_call() -> None:
+    """A root waits for nobody."""
+    body = "try:\n    group.broadcast(np.ones(4), root=group.rank)\n    group.barrier()\n    result = ''\n"
+    found = run(2, body + "except Exception as error:\n    result = str(error)\n", hosts=("a", "b"))
+    assert any("broadcast with root" in each for each in found)
+    assert all(found)
+
+
+def test_a_forked_process_is_refused() -> None:
+    """It has the same connections."""
+    body = "import shoal.errors\npid = os.fork()\nif pid == 0:\n    try:\n        group.barrier()\n"
+    body += "    except shoal.errors.CollectiveError:\n        os._exit(7)\n    os._exit(0)\n"
+    body += "result = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])\ngroup.barrier()\n"
+    assert run(2, body, hosts=("a", "b")) == [7, 7]
+
+
+def test_who_is_alone_at_the_start_waits_as_long_as_it_was_told() -> None:
+    """Also rank 0, which hosts the store."""
+    alone = "from shoal import wire\nwire.init(start_timeout_s=1)"
+    with tempfile.TemporaryDirectory() as folder:
+        processes = started([alone, "pass"], folder=folder)
+        said = [process.communicate(timeout=HANG_S)[1] for process in processes]
+    assert "rank 0 waited 1 s for rank 1 of 2 ranks" in said[0]
 
 
 def test_a_rank_may_leave_after_its_last_call() -> None:

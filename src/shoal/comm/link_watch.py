@@ -5,12 +5,17 @@
     bucket size   all sizes are tried anew (`gradients.replicated`)
 
 With every step ranks agree on the shortest wait among them, that of the rank that came last and waited for the link
-alone. Where it is not what it was (`Alarm`), they time one all-reduce. A link has changed if that takes `CHANGED` times
-as long as when they chose last, or as short, if the difference over all bytes of a step is a notable part of the step,
-and if the timings of the next steps say so too (`CONFIRMED`). Then they choose again. So a step pays for a message of
-24 bytes; a wait that changed for another reason, for an all-reduce or two; and a link that changed, for the
-measurements of its pairs and some steps with buckets of other sizes. Ranks that share memory have no link, and watch
-none.
+alone. Where it is not what it was (`Alarm`), and in each `REGULAR`th step, they time one all-reduce. A link has changed
+if that takes `CHANGED` times as long as when they chose last, or as short, beyond what processors explain; if the
+difference over all bytes of a step is a notable part of the step; and if the timings of the next steps say so too
+(`CONFIRMED`). Then they choose again. So a step pays for a message of 24 bytes; a wait that changed for another reason,
+for an all-reduce or two; and a link that changed, for the measurements of its pairs and some steps with buckets of
+other sizes. Ranks that share memory have no link, and watch none.
+
+Others' work on the same cores makes an all-reduce take ten times as long, for as long as it lasts, and is no change of
+the link. The kernel knows what it cost: seconds for which threads of this process ran, and those for which they could
+have run and no core was free (`processor_s`). Between two timings, the difference of these seconds is what processors
+explain, twice that of the busiest rank, because a message has two ends.
 
 All ranks in lock-step choose alike, for they compare numbers that they agree on. What was chosen follows from the
 clock: `decided` records it, or gives what was recorded, and then nothing is measured.
@@ -18,28 +23,32 @@ clock: `decided` records it, or gives what was recorded, and then nothing is mea
 
 from __future__ import annotations
 
+import glob
 import json
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from shoal.comm.algorithms.group import AlgorithmGroup
+from shoal.comm.algorithms.group import AlgorithmGroup, Followed
 from shoal.comm.collective import Collective, GroupCollective, Handle
-from shoal.comm.exchanges.choice import NOTABLE, PROBE_BYTES, TIMINGS, Alarm, Clock
+from shoal.comm.exchanges.choice import LONG_ENOUGH_S, NOTABLE, PROBE_BYTES, TIMINGS, Alarm, Clock
 from shoal.comm.ledger import Ledger
 from shoal.comm.seam import Seam
 from shoal.errors import ConfigError
 from shoal.topology.links import Links
 
 CHANGED = 1.5
-"""Between two timings of one all-reduce. Processes that share cores make such a difference too, but not in three steps
-running, as a rule (`CONFIRMED`).
-"""
+"""Between two timings of one all-reduce."""
 CONFIRMED = 3
-"""Timings, one a step, whose median is what an all-reduce usually takes, or which all have to say that it changed."""
+"""Timings, one a step, of which the shortest is what an all-reduce usually takes, or which all have to say that it
+changed.
+"""
+REGULAR = 50
+"""Steps after which ranks time an all-reduce though nothing calls for it: a busy machine hides a change of the link."""
 MOST_RANKS = 16
 """Of a group whose pairs are measured while a run trains: 240 pairs, some milliseconds each on a fast link."""
 USUAL_BYTES = 1 << 20
@@ -76,6 +85,30 @@ class Step(NamedTuple):
     sent_bytes: float
 
 
+class Timing(NamedTuple):
+    """Of an all-reduce: what it took on the slowest rank, and the processors' part of it on the busiest one."""
+
+    seconds: float
+    busy_s: float
+
+
+def unexplained_s(now: Timing, usual: Timing) -> float:
+    """By how much an all-reduce takes longer than usual (or shorter: negative), beyond what processors explain."""
+    longer_s, explained_s = now.seconds - usual.seconds, 2 * (now.busy_s - usual.busy_s)
+    if longer_s > 0:
+        return max(0.0, longer_s - max(0.0, explained_s))
+    return min(0.0, longer_s - min(0.0, explained_s))
+
+
+def processor_s() -> float:
+    """Seconds for which threads of this process ran, or could have run and no core was free (that only on Linux)."""
+    waited_ns = 0
+    for file in glob.glob("/proc/self/task/*/schedstat"):
+        with suppress(OSError):  # the thread has ended
+            waited_ns += int(Path(file).read_text().split()[1])
+    return time.process_time() + 1e-9 * waited_ns
+
+
 class LinkWatch:
     """Watches the steps of the ranks of `lockstep`. `opened` gives their groups by label, each with its ranks of the
     world; those that choose by measured links follow them, and so does `search`. `ledger` knows how long this rank
@@ -97,9 +130,10 @@ class LinkWatch:
         self._decided, self._repeats, self._clock = decided, repeats, clock
         self._alarm = Alarm()
         self._agreed: tuple[torch.Tensor, Handle] | None = None
-        self._usual_s: float | None = None
+        self._usual: Timing | None = None
         self._was_searching = self._rang = False
-        self._timings: list[float] = []
+        self._timings: list[Timing] = []
+        self._unlooked = 0  # steps since the last timing
         self._lines: list[str] = []
         self._before, self._begun_s = ledger.total(), clock()
 
@@ -135,15 +169,13 @@ class LinkWatch:
         searched = self._searched()
         if step is None:
             return
-        if self._usual_s is not None and self._timings:
-            self._look(step)
-            return
-        rings = self._alarm.rings(step.waited_s, step.step_s)
-        if self._usual_s is None:  # the run is warm, or the link has changed
+        rings = not self._timings and self._alarm.rings(step.waited_s, step.step_s)
+        self._unlooked += 1
+        if self._usual is None:  # the run is warm
             self._time_usual()
-        elif searched or rings:
-            self._rang = not searched
-            self._look(step)
+        elif self._timings or rings or searched or self._unlooked >= REGULAR:
+            self._rang = self._rang if self._timings else rings and not searched
+            self._look(step, self._usual)
 
     def _take_agreed(self) -> Step | None:
         """The last step; None before the first one, and where there is no link."""
@@ -165,33 +197,32 @@ class LinkWatch:
             self._alarm.looked(changed=True, rang=False)
         return searched
 
-    def _differs(self, now_s: float, step: Step) -> bool:
-        """Whether an all-reduce takes another time than it did, which over a step's bytes is a notable part of it."""
-        usual_s = self._usual_s or 0.0
-        of_step_s = abs(now_s - usual_s) * max(1.0, step.sent_bytes / PROBE_BYTES)
-        return not 1 / CHANGED < now_s / max(usual_s, 1e-9) < CHANGED and of_step_s > NOTABLE * step.step_s
-
     def _time_usual(self) -> None:
-        self._timings.append(self._timed_s())
+        self._timings.append(self._timed())
         if len(self._timings) == CONFIRMED:
-            self._usual_s = statistics.median(self._timings)
-            self._timings.clear()
+            self._looked(usual=min(self._timings))
 
-    def _look(self, step: Step) -> None:
+    def _look(self, step: Step, usual: Timing) -> None:
         """One more timing. If all say that the link has changed, groups choose by its new links, and sizes are tried
         anew.
         """
-        self._timings.append(self._timed_s())
-        differs = self._differs(self._timings[-1], step)
-        if differs and len(self._timings) < CONFIRMED:
+        self._timings.append(now := self._timed())
+        changed = _has_changed(now, usual, step)
+        if changed and len(self._timings) < CONFIRMED:
             return
-        if differs:
-            self._choose_anew(statistics.median(self._timings))
-        self._timings.clear()
-        self._alarm.looked(changed=differs, rang=self._rang)
+        if changed:
+            now = min(self._timings)
+            self._choose_anew(usual.seconds, now.seconds)
+        another = changed or CHANGED * now.seconds < usual.seconds  # or processors were busier when `usual` was found
+        self._looked(usual=now if another else usual)
+        self._alarm.looked(changed=another, rang=self._rang)
 
-    def _choose_anew(self, now_s: float) -> None:
-        usual_s, self._usual_s, found = self._usual_s or 0.0, None, self._measured_anew()
+    def _looked(self, *, usual: Timing) -> None:
+        self._usual, self._unlooked = usual, 0
+        self._timings.clear()
+
+    def _choose_anew(self, usual_s: float, now_s: float) -> None:
+        found = self._measured_anew()
         self._lines.append(
             f"the link has changed: {PROBE_BYTES >> 10} KiB took {1e3 * usual_s:.1f} ms and take {1e3 * now_s:.1f}"
             + "".join(f"; {line}" for line in found)
@@ -201,28 +232,31 @@ class LinkWatch:
 
     def _measured_anew(self) -> list[str]:
         """Each set of ranks measures its links once, for all groups of these ranks; what they choose."""
-        links: dict[tuple[int, ...], Links] = {}
+        measured: dict[tuple[int, ...], Followed] = {}
         lines: list[str] = []
         for ranks, seam, group in self._groups().values():
-            if ranks in links:
-                group.follow(links[ranks])
+            if ranks in measured:
+                group.follow(measured[ranks])
             else:
                 lines.append(_chosen_anew(seam, group, self._bucket_bytes()))
-                links[ranks] = group.links
+                measured[ranks] = group.followed
         return lines
 
-    def _timed_s(self) -> float:
-        """Of one all-reduce, on the slowest rank: the shortest of some, as processes share cores."""
-        long = torch.zeros(PROBE_BYTES // 4)
+    def _timed(self) -> Timing:
+        """The shortest of some all-reduces; the first one, if that is long, and not for the processors' sake."""
+        long, found = torch.zeros(PROBE_BYTES // 4), list[Timing]()
+        busy_s = processor_s()  # also of what delays the start: the others wait for it
         self._lockstep.barrier().wait()
-        return min(self._one_s(long) for _ in range(TIMINGS))
-
-    def _one_s(self, tensor: torch.Tensor) -> float:
-        begin_s = self._clock()
-        self._lockstep.all_reduce(tensor).wait()
-        own = torch.tensor(self._clock() - begin_s, dtype=torch.float64)
-        self._lockstep.all_reduce(own, "max").wait()
-        return float(own)
+        for _ in range(TIMINGS):
+            begin_s = self._clock()
+            self._lockstep.all_reduce(long).wait()
+            took_s, before_s, busy_s = self._clock() - begin_s, busy_s, processor_s()
+            own = torch.tensor([took_s, busy_s - before_s], dtype=torch.float64)
+            self._lockstep.all_reduce(own, "max").wait()
+            found.append(Timing(*own.tolist()))
+            if found[-1].seconds - 2 * found[-1].busy_s > LONG_ENOUGH_S:
+                break
+        return min(found)
 
     def _groups(self) -> dict[str, tuple[tuple[int, ...], Seam, AlgorithmGroup]]:
         """Those that follow their links, in an order that is the same on all ranks."""
@@ -237,7 +271,7 @@ class LinkWatch:
 
     def _said(self) -> str:
         """What the next step uses, as JSON."""
-        said: dict[str, Any] = {label: _as_lists(group.links) for label, (_, _, group) in self._groups().items()}
+        said: dict[str, Any] = {label: _as_lists(group.followed) for label, (_, _, group) in self._groups().items()}
         if self._search is not None:
             said[BUCKET] = self._search.size
         return json.dumps(said, separators=(",", ":"), sort_keys=True)
@@ -249,14 +283,22 @@ class LinkWatch:
                 f"the recorded run chose algorithms for the groups {sorted(said)}, and this one would for "
                 f"{sorted(groups)}: replay with its keys, on hosts that have as many ranks each"
             )
-        for label, links in said.items():
-            groups[label][2].follow(_from_lists(links))
+        for label, followed in said.items():
+            groups[label][2].follow(_from_lists(followed))
         if self._search is not None and size is not None:
             self._search.use(size)
 
 
 BUCKET = "bucket bytes"
 """No label of a group."""
+
+
+def _has_changed(now: Timing, usual: Timing, step: Step) -> bool:
+    """Whether an all-reduce takes another time than it did, which over a step's bytes is a notable part of it."""
+    by_s = unexplained_s(now, usual)
+    of_step_s = abs(by_s) * max(1.0, step.sent_bytes / PROBE_BYTES)
+    factor = (usual.seconds + by_s) / max(usual.seconds, 1e-9)
+    return not 1 / CHANGED < factor < CHANGED and of_step_s > NOTABLE * step.step_s
 
 
 def _chosen_anew(seam: Seam, group: AlgorithmGroup, size_bytes: int) -> str:
@@ -275,10 +317,13 @@ def _share_memory(group: Collective) -> bool:
     return isinstance(group, GroupCollective) and getattr(group.group, "backend", "") == "shm"
 
 
-def _as_lists(links: Links) -> list[Any]:
-    return [links.latency_s, links.bytes_s, links.hosts, links.gap_s]
+def _as_lists(followed: Followed) -> list[Any]:
+    links = followed.links
+    return [links.latency_s, links.bytes_s, links.hosts, links.gap_s, followed.gloos]
 
 
-def _from_lists(said: list[Any]) -> Links:
-    latency_s, bytes_s, hosts, gap_s = said
-    return Links(tuple(map(tuple, latency_s)), tuple(map(tuple, bytes_s)), tuple(hosts), gap_s)
+def _from_lists(said: list[Any]) -> Followed:
+    """Earlier versions left no all-reduce to Gloo, and do not say so."""
+    latency_s, bytes_s, hosts, gap_s, *gloos = said
+    links = Links(tuple(map(tuple, latency_s)), tuple(map(tuple, bytes_s)), tuple(hosts), gap_s)
+    return Followed(links, *(tuple(each) for each in gloos))

@@ -109,7 +109,8 @@ class Process:
             inside = replace(place, rank=added.ranks.index(place.rank), world_size=len(added.ranks))
             met = self.met._replace(place=inside, connection=self.met.connection if inside.world_size > 1 else None)
             prefix = f"horovod/{self.generation}/set/{self._made}"
-            self._sets[added.ranks] = self._engine_over(group_of(met, timeout_s=TIMEOUT_S, prefix=prefix))
+            group = group_of(met, timeout_s=TIMEOUT_S, prefix=prefix, start_timeout_s=TIMEOUT_S)
+            self._sets[added.ranks] = self._engine_over(group)
         return added
 
     def remove_set(self, removed: ProcessSet) -> bool:

@@ -28,6 +28,8 @@ _REAL = ("float16", "bfloat16", "float32", "float64")
 
 def as_array(given: Any) -> Array:
     """`given`, to be read: the same memory where that can be. Raises `UsageError` for what is no array."""
+    if isinstance(given, np.ma.MaskedArray):
+        raise UsageError("a masked array cannot be sent: its mask would be lost; give its filled(...) and its mask")
     if isinstance(given, np.ndarray):
         return given
     for look in (_by_dlpack, _by_buffer, _by_array):
@@ -89,6 +91,24 @@ def reduction_numbers(dtype: np.dtype[Any], op: str) -> int:
     return DTYPES[name]
 
 
+def combine(arrays: Sequence[Array], op: str, *, out: Array) -> None:
+    """The reduction of `arrays`, from left to right, as the core in C makes it."""
+    if out.dtype.kind == "c":  # two numbers each, for the core too
+        real = np.dtype(f"f{out.dtype.itemsize // 2}")
+        combine([array.reshape(-1).view(real) for array in arrays], op, out=out.reshape(-1).view(real))
+        return
+    wide = np.float32 if out.dtype.name in ("float16", "bfloat16") else out.dtype
+    total = arrays[0].astype(wide)
+    for array in arrays[1:]:
+        _UFUNCS[op](total, array.astype(wide, copy=False), out=total)
+    if op == "avg":
+        np.divide(total, len(arrays), out=total)
+    out.reshape(total.shape)[...] = total.astype(out.dtype)
+
+
+_UFUNCS = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum, "product": np.multiply}
+
+
 def _by_dlpack(given: Any) -> Array | None:
     if not hasattr(given, "__dlpack__") or "bfloat16" in str(getattr(given, "dtype", "")):
         return None
@@ -96,7 +116,7 @@ def _by_dlpack(given: Any) -> Array | None:
         if given.__dlpack_device__()[0] == _CPU:
             return np.from_dlpack(given)
         return np.from_dlpack(given, device="cpu")
-    except (BufferError, RuntimeError, TypeError, ValueError):  # such as a tensor that requires its gradient
+    except (AttributeError, BufferError, RuntimeError, TypeError, ValueError):  # a tensor that requires its gradient
         if hasattr(given, "__array__"):
             return None
         raise
@@ -115,7 +135,11 @@ def _by_array(given: Any) -> Array | None:
     try:
         return np.asarray(given)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"a {type(given).__name__} gives no array ({error}): copy it to the CPU first") from None
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise UsageError(
+            f"a {type(given).__name__} gives no array: {reason}; give numbers on the CPU, of a dtype of NumPy's (under "
+            "jax.jit: shoal.jax)"
+        ) from None
 
 
 def _nothing() -> None:

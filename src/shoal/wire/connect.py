@@ -7,6 +7,7 @@ import os
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -151,12 +152,14 @@ def init(
 
     Blocks until all ranks have called it. Later calls give the same group, which `shoal.jax` and `shoal.keras` use as
     well; a new one where it was closed. `environ`: in the place of this process's environment, for tests, each of which
-    needs a store of its own. `timeout_s`: of every call of the group, `TIMEOUT_S` where it is left out. Raises
+    needs a store of its own. `timeout_s`: of every call of the group, `TIMEOUT_S` where it is left out.
+    `start_timeout_s`: how long ranks wait for each other here. Raises
     `EnvironmentFault` and `CollectiveError` where ranks do not find each other, and `UsageError` for another timeout
     than that of the group which is there.
     """
     if environ is not None:
-        return group_of(meet(environ, timeout_s=start_timeout_s), timeout_s=timeout_s or TIMEOUT_S)
+        met = meet(environ, timeout_s=start_timeout_s)
+        return group_of(met, timeout_s=timeout_s or TIMEOUT_S, start_timeout_s=start_timeout_s)
     here, made = _here(), _here().groups
     if made and not made[-1].closed:
         if timeout_s not in (None, here.timeout_s):
@@ -167,7 +170,8 @@ def init(
     else:
         here.timeout_s = timeout_s or TIMEOUT_S
         prefix = FIRST if not made else f"{FIRST}/{len(made)}"
-        made.append(group_of(met_here(timeout_s=start_timeout_s), timeout_s=here.timeout_s, prefix=prefix))
+        met = met_here(timeout_s=start_timeout_s)
+        made.append(group_of(met, timeout_s=here.timeout_s, prefix=prefix, start_timeout_s=start_timeout_s))
     return made[-1]
 
 
@@ -197,37 +201,35 @@ def _here() -> _Here:
     return _Here()
 
 
-def group_of(met: Met, *, timeout_s: float, prefix: str = FIRST) -> Group:
-    """The group of those who met under `prefix`."""
+def group_of(met: Met, *, timeout_s: float, prefix: str = FIRST, start_timeout_s: float = START_S) -> Group:
+    """The group of those who met under `prefix`, who wait for each other for `start_timeout_s`."""
     place = met.place
     if met.connection is None:
         return Group(Alone(), ("here",))
-    board = StoreBoard(met.connection, prefix, timeout_s=timeout_s)
+    board = StoreBoard(met.connection, prefix, timeout_s=start_timeout_s)
     try:
-        transport = SharedMemory(board.under("shm"), place.rank, place.world_size)
+        transport = SharedMemory(board.under("shm"), place.rank, place.world_size, timeout_s=timeout_s)
         hosts = (host_identity(),) * place.world_size
     except (Apart, CoreMissing):
         hosts = board.all_gather("hosts", _host(), rank=place.rank, ranks=range(place.world_size))
-        transport = _between_hosts(met, board, hosts)
+        transport = _between_hosts(met, board, hosts, timeout_s=timeout_s)
     return Group(transport, hosts, local_rank=place.local_rank)
 
 
-def _between_hosts(met: Met, board: StoreBoard, hosts: Sequence[str]) -> Transport:
+def _between_hosts(met: Met, board: StoreBoard, hosts: Sequence[str], *, timeout_s: float) -> Transport:
     rank = met.place.rank
-    flat = Tcp(board.under("tcp"), rank, hosts, address=met.address, token=met.token)
+    over_tcp = partial(Tcp, address=met.address, token=met.token, timeout_s=timeout_s)
+    flat = over_tcp(board.under("tcp"), rank, hosts)
     mates = [q for q, host in enumerate(hosts) if host == hosts[rank]]
     if len({hosts.count(host) for host in hosts}) > 1 or not 1 < len(mates) < len(hosts):
         return flat
     place = mates.index(rank)
     peers = [q for q, host in enumerate(hosts) if [m for m, h in enumerate(hosts) if h == host].index(q) == place]
     try:
-        inside = SharedMemory(board.under(f"inside/{mates[0]}"), place, len(mates))
+        inside = SharedMemory(board.under(f"inside/{mates[0]}"), place, len(mates), timeout_s=timeout_s)
     except (Apart, CoreMissing):
         return flat
-    across = Tcp(
-        board.under(f"across/{place}"), peers.index(rank), [hosts[q] for q in peers], address=met.address,
-        token=met.token,
-    )  # fmt: skip
+    across = over_tcp(board.under(f"across/{place}"), peers.index(rank), [hosts[q] for q in peers])
     return TwoLevels(flat, inside, across)
 
 

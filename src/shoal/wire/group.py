@@ -131,13 +131,13 @@ class Group:
 
     def send(self, array: Any, *, to: int, tag: int = 0) -> None:
         """To rank `to`, which receives an array of the same size with the same tag."""
-        self._check_peer("send", to)
+        self._check_peer("send", to, tag)
         content = readable(array)
         self._book("send", lambda: self._transport.send(content, to, tag))
 
     def receive(self, out: Any, *, source: int, tag: int = 0) -> Any:
         """Writes what rank `source` sends into `out`, and returns it."""
-        self._check_peer("receive", source)
+        self._check_peer("receive", source, tag)
         like = readable(out)
         target, then = writable(out, like=like, shape=like.shape)
         self._book("receive", lambda: self._transport.receive(target, source, tag))
@@ -181,8 +181,10 @@ class Group:
         if not 0 <= rank < self.size:
             raise UsageError(f"{operation}: there is no rank {rank} in a group of {self.size}")
 
-    def _check_peer(self, operation: str, rank: int) -> None:
+    def _check_peer(self, operation: str, rank: int, tag: int) -> None:
         self._check_rank(operation, rank)
+        if not 0 <= tag < 1 << 63:
+            raise UsageError(f"{operation}: the tag {tag} is none of 0 to 2^63 - 1")
         if rank == self.rank:
             raise UsageError(f"{operation}: rank {rank} is this rank itself; copy the array instead")
 

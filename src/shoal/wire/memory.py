@@ -33,16 +33,17 @@ _PATIENCE_S = 0.1  # before a look whether somebody has pressed Ctrl-C
 
 
 class SharedMemory:
-    """Blocks until all ranks have made it. Raises `Apart` or `CoreMissing` on all of them alike.
+    """Blocks until all ranks have made it; `timeout_s` is that of later calls. Raises `Apart` or `CoreMissing` on all
+    of them alike.
 
     All methods take arrays in one piece, say what they sent, and raise `CollectiveError` where a rank is gone, late or
     calls something else.
     """
 
-    def __init__(self, board: Meeting, rank: int, size: int) -> None:
-        self.rank, self.size, self._timeout_s = rank, size, board.timeout_s
+    def __init__(self, board: Meeting, rank: int, size: int, *, timeout_s: float) -> None:
+        self.rank, self.size, self._timeout_s = rank, size, timeout_s
         threads = max(1, int(os.environ.get("OMP_NUM_THREADS") or 1))
-        settings = core_settings(size, timeout_s=board.timeout_s, threads=threads)
+        settings = core_settings(size, timeout_s=timeout_s, threads=threads)
         mates = find_mates(board, rank, size, settings=settings)
         self._core, self._call = load_core(), load_call()
         streams = [mates.streams[q].detach() if q in mates.streams else -1 for q in range(size)]

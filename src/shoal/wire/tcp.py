@@ -5,15 +5,16 @@
                    (Patarasuk and Yuan, JPDC 69(2), 2009), in two steps instead of a ring's 2 (n-1)
     others         direct
 
-A frame is a head (operation, tag, bytes) and its content. Both ends of a connection have proved that they know the
-job's token (`launcher.handshake`); the content is neither encrypted nor interpreted. A rank takes in whatever arrives
-while it sends, so that two ranks may send to each other at once.
+A frame is a head (what is called, tag, bytes) and its content; ends that mean different calls say so. Both ends of a
+connection have proved that they know the job's token (`launcher.handshake`); the content is neither encrypted nor
+interpreted. A rank takes in whatever arrives while it sends, so that two ranks may send to each other at once.
 
 Sums have the bits that shared memory gives: 16-bit floats are summed in float32 and rounded once.
 """
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import struct
@@ -26,11 +27,11 @@ import numpy as np
 
 from shoal.comm.ledger import Sent
 from shoal.comm.packing import MANY, packed, unpacked
-from shoal.comm.shm.core import Kind
+from shoal.comm.shm.core import BYTES, REDUCTIONS, Fault, Kind, Signature, sentence
 from shoal.errors import CollectiveError
 from shoal.launcher import handshake, sockets
 from shoal.launcher.store.connection import StoreConnection, StoreLate, StoreLost
-from shoal.wire.arrays import Array, reduction_numbers
+from shoal.wire.arrays import Array, combine, reduction_numbers
 
 # `StoreBoard`: small messages between ranks through the job's store, as `shoal.comm.board` has them, without torch.
 #
@@ -102,18 +103,40 @@ SERVICE = b"wire"
 MOST_MESSAGE_BYTES = 1 << 36
 ONE_SHOT_BYTES = 4096
 """Up to so many, each rank sends its whole vector to all: one step instead of two."""
-_HEAD = struct.Struct("!BqQ")
 _LOOK_S = 0.1
 _DOOR_S = 0.5
 """How often who waits for connections looks whether somebody still waits for this group."""
 _SENDABLE, _ARRIVED = select.POLLOUT, select.POLLIN | select.POLLHUP | select.POLLERR
-_SHORT = ("float16", "bfloat16")
+
+
+class _Call(NamedTuple):
+    """What both ends of a frame must mean by it."""
+
+    kind: int
+    dtype: int = BYTES
+    reduction: int = 0
+    root: int = 0
 
 
 class _Head(NamedTuple):
-    kind: int
+    """Of a frame. A tag is a message's, or the number of a collective."""
+
+    call: _Call
     tag: int
     size: int
+
+    @property
+    def key(self) -> tuple[bool, int]:
+        """By which it is found."""
+        return self.call.kind == Kind.SEND, self.tag
+
+    def packed(self) -> bytes:
+        return _HEAD.pack(*self.call, self.tag, self.size)
+
+
+_HEAD = struct.Struct("!BBBiqQ")
+_Part = tuple[_Call, memoryview]
+"""A call, and the memory of what one rank sends in it."""
 
 
 class _Peer:
@@ -125,25 +148,25 @@ class _Peer:
         self.outgoing: deque[memoryview] = deque()
         self.head = bytearray()
         self.arriving: tuple[_Head, memoryview, int] | None = None
-        self.stash: defaultdict[tuple[int, int], deque[memoryview]] = defaultdict(deque)
+        self.stash: defaultdict[tuple[bool, int], deque[_Part]] = defaultdict(deque)
         self.over = False
-        self.asked: dict[tuple[int, int], memoryview] = {}
+        self.asked: dict[tuple[bool, int], _Part] = {}
 
 
 class Tcp:
-    """Blocks until all ranks have made it. `hosts` are theirs, in rank order; `address` is this host's own, which the
-    others can reach.
+    """Blocks until all ranks have made it; `timeout_s` is that of later calls. `hosts` are theirs, in rank order;
+    `address` is this host's own, which the others can reach.
 
     All methods take arrays in one piece, say what they sent, and raise `CollectiveError` where a rank is gone, late or
     calls something else.
     """
 
     def __init__(
-        self, board: StoreBoard, rank: int, hosts: Sequence[str], *, address: str, token: bytes
+        self, board: StoreBoard, rank: int, hosts: Sequence[str], *, address: str, token: bytes, timeout_s: float
     ) -> None:  # fmt: skip
-        self.rank, self.size, self._timeout_s = rank, (size := len(hosts)), board.timeout_s
+        self.rank, self.size, self._timeout_s = rank, (size := len(hosts)), timeout_s
         self._hosts = tuple(hosts)
-        self._calls = 0
+        self._calls, self._process = 0, os.getpid()
         key = handshake.key_for(token, SERVICE)
         with sockets.listen_at(address, 0, one_host=True) as listener:
             here = f"{address} {listener.getsockname()[1]}"
@@ -159,75 +182,82 @@ class Tcp:
             peer.connection.close()
 
     def all_reduce(self, send: Array, receive: Array, op: str) -> Sent:
-        reduction_numbers(send.dtype, op)
+        call = _reduction(Kind.ALL_REDUCE, send, op)
         if send.nbytes <= ONE_SHOT_BYTES:
             everyone = np.empty((self.size, *send.shape), send.dtype)
-            sent = self.all_gather(send, everyone, kind=Kind.ALL_REDUCE)
+            sent = self._gathered(send, everyone, call)
             combine(list(everyone), op, out=receive)
             return sent
         parts = _parts(send.reshape(-1), self.size)
-        sent = self._reduced(parts, out := np.empty_like(parts[self.rank]), op, Kind.ALL_REDUCE)
+        sent = self._reduced(parts, out := np.empty_like(parts[self.rank]), op, call)
         into = _parts(receive.reshape(-1), self.size)
         into[self.rank][...] = out
-        again = self._exchange([out] * self.size, into, Kind.ALL_REDUCE)
+        again = self._exchange([out] * self.size, into, call)
         return Sent(sent.inside_bytes + again.inside_bytes, sent.between_bytes + again.between_bytes)
 
     def reduce_scatter(self, send: Array, receive: Array, op: str) -> Sent:
-        reduction_numbers(send.dtype, op)
         parts = list(send.reshape(self.size, -1))
-        return self._reduced(parts, receive.reshape(-1), op, Kind.REDUCE_SCATTER)
+        return self._reduced(parts, receive.reshape(-1), op, _reduction(Kind.REDUCE_SCATTER, send, op))
 
-    def all_gather(self, send: Array, receive: Array, *, kind: Kind = Kind.ALL_GATHER) -> Sent:
-        blocks = list(receive.reshape(self.size, -1))
-        blocks[self.rank][...] = send.reshape(-1)
-        return self._exchange([send] * self.size, blocks, kind)
+    def all_gather(self, send: Array, receive: Array) -> Sent:
+        return self._gathered(send, receive, _Call(Kind.ALL_GATHER))
 
     def broadcast(self, array: Array, root: int) -> Sent:
         return self._move(
             dict.fromkeys(self._peers, array) if self.rank == root else {},
-            {} if self.rank == root else {root: array}, Kind.BROADCAST, self._next(),
+            {} if self.rank == root else {root: array}, _Call(Kind.BROADCAST, root=root), self._next(),
         )  # fmt: skip
 
     def all_to_all(self, send: Sequence[Array], receive: Sequence[Array]) -> Sent:
         if receive[self.rank].nbytes != send[self.rank].nbytes:
             raise CollectiveError(f"rank {self.rank} sends itself {send[self.rank].nbytes} bytes and expects others")
         receive[self.rank].reshape(-1)[...] = send[self.rank].reshape(-1)
-        return self._exchange(send, receive, Kind.ALL_TO_ALL)
+        return self._exchange(send, receive, _Call(Kind.ALL_TO_ALL))
 
     def barrier(self) -> Sent:
         nothing = np.empty(0, np.uint8)
-        return self._exchange([nothing] * self.size, [nothing] * self.size, Kind.BARRIER)
+        return self._exchange([nothing] * self.size, [nothing] * self.size, _Call(Kind.BARRIER))
 
     def send(self, array: Array, to: int, tag: int) -> Sent:
-        return self._move({to: array}, {}, Kind.SEND, tag)
+        return self._move({to: array}, {}, _Call(Kind.SEND), tag)
 
     def receive(self, array: Array, source: int, tag: int) -> Sent:
-        return self._move({}, {source: array}, Kind.SEND, tag)
+        return self._move({}, {source: array}, _Call(Kind.SEND), tag)
 
-    def _reduced(self, parts: Sequence[Array], out: Array, op: str, kind: Kind) -> Sent:
+    def _gathered(self, send: Array, receive: Array, call: _Call) -> Sent:
+        blocks = list(receive.reshape(self.size, -1))
+        blocks[self.rank][...] = send.reshape(-1)
+        return self._exchange([send] * self.size, blocks, call)
+
+    def _reduced(self, parts: Sequence[Array], out: Array, op: str, call: _Call) -> Sent:
         """This rank's part of the sum, into `out`."""
         mine = [np.empty_like(out) for _ in range(self.size)]
         mine[self.rank] = parts[self.rank]
-        sent = self._exchange(parts, mine, kind)
+        sent = self._exchange(parts, mine, call)
         combine(mine, op, out=out)
         return sent
 
-    def _exchange(self, send: Sequence[Array], receive: Sequence[Array], kind: Kind) -> Sent:
+    def _exchange(self, send: Sequence[Array], receive: Sequence[Array], call: _Call) -> Sent:
         """`send[q]` to every other rank q, `receive[q]` from it."""
-        return self._move({q: send[q] for q in self._peers}, {q: receive[q] for q in self._peers}, kind, self._next())
+        return self._move({q: send[q] for q in self._peers}, {q: receive[q] for q in self._peers}, call, self._next())
 
     def _next(self) -> int:
         self._calls += 1
         return self._calls
 
-    def _move(self, send: Mapping[int, Array], receive: Mapping[int, Array], kind: Kind, tag: int) -> Sent:
+    def _move(self, send: Mapping[int, Array], receive: Mapping[int, Array], call: _Call, tag: int) -> Sent:
         """Sends and receives until both are done; the bytes that were sent."""
-        key, end_s = (min(kind, Kind.SEND), tag), time.monotonic() + self._timeout_s
+        if os.getpid() != self._process:
+            raise CollectiveError("a group can be used by the process that made it only")
+        key, end_s = (call.kind == Kind.SEND, tag), time.monotonic() + self._timeout_s
         for rank, array in receive.items():
-            self._ask(rank, key, _bytes_of(array))
+            self._ask(rank, key, (call, _bytes_of(array)))
+        for rank, peer in self._peers.items():
+            if call.kind != Kind.SEND and key in peer.stash:
+                self._refuse(rank, peer.stash[key][0][0])
         for rank, array in send.items():
             content = _bytes_of(array)
-            self._peers[rank].outgoing += (memoryview(_HEAD.pack(kind, tag, len(content))), content)
+            self._peers[rank].outgoing += (memoryview(_Head(call, tag, len(content)).packed()), content)
         while late := self._unfinished(send, receive, key):
             if (gone := next((rank for rank in late if self._peers[rank].over), None)) is not None:
                 raise CollectiveError(f"Connection closed by peer: rank {gone} of the group is gone")
@@ -238,18 +268,18 @@ class Tcp:
         inside = sum(array.nbytes for rank, array in send.items() if self._hosts[rank] == self._hosts[self.rank])
         return Sent(inside, sum(array.nbytes for array in send.values()) - inside)
 
-    def _ask(self, rank: int, key: tuple[int, int], memory: memoryview) -> None:
+    def _ask(self, rank: int, key: tuple[bool, int], ours: _Part) -> None:
         peer = self._peers[rank]
         if (waiting := peer.stash.get(key)) is None:
-            peer.asked[key] = memory
+            peer.asked[key] = ours
             return
-        content = waiting.popleft()
+        theirs = waiting.popleft()
         if not waiting:
             del peer.stash[key]
-        self._check_size(rank, len(content), len(memory))
-        memory[:] = content
+        self._check(rank, ours, theirs[0], len(theirs[1]))
+        ours[1][:] = theirs[1]
 
-    def _unfinished(self, send: Mapping[int, Array], receive: Mapping[int, Array], key: tuple[int, int]) -> list[int]:
+    def _unfinished(self, send: Mapping[int, Array], receive: Mapping[int, Array], key: tuple[bool, int]) -> list[int]:
         late = [rank for rank in receive if key in self._peers[rank].asked]
         return late or [rank for rank in send if self._peers[rank].outgoing]
 
@@ -283,7 +313,7 @@ class Tcp:
                 peer.head += self._read(rank, _HEAD.size - len(peer.head)) or b""
                 if len(peer.head) < _HEAD.size:
                     return
-                peer.arriving, peer.head = self._begun(rank, _Head(*_HEAD.unpack(peer.head))), bytearray()
+                peer.arriving, peer.head = self._begun(rank, _unpacked(peer.head)), bytearray()
             head, memory, done = peer.arriving
             while done < head.size:
                 try:
@@ -294,34 +324,29 @@ class Tcp:
                 if count == 0:
                     raise EOFError
                 done += count
-            self._arrived(peer, head, memory)
+            self._arrived(rank, head, memory)
 
     def _begun(self, rank: int, head: _Head) -> tuple[_Head, memoryview, int]:
-        key = (min(head.kind, Kind.SEND), head.tag)
-        if head.size > MOST_MESSAGE_BYTES or head.kind > Kind.SEND:
+        if head.size > MOST_MESSAGE_BYTES or head.call.kind > Kind.SEND:
             raise CollectiveError(
                 f"rank {rank} sends what is no message of the wire: run one version of Shoal everywhere"
             )
-        if (memory := self._peers[rank].asked.get(key)) is not None:
-            self._check_size(rank, head.size, len(memory))
-            return head, memory, 0
-        others = [kind for kind, tag in self._peers[rank].asked if tag == head.tag and kind != Kind.SEND]
-        if head.kind != Kind.SEND and others:
-            raise CollectiveError(
-                f"rank {self.rank} called {Kind(others[0]).name.lower()}, rank {rank} of the group "
-                f"{Kind(head.kind).name.lower()}: all ranks must make the same calls in the same order"
-            )
-        return head, memoryview(bytearray(head.size)), 0
+        ours = self._peers[rank].asked.get(head.key)
+        if ours is None and head.call.kind != Kind.SEND and head.tag <= self._calls:
+            self._refuse(rank, head.call)
+        if ours is None:
+            return head, memoryview(bytearray(head.size)), 0
+        self._check(rank, ours, head.call, head.size)
+        return head, ours[1], 0
 
-    def _arrived(self, peer: _Peer, head: _Head, memory: memoryview) -> None:
-        key = (min(head.kind, Kind.SEND), head.tag)
-        if peer.asked.get(key) is memory:
-            del peer.asked[key]
-        elif key in peer.asked:  # asked for while it arrived
-            peer.asked.pop(key)[:] = memory
-        else:
-            peer.stash[key].append(memory)
-        peer.arriving = None
+    def _arrived(self, rank: int, head: _Head, memory: memoryview) -> None:
+        peer = self._peers[rank]
+        peer.arriving, ours = None, peer.asked.pop(head.key, None)
+        if ours is None:
+            peer.stash[head.key].append((head.call, memory))
+        elif ours[1] is not memory:  # asked for while it arrived
+            self._check(rank, ours, head.call, len(memory))
+            ours[1][:] = memory
 
     def _read(self, rank: int, count: int) -> bytes | None:
         try:
@@ -332,27 +357,30 @@ class Tcp:
             raise EOFError
         return found
 
-    def _check_size(self, rank: int, theirs: int, ours: int) -> None:
-        if theirs != ours:
-            raise CollectiveError(f"rank {rank} of the group sends {theirs} bytes, rank {self.rank} expects {ours}")
+    def _check(self, rank: int, ours: _Part, call: _Call, size: int) -> None:
+        """Whether `rank` calls what this one does, of `size` bytes."""
+        if (call, size) == (ours[0], len(ours[1])):
+            return
+        fault = Fault.WRONG_SIZE if call == ours[0] else Fault.DISAGREE
+        own, theirs = Signature(*ours[0], len(ours[1])), Signature(*call, size)
+        raise CollectiveError(sentence(fault, rank, own, theirs, own=self.rank, timeout_s=self._timeout_s))
+
+    def _refuse(self, rank: int, call: _Call) -> None:
+        """`rank` sends in a collective in which this one expects nothing: both are roots, say."""
+        root = f" with root {call.root}" if call.kind == Kind.BROADCAST else ""
+        raise CollectiveError(
+            f"rank {rank} of the group called {Kind(call.kind).name.lower()}{root}, rank {self.rank} another call: all "
+            "ranks must make the same calls in the same order"
+        )
 
 
-def combine(arrays: Sequence[Array], op: str, *, out: Array) -> None:
-    """The reduction of `arrays`, from left to right, as the core in C makes it."""
-    if out.dtype.kind == "c":  # two numbers each, for the core too
-        real = np.dtype(f"f{out.dtype.itemsize // 2}")
-        combine([array.reshape(-1).view(real) for array in arrays], op, out=out.reshape(-1).view(real))
-        return
-    wide = np.float32 if out.dtype.name in _SHORT else out.dtype
-    total = arrays[0].astype(wide)
-    for array in arrays[1:]:
-        _REDUCTIONS[op](total, array.astype(wide, copy=False), out=total)
-    if op == "avg":
-        np.divide(total, len(arrays), out=total)
-    out.reshape(total.shape)[...] = total.astype(out.dtype)
+def _reduction(kind: Kind, array: Array, op: str) -> _Call:
+    return _Call(kind, reduction_numbers(array.dtype, op), REDUCTIONS.index(op))
 
 
-_REDUCTIONS = {"sum": np.add, "avg": np.add, "max": np.maximum, "min": np.minimum, "product": np.multiply}
+def _unpacked(head: bytearray) -> _Head:
+    *call, tag, size = _HEAD.unpack(head)
+    return _Head(_Call(*call), tag, size)
 
 
 def _parts(flat: Array, count: int) -> list[Array]:

@@ -306,8 +306,8 @@ def test_ranks_that_disagree_are_told(ranks) -> None:
     """Who called what, on the rank that finds out, at once."""
     first, second = ranks(2, disagreement)
     assert first == (
-        "rank 0 called all_reduce of 20 bytes, rank 1 of the group broadcast of 28 bytes: all ranks must make the same "
-        "calls in the same order"
+        "rank 0 called all_reduce of 20 bytes (sum of float32), rank 1 of the group broadcast of 28 bytes with root 1: "
+        "all ranks must make the same calls in the same order"
     )
     assert second != "no error"
 

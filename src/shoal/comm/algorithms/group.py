@@ -1,7 +1,9 @@
 """`AlgorithmGroup`: a Gloo group whose collectives are made of messages, by a table for each size.
 
 With "auto" the group probes its links when it opens, and again when it is told to (`look`), so that the choice, and
-with it the order of sums, may differ from one run to the next; a named algorithm is the same in every run. Groups for
+with it the order of sums, may differ from one run to the next; a named algorithm is the same in every run. A table is
+priced by what links do, and Gloo's own ring is made in C++ with two threads: so both are timed once, and all-reduces
+are Gloo's where its ring is about as fast, as it takes less of a processor. Groups for
 which the named algorithm does not exist (a torus of five ranks, a hierarchy of one host) take the cheapest. Gloo makes
 what has no table: reductions other than sum, max and min, parts of different sizes, gather and scatter. The ranks
 always agree on that.
@@ -15,7 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from itertools import permutations
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -131,28 +133,46 @@ def _bytes(size: int, device: torch.device) -> torch.Tensor:
 # other in a thread of their own, in the order of the calls.
 
 
+RACES = 3
+RACED = (4 << 10, 256 << 10)
+"""Bytes of the all-reduces that are timed by a table and by Gloo itself. Each stands for larger ones, to the next."""
+TABLE_WITHIN = 0.9
+"""A table is taken where it takes at most this part of the time of Gloo's own ring."""
+
+
+class Followed(NamedTuple):
+    """What a group chooses by: its links, and for each of `RACED` whether Gloo's own all-reduce is taken."""
+
+    links: Links
+    gloos: tuple[bool, ...] = (False,) * len(RACED)
+
+
 class Tables:
     """Chosen once for each power of two. `name`: all-reduces by the algorithm of that name, wherever the links lead."""
 
     def __init__(self, links: Links, *, add_bytes_s: float = math.inf, name: str | None = None) -> None:
-        self._links, self._add_bytes_s, self._name = links, add_bytes_s, name
+        self._followed, self._add_bytes_s, self._name = Followed(links), add_bytes_s, name
         self._made: dict[tuple[Kind, int, int], CollectiveTable] = {}
 
     @property
     def ranks(self) -> int:
         """How many ranks a table is for."""
-        return self._links.ranks
+        return self._followed.links.ranks
 
     @property
-    def links(self) -> Links:
-        """Those on which tables are chosen."""
-        return self._links
+    def followed(self) -> Followed:
+        """What tables are chosen by."""
+        return self._followed
 
-    def follow(self, links: Links) -> None:
-        """Tables are chosen on `links`, the same on all ranks, from the next call on."""
-        if links != self._links:
-            self._links = links
+    def follow(self, followed: Followed) -> None:
+        """Tables are chosen by this, the same on all ranks, from the next call on."""
+        if followed != self._followed:
+            self._followed = followed
             self._made.clear()
+
+    def is_gloos(self, size_bytes: int) -> bool:
+        """Whether an all-reduce of this size is left to Gloo."""
+        return self._followed.gloos[sum(size_bytes >= least for least in RACED[1:])]
 
     def __call__(self, kind: Kind, size_bytes: int, *, root: int = 0) -> CollectiveTable:
         """For the whole vector of `size_bytes`, or for what one rank holds for an all-to-all."""
@@ -162,8 +182,9 @@ class Tables:
         return self._made[key]
 
     def _choose(self, kind: Kind, size: float, root: int) -> CollectiveTable:
-        named = choose_named(self._name, kind, size, self._links, root=root) if self._name else None
-        return (named or choose(kind, size, self._links, root=root, add_bytes_s=self._add_bytes_s)).table
+        links = self._followed.links
+        named = choose_named(self._name, kind, size, links, root=root) if self._name else None
+        return (named or choose(kind, size, links, root=root, add_bytes_s=self._add_bytes_s)).table
 
 
 _TAG = 1_000_000
@@ -254,7 +275,29 @@ class ChosenCollective:
 
 def _look(inner: Collective, tables: Tables) -> None:
     """With as many messages as at the start, whose figures these replace."""
-    tables.follow(probe(inner, device=torch.device("cpu")))
+    tables.follow(Followed(probe(inner, device=torch.device("cpu"))))
+    tables.follow(tables.followed._replace(gloos=race(inner, tables)))
+
+
+def race(inner: Collective, tables: Tables) -> tuple[bool, ...]:
+    """For each of `RACED`, whether Gloo's own all-reduce is about as fast as the table's. Every rank has to call it."""
+    return tuple(_gloo_wins(inner, torch.zeros(size // 4), tables("all_reduce", size)) for size in RACED)
+
+
+def _gloo_wins(inner: Collective, flat: Tensor, table: CollectiveTable) -> bool:
+    seconds = torch.full((2, RACES), math.inf, dtype=torch.float64)
+    for number in range(RACES):
+        inner.barrier().wait()
+        begin_s = time.perf_counter()
+        inner.all_reduce(flat).wait()
+        seconds[0, number] = time.perf_counter() - begin_s
+        inner.barrier().wait()
+        begin_s = time.perf_counter()
+        execute.all_reduce(flat, table, inner, op="sum", tag=_TAG)
+        seconds[1, number] = time.perf_counter() - begin_s
+    inner.all_reduce(seconds, "max").wait()
+    gloo_s, table_s = seconds.min(dim=1).values.tolist()
+    return table_s > TABLE_WITHIN * gloo_s
 
 
 def _nothing() -> None:
@@ -283,6 +326,8 @@ class GroupTables:
         """What makes an operation of `payload` bytes on each rank; None where that is Gloo's own way."""
         if operation not in _KINDS or not (self._all_kinds or operation == "all_reduce"):
             return None
+        if operation == "all_reduce" and self._tables.is_gloos(payload):
+            return None
         size_bytes = payload * self._tables.ranks if operation == "all_gather" else payload
         return self._tables(_KINDS[operation], size_bytes, root=root)
 
@@ -301,6 +346,8 @@ class AlgorithmGroup:
         messages = GroupCollective(inner)
         if algorithm == "auto":
             self._chosen = ChosenCollective(messages, probe(messages, device=torch.device("cpu")))
+            gloos = race(messages, self._chosen.tables)
+            self.follow(self.followed._replace(gloos=gloos))
         else:
             links = clustered([hosts.index(host) for host in hosts], inner=_INSIDE, outer=_BETWEEN)
             self._chosen = ChosenCollective(messages, links, name=_TABLE_NAMES.get(algorithm, algorithm))
@@ -317,13 +364,13 @@ class AlgorithmGroup:
         return self._all_kinds
 
     @property
-    def links(self) -> Links:
-        """Those on which algorithms are chosen now."""
-        return self._chosen.tables.links
+    def followed(self) -> Followed:
+        """What algorithms are chosen by now."""
+        return self._chosen.tables.followed
 
-    def follow(self, links: Links) -> None:
-        """Chooses by these `links` from now on, the same on all ranks."""
-        self._chosen.tables.follow(links)
+    def follow(self, followed: Followed) -> None:
+        """Chooses by this from now on, the same on all ranks."""
+        self._chosen.tables.follow(followed)
 
     def look(self) -> Handle:
         """Measures the links anew, and chooses by them once that is over. All ranks call it."""
@@ -331,7 +378,8 @@ class AlgorithmGroup:
 
     def name_for(self, size_bytes: int) -> str:
         """The algorithm of an all-reduce of this size."""
-        return self._chosen.tables("all_reduce", size_bytes).name
+        tables = self._chosen.tables
+        return "Gloo's own ring" if tables.is_gloos(size_bytes) else tables("all_reduce", size_bytes).name
 
     def __getattr__(self, name: str) -> Any:
         """Any other operation is Gloo's. Forwarded by name, because c10d's names differ between torch versions."""
@@ -339,7 +387,9 @@ class AlgorithmGroup:
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         op = _reduction(tensors, opts.reduceOp)
-        return self._inner.allreduce(tensors, opts) if op is None else self._chosen.all_reduce(tensors[0], op)
+        if op is None or self._chosen.tables.is_gloos(tensors[0].nbytes):
+            return self._inner.allreduce(tensors, opts)
+        return self._chosen.all_reduce(tensors[0], op)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         op = _reduction(tensors, opts.reduceOp)

@@ -115,9 +115,16 @@ def sentence(fault: Fault, rank: int, ours: Signature, theirs: Signature, *, own
     }.get(fault, f"shared memory failed ({fault.name})")
 
 
+_REDUCING = (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER)
+_ROOTED = (Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER)
+
+
 def _named(call: Signature) -> str:
+    kind, dtypes = Kind(call.kind), list(DTYPES)
+    how = f" ({REDUCTIONS[call.reduction]} of {dtypes[call.dtype]})" if kind in _REDUCING else ""
+    root = f" with root {call.root}" if kind in _ROOTED else ""
     where = f" at byte {call.offset} of shared allocation {call.window}" if call.window else ""
-    return f"{Kind(call.kind).name.lower()} of {call.bytes} bytes{where}"
+    return f"{kind.name.lower()} of {call.bytes} bytes{how}{root}{where}"
 
 
 _POINTERS, _COUNTS, _SIGNATURE = POINTER(c_void_p), POINTER(c_uint64), POINTER(Signature)
