@@ -48,6 +48,7 @@ from shoal.launcher.environment import ALONE
 from shoal.launcher.own_script import ScriptCheck
 from shoal.maths.norm import two_norm
 from shoal.models.huggingface.config import ForeignKeys
+from shoal.own_loop.losses import kind_of, one_pass
 from shoal.own_loop.objects import as_number
 from shoal.own_loop.steps import DrawsBySample, Microbatches
 from shoal.own_loop.update import Update
@@ -138,15 +139,18 @@ class PlainTraining:
         weight: float | None = None,
         more: bool = False,
         optimizer: torch.optim.Optimizer | None = None,
+        reduction: str = "mean",
     ) -> None:
-        """`weight` changes nothing: this batch is the whole of its step."""
+        """`weight` and `reduction` change nothing: this batch is the whole of its step."""
         self._batch("backward()")
+        kind_of(weight, reduction)
         players = self._players if optimizer is None else [self._player(optimizer)]
+        joined = players[0].deferred is not None
         total, *_ = [player.joined(loss, leader=players[0]) for player in players]
         if more:
             return
         self._look()
-        with self._compute.randomness.drawing():
+        with self._compute.randomness.drawing(), one_pass(joined=joined):
             total.backward(inputs=None if len(players) == len(self._players) else list(players[0].trained.values()))
         self._look_away()
         for player in players:
