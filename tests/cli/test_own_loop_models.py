@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -96,6 +97,26 @@ def test_a_compiled_model_under_zero_3_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(text)
     assert run_script(tmp_path / "mine.py", tmp_path, "layout.shard=2", "memory.zero=3", world=2) == [2, 2]
     assert "the model is compiled, and under memory.zero = 3" in (tmp_path / "rank-0.txt").read_text()
+
+
+def test_a_model_in_float64_trains_in_it(tmp_path: Path) -> None:
+    """Losses and weights are those of plain PyTorch to the last digits of float64."""
+    double = "model, inputs = model.double(), inputs.double()"
+    text = COMPILED.replace("COMPILE", double).replace("shoal.start(", 'shoal.start({"data": {"shuffle": False}}, ')
+    found = ran(tmp_path / "own", text, world=2)
+    names: dict[str, Any] = {}
+    exec(text.partition("run = shoal.start")[0], names)
+    losses = []
+    for first in range(0, 48, 12):
+        names["optimizer"].zero_grad()
+        outputs = names["model"](names["inputs"][first : first + 12])
+        loss = names["F"].cross_entropy(outputs, names["targets"][first : first + 12])
+        loss.backward()
+        names["optimizer"].step()
+        losses.append(loss.item())
+    assert found == pytest.approx(losses, rel=1e-13)
+    weight = load_file(tmp_path / "own/weights.safetensors")["0.weight"]
+    assert (weight - names["model"][0].weight).abs().max().item() < 1e-13
 
 
 @pytest.mark.slow

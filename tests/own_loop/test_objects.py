@@ -20,6 +20,8 @@ from shoal.own_loop.objects import (
     require_own_loop,
     scaler_in,
     unread_arguments,
+    widened,
+    with_precision,
 )
 from shoal.runfile.load import run_file_of
 
@@ -97,3 +99,17 @@ def test_a_budget_is_not_kept_by_a_loop_of_ones_own() -> None:
     run_file = run_file_of({**tables, "memory": {"budget": "1 GiB"}}, file="own")
     with pytest.raises(ConfigError, match=r'memory\.budget = "1 GiB" is kept by counting'):
         require_own_loop(run_file, model=None, optimizer=None)
+
+
+def test_a_model_keeps_its_type_where_nobody_says_another() -> None:
+    """In float64 the run is; half-precision weights become float32 ones, and that is said."""
+    given = {"kind": "python", "build": "given:object"}
+    tables = {"run": {"name": "own", "steps": 1}, "model": given, "data": given, "batch": {"global_samples": 1}}
+    double, half = nn.Linear(2, 2).double(), nn.Linear(2, 2).bfloat16()
+    assert with_precision(tables, (double, double))["precision"] == {"kind": "float64"}
+    for other in (half, nn.Linear(2, 2), (double, half), lambda: double):
+        assert with_precision(tables, other) is tables
+    asked = {**tables, "precision": {"kind": "bfloat16_params"}}
+    assert with_precision(asked, double) is asked
+    assert "bfloat16 weights are float32 in this run" in widened(half, run_file_of(tables, file="own"))[0]
+    assert widened(half, run_file_of(asked, file="own")) == widened(double, run_file_of(tables, file="own")) == []

@@ -406,7 +406,20 @@ def _resolved(config: Configuration, overrides: Sequence[str], **objects: Any) -
         from shoal.own_loop.objects import with_loader
 
         tables = with_loader(tables, objects["data"])
-    return run_file_of(apply(tables, overrides, RunFile), file=file), file
+    return _with_types(tables, overrides, objects.get("model"), file=file), file
+
+
+def _with_types(tables: dict[str, Any], overrides: Sequence[str], model: Any, *, file: str) -> RunFile:
+    """The run file of `tables`, where they say no precision with that of a module that is all float64."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(model, torch.nn.Module):
+        return run_file_of(apply(tables, overrides, RunFile), file=file)
+    from shoal.own_loop.objects import widened, with_precision
+
+    run_file = run_file_of(apply(with_precision(tables, model), overrides, RunFile), file=file)
+    for sentence in widened(model, run_file) if place_from(os.environ) is None else []:
+        say(f"shoal: {sentence}")
+    return run_file
 
 
 def _tables(config: str | Path | Mapping[str, Any] | None) -> tuple[dict[str, Any], str]:

@@ -47,6 +47,7 @@ from shoal.errors import UserCodeError
 from shoal.gradients.reducer import all_at_the_end
 from shoal.observe.sink import Ending
 from shoal.own_loop.comparison import Comparison
+from shoal.own_loop.losses import doubt, kind_of, one_pass
 from shoal.own_loop.objects import as_number
 from shoal.own_loop.steps import DrawsBySample, Microbatches, OwnSteps, joint_outcome, players_of
 from shoal.own_loop.update import Player, Update
@@ -70,6 +71,7 @@ class Training:
         self._steps = OwnSteps(run, job, self._players, after_step=None if comparison is None else self._compare)
         models = list(self.model) if isinstance(self.model, nn.ModuleList) else [self.model]
         self._closed = False
+        self._doubted_in: int | None = None
         mixed = run.workload.precision.mixed
         self._casts = [] if mixed is None else [cast for each in models for cast in cast_at_borders(each, mixed)]
         self._draws = DrawsBySample(models, self._compute, inside=lambda: self._steps.open is not None)
@@ -170,8 +172,10 @@ class Training:
         weight: float | None = None,
         more: bool = False,
         optimizer: torch.optim.Optimizer | None = None,
+        reduction: str = "mean",
     ) -> None:
-        """Accumulates the gradient of `loss`, a scalar: the mean over the samples of the microbatch.
+        """Accumulates the gradient of `loss`, a scalar: the mean over the samples of the microbatch, or, where
+        `reduction` is "sum", their sum; the step's gradient is then that of the sum over the global batch.
 
         `weight` is what the microbatch counts, if not its samples: say its number of tokens, of which `loss` is the
         mean; 0 for none. `more`: another `backward` of the same microbatch follows, for another loss, and both are
@@ -179,13 +183,16 @@ class Training:
         those of all.
         """
         players = self._players if optimizer is None else [self._player(optimizer)]
-        totals = [player.weighed(loss, weight, more=more, leader=players[0]) for player in players]
+        kind, joined = kind_of(weight, reduction), players[0].expects_more
+        totals = [player.weighed(loss, weight, kind=kind, more=more, leader=players[0]) for player in players]
+        if kind == "mean" and self._doubted_in in (None, self._steps.given):
+            self._look_at(loss)
         if totals[0] is None:
             return
         last = self._steps.open is not None and self._steps.open.is_last
         inputs = None if len(players) == len(self._players) else players[0].inputs
         around = players[0].backward(last=last) if len(players) == 1 else _around_all(players, last=last)
-        with around, self._compute.randomness.drawing():
+        with around, self._compute.randomness.drawing(), one_pass(joined=joined):
             self._compute.begin_backward()
             totals[0].backward(inputs=inputs)  # pyright: ignore[reportArgumentType]
 
@@ -318,6 +325,16 @@ class Training:
         self._closed = True
         self._leave_script()
         self._stack.__exit__(kind, error, trace)
+
+    def _look_at(self, loss: Tensor) -> None:
+        """In the first step: warns once where a loss does not look like the mean over samples that it is taken for, of
+        a microbatch that is not the whole batch.
+        """
+        self._doubted_in, pending = self._steps.given, self._steps.pending
+        if pending is None or self.samples >= pending.samples or (found := doubt(loss, self.samples)) is None:
+            return
+        self._doubted_in = 0
+        self._job.sinks.warn(f"step {pending.number}: {found}. As it is, the result depends on the number of ranks")
 
     def _player(self, optimizer: torch.optim.Optimizer | None) -> Player:
         if optimizer is None and len(self._players) == 1:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
@@ -21,7 +22,7 @@ from shoal.assembly.objects import UserObjects, may_be_data
 from shoal.data.inputs import AsInputs, Collated
 from shoal.data.iterable import IterableSource, as_source, held_out_items, training_loader
 from shoal.data.sampling import as_sampled
-from shoal.engine.config import Float16
+from shoal.engine.config import BFloat16Params, Float16, Float64
 from shoal.errors import ConfigError, UsageError, UserCodeError
 from shoal.launcher.environment import place_from
 from shoal.launcher.own_script import Reached, reads_for
@@ -54,7 +55,7 @@ def objects_of(given: Mapping[str, Any], data: Any) -> UserObjects:
 
 def _module(model: Any) -> Any:
     """The module inside of a compiled one, which goes on to compute with it. Raises `UserCodeError`: see below."""
-    inside = model._orig_mod if isinstance(model, OptimizedModule) else model
+    inside = _inside(model)
     if isinstance(inside, DistributedDataParallel | DataParallel | FullyShardedDataParallel | FSDPModule):
         kind = "by fully_shard" if isinstance(inside, FSDPModule) else f"in {type(inside).__name__}"
         raise UserCodeError(
@@ -62,6 +63,10 @@ def _module(model: Any) -> Any:
             "module, and call that in the loop (layout.shard and memory.zero divide it)"
         )
     return inside
+
+
+def _inside(model: Any) -> Any:
+    return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
 def is_compiled(model: Any) -> bool:
@@ -113,6 +118,31 @@ def with_loader(tables: dict[str, Any], data: Any) -> dict[str, Any]:
         say(f"shoal: {sentence}")
     table = {**order_of_loader(loader, tables["data"]), **tables["data"]}
     return {**tables, "data": table, "batch": {**batch_of_loader(loader), **tables.get("batch", {})}}
+
+
+def types_of(model: Any) -> set[torch.dtype]:
+    """The floating types of the parameters that a script hands over, in a module or several; none of a function."""
+    models = [_inside(each) for each in (model if isinstance(model, list | tuple) else [model])]
+    parameters = [each for one in models if isinstance(one, nn.Module) for each in one.parameters()]
+    return {each.dtype for each in parameters if each.is_floating_point()}
+
+
+def with_precision(tables: dict[str, Any], model: Any) -> dict[str, Any]:
+    """The tables of a run file, for a model in float64 with its precision where they say none."""
+    if "precision" in tables or types_of(model) != {torch.float64}:
+        return tables
+    return {**tables, "precision": {"kind": "float64"}}
+
+
+def widened(model: Any, run_file: RunFile) -> list[str]:
+    """A sentence where half-precision weights become float32 ones, which take twice the memory."""
+    narrow = sorted(str(each).removeprefix("torch.") for each in types_of(model) & {torch.bfloat16, torch.float16})
+    if not narrow or isinstance(run_file.precision, BFloat16Params):
+        return []
+    return [
+        f"the model's {' and '.join(narrow)} weights are {'float64' if run_file.precision == Float64() else 'float32'} "
+        'in this run: precision.kind = "bfloat16_params" keeps them in bfloat16, with float32 masters in the optimizer'
+    ]
 
 
 def _as_inputs(source: Any, loader: DataLoader | None) -> AsInputs | None:

@@ -49,6 +49,7 @@ from shoal.launcher.own_script import ScriptCheck
 from shoal.maths.norm import two_norm
 from shoal.models.huggingface.config import ForeignKeys
 from shoal.optim.layer_statistics import SeesLayers, watch_alone
+from shoal.own_loop.losses import kind_of, one_pass
 from shoal.own_loop.objects import as_number
 from shoal.own_loop.steps import DrawsBySample, Microbatches
 from shoal.own_loop.update import Update
@@ -142,19 +143,22 @@ class PlainTraining:
         weight: float | None = None,
         more: bool = False,
         optimizer: torch.optim.Optimizer | None = None,
+        reduction: str = "mean",
     ) -> None:
-        """`weight` changes no gradient: this batch is the whole of its step."""
+        """`weight` and `reduction` change no gradient: this batch is the whole of its step."""
         terms = float(self._batch("backward()").weights.sum()) if weight is None else weight
+        kind = kind_of(weight, reduction)
         players = self._players if optimizer is None else [self._player(optimizer)]
+        joined = players[0].deferred is not None
         total, *_ = [player.joined(loss, leader=players[0]) for player in players]
         if more:
             return
         self._look()
-        with self._compute.randomness.drawing():
+        with self._compute.randomness.drawing(), one_pass(joined=joined):
             total.backward(inputs=None if len(players) == len(self._players) else list(players[0].trained.values()))
         self._look_away()
         for seeing in self._seeing:
-            seeing.agree(scale=1 / terms, terms=terms)
+            seeing.agree(scale=1.0 if kind == "sum" else 1 / terms, terms=terms)
         for player in players:
             player.computed(float(total.detach()), self.steps_done + 1)
 

@@ -47,6 +47,8 @@ from shoal.own_loop.objects import (
     samples_of_step,
     stop_in_reader,
     unread_arguments,
+    widened,
+    with_precision,
 )
 from shoal.own_loop.plain import PlainTraining
 from shoal.runfile.load import run_file_of
@@ -155,8 +157,9 @@ def start_own_loop(
         intent, keys = intent_of(overrides)
         check = script_check(os.environ)
         run_file = run_file_of_loop(
-            tables, keys, file=file, loader=loader, data=data, samples=batch_samples, epochs=epochs, steps=steps
-        )
+            with_precision(dict(tables), objects["model"]), keys, file=file, loader=loader, data=data,
+            samples=batch_samples, epochs=epochs, steps=steps,
+        )  # fmt: skip
         run_file, notes = (chosen_run(run_file, intent), []) if check is None else comparable(run_file, check)
         stop_in_reader(data, run_directory(run_file))
         if check is not None and check.side == "plain":
@@ -181,6 +184,7 @@ def start_own_loop(
         run_file = checked(as_launched(run_file, place), place, file=file, planner=planner)
         require_own_loop(run_file, model=objects["model"], optimizer=objects["optimizer"])
         given = objects_of(objects, data_named(run_file) if data is None else data)
+        narrow = widened(given.model, run_file)
         if check is not None:
             start_as_plain(given.model, check)
     except ShoalError as refusal:
@@ -192,7 +196,8 @@ def start_own_loop(
     try:
         stack.enter_context(_marked(run_file, place, os.environ))
         compared = None if check is None else partial(Comparison, check=check, notes=notes)
-        return _training(run_file, place, given, stack, said=unread_arguments(loader), compared=compared)
+        said = [*unread_arguments(loader), *narrow]
+        return _training(run_file, place, given, stack, said=said, compared=compared)
     except BaseException:
         stack.__exit__(*sys.exc_info())  # leaves with the exit code and the sentence of the error
         raise

@@ -45,6 +45,7 @@ from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.script_writes import SeenGradients
 from shoal.optim.adam_kernel import DirectAdam
 from shoal.own_loop.declaration import Declaration, named, numbers_of, used_anywhere
+from shoal.own_loop.losses import LossKind, check_loss, counts_of
 from shoal.own_loop.objects import scaler_in
 from shoal.own_loop.shown_optimizer import ShownGroups, StepHooks
 from shoal.state import Owned, complete, gradients_of
@@ -93,9 +94,9 @@ class OpenStep:
         """Which microbatch it is, in words."""
         return f"microbatch {self._index + 1} of {len(self.batches)}"
 
-    def factor(self, *, weighed_by_loop: bool | None = None) -> float:
+    def factor(self, kind: LossKind = "mean") -> float:
         """What a loss of weight 1 is multiplied by before the backward, as far as it is known."""
-        return self._scale if weighed_by_loop else self._scale / self.work.tally.wait().denominator
+        return self._scale / self.work.tally.wait().denominator if kind == "mean" else self._scale
 
     def enter(self, index: int, microbatch: Microbatch) -> None:
         self._index, self._microbatch, self.begun = index, microbatch, True
@@ -149,7 +150,7 @@ class Player:
         self._rates: list[float] = []
         self._backwards = self._expecting_more = self._stepped = self._placed = False
         self._leader, self._microbatches, self._updates_before = self, 0, 0
-        self._weighed_by_loop: bool | None = None
+        self._kind: LossKind | None = None
         self._own_weight, self._outcomes = 0.0, 0
         self._deferred: Tensor | None = None
         self._trained, self._names, self._trained_set = trained, frozenset(trained), trained_set
@@ -170,6 +171,11 @@ class Player:
         return None if done is None else Update(done.loss, done.norm, done.committed)
 
     @property
+    def expects_more(self) -> bool:
+        """Whether losses of this microbatch wait for another, with which they are computed."""
+        return self._expecting_more
+
+    @property
     def loss_is_counted(self) -> bool:
         """Whether the loss of this step is that of another player, which has made its update."""
         return self._leader is not self and self._leader.outcome is not None
@@ -178,7 +184,7 @@ class Player:
         """Before the first microbatch of a step."""
         self.policy.begin(step.work)
         self._step, self._agreed, self.outcome = step, None, None
-        self._loss, self._own_weight, self._weighed_by_loop = 0.0, 0.0, None
+        self._loss, self._own_weight, self._kind = 0.0, 0.0, None
         self._rates, self._leader, self._microbatches = [], self, 0
         self._seen = SeenGradients()  # the last gradients go before the next come, into whose memory they can
 
@@ -216,13 +222,15 @@ class Player:
             )
         return self.outcome is not None
 
-    def weighed(self, loss: Tensor, weight: float | None, *, more: bool, leader: Player) -> Tensor | None:
+    def weighed(
+        self, loss: Tensor, weight: float | None, *, kind: LossKind, more: bool, leader: Player
+    ) -> Tensor | None:
         """The losses of this microbatch, each times what it counts; None where `more` follow. `leader` is the first of
         the players whose gradients this backward computes.
         """
         step = self._opened()
         self._trained_set.check(step.work.step)
-        self._check_loss(loss)
+        check_loss(loss)
         self._check_unscaled()
         if self._agreed is not None or self._stepped or (self._backwards and not self._expecting_more):
             raise UserCodeError(
@@ -233,21 +241,19 @@ class Player:
                 "of it at other weights (as in SAM) is not to be had"
             )
         self._check_weights_of(step, leader)
-        if self._weighed_by_loop not in (None, weight is not None):
-            raise UserCodeError("backward() has a weight for one batch and none for another; pass it always or never")
-        self._weighed_by_loop = weight is not None
-        batch = step.microbatch.batch
-        if weight is None:  # the sum of ones is known without a look at the device
-            counts = float(batch.weights.numel()) if step.microbatch.ones else batch.weights.sum().item()
-        else:
-            counts = float(weight) if batch.real_samples else 0.0
+        if self._kind not in (None, kind):
+            raise UserCodeError(
+                'backward() has a weight or reduction="sum" for one batch and not for another; pass it always or never'
+            )
+        self._kind = kind
+        counts = counts_of(step.microbatch, weight, kind)
         if not self._expecting_more:
             self._own_weight += counts
             self._microbatches += 1
         self._backwards, self._expecting_more = True, more
         self._rates = self._rates or self._rates_now()
         self._loss = self._loss + _counted(loss.detach(), counts)
-        factor = step.factor(weighed_by_loop=self._weighed_by_loop)
+        factor = step.factor(kind)
         total = loss if counts * factor == 1.0 else loss * (counts * factor)
         total = total if self._deferred is None else self._deferred + total
         self._deferred = total if more else None
@@ -399,8 +405,8 @@ class Player:
 
     def _denominator(self, step: OpenStep) -> float | None:
         """The weight of the global batch, if the loop weighs; None: losses were divided by it already."""
-        if not self._weighed_by_loop:
-            return None
+        if self._kind != "weighed":
+            return 1.0 if self._kind == "sum" else None
         total = self._sum(self._own_weight)
         if total <= 0:
             raise UserCodeError(f"step {step.work.step}: all weights of the global batch are 0; give one sample weight")
@@ -439,11 +445,3 @@ class Player:
             "the script scales its loss by a GradScaler, which would skip updates on one rank and not on the others: "
             'set precision.kind = "float16", which scales for all ranks, and make it GradScaler(enabled=False)'
         )
-
-    @staticmethod
-    def _check_loss(loss: Any) -> None:
-        if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
-            return
-        what = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"of type {type(loss).__name__}"
-        what = "without a gradient" if isinstance(loss, Tensor) and loss.numel() == 1 else what
-        raise UserCodeError(f"the loss is {what}; backward() takes a scalar tensor that depends on the model")

@@ -1,0 +1,99 @@
+"""What a loss says of itself: a sum, and a mean over other things than samples, do not pass for a mean over samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shoal.errors import UserCodeError
+from shoal.own_loop.losses import check_loss, doubt, kind_of
+
+SAMPLES = 6
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+MEANS: dict[str, Loss] = {
+    "cross-entropy": lambda out, y: F.cross_entropy(out, y),
+    "smoothed": lambda out, y: F.cross_entropy(out, y, label_smoothing=0.1),
+    "squares": lambda out, y: F.mse_loss(out, torch.ones_like(out)),
+    "two terms": lambda out, y: F.cross_entropy(out, y) + 0.1 * out.square().mean(),
+    "divided by hand": lambda out, y: F.cross_entropy(out, y, reduction="sum") / len(y),
+    "times a reciprocal": lambda out, y: out.square().sum() * (1 / len(out)),
+    "sums of features, averaged": lambda out, y: out.square().sum(1).mean(),
+    "a stack of losses": lambda out, y: torch.stack([F.cross_entropy(out, y)] * SAMPLES).sum(),
+    "a masked mean with as many of each sample": lambda out, y: (out * masked(out, 2)).sum() / masked(out, 2).sum(),
+    "a penalty on weights": lambda out, y: F.cross_entropy(out, y) + 1e-4 * out.square().sum(),
+    "all targets counted": lambda out, y: F.cross_entropy(out, y, ignore_index=-100),
+}
+SUMS: dict[str, Loss] = {
+    "cross-entropy": lambda out, y: F.cross_entropy(out, y, reduction="sum"),
+    "squares": lambda out, y: F.mse_loss(out, torch.ones_like(out), reduction="sum"),
+    "of a variational autoencoder": lambda out, y: (
+        F.binary_cross_entropy(out.sigmoid(), torch.ones_like(out), reduction="sum")
+        - 0.5 * torch.sum(1 + out - out.exp())
+    ),
+    "behind a mean": lambda out, y: out.square().mean() + F.cross_entropy(out, y, reduction="sum"),
+    "of a policy": lambda out, y: (-out.log_softmax(1)[:, 0] * y).sum(),
+    "halved": lambda out, y: F.cross_entropy(out, y, reduction="sum") / 2,
+}
+OF_OTHERS: dict[str, Loss] = {
+    "ignored targets": lambda out, y: F.cross_entropy(out, y.where(y > 0, -100)),
+    "ignored targets, smoothed": lambda out, y: F.cross_entropy(out, y.where(y > 0, -100), label_smoothing=0.1),
+    "weights of classes": lambda out, y: F.cross_entropy(out, y, weight=torch.tensor([0.3, 1.0, 3.0])),
+    "a mask": lambda out, y: (out * (out > 0)).sum() / (out > 0).sum(),
+    "pixels": lambda out, y: F.cross_entropy(
+        out[..., None, None], y.where(y > 0, 255)[:, None, None], ignore_index=255
+    ),
+}
+
+
+def masked(out: Tensor, counted: int) -> Tensor:
+    """A mask of so many numbers of each sample."""
+    return (torch.arange(out.shape[1]) < counted).expand_as(out)
+
+
+def said_of(loss: Loss) -> str:
+    torch.manual_seed(0)
+    out, targets = torch.randn(SAMPLES, 3, requires_grad=True), torch.tensor([0, 1, 2, 1, 2, 1])
+    return doubt(loss(out * 1.0, targets), SAMPLES) or ""
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_over_samples_is_one(name: str) -> None:
+    assert said_of(MEANS[name]) == ""
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_a_sum_over_samples_is_seen(name: str) -> None:
+    assert "looks like a sum over the samples" in said_of(SUMS[name])
+
+
+@pytest.mark.parametrize("name", OF_OTHERS)
+def test_a_mean_over_other_things_is_seen(name: str) -> None:
+    assert "backward(loss, weight=...)" in said_of(OF_OTHERS[name])
+
+
+def test_a_microbatch_of_one_sample_tells_nothing() -> None:
+    assert doubt(torch.ones(1, requires_grad=True).square().sum(), 1) is None
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (torch.ones(2, requires_grad=True), "of shape (2,)"),
+        (0.5, "of type float"),
+        (torch.ones(()), "without a gradient"),
+    ],
+)
+def test_what_has_no_gradient_is_refused(loss: object, sentence: str) -> None:
+    with pytest.raises(UserCodeError, match=sentence.replace("(", r"\(").replace(")", r"\)")):
+        check_loss(loss)
+
+
+@pytest.mark.parametrize(("weight", "reduction"), [(None, "total"), (3.0, "sum")])
+def test_a_reduction_is_a_mean_or_an_unweighed_sum(weight: float | None, reduction: str) -> None:
+    with pytest.raises(UserCodeError):
+        kind_of(weight, reduction)
