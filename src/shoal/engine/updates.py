@@ -190,11 +190,18 @@ class AtOnce:
         return self.conclude(context, agreed)
 
     def agree(
-        self, context: RankContext, work: Work, *, denominator: float | None = None, clip_norm: float | None = None
+        self,
+        context: RankContext,
+        work: Work,
+        *,
+        denominator: float | None = None,
+        terms: float | None = None,
+        clip_norm: float | None = None,
     ) -> AgreedUpdate:
         """The first half of an update: the vote, and the gradient as the optimizer is to see it.
 
         `denominator`: by which the gradient is still to be divided, and the loss; None: it was, by that of the tally.
+        `terms`: of how many losses it is the sum or mean; None: of as many as the tally counts.
         `clip_norm`: the largest 2-norm of this update, beside the policy's own transforms.
         """
         tally, clock = work.tally.wait(), UpdateClock(context)
@@ -211,9 +218,8 @@ class AtOnce:
             work.on_gradients(norm)
         noise = self._measure(work.batches, tally, norm, scale) if finite else None
         if finite and self._sees_layers is not None:
-            terms = tally.denominator if denominator is None else denominator
-            factor = loss_scale / terms if denominator is None else loss_scale
-            self._sees_layers.agree(scale=factor, terms=terms)
+            factor = loss_scale / tally.denominator if denominator is None else loss_scale
+            self._sees_layers.agree(scale=factor, terms=tally.denominator if terms is None else terms)
         if finite:
             gradient = AgreedGradient(self.gradients, norm, factor=1.0 / scale, step=work.step)
             more = () if clip_norm is None else (clip_by_global_norm(clip_norm),)

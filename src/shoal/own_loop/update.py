@@ -303,7 +303,9 @@ class Player:
         work = step.work
         own = Work(work.step, work.batches, None, work.tally, declared, work.on_gradients)
         self.lr = self._rates_now()[0]
-        self._agreed = self.policy.agree(self._context, own, denominator=self._denominator(step))
+        over = self._denominator(step)
+        terms = over if self._kind == "weighed" else None
+        self._agreed = self.policy.agree(self._context, own, denominator=over, terms=terms)
         declared.check(work.step)
         if not declared.all_used:
             group, device = self._context.lockstep, self._context.device
@@ -404,7 +406,7 @@ class Player:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def _denominator(self, step: OpenStep) -> float | None:
-        """The weight of the global batch, if the loop weighs; None: losses were divided by it already."""
+        """The weight of the global batch, if the loop weighs, and 1 for a sum; None: losses were divided already."""
         if self._kind != "weighed":
             return 1.0 if self._kind == "sum" else None
         total = self._sum(self._own_weight)
