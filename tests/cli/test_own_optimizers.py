@@ -82,6 +82,19 @@ def test_a_script_trains_as_in_one_process(tmp_path: Path, kind: str, layout: st
 
 
 @pytest.mark.slow
+def test_a_sum_has_the_fisher_matrix_of_its_samples(tmp_path: Path) -> None:
+    """K-FAC divides statistics by the samples that a summed loss has, not by the one that it is divided by."""
+    text = SCRIPT.replace("OPTIMIZER", OPTIMIZERS["kfac"].replace("lr=0.1", "lr=0.01"))
+    text = text.replace(
+        "F.cross_entropy(model(x), y)", "F.cross_entropy(model(x), y, reduction='sum'), reduction='sum'"
+    )
+    (tmp_path / "mine.py").write_text(text)
+    verdict = compare_script(tmp_path / "mine.py", tmp_path, *LAYOUTS["replicate"], world=2, steps=5)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.holds, verdict.sentence()
+
+
+@pytest.mark.slow
 def test_steps_of_a_script_grow(tmp_path: Path) -> None:
     """`batch.schedule` under ZeRO-3, whose ranks have as many microbatches as a step asks for."""
     text = SCRIPT.replace("OPTIMIZER", "torch.optim.SGD(model.parameters(), lr=0.1)")
