@@ -153,17 +153,21 @@ class WhoReads(Numbers):
         return super().__getitem__(index)
 
 
+QUICK_S = "shoal.data.feed.QUICK_S"
+
+
 def read_by_loop(fed: Feed, source: WhoReads) -> int:
-    """Takes steps until the loop reads them, as it does once a thread has read some quickly. How many it took."""
-    for step in range(1000):
+    """Takes steps until the loop reads them, as it does once threads have read some quickly. How many it took."""
+    for step in range(10):
         fed.next()
         if source.readers[-1] is threading.main_thread():
             return step + 1
-    raise AssertionError("1000 steps of four numbers, and none was quick")
+    raise AssertionError("ten steps that counted as quick, and threads read them all")
 
 
-def test_quick_small_steps_are_read_by_the_loop_when_it_asks_for_them():
+def test_quick_small_steps_are_read_by_the_loop_when_it_asks_for_them(monkeypatch: pytest.MonkeyPatch):
     """No more of them in a row than threads would read ahead, in the same order."""
+    monkeypatch.setattr(QUICK_S, 1000.0)
     source, order = WhoReads(400), Order(400, seed=7)
     with feed(source) as fed:
         backward = fed.in_backwards(small_at_once=2, quick_by_loop=True)
@@ -174,26 +178,27 @@ def test_quick_small_steps_are_read_by_the_loop_when_it_asks_for_them():
             taken = fed.next()
             assert ids_of(taken.microbatches) == order.ids(np.arange(4 * step, 4 * step + 4)).tolist()
             step += 1
-        assert taken.wait_s > 0
+        assert set(source.readers[-12:]) == {threading.main_thread()}
 
 
-def test_threads_read_again_what_has_become_slow():
+def test_threads_read_again_what_has_become_slow(monkeypatch: pytest.MonkeyPatch):
     """The loop gets the same steps as before, and waits for none that threads can read ahead."""
+    monkeypatch.setattr(QUICK_S, 1000.0)
     source, order = WhoReads(400), Order(400, seed=7)
     with feed(source) as fed:
         fed.in_backwards(small_at_once=2, quick_by_loop=True)
         step = read_by_loop(fed, source)
-        source.pause_s = 0.002
-        for number in range(step, step + 12):  # three are read, three more show that they are slow, threads read on
-            assert ids_of(fed.next().microbatches) == order.ids(np.arange(4 * number, 4 * number + 4)).tolist()
+        monkeypatch.setattr(QUICK_S, 0.0)
         del source.readers[:]
-        fed.next()
-        assert threading.main_thread() not in source.readers
+        for number in range(step, step + 12):
+            assert ids_of(fed.next().microbatches) == order.ids(np.arange(4 * number, 4 * number + 4)).tolist()
+    assert threading.main_thread() not in source.readers
 
 
 @pytest.mark.parametrize("options", [{"readers": 2}, {"slow": SlowReads(give_up_s=60.0)}], ids=str)
-def test_a_read_that_may_be_given_up_is_that_of_a_thread(options: dict[str, object]):
+def test_a_read_that_may_be_given_up_is_that_of_a_thread(options: dict[str, object], monkeypatch: pytest.MonkeyPatch):
     """Nor does a loop read where several threads were asked for."""
+    monkeypatch.setattr(QUICK_S, 1000.0)
     source = WhoReads(400)
     with feed(source, **options) as fed:
         fed.in_backwards(small_at_once=2, quick_by_loop=True)
@@ -371,8 +376,9 @@ def test_a_read_that_takes_long_is_named_while_it_is_waited_for():
         source.go.set()
 
 
-def test_a_loop_that_hangs_in_its_data_is_told_of():
+def test_a_loop_that_hangs_in_its_data_is_told_of(monkeypatch: pytest.MonkeyPatch):
     """By the thread that reads when the loop does not."""
+    monkeypatch.setattr(QUICK_S, 1000.0)
 
     class Hangs(WhoReads):
         def __getitem__(self, index: int) -> tuple[int, int]:
@@ -401,7 +407,8 @@ def test_a_loop_that_hangs_in_its_data_is_told_of():
     assert "is being read" in told[0]
 
 
-def test_a_sample_that_fails_the_loop_stops_it_at_its_own_step():
+def test_a_sample_that_fails_the_loop_stops_it_at_its_own_step(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(QUICK_S, 1000.0)
     source = WhoReads(400)
     with feed(source) as fed:
         fed.in_backwards(small_at_once=2, quick_by_loop=True)

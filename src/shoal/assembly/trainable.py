@@ -233,9 +233,8 @@ class GradientHooks:
                 return []
             return [name for name, parameter in self._trained.items() if parameter._backward_hooks]
 
-    def aside(self) -> AbstractContextManager[None]:
-        """Around a backward, which does not call them."""
-        names = self.names
+    def aside(self, names: Sequence[str]) -> AbstractContextManager[None]:
+        """Around a backward, which does not call those of `names`."""
         return self._aside(names) if names else nullcontext()
 
     @contextmanager

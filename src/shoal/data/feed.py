@@ -119,8 +119,15 @@ class StepShare:
         """This replica's part of the positions of a `step`, cut into microbatches."""
         if self.replica is None:
             return
-        own = self._own(step)
-        yield from microbatches(own, self.micro_samples or max(1, len(own)))
+        own = step if self._takes_all else self._own(step)
+        if self.micro_samples is None and len(own):
+            yield own
+        else:
+            yield from microbatches(own, self.micro_samples or 1)
+
+    @property
+    def _takes_all(self) -> bool:
+        return self.replicas == self.group == 1
 
     def _own(self, step: Interval) -> Interval:
         speeds = self.speeds if len(step) >= self.group * self.replicas else None
@@ -129,11 +136,11 @@ class StepShare:
 
 @dataclass
 class _Slot:
-    """The place of one step's result, filled by whichever reader takes it."""
+    """The place of one step's result, filled by whichever reader takes it; `filled` is set where that is a thread."""
 
     interval: Interval
     own: StepShare
-    filled: Event = field(default_factory=Event)
+    filled: Event | None = None
     batches: list[Batch] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     error: BaseException | None = None
@@ -211,6 +218,7 @@ class Feed:
         self._reads_quick, self._slow_in_a_row = False, 0
         self._own_reader: BatchReader | None = None
         self._read_here: _Slot | None = None
+        self._read_over = Event()
         for _ in range(self._least_ahead):
             self._plan_step()
         self._threads = [Thread(target=self._read, name=f"shoal-reader-{i}", daemon=True) for i in range(readers)]
@@ -231,7 +239,8 @@ class Feed:
         started_s = time.perf_counter()
         slot = self._slots[0] if self._slots else self._read_by_loop()
         self._read_on()
-        self._slow.wait(slot.filled, partial(self._being_read, slot))
+        if slot.filled is not None:
+            self._slow.wait(slot.filled, partial(self._being_read, slot))
         wait_s = time.perf_counter() - started_s
         if slot.error is not None:
             raise slot.error
@@ -314,7 +323,9 @@ class Feed:
         return slot
 
     def _plan_step(self) -> None:
-        self._deferred.append(self._next_slot())
+        slot = self._next_slot()
+        slot.filled = Event()
+        self._deferred.append(slot)
         if not self._defers:
             self._read_on()
 
@@ -324,13 +335,15 @@ class Feed:
 
     def _read_by_loop(self) -> _Slot:
         """The next step, read in the thread that asks for it with as many behind it as threads would read ahead."""
-        took_s = []
+        took_s, self._read_over = [], Event()
         for _ in range(self._least_ahead + self._small_at_once - 1):
             self._read_here = slot = self._next_slot()
             self._own_reader = self._fill(slot, self._own_reader)
             took_s.append(slot.took_s)
             if slot.error is not None or not slot.small:
                 break
+        self._read_here = None
+        self._read_over.set()
         self._slow_in_a_row = self._slow_in_a_row + 1 if sum(took_s) > QUICK_S * len(took_s) else 0
         self._reads_quick = self._slow_in_a_row < SLOW_IN_A_ROW
         return self._slots[0]
@@ -349,7 +362,7 @@ class Feed:
                 return self._work.get(timeout=self._slow.tell_after_s)
             except Empty:
                 if (slot := self._read_here) is not None:
-                    self._slow.wait(slot.filled, partial(self._being_read, slot))
+                    self._slow.wait(self._read_over, lambda slot=slot: self._being_read(self._read_here or slot))
 
     def _fill(self, slot: _Slot, reader: BatchReader | None) -> BatchReader | None:
         """Reads a step by `reader`, which is opened where there is none yet."""
@@ -362,7 +375,8 @@ class Feed:
         except BaseException as error:  # whatever ends a reader must reach the caller, or it would wait for ever
             slot.error = error
         slot.took_s, slot.small = time.perf_counter() - began_s, _is_small(slot.batches)
-        slot.filled.set()
+        if slot.filled is not None:
+            slot.filled.set()
         return reader
 
     def _batches(self, reader: BatchReader, slot: _Slot) -> Iterator[BatchRead]:

@@ -36,7 +36,7 @@ class Reading(Table, frozen=True):
         int,
         says(
             "Steps that are read ahead of the one that trains; where they are small (256 KiB), one more, and "
-            "seven where no code of yours makes them. One rank on a CPU reads small ones itself that take it 0.3 ms.",
+            "seven where no code of yours makes them.",
             ge=1,
             le=1024,
         ),

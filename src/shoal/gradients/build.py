@@ -80,7 +80,9 @@ class UnsummedGradients(OfWholeParameters):
         self._gradients = self._filled()
         if self.own.open:
             self._look()
-        own = None if self._norm is None else self._norm([self._gradients[index] for index in self._counted])
+        all_count = len(self._counted) == len(self._gradients)
+        counted = self._gradients if all_count else [self._gradients[index] for index in self._counted]
+        own = None if self._norm is None else self._norm(counted)
         return global_norm(own, self._replica, device=self._device)
 
     def scale(self, factor: float | Tensor) -> None:

@@ -58,9 +58,12 @@ class JointNorm:
                 self._long.append(index)
             else:
                 self._short.setdefault(tensor.dtype, []).append(index)
+        self._alike = len(like) == max(map(len, self._short.values()), default=0)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         """A float64 scalar on the device of the first."""
+        if self._alike:  # one copy of all of them as they are
+            return two_norm(_flatten_dense_tensors(tensors))
         norms = [two_norm(tensors[index]) for index in self._long]
         norms += [two_norm(_flatten_dense_tensors([tensors[i] for i in alike])) for alike in self._short.values()]
         if self._on_gpu:

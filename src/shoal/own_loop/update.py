@@ -267,10 +267,11 @@ class Player:
                 if parameter.grad is self._placeholders[name]:
                     parameter.grad = None
             self._placed = False
-        with self._script_hooks.aside(), self.gradients.backward(last=last):
+        hooked = self._script_hooks.names
+        with self._script_hooks.aside(hooked), self.gradients.backward(last=last):
             yield
         if last:
-            self.agree()
+            self.agree(hooked)
             return
         for name, parameter in self._trained.items():
             parameter.grad = self._placeholders[name]
@@ -290,8 +291,10 @@ class Player:
         self._remember(min(norm, max_norm))
         return norm
 
-    def agree(self) -> None:
-        """After the last backward of a step: all ranks agree on the gradient, and vote."""
+    def agree(self, hooked: Sequence[str]) -> None:
+        """After the last backward of a step: all ranks agree on the gradient, and vote. `hooked`: the parameters that
+        have hooks of the script.
+        """
         step, used = self._opened(), self.gradients.used
         self._check_whole(step)
         declared = Declaration(
@@ -312,7 +315,7 @@ class Player:
             used = used_anywhere(sorted(self._names), used, group, device)
         self.gradients.expose(used)
         self._changed_by_hooks = []
-        if hooked := self._script_hooks.names:
+        if hooked:
             changed = self._script_hooks.call(hooked, self._context.forward_backward.compute.randomness.alike)
             self._changed_by_hooks = named("had its gradient changed by a hook in the step before", changed)
             if changed or self.gradients.divided:
