@@ -325,6 +325,26 @@ def test_what_has_no_statistics_is_left_to_adamw() -> None:
     assert {one.group["lr"] for one in others if one.parameters[0].ndim != 2} == {LR}
 
 
+def test_a_layer_is_measured_when_it_is_first_used() -> None:
+    """As an expert whose first tokens come between two steps that measure; later with all others."""
+    model, before = Net(), Net()
+    optimizer = connected(model, lr=LR, every=3, damping=DAMPING)
+    whole, state = model.forward, optimizer.state
+    for number in range(1, 5):
+        model.forward = whole if number > 1 else (lambda x: torch.tanh(model.first(x)))
+        before.load_state_dict(model.state_dict())
+        step(model, optimizer, number)
+        assert ("mean_rows" in state[model.second.weight]) is (number > 1)
+        if number == 2:
+            _, a, g = by_samples(before, 2)["second.weight"]
+            assert close(state[model.second.weight]["mean_columns"], a)
+            assert close(state[model.second.weight]["mean_rows"], g)
+        if number == 3:
+            before_all = [state[p]["mean_rows"].clone() for p in (model.first.weight, model.second.weight)]
+    after_all = [state[p]["mean_rows"] for p in (model.first.weight, model.second.weight)]
+    assert not any(torch.equal(*pair) for pair in zip(before_all, after_all, strict=True))
+
+
 def test_a_layer_that_the_forward_goes_round_is_named() -> None:
     """Its gradient has no factors: nothing is made up in their place."""
     model = Net()

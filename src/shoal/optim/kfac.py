@@ -93,8 +93,9 @@ class OwnedKFAC(WholeOptimizer):
         self.weight_sharing: WeightSharing = self.defaults["weight_sharing"]
         self._statistics: LayerStatistics | None = None
         self._factors: dict[str, Factors] = {}
-        self._begun: bool | None = None
-        self._due = False
+        self._measured: set[str] | None = None
+        self._due: set[str] = set()
+        self._all_due = False
         self._equal: Collective = Alone()
         self._sharing: Owners | None = None
 
@@ -113,12 +114,13 @@ class OwnedKFAC(WholeOptimizer):
             self._sharing, self._owners = self._owners, None
 
     def begin(self, step: int) -> None:
-        """Measures in every step after `every` others, and until there is something to invert."""
-        if self._begun is None:
-            self._begun = self._has_factors_anywhere(self._watching.group)
-        self._due = (step - 1) % self.defaults["every"] == 0 or not self._begun
+        """Measures in every step after `every` others; what no step that measured has used, until one does."""
+        if self._measured is None:
+            self._measured = self._with_factors(self._watching.group)
+        layers, self._all_due = set(self._watching.layers), (step - 1) % self.defaults["every"] == 0
+        self._due = layers if self._all_due else layers - self._measured
         if self._due:
-            self._watching.begin()
+            self._watching.begin(self._due)
         else:
             self._watching.stop()
 
@@ -133,6 +135,7 @@ class OwnedKFAC(WholeOptimizer):
     def agree(self, *, scale: float, terms: float) -> None:
         """Sums over ranks what a step has measured, if it has."""
         self._factors = self._watching.agree(scale=scale, terms=terms) if self._due else {}
+        self._measured = (self._measured or set()) | self._factors.keys()
 
     def close(self) -> None:
         """Takes its hooks off the layers."""
@@ -183,28 +186,31 @@ class OwnedKFAC(WholeOptimizer):
             )
         return self._statistics
 
-    def _has_factors_anywhere(self, group: Collective) -> bool:
-        """Whether a rank that holds the same layers has factors: of a checkpoint, an owner alone does."""
-        own = any("kfac_momentum" in state for state in self.state.values())
-        if group.size == 1:
-            return own
-        found = torch.tensor(float(own), device=_device_of(self))
-        group.all_reduce(found, "max").wait()
-        return bool(found > 0)
+    def _with_factors(self, group: Collective) -> set[str]:
+        """The layers of which a rank that holds the same ones has factors: of a checkpoint, an owner alone does."""
+        parameters = {self._names.get(id(p)): p for owned in self.param_groups for p in owned["params"]}
+        own = [any(n.startswith("mean_") for n in self.state.get(parameters.get(n), ())) for n in self._sorted]
+        found = torch.tensor(own, dtype=torch.float32, device=_device_of(self))
+        if group.size > 1:
+            group.all_reduce(found, "max").wait()
+        return {name for name, has in zip(self._sorted, found.tolist(), strict=True) if has}
+
+    @property
+    def _sorted(self) -> list[str]:
+        return sorted(self._watching.layers)
 
     def _follow(self, own: Mapping[str, Whole]) -> None:
         """The factors of this step go into the means, which are decomposed, here or by the owner."""
         factors, self._factors = self._factors, {}
-        if not self._due:
-            return
-        self._due, self._begun = False, True
-        mine = None if self._sharing is None else set(self._sharing.mine)
-        for name, one in own.items():
-            if name in factors:
-                _average(one, factors[name], beta=one.group["factor_beta"])
-                _invert(name, one, really=mine is None or name in mine)
-        if self._sharing is not None:
-            self._sharing.share({name: _found(one.state) for name, one in own.items()})
+        sharing = self._sharing if self._all_due else None  # in other steps ranks of other layers have none to share
+        mine = own.keys() if sharing is None else set(sharing.mine)
+        followed = [name for name in own if name in factors]
+        for name in followed:
+            _average(own[name], factors[name], beta=own[name].group["factor_beta"])
+            _invert(name, own[name], really=name in mine)
+        self._all_due = False
+        if sharing is not None:
+            sharing.share({name: _found(own[name].state) for name in followed})
 
     def _preconditioned(self, name: str, one: Whole) -> Tensor:
         """U."""

@@ -17,7 +17,7 @@ Samples that weigh nothing are no rows. Sums are added up in the backward: a for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -108,7 +108,7 @@ class _Sums:
     rows: Tensor
 
     def tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (self.inputs, self.outputs, self.rows) if tensor is not None]
+        return [tensor for tensor in (self.inputs, self.outputs) if tensor is not None]
 
 
 def drawn_loss(outputs: Any, targets: Any, weights: Tensor, positions: Tensor, *, key: int) -> Tensor:
@@ -194,9 +194,10 @@ class LayerStatistics:
         for hook in self._hooks:
             hook.remove()
 
-    def begin(self) -> None:
-        """From now on backwards are added up."""
-        self._sums, self._seen = {name: self._empty(module) for name, module in self.layers.items()}, []
+    def begin(self, names: Collection[str] | None = None) -> None:
+        """From now on backwards are added up, of the layers with these names; None: of all."""
+        names = self.layers if names is None else names
+        self._sums, self._seen = {name: self._empty(self.layers[name]) for name in sorted(names)}, []
 
     def stop(self) -> None:
         """What was added up is forgotten."""
@@ -227,15 +228,16 @@ class LayerStatistics:
         scale = scale if self.drawn_by is None else 1.0
         sums, self._sums, self._weights = self._sums, None, None
         assert sums is not None, "begin was called"
-        self._sum_over_ranks([tensor for own in sums.values() for tensor in own.tensors()])
+        self._sum_over_ranks([own.rows for own in sums.values()])
+        used = {name: own for name, own in sums.items() if float(own.rows) > 0}
+        self._sum_over_ranks([tensor for own in used.values() for tensor in own.tensors()])
         return {
             name: Factors(
                 None if own.inputs is None else own.inputs.div_(own.rows),
                 None if own.outputs is None else own.outputs.div_(scale**2 * terms),
                 is_conv1d(self.layers[name]),
             )
-            for name, own in sums.items()
-            if float(own.rows) > 0
+            for name, own in used.items()
         }
 
     def _sum_over_ranks(self, tensors: list[Tensor]) -> None:
@@ -257,7 +259,7 @@ class LayerStatistics:
 
     def _forward_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            if self._sums is None or not torch.is_grad_enabled() or not output.requires_grad:
+            if name not in (self._sums or {}) or not torch.is_grad_enabled() or not output.requires_grad:
                 return
             inputs, weights = (args[0] if args else kwargs["input"]).detach(), self._weights
             if self.drawn_by is None:
@@ -269,8 +271,9 @@ class LayerStatistics:
 
     @torch.no_grad()
     def _add(self, name: str, module: nn.Module, inputs: Tensor, gradient: Tensor, weights: Tensor | None) -> None:
-        if self._sums is None:  # another backward than a step's
+        if name not in (self._sums or {}):  # another backward than a step's
             return
+        assert self._sums is not None, "it has the name"
         sums, rows = self._sums[name], _rows(name, module, inputs, gradient, weights)
         if isinstance(module, nn.Embedding):
             assert sums.inputs is not None, "a diagonal is never too long"
