@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from shoal.launcher.failure import Exit, Failure, failure_of, failure_report, root_cause
 
 
@@ -83,3 +85,11 @@ def test_a_kill_from_outside_says_so_and_shows_the_log():
     assert "killed by SIGKILL" in report
     assert "dmesg" in report
     assert report.endswith("last words")
+
+
+def test_a_rank_that_touched_a_lost_page_says_what_that_means():
+    """SIGBUS: no rank can say it itself."""
+    exits = [Exit(0, 100, -signal.SIGBUS, 0)]
+    report = failure_report(root_cause([], exits), exits, stopped={}, log_tails={})
+    assert "killed by SIGBUS" in report
+    assert "parameters on disk" in report

@@ -307,7 +307,13 @@ def exit_code(exits: Iterable[Exit], ends: list[End]) -> int:
 
 MOST_LINES, MOST_SPANS = 64, 6
 """Ranks that get a line each; of more, those of whom the same is said share one, with so many spans of numbers."""
-_SIGKILL_HINT = "the launcher did not send it; where memory runs out the kernel does: see `dmesg`, or use less of it"
+_HINTS: Mapping[int, str] = {
+    signal.SIGKILL: "the launcher did not send it; where memory runs out the kernel does: see `dmesg`, or use less "
+    "of it",
+    signal.SIGBUS: "memory that lies in a file could not be read or written (parameters on disk by memory.offload, a "
+    "mapped data set, /dev/shm): its disk has an error or is full, see `dmesg`; the newest checkpoint is whole",
+}
+"""What a rank that was killed cannot say itself."""
 
 
 def failure_report(
@@ -378,8 +384,8 @@ def _words(end: End, log_tail: str) -> str:
         return end.failure.text
     if end.exit.by_launcher:
         return "it did not end by itself in time, and the launcher ended it"
-    hint = [_SIGKILL_HINT] if end.exit.code == -signal.SIGKILL else []
-    return "\n".join([*hint, *([f"the end of its log:\n{log_tail}"] if log_tail else [])]) or "it left no message"
+    said = (_HINTS.get(-end.exit.code), f"the end of its log:\n{log_tail}" if log_tail else None)
+    return "\n".join(filter(None, said)) or "it left no message"
 
 
 def _line(end: Exit, failed: End | None, cause: End, stopped: Collection[int]) -> str:
