@@ -100,6 +100,20 @@ def test_features_are_taken_out_and_both_models_are_measured(trained: Path) -> N
 
 
 @pytest.mark.slow
+def test_bytes_of_a_rounded_model_are_those_of_its_integers(trained: Path) -> None:
+    """Half a byte a weight of rounded layers, and a scale a row; embeddings and the head are as they were."""
+    command = ["-m", "shoal", "compress", "runs/gpt", "--to", "int4", "run.steps=2", "--json"]
+    done = programs.run(command, cwd=trained)
+    assert done.returncode == 0, done.stderr
+    before, after = (json.loads(done.stdout)[side]["bytes"] for side in ("before", "after"))
+    layers = [each for name, each in weights_of(trained / "runs/gpt").items() if name.startswith("blocks.")]
+    rounded = [each for each in layers if each.ndim == 2]
+    saved = sum(each.numel() * 4 - each.numel() // 2 - each.shape[0] * 4 for each in rounded)
+    assert rounded
+    assert before - after == saved
+
+
+@pytest.mark.slow
 def test_a_compressed_run_is_not_compressed_again(trained: Path) -> None:
     """Its twin is the run that it came from."""
     text = GPT + "[quantisation]\nbits = 8\n"

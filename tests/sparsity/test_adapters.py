@@ -14,9 +14,18 @@ from torch import Tensor, nn
 
 from shoal.checkpoint.inspect import export, weights_of
 from shoal.errors import ConfigError, UserCodeError
-from shoal.models.adapters import adapt, is_adapter, merged
+from shoal.models.adapters import adapt, is_adapter, merged, quantise
 from shoal.models.build import initialise
-from shoal.models.config import AdapterConfig, BitFit, Bottleneck, DoRA, GPTConfig, LoRA, PromptTuning
+from shoal.models.config import (
+    AdapterConfig,
+    BitFit,
+    Bottleneck,
+    DoRA,
+    GPTConfig,
+    LoRA,
+    PromptTuning,
+    QuantisationConfig,
+)
 from shoal.models.gpt import GPT
 from shoal.models.huggingface.build import build, plain
 from shoal.models.huggingface.config import TransformersConfig
@@ -125,6 +134,21 @@ def test_merged_weights_compute_what_the_adapted_model_does(kind: str, tokens: T
     assert torch.allclose(plain(tokens), adapted(tokens), rtol=1e-10)
 
 
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_what_is_tied_has_no_adapter(kind: str, tokens: Tensor) -> None:
+    """A merged weight would be that of BERT's embeddings as well. What is merged computes the same without adapters."""
+    table = TransformersConfig(architecture=BERT["architecture"], config=BERT["config"])
+    model, theirs = build(table).double().eval(), plain(table).double().eval()
+    adapt(model, KINDS[kind])
+    learnt(model)
+    assert "cls.predictions.transform.dense.lora_a" in dict(model.named_parameters())
+    assert "cls.predictions.decoder.lora_a" not in dict(model.named_parameters())
+    theirs.load_state_dict(merged(model.state_dict(), KINDS[kind]))
+    assert torch.allclose(model(tokens).logits, theirs(tokens).logits, rtol=1e-9, atol=1e-12)
+    with pytest.raises(ConfigError, match=r"the weight of cls.predictions.decoder is another module's as well"):
+        adapt(build(table), LoRA(layers=("cls.*",)))
+
+
 def test_a_lora_layer_is_its_equation() -> None:
     layer = nn.Linear(4, 3, dtype=torch.float64)
     x = torch.randn(2, 4, dtype=torch.float64)
@@ -135,6 +159,39 @@ def test_a_lora_layer_is_its_equation() -> None:
             parameter.normal_(generator=torch.Generator().manual_seed(2))
     wanted = x @ (layer.weight + 1.5 * model[0].lora_b @ model[0].lora_a).T + layer.bias
     assert torch.allclose(model(x), wanted)
+
+
+@pytest.mark.parametrize("kind", ["lora", "bottleneck", "rounded"])
+def test_a_layer_that_two_modules_share_is_adapted_in_both(kind: str) -> None:
+    shared = nn.Linear(4, 4)
+    model = nn.ModuleDict({"one": nn.Sequential(shared), "other": nn.Sequential(nn.ReLU(), shared)})
+    change(model, kind)
+    assert model["one"][0] is model["other"][1] is not shared
+
+
+@pytest.mark.parametrize("kind", ["lora", "rounded"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_an_evaluation_of_pytorchs_encoder_computes_with_what_was_changed(kind: str, padded: bool) -> None:
+    """It would compute with the weights of its layers, and not call them."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2)
+    change(model, kind)
+    x, padding = torch.randn(3, 5, 8), torch.arange(5) > torch.tensor([[2], [4], [3]])
+    with torch.no_grad():
+        wanted = model.train()(x, src_key_padding_mask=padding if padded else None)
+        found = model.eval()(x, src_key_padding_mask=padding if padded else None)
+    assert torch.allclose(found[~padding], wanted[~padding], atol=1e-6)
+
+
+def change(model: nn.Module, kind: str) -> None:
+    """Adapters that have learnt something, or weights of two bits."""
+    if kind == "rounded":
+        quantise(model, QuantisationConfig(bits=2))
+        return
+    adapt(model, LoRA(rank=2) if kind == "lora" else Bottleneck(width=2, layers=("*",)))
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            nn.init.normal_(parameter, generator=torch.Generator().manual_seed(1))
 
 
 def test_a_run_begins_with_weights_of_a_model_without_adapters(ranks, tmp_path: Path) -> None:
@@ -208,7 +265,7 @@ def test_every_layout_trains_adapters_as_one_process(ranks, folder: Path, kind: 
 def test_a_foreign_model_gets_adapters_too(ranks, folder: Path) -> None:
     """A user's module, built with its own first values; its adapters are those of its name and seed in every layout."""
     model = {"kind": "python", "build": "tests.sparsity.test_adapters:small_classifier"}
-    data = {"kind": "python", "build": "tests.sparsity.test_training:random_classes"}
+    data = {"kind": "python", "build": "tests.sparsity.test_savings:random_classes"}
     tables = BASE | {"model": model, "data": data, "adapter": {"kind": "lora", "rank": 2}}
     wanted = ranks(1, train, tables, str(folder))[0]
     found = ranks(2, train, tables | LAYOUTS["ZeRO-3"][1], str(folder))[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,25 @@ from shoal.models.huggingface.build import build, plain, without_bars
 from shoal.models.huggingface.config import TransformersConfig
 
 
-def export_folder(source: Path, folder: Path, table: TransformersConfig, *, dtype: str = "saved") -> int:
+def export_folder(
+    source: Path,
+    folder: Path,
+    table: TransformersConfig,
+    *,
+    dtype: str = "saved",
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+) -> int:
     """Writes the weights of the checkpoint `source`, or of a run directory's newest, as a folder for `from_pretrained`.
 
-    `table` is the run's table `[model]`; `dtype` "float32" or "bfloat16", or "saved" as the weights are. Returns the
-    step that they are from. Raises `UsageError` where `folder` exists or the weights are not those of the model.
+    `table` is the run's table `[model]`; `dtype` "float32" or "bfloat16", or "saved" as the weights are; `change` makes
+    others of them, such as those that adapters were merged into. Returns the step that they are from. Raises
+    `UsageError` where `folder` exists or the weights are not those of the model.
     """
     if folder.exists():
         raise UsageError(f"{folder} exists: give another name, or move it away")
     checkpoint = checkpoint_in(source)
     manifest = read_manifest(checkpoint)
-    weights = shown_weights(manifest, run_directory_of(checkpoint))
+    weights = change(shown_weights(manifest, run_directory_of(checkpoint)))
     model = plain(table)
     _fill(model, weights, checkpoint)
     if dtype != "saved":

@@ -153,6 +153,8 @@ def export(
 
     if integers and dtype != "saved":
         raise UsageError(f"--integers with --dtype {dtype}: integers have scales in float32; leave one of the two out")
+    if integers and to == "huggingface":
+        raise UsageError("--integers with --to huggingface, whose classes have no places for scales; leave one out")
     require_checkpoint(source)
     from shoal.checkpoint.inspect import export as write
     from shoal.checkpoint.inspect import in_dtype
@@ -162,7 +164,7 @@ def export(
         if to == "safetensors":
             step = write(source, file, change=lambda weights: in_dtype(made(weights), dtype))
         else:
-            step = _export_folder(source, file, dtype)
+            step = _export_folder(source, file, dtype, made)
     answer(json.dumps({"step": step, "file": str(file)}) if as_json else f"{file}: the weights of step {step}")
 
 
@@ -187,21 +189,29 @@ def _merge(source: Path) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
     return dict if adapter is None else partial(merged, config=adapter)
 
 
-def _export_folder(source: Path, folder: Path, dtype: str) -> int:
+def _export_folder(
+    source: Path, folder: Path, dtype: str, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> int:
     from shoal.checkpoint.commit import checkpoint_in, run_directory_of
     from shoal.checkpoint.huggingface import export_folder
+    from shoal.config.load import read
     from shoal.errors import UsageError
+    from shoal.models.config import ModelConfig
     from shoal.models.huggingface.config import TransformersConfig
     from shoal.runfile.load import load_run
 
-    written = run_directory_of(checkpoint_in(source)) / "run.toml"
-    model = load_run(written).model
+    directory = run_directory_of(checkpoint_in(source))
+    written, shrunk = directory / "run.toml", directory / "model.toml"
+    if shrunk.exists() and not written.exists():
+        written, model = shrunk, msgspec.convert(read(shrunk)["model"], ModelConfig)
+    else:
+        model = load_run(written).model
     if not isinstance(model, TransformersConfig):
         kind = model.variant
         raise UsageError(
             f'{written} trains model.kind = "{kind}", which transformers does not know: leave out --to huggingface'
         )
-    return export_folder(source, folder, model, dtype=dtype)
+    return export_folder(source, folder, model, dtype=dtype, change=change)
 
 
 @app.command("shrink")

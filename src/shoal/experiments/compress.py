@@ -20,8 +20,12 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import msgspec
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from shoal.assembly.shrinking import Smaller, shrink
 from shoal.checkpoint.commit import checkpoint_in, read_manifest
@@ -88,12 +92,11 @@ def compress(source: Path, to: str, directory: Path, overrides: Sequence[str] = 
         smaller = directory.with_name(f"{directory.name}-smaller").resolve()
         if not smaller.exists():
             _once(directory, smaller)
-    bits = after.quantisation.bits if after.quantisation is not None else None
     return Compressed(
         to,
         after.run.steps,
-        _side(run_directory, record["directory"]),
-        _side(directory.resolve(), record["directory"], counted=smaller, bits=bits),
+        _side(run_directory, before, record["directory"]),
+        _side(directory.resolve(), after, record["directory"], counted=smaller),
         None if smaller is None else str(smaller),
     )
 
@@ -158,21 +161,30 @@ def sentences(found: Compressed) -> list[str]:
     return lines
 
 
-def _side(directory: Path, started_in: str, *, counted: Path | None = None, bits: int | None = None) -> Side:
+def _side(directory: Path, run_file: RunFile, started_in: str, *, counted: Path | None = None) -> Side:
     checkpoint = checkpoint_in(counted or directory)
-    weights = weights_of(checkpoint)
+    weights, quantisation = weights_of(checkpoint), run_file.quantisation
+    stored = weights if quantisation is None else _integers(directory, started_in)
     masked = {name.removeprefix(MASK) for name in read_all(read_manifest(checkpoint), checkpoint.parents[1], MASK)}
     kept = {name: int(tensor.count_nonzero()) for name, tensor in weights.items()}
     size = 0
-    for name, tensor in weights.items():
+    for name, tensor in stored.items():
         if name in masked:
             size += kept[name] * tensor.element_size() + -(-tensor.numel() // 8)
-        elif bits is not None and tensor.ndim == 2:
-            size += -(-tensor.numel() * bits // 8) + tensor.shape[0] * tensor.element_size()
+        elif quantisation is not None and tensor.dtype == torch.int8:
+            size += -(-tensor.numel() * quantisation.bits // 8)
         else:
             size += tensor.numel() * tensor.element_size()
     said = _run(["evaluate", str(directory), "run.processes=1", "--json"], started_in)
     return Side(str(directory), json.loads(said), sum(kept.values()), size)
+
+
+def _integers(directory: Path, started_in: str) -> dict[str, Tensor]:
+    """The weights of a run with `[quantisation]` as they are deployed."""
+    with TemporaryDirectory(prefix="shoal-") as folder:
+        file = f"{folder}/integers.safetensors"
+        _run(["checkpoint", "export", str(directory), file, "--integers"], started_in)
+        return load_file(file)
 
 
 def _run(arguments: Sequence[str], started_in: str, *, said_in: Path | None = None) -> str:

@@ -14,6 +14,7 @@ backward, as in section 4.3 of its paper.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Protocol, runtime_checkable
@@ -173,31 +174,57 @@ def adapt(model: nn.Module, config: AdapterConfig) -> None:
         model.take_prompt(config.tokens)
         return
     make = implementation_of(config)
-    for name, layer in chosen_layers(model, config.layers, key="adapter.layers").items():
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, make(layer, config))
+    found = chosen_layers(model, config.layers, key="adapter.layers")
+    _replace(model, {layer: make(layer, config) for layer in found.values()})
+
+
+def _replace(model: nn.Module, by: Mapping[nn.Linear, AdaptedLinear]) -> None:
+    """Puts other modules into the places of some, in all that share them."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if isinstance(module, nn.Linear) and module in by:
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, by[module])
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False
+        if isinstance(module, nn.TransformerEncoderLayer) and {module.linear1, module.linear2} & {*by.values()}:
+            module.activation_relu_or_gelu = 0  # an evaluation would go by the weights, and not call the layers
 
 
 def chosen_layers(model: nn.Module, patterns: tuple[str, ...], *, key: str) -> dict[str, nn.Linear]:
-    """The linear layers of `model` that `patterns` name; of `("*",)` all but output heads.
+    """The linear layers of `model` that `patterns` name; of `("*",)` all but output heads and what is tied: an
+    embedding that has the layer's weight would change with it when it is exported.
 
-    Raises `ConfigError`, which names the `key`, where a pattern matches nothing.
+    Raises `ConfigError`, which names the `key`, where a pattern matches nothing, or names a layer that is tied.
     """
     layers = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    tied = _tied(model)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in layers):
             raise ConfigError(
                 f'{key}: "{pattern}" matches no nn.Linear; this model has {", ".join(list(layers)[:3])}, ...'
             )
     if patterns == ("*",):
-        found = {name: layer for name, layer in layers.items() if not in_head(name)}
+        found = {name: layer for name, layer in layers.items() if not in_head(name) and layer.weight not in tied}
         if not found:
+            turned = any(type(module).__name__ == "Conv1D" for module in model.modules())  # GPT-2 of transformers
+            repair = f"name {next(iter(layers), 'one')} to have it so, or leave the table out"
             raise ConfigError(
-                f"{key}: {type(model).__name__} has no nn.Linear beside its output head; name {next(iter(layers))} to "
-                "have it so, or leave the table out"
+                f"{key}: {type(model).__name__} has no nn.Linear beside its output head; "
+                + ("its layers are Conv1D, which model.lora_rank adapts by peft" if turned else repair)
             )
         return found
-    return {n: layer for n, layer in layers.items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
+    found = {n: layer for n, layer in layers.items() if any(fnmatchcase(n, pattern) for pattern in patterns)}
+    shared = next((name for name, layer in found.items() if layer.weight in tied), None)
+    if shared is not None:
+        raise ConfigError(f"{key}: the weight of {shared} is another module's as well; leave it out, or untie it")
+    return found
+
+
+def _tied(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that several modules of `model` have."""
+    own = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
+    return {parameter for parameter, modules in own.items() if modules > 1}
 
 
 def _unfreeze(model: nn.Module, patterns: Sequence[str]) -> bool:
@@ -293,14 +320,14 @@ def quantise(model: nn.Module, config: QuantisationConfig) -> None:
 
     Raises `ConfigError` where a pattern matches nothing, or the group does not divide a layer.
     """
-    for name, layer in chosen_layers(model, config.layers, key="quantisation.layers").items():
+    found = chosen_layers(model, config.layers, key="quantisation.layers")
+    for name, layer in found.items():
         if config.group is not None and layer.in_features % config.group:
             raise ConfigError(
                 f"quantisation.group = {config.group}: the rows of {name} have {layer.in_features} weights, which it "
                 "does not divide; use another, or leave the layer out of quantisation.layers"
             )
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, QuantisedLinear(layer, config))
+    _replace(model, {layer: QuantisedLinear(layer, config) for layer in found.values()})
 
 
 def deployed(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
