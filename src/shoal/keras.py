@@ -53,27 +53,71 @@ def all_reduce_gradients(gradients: Sequence[Any], group: Group | None = None, *
     return [None if gradient is None else next(reduced) for gradient in gradients]
 
 
-def DistributedOptimizer(optimizer: Any, group: Group | None = None) -> Any:
-    """`optimizer`, of Keras, which averages gradients over all ranks before it applies them; of its class, under whose
-    name it is saved.
+Average: Reduction = "avg"
+Sum: Reduction = "sum"
+
+
+class Compression:
+    """What gradients of 32 bits become on the wire."""
+
+    none: str | None = None
+    fp16: str | None = "float16"
+    bf16: str | None = "bfloat16"
+
+
+_PIECES = ("name", "device_dense", "device_sparse", "sparse_as_dense", "num_groups", "groups")
+"""Of Horovod's arguments: where gradients are summed, and in which pieces; their means are the same."""
+
+
+def DistributedOptimizer(
+    optimizer: Any, name: str | None = None, *, group: Group | None = None, op: Reduction = Average,
+    compression: str | None = Compression.none, backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False, **pieces: Any,
+) -> Any:  # fmt: skip
+    """`optimizer`, of Keras, which averages (`op`) gradients over all ranks before it applies them; of its class, under
+    whose name it is saved. `name` and `pieces` are Horovod's, and change nothing here.
+
+    `backward_passes_per_step`: Keras adds up that many means of batches, and divides by their number. Raises
+    `UsageError` for a sum of them (`average_aggregated_gradients` false), and for other arguments.
     """
-    return _averaging(type(optimizer), group).from_config(optimizer.get_config())
+    if unknown := [each for each in pieces if each not in _PIECES]:
+        raise UsageError(f"DistributedOptimizer knows no {', '.join(unknown)}: leave it out")
+    settings = optimizer.get_config()
+    if backward_passes_per_step > 1:
+        if not average_aggregated_gradients:
+            raise UsageError(
+                f"Keras averages the gradients of {backward_passes_per_step} passes: give "
+                "average_aggregated_gradients=True, and multiply the learning rate where a sum is meant"
+            )
+        settings["gradient_accumulation_steps"] = backward_passes_per_step
+    return _averaging(type(optimizer), group, op, compression).from_config(settings)
 
 
-def load_model(filepath: Any, group: Group | None = None, **named: Any) -> Any:
+def load_model(
+    filepath: Any, *, group: Group | None = None, op: Reduction = Average, compression: str | None = Compression.none,
+    **named: Any,
+) -> Any:  # fmt: skip
     """A saved Keras model, whose optimizer goes on where it was, averaging gradients over all ranks; a model without
     one (`compile=False`) as it is. `named` goes to `keras.models.load_model`.
     """
     model = _keras().models.load_model(filepath, **named)
     if getattr(model, "optimizer", None) is None:
         return model
-    model.optimizer.__class__ = _averaging(type(model.optimizer), group)
+    model.optimizer.__class__ = _averaging(type(model.optimizer), group, op, compression)
     return model
 
 
-def _averaging(base: Any, group: Group | None) -> Any:
+def _averaging(base: Any, group: Group | None, op: Reduction, compression: str | None) -> Any:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        return base.apply(self, all_reduce_gradients(list(grads), group), trainable_variables)
+        return base.apply(self, reduced(list(grads)), trainable_variables)
+
+    def reduced(gradients: list[Any]) -> list[Any]:
+        if compression is None:
+            return all_reduce_gradients(gradients, group, op=op)
+        cast = _keras().ops.cast
+        short = [None if each is None else cast(each, compression) for each in gradients]
+        found = all_reduce_gradients(short, group, op=op)
+        return [None if each is None else cast(each, like.dtype) for each, like in zip(found, gradients, strict=True)]
 
     return type(base.__name__, (base,), {"apply": apply, "__module__": base.__module__})
 

@@ -82,3 +82,56 @@ def test_a_keras_model_fits_as_in_one_process(backend: str) -> None:
     # Horovod's warm-up: its last batch has the whole rate, which stays.
     assert first[9] == pytest.approx([0.0625, 0.075, 0.0875, 0.1, 0.1, 0.1])
     assert first[10].startswith("momentum_correction=True cannot be had")
+
+
+ARGUMENTS = """
+os.environ["KERAS_BACKEND"] = "jax"
+import keras
+import shoal.keras as hvd
+hvd.world = lambda: group
+
+def weights(optimizer, x, y, batch):
+    keras.utils.set_random_seed(1)
+    model = keras.Sequential([keras.layers.Input((6,)), keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+    model.compile(optimizer=optimizer, loss="mse")
+    model.fit(x, y, batch_size=batch, epochs=2, shuffle=False, verbose=0)
+    return np.concatenate([each.ravel() for each in model.get_weights()]).tolist()
+
+draw = np.random.default_rng(0)
+x, y = draw.standard_normal((32, 6)).astype("float32"), draw.standard_normal((32, 1)).astype("float32")
+share = slice(group.rank * 16, (group.rank + 1) * 16)
+sgd = keras.optimizers.SGD
+mean, total = weights(sgd(0.1), x, y, 32), weights(sgd(0.2), x, y, 32)
+
+def ours(batch=16, **named):
+    return weights(hvd.DistributedOptimizer(sgd(0.1), **named), x[share], y[share], batch)
+
+pairs = {
+    "pieces": (ours(name="mine", device_dense="", sparse_as_dense=True, num_groups=2), mean),
+    "sum": (ours(op=hvd.Sum), total),
+    "passes": (ours(8, backward_passes_per_step=2, average_aggregated_gradients=True), mean),
+    "short": (ours(compression=hvd.Compression.fp16), mean),
+}
+refused = []
+for named in ({"backward_passes_per_step": 2}, {"colour": 1}):
+    try:
+        hvd.DistributedOptimizer(sgd(0.1), **named)
+    except hvd.UsageError as error:
+        refused.append(str(error))
+result = [pairs, refused]
+"""
+
+
+@pytest.mark.stress
+def test_horovods_arguments_do_what_they_say() -> None:
+    for package in ("keras", "jax"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    first, second = run_codes([PRELUDE + ARGUMENTS + EPILOGUE] * 2)
+    assert first == second
+    (pairs, refused), close = first, {"short": 1e-3}
+    for name, (ours, wanted) in pairs.items():
+        assert np.allclose(ours, wanted, atol=close.get(name, CLOSE)), name
+        assert (name == "short") == (not np.allclose(ours, wanted, atol=1e-6))
+    assert refused[0].startswith("Keras averages the gradients of 2 passes")
+    assert refused[1] == "DistributedOptimizer knows no colour: leave it out"
