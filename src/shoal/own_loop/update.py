@@ -77,7 +77,7 @@ class Update(NamedTuple):
 class OpenStep:
     """One step while the loop is at it, with so many `optimizers`: which microbatch, and what its samples weigh."""
 
-    def __init__(self, work: Work, batches: Sequence[Batch], *, scale: float, optimizers: int = 1) -> None:
+    def __init__(self, work: Work, batches: Sequence[Batch], *, scale: float, optimizers: int) -> None:
         self.work, self.batches = work, batches
         self._scale, self._index, self._optimizers = scale, -1, optimizers
         self.updates, self.begun, self._committed = 0, False, True
