@@ -211,6 +211,14 @@ def test_mistakes_are_a_sentence(change: tuple[str, str], sentence: str, tmp_pat
     assert "Traceback" not in said
 
 
+def test_a_sum_that_is_taken_for_a_mean_is_warned_of(tmp_path: Path) -> None:
+    """Once, in the first step, where a microbatch is not the whole batch."""
+    (tmp_path / "mine.py").write_text(LOOP.replace("(model(x), y)", "(model(x), y, reduction='sum')"))
+    assert run_script(tmp_path / "mine.py", tmp_path, "batch.micro_samples=4", world=1) == [0]
+    said = (tmp_path / "rank-0.txt").read_text()
+    assert said.count("the loss looks like a sum over the samples of a microbatch") == 1
+
+
 def test_gradients_of_a_step_are_gone_before_the_next_ones_come(tmp_path: Path) -> None:
     """As in a plain loop: else there would be two of each in memory."""
     run_of(tmp_path, FREED, world=1)

@@ -66,6 +66,47 @@ for real, z in run.batches():
 run.export("weights.safetensors")
 run.close()
 """
+EVALUATED = """
+import json
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+import shoal
+
+torch.manual_seed(0)
+inputs, targets = torch.randn(36, 6).double(), torch.randint(0, 3, (36,))
+model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(inputs[:24], targets[:24]), batch_size=8)
+held_out = inputs[24:], targets[24:]
+LOOP
+"""
+PLAIN_LOOP = """
+for epoch in range(3):
+    for x, y in loader:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+    model.eval()
+    found.append(F.cross_entropy(model(held_out[0]), held_out[1]).item())
+    model.train()
+"""
+OWN_LOOP = """
+run = shoal.start({"model": {"batch_norm": "synchronised"}}, model=model, optimizer=optimizer, data=loader, epochs=3)
+for epoch, batches in run.epochs():
+    for x, y in batches:
+        run.backward(F.cross_entropy(model(x), y))
+        run.clip_grad_norm_(0.05)
+        optimizer.step()
+    model.eval()
+    with torch.no_grad(), run.full_parameters():
+        run.log({"loss/own": F.cross_entropy(model(held_out[0]), held_out[1])})
+    model.train()
+run.close()
+"""
 GROUPED = '{"batch_norm": "grouped", "group_samples": 4}'
 SYNCHRONISED = '{"batch_norm": "synchronised"}'
 
@@ -131,6 +172,19 @@ def test_batch_norms_of_a_gan(tmp_path: Path, norms: str) -> None:
     assert {name for name in wanted if "running_mean" in name} == {"0.1.running_mean", "1.3.running_mean"}
     for name, weight in weights.items():
         assert weight.double().norm().item() == pytest.approx(wanted[name].double().norm().item(), rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [(), ("layout.shard=2", "memory.zero=3")], ids=["replicated", "ZeRO-3"])
+def test_a_test_behind_an_epoch_sees_the_weights_and_the_statistics_of_its_last_step(
+    layout: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Each epoch's loss on held-out samples, with clipped gradients, is that of plain PyTorch."""
+    found: list[float] = []
+    exec(EVALUATED.replace("LOOP", PLAIN_LOOP), {"found": found})
+    ran(tmp_path / "own", EVALUATED.replace("LOOP", OWN_LOOP), *layout, world=2)
+    events = read_events(tmp_path / "own/runs/mine", 0)
+    assert [value for e in events if (value := e.get("loss/own")) is not None] == pytest.approx(found, rel=1e-12)
 
 
 @pytest.mark.slow

@@ -273,6 +273,7 @@ class StatisticsSync:
         self._modules = [module for module in model.modules() if isinstance(module, StepStatistics)]
         self._group = group
         self._totals: tuple[Tensor, ...] | None = None
+        self._kept = False
 
     def sum(self) -> None:
         """After a step's last forward: adds up what the ranks have gathered. The statistics stay as they are."""
@@ -285,9 +286,17 @@ class StatisticsSync:
             self._group.all_reduce(flat).wait()
         self._totals = flat.split([own.numel() for own in sums])
 
+    def keep(self) -> None:
+        """Before the end of a step that is committed: its sums go into the running statistics, which evaluations read.
+        What forwards gather from here on is dropped.
+        """
+        if self._modules:
+            self.finish(committed=True)
+            self._kept = True
+
     def finish(self, *, committed: bool) -> None:
         """After a step: its sums go into the running statistics, or are dropped where the step was skipped."""
-        if committed:
+        if committed and not self._kept:
             if self._totals is None:
                 self.sum()
             for module, total in zip(self._modules, self._totals or (), strict=True):
@@ -295,7 +304,7 @@ class StatisticsSync:
         else:
             for module in self._modules:
                 module.discard_sums()
-        self._totals = None
+        self._totals, self._kept = None, False
 
 
 # The exchange of `SynchronisedBatchNorm` between ranks: rows of statistics, with gradients of any order.

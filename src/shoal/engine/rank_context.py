@@ -72,6 +72,10 @@ class RankContext:
         self._statistics.sum()
         self._guard.compare(moving_anywhere=tally.buffers_move)
 
+    def keep_statistics(self) -> None:
+        """Behind an update, before a script goes on: running statistics are those of its step. `finish` follows."""
+        self._statistics.keep()
+
     def finish(self, tally: Tally, *, committed: bool) -> None:
         """Keeps what the forward changed beside the parameters, or takes it back."""
         self._statistics.finish(committed=committed)

@@ -205,7 +205,7 @@ class OwnSteps:
         """The step, open until the next is asked for; then its result is known."""
         batches = self._alike(work.batches)
         self.pending = pending
-        self.open = OpenStep(work, batches, scale=self._run.step.scale)
+        self.open = OpenStep(work, batches, scale=self._run.step.scale, optimizers=len(self._players))
         for player in self._players:
             player.begin(self.open)
         yield self.open

@@ -57,6 +57,10 @@ ROUNDING = 1e-6
 """Relative: two sums of the same float32 squares, in two orders."""
 
 
+CLIP_EPS = 1e-6
+"""What `torch.nn.utils.clip_grad_norm_` adds to the norm that it divides by."""
+
+
 class Update(NamedTuple):
     """What an update did: the loss over the global batch, the 2-norm of its gradient, and whether both were finite. One
     that was not has changed nothing, and is false.
@@ -71,12 +75,12 @@ class Update(NamedTuple):
 
 
 class OpenStep:
-    """One step while the loop is at it: which microbatch, and what its samples weigh."""
+    """One step while the loop is at it, with so many `optimizers`: which microbatch, and what its samples weigh."""
 
-    def __init__(self, work: Work, batches: Sequence[Batch], *, scale: float) -> None:
+    def __init__(self, work: Work, batches: Sequence[Batch], *, scale: float, optimizers: int) -> None:
         self.work, self.batches = work, batches
-        self._scale, self._index = scale, -1
-        self.updates, self.begun = 0, False
+        self._scale, self._index, self._optimizers = scale, -1, optimizers
+        self.updates, self.begun, self._committed = 0, False, True
         """How many optimizers have made their update in this step; whether a microbatch was given."""
         self._microbatch: Microbatch | None = None
 
@@ -97,6 +101,11 @@ class OpenStep:
     def factor(self, kind: LossKind = "mean") -> float:
         """What a loss of weight 1 is multiplied by before the backward, as far as it is known."""
         return self._scale / self.work.tally.wait().denominator if kind == "mean" else self._scale
+
+    def updated(self, *, committed: bool) -> bool:
+        """An optimizer has made its update: whether it was the last, and all of them are `committed`."""
+        self.updates, self._committed = self.updates + 1, self._committed and committed
+        return self._committed and self.updates == self._optimizers
 
     def enter(self, index: int, microbatch: Microbatch) -> None:
         self._index, self._microbatch, self.begun = index, microbatch, True
@@ -286,9 +295,10 @@ class Player:
         self.gradients.accept()
         found = float(self.gradients.norm())  # anew: what is written through .data or NumPy shows nowhere else
         norm = self._norm if math.isclose(found, self._norm, rel_tol=ROUNDING) else found
-        if norm > max_norm:
-            _scale(self._owned, max_norm / norm)
-        self._remember(min(norm, max_norm))
+        factor = max_norm / (norm + CLIP_EPS)
+        if factor < 1.0:
+            _scale(self._owned, factor)
+        self._remember(norm * min(factor, 1.0))
         return norm
 
     def agree(self, hooked: Sequence[str]) -> None:
@@ -374,7 +384,8 @@ class Player:
         if self._agreed is not None:
             self.outcome = self.policy.conclude(self._context, self._agreed)
             self._outcomes += 1
-            self._opened().updates += 1
+            if self._opened().updated(committed=self.outcome.committed):
+                self._context.keep_statistics()
 
     def _remember(self, norm: float) -> None:
         """The gradient as it is now, and its 2-norm; on one rank that alone, as there is no other to do alike."""
