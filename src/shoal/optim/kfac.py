@@ -188,8 +188,8 @@ class OwnedKFAC(WholeOptimizer):
 
     def _with_factors(self, group: Collective) -> set[str]:
         """The layers of which a rank that holds the same ones has factors: of a checkpoint, an owner alone does."""
-        parameters = {self._names.get(id(p)): p for owned in self.param_groups for p in owned["params"]}
-        own = [any(n.startswith("mean_") for n in self.state.get(parameters.get(n), ())) for n in self._sorted]
+        kept = {self._names.get(id(p)) for p, state in self.state.items() if any(n.startswith("mean_") for n in state)}
+        own = [name in kept for name in self._sorted]
         found = torch.tensor(own, dtype=torch.float32, device=_device_of(self))
         if group.size > 1:
             group.all_reduce(found, "max").wait()
