@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from typing import Any, get_args
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shoal.comm.algorithms import execute
 from shoal.comm.collective import GroupCollective
 from shoal.comm.config import Algorithm, WireConfig
 from shoal.comm.mesh import Mesh, build_mesh
@@ -78,6 +80,45 @@ def test_what_is_left_to_gloo_is_counted_as_gloo_s(ranks) -> None:
     """One shot sends everything to everybody; products, and dtypes without a table, go around Gloo's ring."""
     ring = [bytes_sent("all_reduce", size, size=3, backend="gloo") for size in (12_000, 3000)]
     assert ranks(3, counted) == [[24_000, *ring]] * 3
+
+
+SLOW_S = 0.2
+
+
+def raced(place, slow: str) -> tuple[list[str], list[int], bool]:
+    """What makes sums of 8 KiB and of 1 MiB of an "auto" group where tables or Gloo are slow; the bytes of each."""
+
+    def slowed(call: Any) -> Any:
+        def waited(*given: Any, **named: Any) -> Any:
+            time.sleep(SLOW_S)
+            return call(*given, **named)
+
+        return waited
+
+    with pytest.MonkeyPatch.context() as patch:
+        if slow == "tables":
+            patch.setattr(execute, "all_reduce", slowed(execute.all_reduce))
+        else:
+            patch.setattr(GroupCollective, "all_reduce", slowed(GroupCollective.all_reduce))
+        mesh = mesh_by(place, "auto", False)
+    world: Any = mesh.world
+    sums = [torch.full((numel,), place.rank + 1.0) for numel in (2 << 10, 1 << 18)]
+    sent = []
+    for tensor in sums:
+        world.all_reduce(tensor).wait()
+        sent.append(mesh.ledger.take()["all_reduce"].bytes_sent)
+    names = [world.group.inner.name_for(tensor.nbytes) for tensor in sums]
+    return names, sent, all(bool((tensor == 6.0).all()) for tensor in sums)
+
+
+@pytest.mark.parametrize("slow", ["tables", "Gloo"])
+def test_sums_are_left_to_gloo_where_tables_save_nothing(ranks, slow: str) -> None:
+    """Both are timed when the group opens; what is Gloo's own is counted as Gloo's."""
+    for names, sent, right in ranks(3, raced, slow):
+        assert right
+        assert {name == "Gloo's own ring" for name in names} == {slow == "tables"}
+        if slow == "tables":
+            assert sent == [bytes_sent("all_reduce", size, size=3, backend="gloo") for size in (8 << 10, 1 << 20)]
 
 
 def dropped(place, algorithm: Algorithm, check: bool) -> bool:

@@ -220,9 +220,9 @@ def disagreement(place: Any, case: str) -> str:
 @pytest.mark.parametrize(
     ("case", "named"),
     [
-        ("places", "at byte 0 of shared allocation 1, rank 1 of the group all_reduce of 559972 bytes at byte 32 of"),
-        ("memories", "at byte 0 of shared allocation 1, rank 1 of the group all_reduce of 560004 bytes at byte 0 of"),
-        ("plain", "at byte 0 of shared allocation 1, rank 1 of the group all_reduce of 560004 bytes: all ranks must"),
+        ("places", "1 of the group all_reduce of 559972 bytes (sum of float32) at byte 32 of shared allocation 1: all"),
+        ("memories", "of the group all_reduce of 560004 bytes (sum of float32) at byte 0 of shared allocation 2: all"),
+        ("plain", "of shared allocation 1, rank 1 of the group all_reduce of 560004 bytes (sum of float32): all"),
         ("sizes", "rank 1 of the group has not allocated the memory of this call, or another size"),
     ],
 )
