@@ -179,11 +179,7 @@ def measured(net: Network, name: str, steps: int) -> dict[str, Any]:
 
 
 def run(net: Network | None, code: str, *given: object, phases: int) -> Any:
-<<<<<<< HEAD
-    """What rank 0 of two prints, as JSON. `code` is given a folder, then `given`; `net` has a rate for each phase."""
-=======
     """What rank 0 of two prints, as JSON. `code` is given a folder, then `given`; each phase has its rate on `net`."""
->>>>>>> wire
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", code, folder, *map(str, given)]
         ranks = [
