@@ -399,7 +399,8 @@ def test_a_loop_that_hangs_in_its_data_is_told_of(monkeypatch: pytest.MonkeyPatc
     with feed(source, slow=SlowReads(tell, tell_after_s=0.02)) as fed:
         fed.in_backwards(small_at_once=2, quick_by_loop=True)
         read_by_loop(fed, source)
-        fed.next(), fed.next()
+        fed.next()
+        fed.next()
         del told[:]
         source.go.clear()
         ids = ids_of(fed.next().microbatches)
@@ -414,7 +415,8 @@ def test_a_sample_that_fails_the_loop_stops_it_at_its_own_step(monkeypatch: pyte
         fed.in_backwards(small_at_once=2, quick_by_loop=True)
         position = 4 * (read_by_loop(fed, source) + 2) + 1
         source.faulty = int(Order(400, seed=7).ids(np.array([position]))[0])
-        fed.next(), fed.next()
+        fed.next()
+        fed.next()
         for _ in range(2):
             with pytest.raises(UserCodeError, match=f"Sample {source.faulty} at position {position}.*user's own"):
                 fed.next()

@@ -96,7 +96,7 @@ class SequentialForwardBackward:
         for index, batch in enumerate(microbatches):
             last = index == len(microbatches) - 1
             loss_sum = self._forward(self.compute.prepared(batch), factor)
-            own = loss_sum.detach().double()
+            own = loss_sum.detach().to(torch.float64, copy=True)
             total = own if total is None else total + own
             scale = factor()
             if last:
