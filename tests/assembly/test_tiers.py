@@ -27,6 +27,7 @@ from shoal.engine.recovery import resume
 from shoal.launcher.environment import Place
 from shoal.models.build import build, parameter_count
 from shoal.models.config import GPTConfig
+from shoal.planning.mixtures import AS_IT_IS, Prices
 from shoal.runfile.rules import refusal
 from shoal.state import parts_of
 from tests.assembly.journey import Leg, travel
@@ -118,6 +119,19 @@ def test_state_of_four_times_the_device_trains_to_the_same_bits(ranks, folder: P
         assert found["memory/to_host_bytes"] == pytest.approx(4 * parameters / world + inputs * 24 / 23, rel=0.02)
         if home == "disk":
             assert found["memory/disk_read_bytes"] == pytest.approx(8 * parameters / world, rel=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("homes", [(), ("full",), ("host",), ("activations",), ("full", "activations", "parameters")])
+def test_the_peak_of_a_step_is_the_predicted_one(ranks, folder: Path, homes: tuple[str, ...]) -> None:
+    """Within 5 %, whether a backward's first moment, its last or the update holds the most."""
+    offload = {key: value for home in homes for key, value in HOMES.get(home, {}).get("offload", {}).items()}
+    again = {"recompute": "full"} if "full" in homes else {}
+    given = tables("one process", ROOMY | again | {"offload": {**offload, **PART}})
+    (_, found), *_ = ranks(1, trained, given, str(folder), 3)
+    price = Prices(run_file_of(folder, **given, run={"processes": 1})).of(AS_IT_IS)
+    assert price is not None
+    assert price.size_bytes == pytest.approx(found["memory/device_peak_bytes"], rel=0.05)
 
 
 def model_parameters(tables: dict[str, Any], folder: Path) -> int:

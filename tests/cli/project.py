@@ -260,7 +260,7 @@ def project(folder: Path) -> Project:
     return Project(folder)
 
 
-def ranks_of(launcher: Program | subprocess.Popen[str]) -> list[int]:
+def ranks_of(launcher: Program | subprocess.Popen[str] | subprocess.Popen[bytes]) -> list[int]:
     """The pids of a launcher's children, in the order in which they were started."""
     listed = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(launcher.pid)], capture_output=True, text=True, check=False

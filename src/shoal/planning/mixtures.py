@@ -15,8 +15,8 @@ microbatch, parameters come twice and gradients leave once, at the rate at which
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -26,6 +26,8 @@ import msgspec
 
 from shoal import units
 from shoal.codec.config import NoCodec
+from shoal.codec.stated import Matrices
+from shoal.cost.footprint import Footprint
 from shoal.errors import ShoalError
 from shoal.memory.config import BudgetChange, OffloadConfig
 from shoal.optim.config import in_8_bits
@@ -48,8 +50,8 @@ ELEMENT_WISE = ("adamw", "sgd")
 """Optimizers whose update of a number needs nothing of another, beside those that say so (`Elementwise`)."""
 MOST_HALVINGS = 5
 """Of a microbatch; each size of it is traced."""
-HELD_BLOCKS = 2
-"""Whose activations are on the device where they live on the host, and whose parameters."""
+HELD_BLOCKS, HELD_GRADIENTS = 2, 3
+"""Whose activations are on the device where they live on the host, and whose parameters; and whose gradients."""
 PASSES = 4
 """What leaves and comes back is read and written on either way."""
 
@@ -284,23 +286,54 @@ class Prices:
         plan = written_plan(on_device, predictor.cluster)
         one = predictor.predict(plan)
         fullest = max(one.footprints, key=tensor_bytes)
-        size, moved = tensor_bytes(fullest), 0.0
-        held = min(1.0, HELD_BLOCKS / self._blocks)
-        if plan.world_size == plan.microbatches == 1 and offload.parameters == "device":
-            # Gradients come as activations go, and there are none yet at the peak.
-            size = max(size - fullest.gradients, fullest.weights + fullest.gradients + fullest.optimizer)
+        moved = 0.0
         if offload.activations == "host":
-            size -= (1 - held) * fullest.activations
             moved += PASSES * plan.microbatches * fullest.activations
         if offload.parameters != "device":
-            kept = fullest.weights + fullest.gradients
-            size -= (1 - held) * kept + fullest.optimizer
-            moved += PASSES * kept * (plan.microbatches + 0.5) / 2
-        return Price(size, one.step_s + moved / predictor.machine.prices(plan.world_size).memory_bytes_s)
+            moved += PASSES * (fullest.weights + fullest.gradients) * (plan.microbatches + 0.5) / 2
+        step_s = one.step_s + moved / predictor.machine.prices(plan.world_size).memory_bytes_s
+        if offload.optimizer != "device":
+            state, matrices = predictor.stack.state, predictor.stage(plan).matrices
+            larger = _larger_parts(matrices, number_bytes=state.weight, part_bytes=offload.part_bytes)
+            most = max(fullest.optimizer, fullest.gradients / state.gradient * state.optimizer)
+            fullest = replace(fullest, optimizer=min(most, larger * fullest.optimizer))
+        return Price(self._peak(fullest, offload, first=plan.world_size == plan.microbatches == 1), step_s)
+
+    def _peak(self, one: Footprint, offload: OffloadConfig, *, first: bool) -> float:
+        """The larger of two moments: of a backward, and of the update. `first`: no gradients are there when the
+        backward begins; each block's come when what it kept goes, so that the last backward may hold more than the
+        first.
+        """
+        from shoal.planning.answer import tensor_bytes
+
+        held, last = min(1.0, HELD_BLOCKS / self._blocks), 1 - 1 / self._blocks
+        kept = one.activations * (held if offload.activations == "host" else 1.0)
+        weights, gradients, update = one.weights, one.gradients, one.weights + one.gradients + one.optimizer
+        other = tensor_bytes(one) - update - one.activations
+        if offload.optimizer == "device":
+            other += one.optimizer  # elsewhere, parts of it come for the update
+        if offload.parameters != "device":
+            weights, gradients = held * weights, min(1.0, HELD_GRADIENTS / self._blocks) * gradients
+            update = 0.0  # which is the host's
+        if first:
+            goes = kept if offload.activations == "device" else 0.0
+            gradients = max(0.0, min(gradients, last * one.gradients) - last * goes)
+        return max(other + weights + gradients + kept, update)
 
     @cached_property
     def _blocks(self) -> int:
         return max(1, math.ceil(self._predictor.workload.model.layers))
+
+
+def _larger_parts(matrices: Iterable[Matrices], *, number_bytes: float, part_bytes: int) -> float:
+    """How many times as large as they should be the parts of the state are, as one parameter may be larger than a part:
+    the mean of as many as are on the device at a time.
+    """
+    from shoal.planning.stack import PARTS
+
+    sizes = [one.rows * one.columns for one in matrices for _ in range(min(PARTS, max(1, int(one.copies))))]
+    largest = sorted((max(1.0, size * number_bytes / part_bytes) for size in sizes), reverse=True)[:PARTS]
+    return sum(largest) / len(largest) if largest else 1.0
 
 
 def _on_device(run_file: RunFile) -> RunFile:
