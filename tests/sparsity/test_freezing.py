@@ -181,7 +181,9 @@ EASILY = {"every": 2, "below": 0.9, "patience": 1, "window": 3}
 def test_a_training_freezes_and_thaws_alike_in_every_layout_and_through_a_restart(
     ranks, tmp_path: Path, criterion: str
 ) -> None:
-    """A convolutional net learns digits. What is frozen when it stops goes on so, here and in another layout."""
+    """A convolutional net learns digits. What is frozen when it stops goes on so, here in every bit, and in another
+    layout until it thaws: moments that begin anew amplify the order of sums.
+    """
     layouts = ["replicate", "ZeRO-1", "ZeRO-2" if criterion == "activations" else "ZeRO-3"]
     tables = DIGITS | {"freeze": {"progress": {"criterion": criterion, **EASILY}}}
 
@@ -193,7 +195,7 @@ def test_a_training_freezes_and_thaws_alike_in_every_layout_and_through_a_restar
     assert decisions[0] == 0 < decisions[44], "frozen at the end of the high rate"
     assert decisions[45] == 0, "trained again after the first step of the low one"
     for layout in layouts[1:]:
-        assert all(found == decisions for found, _ in run(layout, "whole", 0, 60)), layout
+        assert [found[:46] for found, _ in run(layout, "whole", 0, 60)] == [decisions[:46]] * 2, layout
     stop = 2 + decisions.index(max(decisions))
     half = run(layouts[0], "halves", 0, stop)[0][0]
     rest, state = run(layouts[0], "halves", stop, 60)[0]
@@ -201,7 +203,7 @@ def test_a_training_freezes_and_thaws_alike_in_every_layout_and_through_a_restar
     assert all(torch.equal(state[name], tensor) for name, tensor in whole.items())
     abroad = run(layouts[0], "abroad", 0, stop)
     (tmp_path / f"abroad {layouts[0]}").rename(tmp_path / f"abroad {layouts[-1]}")
-    assert abroad[0][0] + run(layouts[-1], "abroad", stop, 60)[0][0] == decisions
+    assert abroad[0][0] + run(layouts[-1], "abroad", stop, 46)[0][0] == decisions[:46]
 
 
 def decided(
