@@ -4,6 +4,7 @@ steps       a step of a GPT with its first half frozen, and one with LoRA, besid
 attention   attention of 4,096 tokens under a window of 128, and BigBird's, beside causal attention, in turn
 digits      recipes/digits.toml at a tenth of its weights, by every kind, from several seeds; and a lottery ticket
 gpt         a GPT on the standard library's source at a tenth of its weights, and under a window
+freezing    both, with blocks that are frozen when they have settled, by the defaults of every criterion
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ OTHER_WEIGHTS = "its mask, other weights"
 LONG, WINDOW = "1,024 bytes", "1,024 bytes, window 128"
 SMALL_GPT = {"model.layers": 3, "model.width": 96, "model.feed_forward_width": 288, "optimizer.lr": 3e-3}
 """0.4 million weights beside their embedding: a training takes half a minute."""
-PARTS = ("steps", "attention", "digits", "gpt")
+DEEP_GPT = {"model.layers": 6}
+"""Enough blocks that freezing some of them shows."""
+PARTS = ("steps", "attention", "digits", "gpt", "freezing")
 
 
 def sparsity(
@@ -92,6 +95,7 @@ def sparsity(
             "attention": lambda: compare_attention(turns),
             "digits": lambda: compare_digits(trainings, seeds),
             "gpt": lambda: compare_gpt(trainings, seeds, steps),
+            "freezing": lambda: compare_freezing(trainings, seeds, steps),
         }
         print_report("sparsity", merged(measures[part]() for part in parts or PARTS), as_json=as_json)
 
@@ -249,14 +253,68 @@ def compare_gpt(trainings: Trainings, seeds: int, steps: int) -> Result:
     found: dict[str, list[float]] = {}
     for seed in range(seeds):
         for kind, keys in runs.items():
-            given = {"run.seed": seed, "run.steps": steps, "observe.evaluate_samples": 64, "observe.sample_bytes": 0}
-            given |= SMALL_GPT | {"observe.evaluate_every_steps": steps}
-            folder = trainings.directory("stdlib-gpt", given | keys)
+            folder = trainings.directory("stdlib-gpt", _gpt_keys(seed, steps) | keys)
             found.setdefault(kind, []).append(last_of(folder, "loss/eval"))
     share = statistics.fmean(found[WINDOW]) / statistics.fmean(found[LONG])
     return {
         "rows": _over_seeds("gpt", "loss_eval", found),
         "checks": [check("loss, window 128 of 1,024", share, MOST_WINDOW_LOSS, at_most=True)],
+    }
+
+
+def _gpt_keys(seed: int, steps: int) -> dict[str, Any]:
+    given = {"run.seed": seed, "run.steps": steps, "observe.evaluate_samples": 64, "observe.sample_bytes": 0}
+    return given | SMALL_GPT | {"observe.evaluate_every_steps": steps}
+
+
+def compare_freezing(trainings: Trainings, seeds: int, steps: int) -> Result:
+    """What each criterion of `freeze.progress` leaves out by its defaults, and what that costs."""
+    recipes = {
+        "digits": (lambda seed: {"run.seed": seed}, "accuracy/eval"),
+        "stdlib-gpt": (lambda seed: _gpt_keys(seed, steps) | DEEP_GPT, "loss/eval"),
+    }
+    rows: list[Row] = []
+    for recipe, (keys, figure) in recipes.items():
+        for criterion in ("none", "movement", "gradient", "activations"):
+            own = {} if criterion == "none" else {"freeze.progress.criterion": criterion}
+            folders = [trainings.directory(recipe, keys(seed) | own) for seed in range(seeds)]
+            rows.append({"recipe": recipe, "criterion": criterion, **_spread(figure, folders), **_left_out(folders)})
+    return {"rows": rows, "checks": []}
+
+
+def _spread(figure: str, folders: Sequence[Path]) -> Row:
+    """The last of a figure of some runs: its mean, the least and the most."""
+    values = [last_of(folder, figure) for folder in folders]
+    return {
+        figure: round(statistics.fmean(values), 4),
+        "least": round(min(values), 4),
+        "most": round(max(values), 4),
+    }
+
+
+def _left_out(folders: Sequence[Path]) -> Row:
+    """The share of all updates of parameters that runs left out, the first step that did, the last, and the median time
+    of a step with the most that was ever frozen beside that of one with nothing frozen."""
+    shares, first, last, times = [], [], [], []
+    for folder in folders:
+        events = read_events(folder)
+        steps, share = series(events, "freeze/share")
+        frozen = [step for step, each in zip(steps, share, strict=True) if each]
+        shares.append(statistics.fmean(share) if share else 0.0)
+        if not frozen:
+            continue
+        took = dict(zip(*series(events, "time/step"), strict=True))
+        most = [took[step] for step, each in zip(steps, share, strict=True) if each == max(share)]
+        none = [took[step] for step, each in zip(steps, share, strict=True) if not each]
+        first.append(frozen[0])
+        last.append(frozen[-1])
+        times.append(statistics.median(most) / statistics.median(none))
+    return {
+        "updates_left_out": round(statistics.fmean(shares), 3),
+        "frozen_in": len(first),
+        "first_step": min(first, default=None),
+        "last_step": max(last, default=None),
+        "step_of_most_frozen": round(statistics.fmean(times), 3) if times else None,
     }
 
 

@@ -11,6 +11,7 @@ import torch
 from shoal.assembly.objects import UserObjects, model_of
 from shoal.assembly.shrinking import sentence, shrink
 from shoal.checkpoint.inspect import weights_of
+from shoal.cli.checkpoint import export
 from shoal.config.load import dumps, read
 from shoal.errors import ConfigError, UsageError
 from shoal.sparsity.masks import UnitGroup, expert_groups, kept_units, shrunk, unit_groups, unit_mask, unit_scores
@@ -122,6 +123,12 @@ def test_a_smaller_model_computes_what_the_masked_one_does(ranks, tmp_path: Path
     large, small = weights_of(tmp_path / "run"), weights_of(tmp_path / "smaller")
     assert sum(t.numel() for t in small.values()) < sum(t.numel() for t in large.values())
     assert torch.allclose(logits(tmp_path, model, large), logits(tmp_path, written, small), rtol=1e-12)
+    if model["kind"] == "transformers":
+        export(tmp_path / "smaller", tmp_path / "exported", to="huggingface")
+        theirs = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(
+            tmp_path / "exported", dtype=torch.float64
+        )
+        assert torch.allclose(logits(tmp_path, written, theirs.state_dict()), logits(tmp_path, written, small))
     with pytest.raises(UsageError, match="give a new folder"):
         shrink(tmp_path / "run", tmp_path / "smaller")
 

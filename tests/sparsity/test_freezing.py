@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+from contextlib import closing
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from shoal.assembly.sparse import left_out_in
 from shoal.comm.collective import Alone
-from shoal.errors import ConfigError, UserCodeError
+from shoal.engine.recovery import resume
+from shoal.errors import ConfigError
 from shoal.memory.tracker import measured_activation_bytes
-from shoal.models.build import initialise
 from shoal.models.config import GPTConfig
 from shoal.models.gpt import GPT
 from shoal.sparsity.config import FreezeByProgress, FreezeConfig, FreezeLater
 from shoal.sparsity.freezing import Freezing, blocks_of, freeze, frozen_by_schedule, matches
 from shoal.sparsity.masks import Masks
-from shoal.sparsity.plasticity import Activations, Plasticity, similarity_loss
 from shoal.state import Owned, Region
 from shoal.topology.holding import Box, Holding, Placement
-from tests.assembly.journey import Leg, travel
-from tests.sync.steps import ADAM, Trained, gap, train
+from tests.assembly.journey import Leg, save, travel, whole_state
+from tests.ranks import TestPlace
+from tests.sync.steps import ADAM, Trained, gap, opened, train
 from tests.verification.layouts import corpus, verified
 
 SMALL = {"kind": "gpt", "vocabulary": 61, "layers": 4, "width": 16, "heads": 2, "feed_forward_width": 24}
@@ -45,7 +45,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 BY_GRADIENT = {"freeze": {"progress": {"criterion": "gradient", "every": 2, "below": 0.6, "patience": 1}}}
 BY_ACTIVATIONS = {
-    "freeze": {"progress": {"criterion": "activations", "every": 1, "below": 0.9, "patience": 1, "window": 2}}
+    "freeze": {"progress": {"criterion": "activations", "every": 1, "below": 0.9, "patience": 1, "window": 3}}
 }
 FROZEN = {"half": HALF, "window": WINDOW, "progress": PROGRESS, "gradient": BY_GRADIENT, "activations": BY_ACTIVATIONS}
 
@@ -164,137 +164,65 @@ def test_progress_freezes_blocks_from_the_front(alone: dict[str, Trained], kind:
     assert "head.weight" in states
 
 
-def test_a_block_freezes_when_it_and_those_before_it_have_settled() -> None:
-    progress = Plasticity(FreezeByProgress(below=0.5, patience=2, most=0.75, thaw=10.0), blocks=4)
-    observed = [
-        ([1.0, 1.0, 1.0, 1.0], 0),
-        ([0.4, 0.4, 1.0, 1.0], 0),  # settled once
-        ([0.6, 0.4, 1.0, 1.0], 0),  # the first has moved again; the second waits for it
-        ([0.4, 0.4, 1.0, 1.0], 0),
-        ([0.4, 0.4, 1.0, 1.0], 2),
-        ([0.0, 0.0, 0.1, 0.1], 2),
-        ([0.0, 0.0, 0.1, 0.1], 3),  # at most three quarters
-        ([0.0, 0.0, 0.0, 0.1], 3),
-    ]
-    for plasticity, frozen in observed:
-        progress.observe(plasticity, lr=1.0)
-        assert progress.frozen == frozen
-    progress.observe([0.0] * 4, lr=0.2)
-    assert progress.frozen == 3
-    progress.observe([0.0] * 4, lr=0.1)
-    assert progress.frozen == 0, "the learning rate has fallen by ten"
-    other = Plasticity(progress.config, blocks=4)
-    other.load(progress.to_state())
-    assert other == progress
+DIGITS = {
+    "model": {"kind": "convnet", "channels": 1, "classes": 10, "width": 8},
+    "data": {"kind": "digits"},
+    "batch": {"global_samples": 32},
+    "schedule": {"kind": "step", "milestones": [45]},
+    "precision": {"kind": "float64"},
+}
+"""A training of 60 steps, whose rate falls by ten after step 45."""
+EASILY = {"every": 2, "below": 0.9, "patience": 1, "window": 3}
+"""So that blocks of a training that has hardly begun count as settled."""
 
 
-def test_blocks_freeze_when_their_gradients_change_least() -> None:
-    """Those at the front of which the change is in the lower half, as AutoFreeze's algorithm 1 has it."""
-    progress = Plasticity(FreezeByProgress(criterion="gradient", patience=1, most=0.75), blocks=4)
-    observed = [
-        ([4.0, 4.0, 4.0, 4.0], 0),  # there is nothing before
-        ([3.0, 3.9, 3.9, 2.0], 0),  # the second and third change least; the first has moved
-        ([2.9, 3.8, 3.0, 1.0], 2),  # changes of 3 %, 3 %, 23 %, 50 %
-        ([0.0, 0.0, 2.0, 0.9], 2),  # 33 % and 10 %
-        ([0.0, 0.0, 1.9, 0.5], 3),
-    ]
-    for norms, frozen in observed:
-        progress.observe(norms, lr=1.0)
-        assert progress.frozen == frozen
-    other = Plasticity(progress.config, blocks=4)
-    other.load(progress.to_state())
-    assert other == progress
-    progress.observe([1.0] * 4, lr=0.1)
-    assert progress.frozen == 0
+@pytest.mark.slow
+@pytest.mark.parametrize("criterion", ["activations", "movement", "gradient"])
+def test_a_training_freezes_and_thaws_alike_in_every_layout_and_through_a_restart(
+    ranks, tmp_path: Path, criterion: str
+) -> None:
+    """A convolutional net learns digits. What is frozen when it stops goes on so, here in every bit, and in another
+    layout until it thaws: moments that begin anew amplify the order of sums.
+    """
+    layouts = ["replicate", "ZeRO-1", "ZeRO-2" if criterion == "activations" else "ZeRO-3"]
+    tables = DIGITS | {"freeze": {"progress": {"criterion": criterion, **EASILY}}}
+
+    def run(layout: str, name: str, first: int, last: int) -> list[tuple[list[int], dict[str, Tensor]]]:
+        world, own = LAYOUTS[layout]
+        return ranks(world, decided, tables | own, str(tmp_path), f"{name} {layout}", first, last)
+
+    decisions, whole = run(layouts[0], "whole", 0, 60)[0]
+    assert decisions[0] == 0 < decisions[44], "frozen at the end of the high rate"
+    assert decisions[45] == 0, "trained again after the first step of the low one"
+    for layout in layouts[1:]:
+        assert [found[:46] for found, _ in run(layout, "whole", 0, 60)] == [decisions[:46]] * 2, layout
+    stop = 2 + decisions.index(max(decisions))
+    half = run(layouts[0], "halves", 0, stop)[0][0]
+    rest, state = run(layouts[0], "halves", stop, 60)[0]
+    assert half + rest == decisions
+    assert all(torch.equal(state[name], tensor) for name, tensor in whole.items())
+    abroad = run(layouts[0], "abroad", 0, stop)
+    (tmp_path / f"abroad {layouts[0]}").rename(tmp_path / f"abroad {layouts[-1]}")
+    assert abroad[0][0] + run(layouts[-1], "abroad", stop, 46)[0][0] == decisions[:46]
 
 
-def test_blocks_freeze_when_the_slope_of_their_distance_is_small() -> None:
-    """Beside numpy's moving average and least squares: the second block goes on changing, the others level off."""
-    config = FreezeByProgress(criterion="activations", window=3, below=0.2, patience=2, most=0.75)
-    progress, seen = Plasticity(config, blocks=3), []
-    largest, settled, frozen = np.zeros(3), np.zeros(3, int), 0
-    for step in range(14):
-        seen.append([0.5**step, 1 - 0.05 * step if step < 9 else 0.6, 0.4**step])
-        progress.observe(seen[-1], lr=1.0)
-        if len(seen) >= 5:
-            means = [np.convolve(each, np.ones(3) / 3, "valid") for each in np.array(seen[-5:]).T]
-            slopes = np.abs([np.polyfit(range(3), each, 1)[0] for each in means])
-            largest = np.maximum(largest, slopes)
-            settled = np.where(slopes < 0.2 * largest, settled + 1, 0)
-            while frozen < 2 and settled[frozen] >= 2:
-                frozen += 1
-        assert progress.frozen == frozen, f"at comparison {step}"
-    assert frozen == 2
-    other = Plasticity(config, blocks=3)
-    other.load(progress.to_state())
-    assert other == progress
-    progress.observe(seen[-1], lr=0.1)
-    assert progress.frozen == 0
-    assert progress.recent == []
-
-
-def test_a_loss_of_similarities_is_that_of_the_paper() -> None:
-    """Pair by pair. Outputs that are turned or grow by a factor are as similar to each other as they were."""
-    one, other = torch.randn(2, 5, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    total = 0.0
-    for a in range(5):
-        rows = [torch.tensor([float((x[a] * x[b]).sum()) for b in range(5)]) for x in (one, other)]
-        total += float((rows[0] / rows[0].norm() - rows[1] / rows[1].norm()).square().sum())
-    assert float(similarity_loss(one, other)) == pytest.approx(total / 25, rel=1e-5)
-    turn = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64))[0]
-    assert float(similarity_loss(one, 3 * (one.flatten(1) @ turn))) < 1e-20
-
-
-def test_activations_are_compared_with_a_reference_of_8_bits() -> None:
-    """As a copy of the model, whose weights are rounded by hand, gives them; a reference goes through a checkpoint."""
-    model = GPT(GPTConfig(vocabulary=61, layers=3, width=16, heads=2)).double()
-    initialise(model, seed=1, device="cpu", dtype=torch.float64)
-    parameters, names = dict(model.named_parameters()), [f"blocks.{number}" for number in range(3)]
-    activations = Activations(model, parameters, names, Alone())
-    activations.renew()
-    copy = deepcopy(model).eval()
-    for parameter in copy.parameters():
-        if parameter.ndim > 1:
-            scale = parameter.data.abs().amax(1, keepdim=True) / 127
-            parameter.data = (parameter.data / scale).round() * scale
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.01)
-    tokens = torch.randint(0, 61, (4, 8), generator=torch.Generator().manual_seed(0))
-
-    def blocks(of: nn.Module) -> list[Tensor]:
-        given: list[Any] = []
-        for name in names:
-            of.get_submodule(name).register_forward_hook(lambda _, args, out: given.append(out))
-        with torch.no_grad():
-            of(tokens)
-        return given
-
-    saved = {name: cast(Tensor, held).clone() for name, held in activations.tensors().items()}
-    other = Activations(model, parameters, names, Alone())
-    for name, target in other.targets({name: held.dtype for name, held in saved.items()}).items():
-        cast(Tensor, target).copy_(saved[name])
-    assert sum(held.nbytes for held in saved.values()) < 0.3 * sum(p.nbytes for p in parameters.values())
-    found = []
-    for each in (activations, other):
-        each.look(now=True)
-        model.train()
-        model(tokens)
-        found.append(each.losses())
-        assert model.training
-    wanted = [float(similarity_loss(*pair)) for pair in zip(blocks(model.eval()), blocks(copy), strict=True)]
-    assert found[0] == found[1] == pytest.approx(wanted, rel=1e-9)
-    assert min(wanted) > 0
-
-
-def test_activations_of_one_sample_are_refused() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    activations = Activations(model, dict(model.named_parameters()), ["0", "1"], Alone())
-    activations.renew()
-    activations.look(now=True)
-    model(torch.zeros(1, 2))
-    with pytest.raises(UserCodeError, match=r"block 0 of Sequential gives \[1, 2\], and at least two samples"):
-        activations.losses()
+def decided(
+    place: TestPlace, tables: dict[str, Any], folder: str, name: str, first: int, last: int
+) -> tuple[list[int], dict[str, Tensor]]:
+    """How many parameters are frozen after steps `first` + 1 .. `last`, and the whole state then, which is saved."""
+    run, found = opened(place, tables, folder, Path(folder) / name, steps=60), []
+    if first:
+        resume(run.state, Path(folder) / name, announce=run.process.announce, warn=print)
+    (freezing,) = left_out_in(run.state)
+    assert isinstance(freezing, Freezing)
+    with closing(run.feed()) as feed:
+        for step in range(first + 1, last + 1):
+            fed = feed.next()
+            run.state.progress.advance(fed.interval)
+            run.step(step, fed.microbatches, lr=4e-3 if step <= 45 else 4e-4)
+            found.append(len(freezing.frozen(step + 1)))
+    save(run, Path(folder) / name, place)
+    return found, whole_state(run)
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
@@ -344,53 +272,6 @@ def test_a_loss_scale_is_not_in_what_a_run_sums(ranks, folder: Path, tables: dic
     assert small
     for name, tensor in small.items():
         assert torch.allclose(large[name], tensor, rtol=0.1, atol=0.02 * float(tensor.abs().max())), name
-
-
-class Masked(nn.Module):
-    """A block with the mask of a causal attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.mask = nn.Buffer(torch.full((4, 4), -torch.inf).triu(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear((x @ x.transpose(1, 2) + self.mask).softmax(-1) @ x)
-
-
-def test_a_mask_of_infinities_is_whole_in_the_reference() -> None:
-    model = nn.Sequential(Masked(), Masked())
-    activations = Activations(model, dict(model.named_parameters()), ["0", "1"], Alone())
-    activations.renew()
-    activations.look(True)
-    model(torch.randn(5, 4, 8))
-    assert all(0 <= loss < 1e-3 for loss in activations.losses())
-    with pytest.raises(UserCodeError, match="without a call of Sequential itself"):
-        activations.losses()
-
-
-@pytest.mark.parametrize("criterion", ["movement", "gradient", "activations"])
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_what_is_not_finite_has_not_settled(criterion: Any, number: float) -> None:
-    """Nor gets into the state; the block before it is frozen, as without it, and it is said once."""
-    config = FreezeByProgress(criterion=criterion, window=2, patience=1, below=0.7, most=0.9)
-    progress = Plasticity(config, blocks=3)
-    for measured in (1.0, 9.0, 1.0, 1.0, 1.0, 1.0, 1.0):
-        progress.observe([measured, number, 2 * measured], lr=1.0)
-        assert all(torch.tensor(each).isfinite().all() for each in list(progress.to_state().values())[1:])
-    assert progress.frozen == 1
-    assert len(progress.lines) == 1
-    assert f'criterion = "{criterion}": what is measured of block 1 is not finite' in progress.lines[0]
-
-
-def test_another_criterion_measures_anew() -> None:
-    """What is frozen stays frozen."""
-    before = Plasticity(FreezeByProgress(criterion="movement"), 3, 1, 0.5, [9.0] * 3, [2, 1, 1], [1.0] * 3, [[1.0] * 3])
-    after = Plasticity(FreezeByProgress(criterion="gradient"), blocks=3)
-    after.load(before.to_state())
-    assert after == Plasticity(after.config, 3, 1, 0.5)
-    assert len(after.lines) == 1
-    assert 'criterion was "movement" before and is "gradient" now' in after.lines[0]
 
 
 def test_a_pattern_names_parameters_or_modules() -> None:

@@ -8,8 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from shoal.assembly.objects import UserObjects, model_of
+from shoal.checkpoint.inspect import weights_of
+from shoal.cli.checkpoint import export
+from shoal.config.load import dumps
+from tests.assembly.training_ranks import trained as taken
 from tests.sync.steps import ADAM, SGD, gap, train
-from tests.verification.layouts import corpus
+from tests.verification.layouts import corpus, run_file_of
 
 LLAMA: dict[str, Any] = {
     "kind": "transformers",
@@ -32,6 +37,27 @@ TABLES: dict[str, dict[str, Any]] = {
     "rounded": {"quantisation": {"bits": 8}},
 }  # fmt: skip
 LAYOUTS = {"ZeRO-3": {"shard": 2}, "tensor": {"tensor": 2}, "pipeline": {"pipeline": 2}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_are_in_the_weights_that_transformers_loads(ranks, tmp_path: Path, kind: str) -> None:
+    """What the adapted model computes, its class computes without adapters."""
+    corpus(tmp_path)
+    adapter = TABLES["lora"]["adapter"] | {"kind": kind}
+    tables = ADAM | SGD | {"model": LLAMA, "adapter": adapter}
+    ranks(1, taken, tables, str(tmp_path), 4)
+    run_file = run_file_of(tmp_path, **tables)
+    (tmp_path / "run" / "run.toml").write_text(dumps(run_file))
+    export(tmp_path / "run", tmp_path / "exported", to="huggingface")
+    theirs = pytest.importorskip("transformers").AutoModelForCausalLM.from_pretrained(
+        tmp_path / "exported", dtype=torch.float64
+    )
+    ours = model_of(run_file, UserObjects(), device=torch.device("cpu"), dtype=torch.float64)
+    ours.load_state_dict(weights_of(tmp_path / "run"), strict=False)
+    tokens = torch.randint(0, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    assert torch.allclose(ours.eval()(tokens).logits, theirs(tokens).logits, rtol=1e-9, atol=1e-12)
+    assert float(weights_of(tmp_path / "run")["model.layers.0.self_attn.q_proj.lora_b"].abs().max()) > 0
 
 
 @pytest.mark.stress

@@ -113,8 +113,8 @@ def build_freezing(
     replica: Collective,
 ) -> Freezing:
     """What freezes layers for a part of the run. `replica`: see `build_sparse`."""
-    config, split = run_file.freeze, parts.split
-    assert config is not None, "there is a table [freeze]"
+    assert run_file.freeze is not None, "there is a table [freeze]"
+    config, split = run_file.freeze.resolved(run_file.run.steps), parts.split
     peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
     parameters = {trained.holding.name: trained.parameter for trained in trained_in(parts)}
     names = [name for name in split.shapes if name not in split.frozen]

@@ -270,9 +270,18 @@ class Measures(Protocol):
 
 @runtime_checkable
 class Tells(Protocol):
-    """A section that now and then has something to say."""
+    """A section that now and then has something to say that somebody should act on."""
 
     def take_lines(self) -> list[str]:
+        """Sentences, each once."""
+        ...
+
+
+@runtime_checkable
+class Notes(Protocol):
+    """A section that says what it does."""
+
+    def take_notes(self) -> list[str]:
         """Sentences, each once."""
         ...
 
@@ -368,8 +377,12 @@ class TrainState:
         measuring = [each for each in (*self.others, self.growth) if isinstance(each, Measures)]
         return {name: value for section in measuring for name, value in section.figures().items()}
 
+    def take_notes(self) -> list[str]:
+        """What sections say that they do."""
+        return [line for section in self.others if isinstance(section, Notes) for line in section.take_notes()]
+
     def take_lines(self) -> list[str]:
-        """What sections have to say."""
+        """What sections have to say that somebody should act on."""
         return [line for section in self.others if isinstance(section, Tells) for line in section.take_lines()]
 
     @property

@@ -96,7 +96,15 @@ def _freeze_rule(run_file: RunFile) -> str | None:
     if found is not None:
         return f"{key} with {found[0]}: {found[1]}; use freeze.layers, or leave one of the two out"
     found = next(_against_references(run_file), None)
-    return found and f'freeze.progress.criterion = "activations" with {found[0]}: {found[1]}; use "movement"'
+    if found is not None:
+        return f'freeze.progress.criterion = "activations" with {found[0]}: {found[1]}; use "movement"'
+    progress, steps = run_file.freeze.progress, run_file.run.steps
+    if progress is None or progress.first(steps) <= steps:
+        return None
+    return (
+        f"[freeze.progress]: nothing can be frozen before step {progress.first(steps)}, and run.steps = {steps}: lower "
+        "freeze.progress.every, patience or window"
+    )
 
 
 def _against_references(run_file: RunFile) -> Iterator[tuple[str, str]]:

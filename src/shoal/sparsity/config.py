@@ -304,19 +304,23 @@ class FreezeByProgress(Table, frozen=True, kw_only=True):
             "model of 8 bits that is `every` steps old (Egeria, arXiv:2201.06227)."
         ),
     ] = "movement"
-    every: Annotated[int, says("Every so many steps blocks are compared with what they were.", ge=1)] = 100
+    every: Annotated[
+        Positive | None,
+        says(
+            "Every so many steps blocks are compared with what they were; default: as many as let nothing be frozen "
+            "in the first third of `run.steps`, at most 100."
+        ),
+    ] = None
     below: Annotated[
         Annotated[float, says("", gt=0, lt=1)] | None,
         says(
             "movement: a block has settled when it moves less, for its size and the learning rate, than this share of "
             "the most that it ever did; default 0.2. gradient: when its norm changes less than that of all but this "
             "share of the trained blocks; default 0.5. activations: when the slope of that distance is less than this "
-            "share of the largest that it ever had; default 0.2."
+            "share of the largest that it ever had, or than its standard error; default 0.2."
         ),
     ] = None
-    window: Annotated[
-        int, says("activations: comparisons that a distance is averaged over, and its slope fitted to.", ge=2)
-    ] = 5
+    window: Annotated[int, says("activations: the last comparisons, to whose distances a line is fitted.", ge=3)] = 8
     patience: Annotated[int, says("Comparisons in a row after which a settled block is frozen.", ge=1)] = 3
     most: Annotated[float, says("Share of the blocks that may be frozen.", gt=0, lt=1)] = 0.75
     thaw: Annotated[
@@ -327,6 +331,19 @@ class FreezeByProgress(Table, frozen=True, kw_only=True):
     def share(self) -> float:
         """`below`, the default resolved."""
         return self.below or (0.5 if self.criterion == "gradient" else 0.2)
+
+    def interval(self, steps: int) -> int:
+        """`every`, the default resolved, of a run of `steps`."""
+        return self.every or min(100, max(1, steps // (3 * self._intervals)))
+
+    def first(self, steps: int) -> int:
+        """The step after which a block can be frozen at the earliest."""
+        return self._intervals * self.interval(steps)
+
+    @property
+    def _intervals(self) -> int:
+        """Those before the first block can be frozen."""
+        return self.patience + {"movement": 2, "gradient": 1, "activations": self.window}[self.criterion]
 
 
 class FreezeConfig(Table, frozen=True, kw_only=True):
@@ -356,6 +373,13 @@ class FreezeConfig(Table, frozen=True, kw_only=True):
             raise ValueError("nothing is frozen: give layers, later or progress, or leave the table out")
         if self.cache is not None and self.changes:
             raise ValueError("cache with later or progress, which change what is frozen: leave one of the two out")
+
+    def resolved(self, steps: int) -> FreezeConfig:
+        """With the interval of comparisons that a run of `steps` has."""
+        if self.progress is None:
+            return self
+        progress = msgspec.structs.replace(self.progress, every=self.progress.interval(steps))
+        return msgspec.structs.replace(self, progress=progress)
 
     @property
     def changes(self) -> bool:

@@ -97,10 +97,10 @@ def block_names(names: Iterable[str]) -> list[str]:
 class Freezing:
     """Layers that are frozen for a part of a run, on one rank.
 
-    `parameters` are this rank's trained parameters by their names in the unsplit model, `owned` the parts that
-    `optimizer` steps, `names` all trained parameters of the unsplit model; the ranks of `replica` make up one model.
-    `masks` are what the wire reads, `rate` the learning rate of a step, `activations` what blocks are compared by
-    (None: by weights or gradients).
+    `config` says how often blocks are compared, `parameters` are this rank's trained ones by their names in the unsplit
+    model, `owned` the parts that `optimizer` steps, `names` all trained parameters of the unsplit model; the ranks of
+    `replica` make up one model. `masks` are what the wire reads, `rate` the learning rate of a step, `activations` what
+    blocks are compared by (None: by weights or gradients).
     """
 
     name = "freeze"
@@ -124,6 +124,8 @@ class Freezing:
         self._blocks = blocks_of(names)
         self._block_of = {name: number for number, block in enumerate(self._blocks) for name in block}
         self._progress = None if config.progress is None else Plasticity(config.progress, len(self._blocks))
+        self._every = 0 if config.progress is None else config.progress.every or 0
+        self._notes: list[str] = []
         self._references: dict[int, Tensor] = {}
         """Weights at the last comparison, or sums of the gradients since then."""
         self._by_gradient = config.progress is not None and config.progress.criterion == "gradient"
@@ -167,7 +169,7 @@ class Freezing:
                 total.add_(own.gradient, alpha=1 / scale)
         if self._activations is not None and self._progress is not None and self._compares(step):
             if self._activations.has_reference:  # weights are whole here, and not yet gathered after an update
-                self._progress.observe(self._activations.losses(), self._rate(step))
+                self._observe(self._progress, step, self._activations.losses())
             self._activations.renew()
 
     @torch.no_grad()
@@ -177,11 +179,11 @@ class Freezing:
         if progress is None or self._activations is not None or not self._compares(step):
             return
         if self._by_gradient:
-            progress.observe(self._norms(self._squares_of_gradient)[0].tolist(), self._rate(step))
+            self._observe(progress, step, self._norms(lambda own: self._references[id(own)]).tolist())
             self._references = {}
             return
-        if step > progress.config.every:  # there is something to compare with, on all ranks
-            progress.observe(self._plasticity(step, progress.config.every), self._rate(step))
+        if step > self._every:  # there is something to compare with, on all ranks
+            self._observe(progress, step, self._plasticity(step))
         self._references = {id(own): own.parameter.detach().clone() for own in self._owned}
 
     def skipped(self) -> bool:
@@ -190,29 +192,30 @@ class Freezing:
 
     def _compares(self, step: int) -> bool:
         """Whether blocks are compared with what they were after `step`."""
-        return self._progress is not None and step % self._progress.config.every == 0
+        return self._progress is not None and step % self._every == 0
 
-    def _plasticity(self, step: int, every: int) -> list[float]:
+    def _observe(self, progress: Plasticity, step: int, measured: Sequence[float]) -> None:
+        before = progress.frozen
+        progress.observe(measured, self._rate(step))
+        if progress.frozen != before:
+            front = f"the first {progress.frozen} of {len(self._blocks)} blocks are frozen"
+            thawed = "every block is trained again, for the learning rate has fallen"
+            self._notes.append(f"freeze.progress: after step {step} {front if progress.frozen else thawed}")
+
+    def _plasticity(self, step: int) -> list[float]:
         """That of every block, the same on all ranks."""
-        moved, size = self._norms(self._squares_moved)
-        return (moved / (size * self._rate(step) * every).clamp(min=1e-300)).tolist()
+        moved = self._norms(lambda own: own.parameter.double() - self._references[id(own)].double())
+        size = self._norms(lambda own: self._references[id(own)])
+        return (moved / (size * self._rate(step) * self._every).clamp(min=1e-300)).tolist()
 
-    def _norms(self, squares: Callable[[Owned], list[Tensor]]) -> tuple[Tensor, ...]:
-        """The roots of the sums of some `squares` over every block, the same on all ranks."""
-        sums = torch.zeros(len(self._blocks), 2, dtype=torch.float64, device=self._device)
+    def _norms(self, of: Callable[[Owned], Tensor]) -> Tensor:
+        """The 2-norm of every block of what `of` gives of its parts, `[blocks]`, the same on all ranks."""
+        squares = torch.zeros(len(self._blocks), dtype=torch.float64, device=self._device)
         for own in self._owned:
             if own.name in self._block_of and id(own) in self._references and is_counted(own):
-                sums[self._block_of[own.name]] += torch.stack(squares(own))
-        self._replica.all_reduce(sums).wait()
-        return sums.sqrt().unbind(1)
-
-    def _squares_moved(self, own: Owned) -> list[Tensor]:
-        reference = self._references[id(own)].double()
-        return [(own.parameter.double() - reference).square().sum(), reference.square().sum()]
-
-    def _squares_of_gradient(self, own: Owned) -> list[Tensor]:
-        square = self._references[id(own)].double().square().sum()
-        return [square, square]
+                squares[self._block_of[own.name]] += of(own).double().square().sum()
+        self._replica.all_reduce(squares).wait()
+        return squares.sqrt()
 
     @property
     def _device(self) -> torch.device:
@@ -230,6 +233,11 @@ class Freezing:
             return []
         lines, self._progress.lines = self._progress.lines, []
         return lines
+
+    def take_notes(self) -> list[str]:
+        """Which blocks progress has frozen since it was asked last, or trains again."""
+        notes, self._notes = self._notes, []
+        return notes
 
     def tensors(self) -> dict[str, Held]:
         """The references."""

@@ -189,7 +189,7 @@ def shrunk(
 # Masks are decided once, by an owner for each layer, from the scores of all ranks, and broadcast as bits.
 #
 #     every rank    scores of the weights that it counts, zero elsewhere     --sum-->        owner: the whole layer's
-#     owner         mask of the whole layer, by the plain functions of `patterns`
+#     owner         mask of the whole layer, by the plain functions of `changes`
 #     owner         a bit a weight                                           --broadcast-->  every rank
 #
 # So all ranks hold the same bits, whatever their devices make of near-ties, and no layout has a rule of its own. It

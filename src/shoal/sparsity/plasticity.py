@@ -10,8 +10,9 @@ activations   A are a block's outputs for some samples, a row each, A_ref those 
               is some steps old and has weights of 8 bits. How far the similarities of samples are apart is (Egeria,
               arXiv:2201.06227; the loss is that of arXiv:1907.09682, equations 1 to 4)
                   p = |G - G_ref|^2 / samples^2,     G: the rows of A A^T, each divided by its norm
-              p is averaged over some comparisons, and a line is fitted to as many of these averages by least squares.
-              Settled: its slope is below a share of the largest that it ever had.
+              A line is fitted to p of the last comparisons by least squares. Settled: its slope is not above a share
+              of the largest that it ever had, or not above its own standard error: each comparison has other samples,
+              by which p of a block that has settled goes on to differ. Egeria has the first alone, of averages.
 
 Blocks are frozen from the front, each when those before it are, because only then its backward is saved; they thaw when
 the learning rate has fallen.
@@ -39,6 +40,8 @@ from shoal.models.config import QuantisationConfig
 from shoal.sparsity.config import FreezeByProgress
 from shoal.state import Held
 
+ROUNDING = 1e-9
+"""Of learning rates, relative: 0.1 x 0.1 x 10 is more than 0.1."""
 NOT_FINITE = -1.0
 """In place of what was measured of a block, which is never negative."""
 
@@ -72,7 +75,7 @@ class Plasticity:
 
     def observe(self, measured: Sequence[float], lr: float) -> None:
         """What the criterion measures of every block, at a comparison; frozen ones are passed by."""
-        if self.frozen and lr * self.config.thaw <= self.lr:
+        if self.frozen and lr * self.config.thaw <= self.lr * (1 + ROUNDING):
             self.frozen, self.settled, self.before, self.recent = 0, [0] * self.blocks, [], []
             return
         measured = [each if math.isfinite(each) else NOT_FINITE for each in measured]
@@ -114,18 +117,17 @@ class Plasticity:
 
     def _settled_by_activations(self, losses: Sequence[float], blocks: Sequence[int]) -> list[bool]:
         window = self.config.window
-        self.recent = [*self.recent, list(losses)][1 - 2 * window :]
-        if len(self.recent) < 2 * window - 1:
-            return [False for _ in blocks]
-        distances = {block: [each[block] for each in self.recent] for block in blocks}
-        slopes = {
-            block: math.inf if min(own) < 0 else abs(slope_of(moving_average(own, window)))
-            for block, own in distances.items()
-        }
-        for block, slope in slopes.items():
-            if math.isfinite(slope):
-                self.largest[block] = max(self.largest[block], slope)
-        return [slope < self.config.share * self.largest[block] for block, slope in slopes.items()]
+        self.recent = [*self.recent, list(losses)][-window:]
+        return [len(self.recent) == window and self._is_level(block) for block in blocks]
+
+    def _is_level(self, block: int) -> bool:
+        """Whether the line through its last distances is."""
+        distances = [each[block] for each in self.recent]
+        if min(distances) < 0:  # not finite
+            return False
+        slope, error = slope_of(distances)
+        self.largest[block] = max(self.largest[block], abs(slope))
+        return abs(slope) <= max(self.config.share * self.largest[block], error)
 
     def to_state(self) -> dict[str, Any]:
         names = ("frozen", "lr", "largest", "settled", "before", "recent")
@@ -151,16 +153,14 @@ def _change(before: float, norm: float) -> float:
     return math.inf if min(before, norm) < 0 else abs(before - norm) / max(before, 1e-300)
 
 
-def moving_average(values: Sequence[float], window: int) -> list[float]:
-    """The means of every `window` values that follow each other."""
-    return [sum(values[end - window : end]) / window for end in range(window, len(values) + 1)]
-
-
-def slope_of(values: Sequence[float]) -> float:
-    """That of the line through values at 0, 1, 2, ... which is nearest by least squares."""
+def slope_of(values: Sequence[float]) -> tuple[float, float]:
+    """That of the line through values at 0, 1, 2, ... which is nearest by least squares, and its standard error."""
     middle, mean = (len(values) - 1) / 2, sum(values) / len(values)
     places = [place - middle for place in range(len(values))]
-    return sum(x * (y - mean) for x, y in zip(places, values, strict=True)) / sum(x * x for x in places)
+    spread = sum(x * x for x in places)
+    slope = sum(x * (y - mean) for x, y in zip(places, values, strict=True)) / spread
+    rest = sum((y - mean - slope * x) ** 2 for x, y in zip(places, values, strict=True))
+    return slope, math.sqrt(rest / (len(values) - 2) / spread)
 
 
 def similarity_loss(one: Tensor, other: Tensor) -> Tensor:
