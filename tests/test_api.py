@@ -131,6 +131,29 @@ def test_a_script_proves_its_own_objects(tmp_path: Path, shift: str, said: str) 
     assert not (tmp_path / "runs/own/checkpoints").exists()
 
 
+DOUBLE = """
+import shoal, torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Linear(2, 1).double()
+before = model.weight.detach().clone()
+data = torch.utils.data.TensorDataset(torch.ones(4, 2).double(), torch.ones(4, 1).double())
+config = {"run": {"name": "own", "steps": 1, "processes": 1}, "batch": {"global_samples": 4},
+          "loss": {"kind": "squared_error"}, "optimizer": {"kind": "sgd", "lr": 1e-12}}
+shoal.train(config, model=model, data=data)
+print(model.weight.dtype, 0 < float((model.weight - before).abs().max()) < 1e-10)
+"""
+
+
+@pytest.mark.slow
+def test_a_module_in_float64_trains_in_it(tmp_path: Path) -> None:
+    """Its weights move by less than float32 could show."""
+    (tmp_path / "script.py").write_text(DOUBLE)
+    done = programs.run(["script.py"], cwd=tmp_path)
+    assert "torch.float64 True" in done.stdout, done.stdout + done.stderr
+
+
 LAUNCHED = """
 import os, sys
 from pathlib import Path

@@ -206,6 +206,21 @@ def test_steps_that_are_not_finite_are_told_and_at_last_stop_the_run(job: Job, d
     assert "1 in a row; at 3 the run stops" in diary.warnings[2]
 
 
+@pytest.mark.parametrize(
+    ("loss", "said"), [(math.nan, "the loss of them is nan: look"), (1.0, "the gradient overflow")]
+)
+def test_what_was_not_finite_first_is_said(job: Job, loss: float, said: str) -> None:
+    """Where samples and outputs are finite, the loss, or else the gradient."""
+    job = replace(job, cadence=Cadence(20), guard=NonfiniteGuard(1, job.step.context))
+
+    def spoiling(number: int, *args: object, **keys: object) -> StepResult:
+        return replace(step(number, *args, **keys), loss=loss, norm=math.nan, committed=False)
+
+    step, job = job.step, replace(job, step=Spoiled(job.step, spoiling))
+    with pytest.raises(Diverged, match=said):
+        train(job)
+
+
 def test_one_step_is_taken_and_nothing_after_it(job: Job) -> None:
     """As benchmarks take them: it counts, and neither saves nor evaluates."""
     asked = saved_steps(job)

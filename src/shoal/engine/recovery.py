@@ -137,7 +137,7 @@ class NonfiniteGuard:
             return
         self.in_a_row += 1
         if self.in_a_row >= self.limit:
-            culprit = self._culprit(microbatches)
+            culprit = self._culprit(microbatches, result.loss)
             raise Diverged(f"{self.in_a_row} steps in a row were not finite, the last was step {number}. {culprit}")
         sample = self._first(lambda: self._own_sample(microbatches))
         warn(
@@ -146,12 +146,15 @@ class NonfiniteGuard:
             + (f". Not finite: {sample}; mend the sample or leave it out" if sample else "")
         )
 
-    def _culprit(self, microbatches: Sequence[Batch]) -> str:
+    def _culprit(self, microbatches: Sequence[Batch], loss: float) -> str:
         compute = self.context.forward_backward.compute
         culprit = self._first(lambda: first_nonfinite(compute, microbatches, forward=self.forward, ids=self.ids))
         if culprit:
             return f"The first value that was not finite: {culprit}"
-        return "Parameters, samples and outputs are finite when looked at alone: the gradient overflowed; lower the lr"
+        alone = "Parameters, samples and outputs are finite when looked at alone"
+        if not math.isfinite(loss):
+            return f"{alone}, and the loss of them is {loss}: look for a logarithm or root of 0, a division by 0 in it"
+        return f"{alone}: the gradient overflowed; lower the lr"
 
     def _own_sample(self, microbatches: Sequence[Batch]) -> str | None:
         compute = self.context.forward_backward.compute
