@@ -40,6 +40,11 @@ def kind_of(weight: float | None, reduction: str) -> LossKind:
     return "sum" if reduction == "sum" else "mean" if weight is None else "weighed"
 
 
+def as_number(value: float | Tensor) -> float:
+    """A measurement that a script hands over, whatever graph hangs on it."""
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
 def check_loss(loss: Any) -> None:
     """Raises `UserCodeError` for what has no gradient."""
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:

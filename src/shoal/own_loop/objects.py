@@ -235,11 +235,6 @@ def unread_arguments(loader: DataLoader | None) -> list[str]:
     return [f"the DataLoader's {name} is not used: {does[name]}" for name, is_given in given.items() if is_given]
 
 
-def as_number(value: float | Tensor) -> float:
-    """A measurement that a script hands over, whatever graph hangs on it."""
-    return float(value.detach() if isinstance(value, Tensor) else value)
-
-
 # What a script's own loop cannot be: layouts, strategies and models that take the loop's work from it.
 
 
