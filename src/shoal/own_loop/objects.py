@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
