@@ -13,14 +13,16 @@ it. Autograd's graph tells where a loss comes from, so that a loop that has not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from shoal.data.sample import Batch
 from shoal.engine.compute import Microbatch
+from shoal.engine.updates import Work
 from shoal.errors import UserCodeError
 
 LossKind = Literal["mean", "weighed", "sum"]
@@ -65,6 +67,48 @@ def one_pass(*, joined: bool) -> Iterator[None]:
             "the losses of this batch are computed together, by the backward() without more=True, and something that "
             "an earlier one needs was changed in place meanwhile, as by label.fill_(0): make a new tensor there"
         ) from error
+
+
+class OpenStep:
+    """One step while the loop is at it, with so many `optimizers`: which microbatch, and what its samples weigh."""
+
+    def __init__(self, work: Work, batches: Sequence[Batch], *, scale: float, optimizers: int) -> None:
+        self.work, self.batches = work, batches
+        self._scale, self._index, self._optimizers = scale, -1, optimizers
+        self.updates, self.begun, self._committed = 0, False, True
+        """How many optimizers have made their update in this step; whether a microbatch was given."""
+        self._microbatch: Microbatch | None = None
+
+    @property
+    def microbatch(self) -> Microbatch:
+        assert self._microbatch is not None, "a microbatch has been entered"
+        return self._microbatch
+
+    @property
+    def is_last(self) -> bool:
+        return self._index == len(self.batches) - 1
+
+    @property
+    def place(self) -> str:
+        """Which microbatch it is, in words."""
+        return f"microbatch {self._index + 1} of {len(self.batches)}"
+
+    def factor(self, kind: LossKind = "mean") -> float:
+        """What a loss of weight 1 is multiplied by before the backward, as far as it is known."""
+        return self._scale / self.work.tally.wait().denominator if kind == "mean" else self._scale
+
+    def updated(self, *, committed: bool) -> bool:
+        """An optimizer has made its update: whether it was the last, and all of them are `committed`."""
+        self.updates, self._committed = self.updates + 1, self._committed and committed
+        return self._committed and self.updates == self._optimizers
+
+    def enter(self, index: int, microbatch: Microbatch) -> None:
+        self._index, self._microbatch, self.begun = index, microbatch, True
+
+
+def counted(loss: Tensor, counts: float) -> float | Tensor:
+    """`loss` x `counts` in float64: a number, where that is no wait for a device."""
+    return float(loss) * counts if loss.is_cpu else loss.double().reshape(()) * counts
 
 
 def counts_of(microbatch: Microbatch, weight: float | None, kind: LossKind) -> float:
