@@ -153,7 +153,7 @@ def check_layout_independent(model: nn.Module, *, shares: int, global_samples: i
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
             over = (
-                "a microbatch of the ranks of its process group alone, which on CPUs it cannot"
+                "one microbatch of the ranks, on GPUs alone, with the copies that a rank without samples computes"
                 if isinstance(module, nn.SyncBatchNorm)
                 else "the samples of one microbatch of one rank"
             )
