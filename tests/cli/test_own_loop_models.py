@@ -188,7 +188,16 @@ def test_a_test_behind_an_epoch_sees_the_weights_and_the_statistics_of_its_last_
 
 
 @pytest.mark.slow
-def test_batch_norms_of_which_nothing_is_said_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(DCGAN.replace("MODEL", "{}"))
+@pytest.mark.parametrize(
+    ("norm", "over"),
+    [
+        ("nn.BatchNorm2d(8)", "(BatchNorm2d) takes statistics over the samples of one microbatch of one rank"),
+        ("nn.SyncBatchNorm(8)", "(SyncBatchNorm) takes statistics over one microbatch of the ranks, on GPUs alone"),
+    ],
+)
+def test_batch_norms_of_which_nothing_is_said_are_refused(tmp_path: Path, norm: str, over: str) -> None:
+    (tmp_path / "mine.py").write_text(DCGAN.replace("MODEL", "{}").replace("nn.BatchNorm2d(8)", norm))
     assert run_script(tmp_path / "mine.py", tmp_path, world=2) == [2, 2]
-    assert 'set model.batch_norm = "synchronised"' in (tmp_path / "rank-0.txt").read_text()
+    said = (tmp_path / "rank-0.txt").read_text()
+    assert over in said
+    assert 'set model.batch_norm = "synchronised"' in said

@@ -125,3 +125,25 @@ def replaced(module: nn.Module) -> nn.Module:
 def test_what_draws_nothing_is_known_by_its_classes(model: nn.Module, said: bool) -> None:
     """A subclass is another class."""
     assert draws_nothing(model) is said
+
+
+@pytest.mark.parametrize("draw", [torch.randn_like, torch.rand_like, lambda weight: torch.normal(weight, 1.0)])
+def test_what_is_drawn_for_a_parameter_knows_no_samples(draw: Callable[[Tensor], Tensor]) -> None:
+    """The noise on a weight `[3, 4]`, as of a Bayesian layer, is the same in a batch of three samples, four or five."""
+
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return draw(self.weight)
+
+    model = Noisy()
+    mode = KeyedDraws(model, seed=3)
+    found = []
+    for samples in (3, 4, 5):
+        mode.begin(1, torch.arange(samples) * 7919, tokens=5)
+        with mode:
+            found.append(model(torch.zeros(samples, 4)).detach())
+    assert all(torch.equal(each, found[0]) for each in found)

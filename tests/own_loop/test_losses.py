@@ -97,3 +97,35 @@ def test_what_has_no_gradient_is_refused(loss: object, sentence: str) -> None:
 def test_a_reduction_is_a_mean_or_an_unweighed_sum(weight: float | None, reduction: str) -> None:
     with pytest.raises(UserCodeError):
         kind_of(weight, reduction)
+
+
+def test_a_loss_of_many_terms_is_looked_at_term_by_term() -> None:
+    """As of a recurrent model, a loss for each of its steps in time."""
+    out = torch.randn(SAMPLES, 3, requires_grad=True)
+    means = sum((out * time).square().mean() for time in range(3000))
+    assert isinstance(means, Tensor)
+    assert doubt(means, SAMPLES) is None
+    assert "looks like a sum" in (doubt(out.square().sum() + means, SAMPLES) or "")
+
+
+def test_what_must_be_fetched_for_the_backward_is_left_for_it() -> None:
+    """Some that move activations to the host give them back once."""
+    held: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> int:
+        held[number := len(held)] = tensor
+        return number
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, held.pop):
+        out = torch.randn(SAMPLES, 3, requires_grad=True)
+        loss = F.cross_entropy(out, torch.zeros(SAMPLES, dtype=torch.int64)) / (out > 9).sum().clamp(min=1)
+        loss = loss + F.mse_loss(out, torch.ones_like(out), reduction="sum")
+    assert doubt(loss, SAMPLES) is None
+    loss.backward()
+
+
+def test_a_graph_that_was_freed_tells_nothing() -> None:
+    out = torch.randn(SAMPLES, 3, requires_grad=True)
+    loss = F.cross_entropy(out, torch.zeros(SAMPLES, dtype=torch.int64))
+    loss.backward()
+    assert doubt(loss, SAMPLES) is None

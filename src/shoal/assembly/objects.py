@@ -152,9 +152,14 @@ def check_layout_independent(model: nn.Module, *, shares: int, global_samples: i
     enter_training(model, frozen_modules(model))
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            over = (
+                "one microbatch of the ranks, on GPUs alone, with the copies that a rank without samples computes"
+                if isinstance(module, nn.SyncBatchNorm)
+                else "the samples of one microbatch of one rank"
+            )
             raise UserCodeError(
-                f"module {name} ({type(module).__name__}) takes statistics over the samples of one microbatch of one "
-                'rank, so the result would depend on the layout; set model.batch_norm = "synchronised" to take them '
+                f"module {name} ({type(module).__name__}) takes statistics over {over}, "
+                'so the result would depend on the layout; set model.batch_norm = "synchronised" to take them '
                 'over a microbatch of all ranks, or model.batch_norm = "grouped" and model.group_samples to take them '
                 "over declared groups of samples, put it into eval() to freeze it, use GroupNorm or LayerNorm, or "
                 "train on one process with whole steps (run.processes = 1, no batch.micro_samples)"

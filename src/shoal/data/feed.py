@@ -14,9 +14,12 @@ does: what is read ahead of it does not show the change, so no more than a step 
 
 Best of all is no thread: small steps that are read in `QUICK_S` are read by the loop itself, when it asks for one of
 them, as in a plain loop; several in a row, as a function that is called once in a step is called with cold caches.
-Threads read the first steps, and show whether the others are such, and read again those that do take longer. A loop
-that is inside of a hanging data source can say nothing: the thread that has nothing to read says it. It cannot give the
-read up, though, so where other ranks wait for this one threads read every step.
+Threads read the first steps, and show whether the others are such, and read again those that do take longer. What a
+data set gives must not depend on who asks: where the script's loop stands inside of a mode of PyTorch's, such as
+autocast, which holds for one thread, and where a read by the loop fails, as of a database that is bound to the thread
+that opened it, threads read. A loop that is inside of a hanging data source can say nothing: the thread that has
+nothing to read says it. It cannot give the read up, though, so where other ranks wait for this one threads read every
+step.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
+import torch
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
 from shoal.data.batches import BatchRead, BatchReader, OrderOfSamples, SourceReader, read_batch, where_of
 from shoal.data.config import BatchPhase, Denominator
@@ -237,7 +242,9 @@ class Feed:
         if self._closed.is_set():
             raise ValueError("the feed is closed: make a new one at the cursor")
         started_s = time.perf_counter()
-        slot = self._slots[0] if self._slots else self._read_by_loop()
+        if not self._slots:
+            self._read_by_loop()
+        slot = self._slots[0]
         self._read_on()
         if slot.filled is not None:
             self._slow.wait(slot.filled, partial(self._being_read, slot))
@@ -317,14 +324,15 @@ class Feed:
             for _ in range(max(missing, self._small_at_once if slot.small else 1)):
                 self._plan_step()
 
-    def _next_slot(self) -> _Slot:
-        self._cursor, interval = self._cursor.take(self._own.samples_at(self._cursor.next_position))
-        self._slots.append(slot := _Slot(interval, self._own))
-        return slot
+    def _following(self) -> tuple[Cursor, _Slot]:
+        """The step at the cursor, and the cursor behind it."""
+        behind, interval = self._cursor.take(self._own.samples_at(self._cursor.next_position))
+        return behind, _Slot(interval, self._own)
 
     def _plan_step(self) -> None:
-        slot = self._next_slot()
+        self._cursor, slot = self._following()
         slot.filled = Event()
+        self._slots.append(slot)
         self._deferred.append(slot)
         if not self._defers:
             self._read_on()
@@ -333,20 +341,31 @@ class Feed:
         while self._deferred:
             self._work.put(self._deferred.popleft())
 
-    def _read_by_loop(self) -> _Slot:
+    def _read_by_loop(self) -> None:
         """The next step, read in the thread that asks for it with as many behind it as threads would read ahead."""
         took_s, self._read_over = [], Event()
-        for _ in range(self._least_ahead + self._small_at_once - 1):
-            self._read_here = slot = self._next_slot()
-            self._own_reader = self._fill(slot, self._own_reader)
-            took_s.append(slot.took_s)
-            if slot.error is not None or not slot.small:
-                break
-        self._read_here = None
-        self._read_over.set()
+        self._reads_quick = not _in_a_mode()
+        try:
+            while self._reads_quick and len(took_s) < self._least_ahead + self._small_at_once - 1:
+                behind, slot = self._following()
+                self._read_here = slot
+                self._own_reader = self._fill(slot, self._own_reader)
+                if slot.error is not None:
+                    self._reads_quick = False
+                    _raise_if_ending(slot.error)
+                    break
+                self._cursor = behind
+                self._slots.append(slot)
+                took_s.append(slot.took_s)
+                if not slot.small:
+                    break
+        finally:
+            self._read_here = None
+            self._read_over.set()
         self._slow_in_a_row = self._slow_in_a_row + 1 if sum(took_s) > QUICK_S * len(took_s) else 0
-        self._reads_quick = self._slow_in_a_row < SLOW_IN_A_ROW
-        return self._slots[0]
+        self._reads_quick &= self._slow_in_a_row < SLOW_IN_A_ROW
+        if not self._slots:
+            self._plan_step()
 
     def _read(self) -> None:
         reader: BatchReader | None = None
@@ -390,6 +409,18 @@ class Feed:
             slot.part = stand_in
             read = reader.read(stand_in)
             yield replace(read, batch=padding_like(read.batch, len(stand_in)), skipped=())
+
+
+def _in_a_mode() -> bool:
+    """Whether this thread computes in another way than one that has just begun."""
+    usual = torch.is_grad_enabled() and not (torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled())
+    return not usual or _len_torch_function_stack() > 0 or _len_torch_dispatch_stack() > 0
+
+
+def _raise_if_ending(error: BaseException) -> None:
+    """Raises what ends the process: Ctrl-C, or `sys.exit` in the script's answer to another signal."""
+    if not isinstance(error, Exception) or isinstance(error.__cause__, SystemExit):
+        raise error
 
 
 def _is_small(batches: Sequence[Batch]) -> bool:

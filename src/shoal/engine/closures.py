@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.engine.forward_backward import SequentialForwardBackward
-from shoal.engine.rank_context import GlobalSum, RankContext
-from shoal.engine.updates import Outcome, UpdateClock, Work, check_repeatable
+from shoal.engine.rank_context import GlobalSum, RankContext, UpdateClock
+from shoal.engine.updates import Outcome, Work, check_repeatable
 from shoal.gradients.gradients import Gradients
 from shoal.optim.build import set_rate
 from shoal.optim.newton import SearchingOptimizer

@@ -122,3 +122,14 @@ class GlobalSum:
     def wait(self) -> float:
         """The sum."""
         return float(self.tensor())
+
+
+class UpdateClock:
+    """Seconds since it was made, without those exposed to the wire."""
+
+    def __init__(self, context: RankContext) -> None:
+        self._ledger = context.ledger
+        self._begin_s, self._exposed_s = time.perf_counter(), self._ledger.total().exposed_s
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._begin_s - (self._ledger.total().exposed_s - self._exposed_s)

@@ -443,8 +443,7 @@ def _slot(tensor: Tensor, owned: Owned | None) -> Held:
 
 
 def _views(tensor: Tensor, owned: Owned) -> list[Target]:
-    regions = ((region.box, region.start) for region in owned.regions)
-    return views(tensor, regions, global_shape=owned.holding.global_shape)
+    return views(tensor, ((each.box, each.start) for each in owned.regions), global_shape=owned.holding.global_shape)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.comm.collective import Collective
 from shoal.data.sample import Batch
 from shoal.engine.forward_backward import PipelinedForwardBackward
-from shoal.engine.rank_context import GlobalSum, RankContext
+from shoal.engine.rank_context import GlobalSum, RankContext, UpdateClock
 from shoal.engine.tally import DeviceVote, NoiseMeter, NoiseReading, PendingTally, Tally
 from shoal.engine.transforms import AgreedGradient, ClipByGlobalNorm, Transform, clip_by_global_norm
 from shoal.errors import ConfigError, Diverged
@@ -442,14 +442,3 @@ def _weights(microbatches: Sequence[Batch], context: RankContext) -> list[float]
     weights = torch.tensor(own, dtype=torch.float64, device=context.device)
     context.lockstep.all_reduce(weights).wait()
     return weights.tolist()
-
-
-class UpdateClock:
-    """Seconds since it was made, without those exposed to the wire."""
-
-    def __init__(self, context: RankContext) -> None:
-        self._ledger = context.ledger
-        self._begin_s, self._exposed_s = time.perf_counter(), self._ledger.total().exposed_s
-
-    def seconds(self) -> float:
-        return time.perf_counter() - self._begin_s - (self._ledger.total().exposed_s - self._exposed_s)

@@ -106,13 +106,16 @@ def _recurrent(mode: Draws, func: Any, *args: Any) -> Any:
 
 
 def _drawn(law: Callable[[Tensor, Any, Any, Any], Tensor]) -> Callable[..., Tensor]:
-    """A random function whose result is overwritten, in its own shape and type, by numbers of `law`."""
+    """A random function whose result is overwritten, in its own shape and type, by numbers of `law`. What is drawn for
+    a parameter, in place or as `torch.randn_like(weight)`, knows no samples, whatever its shape.
+    """
 
     def handler(mode: Draws, func: Any, *args: Any, **kwargs: Any) -> Tensor:
         out = func(*args, **kwargs)
         if kwargs.get("generator") is not None or not isinstance(out, Tensor):
             return out
-        samples = not isinstance(out, nn.Parameter)
+        like = args[0] if args else kwargs.get("input")
+        samples = not (isinstance(out, nn.Parameter) or isinstance(like, nn.Parameter))
         with torch.no_grad():
             drawn = mode.bits_for(out.shape, device=out.device, samples=samples)
             out.copy_(law(drawn, out, args, kwargs))

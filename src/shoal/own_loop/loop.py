@@ -70,10 +70,7 @@ class Training:
         self._steps = OwnSteps(run, job, self._players, after_step=None if comparison is None else self._compare)
         models = list(self.model) if isinstance(self.model, nn.ModuleList) else [self.model]
         self._closed = False
-        memory = run.run_file.memory
-        in_pieces = run.mesh.layout.shard > 1 and memory.zero not in (1, 2)
-        elsewhere = memory.offload.activations != "device" or memory.offload.activation_bits is not None
-        self._doubted_in: int | None = 0 if in_pieces or elsewhere else None
+        self._doubted_in: int | None = None
         mixed = run.workload.precision.mixed
         self._casts = [] if mixed is None else [cast for each in models for cast in cast_at_borders(each, mixed)]
         self._draws = DrawsBySample(models, self._compute, inside=lambda: self._steps.open is not None)
@@ -330,7 +327,7 @@ class Training:
 
     def _look_at(self, loss: Tensor) -> None:
         """In the first step: warns once where a loss does not look like the mean over samples that it is taken for, of
-        a microbatch that is not the whole batch. Not where what the graph has saved must be fetched to be looked at.
+        a microbatch that is not the whole batch.
         """
         self._doubted_in, pending = self._steps.given, self._steps.pending
         if pending is None or self.samples >= pending.samples or (found := doubt(loss, self.samples)) is None:

@@ -13,20 +13,24 @@ it. Autograd's graph tells where a loss comes from, so that a loop that has not 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
+from shoal.data.sample import Batch
 from shoal.engine.compute import Microbatch
+from shoal.engine.updates import Work
 from shoal.errors import UserCodeError
 
 LossKind = Literal["mean", "weighed", "sum"]
 
 PASSED_ON = ("AddBackward0", "SubBackward0", "NegBackward0", "ViewBackward0", "SqueezeBackward0", "ToCopyBackward0")
 """Operators behind which each input is a term of the loss."""
+MOST_NODES = 10_000
+"""So much of a graph is looked at."""
 SUM = 2
 """What `reduction="sum"` is called in the graph."""
 
@@ -70,6 +74,48 @@ def one_pass(*, joined: bool) -> Iterator[None]:
         ) from error
 
 
+class OpenStep:
+    """One step while the loop is at it, with so many `optimizers`: which microbatch, and what its samples weigh."""
+
+    def __init__(self, work: Work, batches: Sequence[Batch], *, scale: float, optimizers: int) -> None:
+        self.work, self.batches = work, batches
+        self._scale, self._index, self._optimizers = scale, -1, optimizers
+        self.updates, self.begun, self._committed = 0, False, True
+        """How many optimizers have made their update in this step; whether a microbatch was given."""
+        self._microbatch: Microbatch | None = None
+
+    @property
+    def microbatch(self) -> Microbatch:
+        assert self._microbatch is not None, "a microbatch has been entered"
+        return self._microbatch
+
+    @property
+    def is_last(self) -> bool:
+        return self._index == len(self.batches) - 1
+
+    @property
+    def place(self) -> str:
+        """Which microbatch it is, in words."""
+        return f"microbatch {self._index + 1} of {len(self.batches)}"
+
+    def factor(self, kind: LossKind = "mean") -> float:
+        """What a loss of weight 1 is multiplied by before the backward, as far as it is known."""
+        return self._scale / self.work.tally.wait().denominator if kind == "mean" else self._scale
+
+    def updated(self, *, committed: bool) -> bool:
+        """An optimizer has made its update: whether it was the last, and all of them are `committed`."""
+        self.updates, self._committed = self.updates + 1, self._committed and committed
+        return self._committed and self.updates == self._optimizers
+
+    def enter(self, index: int, microbatch: Microbatch) -> None:
+        self._index, self._microbatch, self.begun = index, microbatch, True
+
+
+def counted(loss: Tensor, counts: float) -> float | Tensor:
+    """`loss` x `counts` in float64: a number, where that is no wait for a device."""
+    return float(loss) * counts if loss.is_cpu else loss.double().reshape(()) * counts
+
+
 def counts_of(microbatch: Microbatch, weight: float | None, kind: LossKind) -> float:
     """What the loss of a microbatch is multiplied by, beside the factor of its step: 0 for a copy of samples."""
     batch = microbatch.batch
@@ -80,7 +126,7 @@ def counts_of(microbatch: Microbatch, weight: float | None, kind: LossKind) -> f
 
 def doubt(loss: Tensor, samples: int) -> str | None:
     """What speaks against `loss` being a mean over the `samples` of a microbatch, as far as its last operators tell."""
-    for term in _terms(loss.grad_fn, 1.0) if samples > 1 else ():
+    for term in _terms(loss.grad_fn) if samples > 1 and loss.grad_fn is not None else ():
         if term.numbers >= samples and term.factor * samples > 1.5:
             return (
                 "the loss looks like a sum over the samples of a microbatch, and backward() takes it for their mean: "
@@ -103,26 +149,46 @@ class _Term(NamedTuple):
     counted: float | None = None
 
 
-def _terms(node: Any, factor: float, counted: float | None = None) -> Iterator[_Term]:
+def _terms(node: Any) -> Iterator[_Term]:
     """The sums and means behind `node` that nothing but factors and other terms stands before."""
-    if node is None:
-        return
-    name, following = node.name(), [each for each, _ in node.next_functions]
-    if name in PASSED_ON:
-        for each in following:
-            yield from _terms(each, factor, counted)
-    elif name.startswith(("MulBackward", "DivBackward")):
-        if (by := _number(node._saved_other)) is not None:
-            yield from _terms(following[0], *((factor * by, counted) if name[0] == "M" else (factor / by, by)))
-    elif name == "SumBackward0":
-        if following[0] is not None and following[0].name() != "StackBackward0":  # of several losses, each a number
-            yield _Term(prod(node._saved_self_sym_sizes), factor, counted)
-    elif name in ("NllLossBackward0", "NllLoss2DBackward0"):
-        numbers, summed = node._saved_target.numel(), node._saved_reduction == SUM
-        yield _Term(numbers, factor if summed else 0.0, None if summed else float(node._saved_total_weight))
-    elif (reduction := getattr(node, "_saved_reduction", None)) is not None:
-        sizes = node._saved_self.numel() if getattr(node, "_saved_self", None) is not None else 0
-        yield _Term(sizes, factor if reduction == SUM else 0.0)
+    open_nodes: list[tuple[Any, float, float | None]] = [(node, 1.0, None)]
+    for _ in range(MOST_NODES):
+        if not open_nodes:
+            return
+        node, factor, counted = open_nodes.pop()
+        name, following = node.name(), [each for each, _ in node.next_functions if each is not None]
+        if name in PASSED_ON:
+            open_nodes += [(each, factor, counted) for each in reversed(following)]
+        elif name.startswith(("MulBackward", "DivBackward")):
+            if following and (by := _number(_saved(node, "other"))) is not None:
+                times = name[0] == "M"
+                open_nodes.append((following[0], factor * by if times else factor / by, counted if times else by))
+        elif (term := _term_of(node, name, factor, counted)) is not None:
+            yield term
+
+
+def _term_of(node: Any, name: str, factor: float, counted: float | None) -> _Term | None:
+    """The sum or mean that `node` takes; None where it is none, or cannot be looked at."""
+    reduction = getattr(node, "_saved_reduction", None)
+    if name == "SumBackward0":
+        of_losses = any(each is not None and each.name() == "StackBackward0" for each, _ in node.next_functions)
+        return None if of_losses else _Term(prod(node._saved_self_sym_sizes), factor, counted)
+    if name in ("NllLossBackward0", "NllLoss2DBackward0"):
+        targets, total = _saved(node, "target"), _saved(node, "total_weight")
+        if targets is None or total is None:
+            return None
+        return _Term(targets.numel(), factor) if reduction == SUM else _Term(targets.numel(), 0.0, float(total))
+    own = None if reduction is None else _saved(node, "self")
+    return None if own is None else _Term(own.numel(), factor if reduction == SUM else 0.0)
+
+
+def _saved(node: Any, name: str) -> Any:
+    """What `node` has saved for its backward, a tensor or number; None where that was freed, or must be fetched, as
+    from another device: a hook that fetches may do so only once.
+    """
+    with suppress(RuntimeError):  # the graph has been freed, or what it holds was changed in place
+        raw = getattr(node, f"_raw_saved_{name}", None)
+        return getattr(node, f"_saved_{name}", None) if raw is None or raw.unpack_hook is None else None
 
 
 def _number(value: Any) -> float | None:

@@ -47,7 +47,6 @@ from shoal.errors import UserCodeError
 from shoal.launcher.environment import ALONE
 from shoal.launcher.own_script import ScriptCheck
 from shoal.maths.norm import two_norm
-from shoal.models.huggingface.config import ForeignKeys
 from shoal.optim.layer_statistics import SeesLayers, watch_alone
 from shoal.own_loop.losses import as_number, kind_of, one_pass
 from shoal.own_loop.steps import DrawsBySample, Microbatches
@@ -377,7 +376,7 @@ def stored(tensor: Tensor) -> Tensor:
 def _with_norms_of_pytorch(run_file: RunFile) -> RunFile:
     """Batch norms as the script has built them: one process has all samples that they are over."""
     model = run_file.model
-    if not isinstance(model, ForeignKeys) or model.batch_norm != "synchronised":
+    if getattr(model, "batch_norm", None) != "synchronised":
         return run_file
     return msgspec.structs.replace(run_file, model=msgspec.structs.replace(model, batch_norm=None))
 

@@ -35,8 +35,6 @@ from torch.nn import Parameter
 
 from shoal.assembly.trainable import FrozenParameters, GradientHooks, TrainedSet
 from shoal.comm.collective import Alone
-from shoal.data.sample import Batch
-from shoal.engine.compute import Microbatch
 from shoal.engine.rank_context import RankContext
 from shoal.engine.updates import AgreedUpdate, AtOnce, Outcome, Work
 from shoal.errors import UserCodeError
@@ -45,7 +43,7 @@ from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.script_writes import SeenGradients
 from shoal.optim.adam_kernel import DirectAdam
 from shoal.own_loop.declaration import Declaration, named, numbers_of, used_anywhere
-from shoal.own_loop.losses import LossKind, check_loss, counts_of
+from shoal.own_loop.losses import LossKind, OpenStep, check_loss, counted, counts_of
 from shoal.own_loop.objects import scaler_in
 from shoal.own_loop.shown_optimizer import ShownGroups, StepHooks
 from shoal.state import Owned, complete, gradients_of
@@ -55,8 +53,6 @@ OnUpdate = Callable[[int, Sequence[Owned]], None]
 
 ROUNDING = 1e-6
 """Relative: two sums of the same float32 squares, in two orders."""
-
-
 CLIP_EPS = 1e-6
 """What `torch.nn.utils.clip_grad_norm_` adds to the norm that it divides by."""
 
@@ -72,48 +68,6 @@ class Update(NamedTuple):
 
     def __bool__(self) -> bool:
         return self.committed
-
-
-class OpenStep:
-    """One step while the loop is at it, with so many `optimizers`: which microbatch, and what its samples weigh."""
-
-    def __init__(self, work: Work, batches: Sequence[Batch], *, scale: float, optimizers: int) -> None:
-        self.work, self.batches = work, batches
-        self._scale, self._index, self._optimizers = scale, -1, optimizers
-        self.updates, self.begun, self._committed = 0, False, True
-        """How many optimizers have made their update in this step; whether a microbatch was given."""
-        self._microbatch: Microbatch | None = None
-
-    @property
-    def microbatch(self) -> Microbatch:
-        assert self._microbatch is not None, "a microbatch has been entered"
-        return self._microbatch
-
-    @property
-    def is_last(self) -> bool:
-        return self._index == len(self.batches) - 1
-
-    @property
-    def place(self) -> str:
-        """Which microbatch it is, in words."""
-        return f"microbatch {self._index + 1} of {len(self.batches)}"
-
-    def factor(self, kind: LossKind = "mean") -> float:
-        """What a loss of weight 1 is multiplied by before the backward, as far as it is known."""
-        return self._scale / self.work.tally.wait().denominator if kind == "mean" else self._scale
-
-    def updated(self, *, committed: bool) -> bool:
-        """An optimizer has made its update: whether it was the last, and all of them are `committed`."""
-        self.updates, self._committed = self.updates + 1, self._committed and committed
-        return self._committed and self.updates == self._optimizers
-
-    def enter(self, index: int, microbatch: Microbatch) -> None:
-        self._index, self._microbatch, self.begun = index, microbatch, True
-
-
-def _counted(loss: Tensor, counts: float) -> float | Tensor:
-    """`loss` x `counts` in float64: a number, where that is no wait for a device."""
-    return float(loss) * counts if loss.is_cpu else loss.double().reshape(()) * counts
 
 
 def _placeholder(name: str, parameter: Parameter) -> PartialGradient:
@@ -261,7 +215,7 @@ class Player:
             self._microbatches += 1
         self._backwards, self._expecting_more = True, more
         self._rates = self._rates or self._rates_now()
-        self._loss = self._loss + _counted(loss.detach(), counts)
+        self._loss = self._loss + counted(loss.detach(), counts)
         factor = step.factor(kind)
         total = loss if counts * factor == 1.0 else loss * (counts * factor)
         total = total if self._deferred is None else self._deferred + total
@@ -346,7 +300,8 @@ class Player:
         return self._agreed
 
     def close(self) -> None:
-        """Gives the optimizer back as it was."""
+        """Gives the optimizer back as it was, also out of the middle of a step."""
+        self._give_back()
         self._hooks.close()
         self._shown.close()
 
@@ -375,12 +330,16 @@ class Player:
             for group, _ in self._done:
                 group["params"] = []
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _give_back(self) -> None:
+        """What the optimizer was not to see in its step."""
         for parameter, gradient in self._withheld:
             parameter.grad = gradient
         for group, parameters in self._done:
             group["params"] = parameters
         self._withheld, self._done = [], []
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._give_back()
         if self._agreed is not None:
             self.outcome = self.policy.conclude(self._context, self._agreed)
             self._outcomes += 1

@@ -1,0 +1,200 @@
+"""The loop reads quick small steps itself: the same as threads, no further ahead, and only where it loses nothing."""
+
+import sqlite3
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import numpy as np
+import pytest
+import torch
+
+from shoal.data.feed import Feed, SlowReads
+from shoal.data.order import Order
+from shoal.errors import UserCodeError
+from tests.data.test_feed import Numbers, feed, ids_of
+
+
+class WhoReads(Numbers):
+    """Which threads have read which samples."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.readers: list[threading.Thread] = []
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        self.readers.append(threading.current_thread())
+        return super().__getitem__(index)
+
+
+QUICK_S = "shoal.data.feed.QUICK_S"
+
+
+def read_by_loop(fed: Feed, source: WhoReads) -> int:
+    """Takes steps until the loop reads them, as it does once threads have read some quickly. How many it took."""
+    for step in range(10):
+        fed.next()
+        if source.readers[-1] is threading.main_thread():
+            return step + 1
+    raise AssertionError("ten steps that counted as quick, and threads read them all")
+
+
+def test_quick_small_steps_are_read_by_the_loop_when_it_asks_for_them(monkeypatch: pytest.MonkeyPatch):
+    """No more of them in a row than threads would read ahead, in the same order."""
+    monkeypatch.setattr(QUICK_S, 1000.0)
+    source, order = WhoReads(400), Order(400, seed=7)
+    with feed(source) as fed:
+        backward = fed.in_backwards(small_at_once=2, quick_by_loop=True)
+        step = read_by_loop(fed, source)
+        for ahead in (2, 1, 0):
+            backward()
+            assert len(source.readers) == 4 * (step + ahead)
+            taken = fed.next()
+            assert ids_of(taken.microbatches) == order.ids(np.arange(4 * step, 4 * step + 4)).tolist()
+            step += 1
+        assert set(source.readers[-12:]) == {threading.main_thread()}
+
+
+def test_threads_read_again_what_has_become_slow(monkeypatch: pytest.MonkeyPatch):
+    """The loop gets the same steps as before, and waits for none that threads can read ahead."""
+    monkeypatch.setattr(QUICK_S, 1000.0)
+    source, order = WhoReads(400), Order(400, seed=7)
+    with feed(source) as fed:
+        fed.in_backwards(small_at_once=2, quick_by_loop=True)
+        step = read_by_loop(fed, source)
+        monkeypatch.setattr(QUICK_S, 0.0)
+        del source.readers[:]
+        for number in range(step, step + 12):
+            assert ids_of(fed.next().microbatches) == order.ids(np.arange(4 * number, 4 * number + 4)).tolist()
+    assert threading.main_thread() not in source.readers
+
+
+@pytest.mark.parametrize("options", [{"readers": 2}, {"slow": SlowReads(give_up_s=60.0)}], ids=str)
+def test_a_read_that_may_be_given_up_is_that_of_a_thread(options: dict[str, object], monkeypatch: pytest.MonkeyPatch):
+    """Nor does a loop read where several threads were asked for."""
+    monkeypatch.setattr(QUICK_S, 1000.0)
+    source = WhoReads(400)
+    with feed(source, **options) as fed:
+        fed.in_backwards(small_at_once=2, quick_by_loop=True)
+        for _ in range(50):
+            fed.next()
+    assert threading.main_thread() not in source.readers
+
+
+def test_a_loop_that_hangs_in_its_data_is_told_of(monkeypatch: pytest.MonkeyPatch):
+    """By the thread that reads when the loop does not."""
+    monkeypatch.setattr(QUICK_S, 1000.0)
+
+    class Hangs(WhoReads):
+        def __getitem__(self, index: int) -> tuple[int, int]:
+            self.go.wait()
+            return super().__getitem__(index)
+
+        def __init__(self, samples: int) -> None:
+            super().__init__(samples)
+            self.go = threading.Event()
+            self.go.set()
+
+    source, told = Hangs(400), []
+
+    def tell(text: str) -> None:
+        told.append(text)
+        source.go.set()
+
+    with feed(source, slow=SlowReads(tell, tell_after_s=0.02)) as fed:
+        fed.in_backwards(small_at_once=2, quick_by_loop=True)
+        read_by_loop(fed, source)
+        fed.next()
+        fed.next()
+        del told[:]
+        source.go.clear()
+        ids = ids_of(fed.next().microbatches)
+    assert f"Sample {ids[0]} at position" in told[0]
+    assert "is being read" in told[0]
+
+
+def test_a_sample_that_fails_the_loop_stops_it_at_its_own_step(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(QUICK_S, 1000.0)
+    source = WhoReads(400)
+    with feed(source) as fed:
+        fed.in_backwards(small_at_once=2, quick_by_loop=True)
+        position = 4 * (read_by_loop(fed, source) + 2) + 1
+        source.faulty = int(Order(400, seed=7).ids(np.array([position]))[0])
+        fed.next()
+        fed.next()
+        for _ in range(2):
+            with pytest.raises(UserCodeError, match=f"Sample {source.faulty} at position {position}.*user's own"):
+                fed.next()
+
+
+def test_what_ends_the_loop_in_a_read_is_raised_there_and_no_step_is_lost(monkeypatch: pytest.MonkeyPatch):
+    """Ctrl-C belongs to the loop, and not to the step two further on that was being read."""
+    monkeypatch.setattr(QUICK_S, 1000.0)
+
+    class Interrupted(WhoReads):
+        at = -1
+
+        def __getitem__(self, index: int) -> tuple[int, int]:
+            if index == self.at:
+                self.at = -1
+                raise KeyboardInterrupt
+            return super().__getitem__(index)
+
+    source, order = Interrupted(400), Order(400, seed=7)
+    with feed(source) as fed:
+        fed.in_backwards(small_at_once=2, quick_by_loop=True)
+        position = 4 * (read_by_loop(fed, source) + 2)
+        fed.next()
+        fed.next()
+        source.at = int(order.ids(np.array([position + 9]))[0])
+        with pytest.raises(KeyboardInterrupt):
+            fed.next()
+        taken = [i for _ in range(5) for i in ids_of(fed.next().microbatches)]
+    assert taken == order.ids(np.arange(position, position + 20)).tolist()
+
+
+def test_a_thread_reads_what_only_a_thread_can(monkeypatch: pytest.MonkeyPatch):
+    """A connection of sqlite3 belongs to the thread that opened it, with the first sample."""
+    monkeypatch.setattr(QUICK_S, 1000.0)
+
+    class Database(WhoReads):
+        opened: sqlite3.Connection | None = None
+
+        def __getitem__(self, index: int) -> tuple[int, int]:
+            self.opened = self.opened or sqlite3.connect(":memory:")
+            self.readers.append(threading.current_thread())
+            return self.opened.execute("select ?, ?", (index, index)).fetchone()
+
+    source, order = Database(400), Order(400, seed=7)
+    with feed(source) as fed:
+        fed.in_backwards(small_at_once=2, quick_by_loop=True)
+        taken = [i for _ in range(20) for i in ids_of(fed.next().microbatches)]
+    assert taken == order.ids(np.arange(80)).tolist()
+    assert source.readers.count(threading.main_thread()) == 1
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "no gradients": torch.no_grad,
+    "another device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_samples_are_those_of_a_thread_inside_of_a_mode_of_the_loop(mode: str, monkeypatch: pytest.MonkeyPatch):
+    """Else how quick a read is would decide what it gives."""
+    monkeypatch.setattr(QUICK_S, 1000.0)
+
+    class Computes(WhoReads):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
+            weight = torch.full((2, 2), 1.001, requires_grad=True)
+            return (weight @ weight).detach() + float((weight @ weight).requires_grad), super().__getitem__(index)[1]
+
+    source = Computes(400)
+    with feed(source) as fed, MODES[mode]():
+        fed.in_backwards(small_at_once=2, quick_by_loop=True)
+        read = [each.inputs for _ in range(20) for each in fed.next().microbatches]
+    values = torch.cat(read)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    assert values.dtype == torch.float32
+    assert values.unique().numel() == 1
+    assert threading.main_thread() not in source.readers
