@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -166,6 +167,8 @@ def _renew_what_a_start_sets() -> None:
     if os.environ.get("PYTHONFAULTHANDLER"):
         faulthandler.enable()
     tempfile.tempdir = None  # found by the server, whose TMPDIR may be another
+    for finalizer in tuple(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # temporary folders of the process that was forked are its own to remove
     random.seed()
     np.random.seed()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))

@@ -26,6 +26,7 @@ heads = 2
 vocabulary = 256
 [data]
 kind = "stdlib"
+held_out_fraction = 0.001
 [batch]
 global_samples = 8
 sequence = 32

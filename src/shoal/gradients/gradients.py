@@ -151,6 +151,11 @@ class OverReplica:
         """See `VisibleGradients`."""
         return global_norm(norm_of_owned(self.owned), self._replica, device=self._device)
 
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiplies what the optimizer sees: what was masked or taken away since `reduce` stays so."""
+        if seen := [each for each in gradients_of(map(_parameter_of, self.owned)) if each is not None]:
+            scale_all(seen, factor)
+
 
 class OfWholeParameters(OverReplica):
     """The same, where the optimizer has the model's own parameters."""

@@ -138,10 +138,6 @@ class MasterWeights(OverReplica):
         self._show()
         return norm
 
-    def scale(self, factor: float | Tensor) -> None:
-        self._gradients.scale(factor)
-        self._show()
-
     def expose(self, names: Collection[str]) -> None:
         self._gradients.expose(names)
         self._show()

@@ -180,11 +180,6 @@ class ReplicatedGradients(OfWholeParameters):
             self.tuned.note(self._slowest(time.perf_counter() - self._begin_s))
         return norm
 
-    def scale(self, factor: float | Tensor) -> None:
-        for bucket in self._buckets:
-            bucket.scale(factor)
-        self._show()
-
     @property
     def used(self) -> frozenset[str]:
         return self._reducer.used_names

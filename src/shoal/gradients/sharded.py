@@ -173,11 +173,6 @@ class ShardedBase(OverReplica):
         self._show()
         return global_norm(own, self._replica, device=self._device)
 
-    def scale(self, factor: float | Tensor) -> None:
-        for bucket in self._buckets:
-            bucket.scale(factor)
-        self._show()
-
     @property
     def used(self) -> frozenset[str]:
         return self._reducer.used_names

@@ -94,12 +94,10 @@ class Chain:
 
     @torch.no_grad()
     def __call__(self, step: int) -> None:
-        """Changes every `.grad` as step `step`, from 1, asks. All ranks of the replica call it together."""
-        gradients = []
-        for own in self.parts.owned:
-            if own.parameter.grad is None:
-                own.parameter.grad = torch.zeros_like(own.parameter)
-            gradients.append(own.parameter.grad)
+        """Changes every `.grad` as step `step`, from 1, asks. All ranks of the replica call it together. What has none,
+        as it is frozen, counts as zeros and goes on to have none.
+        """
+        gradients = [own.gradient if own.parameter.grad is None else own.parameter.grad for own in self.parts.owned]
         for transform in self._transforms:
             change: Callable[[TransformConfig, Chain, list[Tensor], int], None] = implementation_of(transform)
             change(transform, self, gradients, step)
