@@ -43,7 +43,7 @@ class Trials:
     """Stand for runs: `peak` says what a run file needs (bytes), or why it does not run; `losses` what it comes to."""
 
     def __init__(
-        self, peak: Callable[[RunFile], int | str], losses: Callable[[RunFile], float] = lambda run_file: 2.0
+        self, peak: Callable[[RunFile], int | str], losses: Callable[[RunFile], float] = lambda _: 2.0
     ) -> None:
         self.peak, self.losses, self.tried = peak, losses, list[RunFile]()
 
