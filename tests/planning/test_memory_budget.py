@@ -399,9 +399,7 @@ def test_a_trial_tells_nobody_and_takes_up_no_checkpoint(budgeted: RunFile) -> N
     assert found.observe.layer_norms_every_steps == 1
 
 
-def test_a_trial_ends_at_sigterm_with_its_folder(
-    budgeted: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_leaves_nothing_of_a_trial(budgeted: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
