@@ -34,6 +34,7 @@ from shoal.runfile.load import run_file_of
 from shoal.runfile.rules import check_across
 from shoal.runfile.run_file import RunFile
 from tests.ranks import TestPlace
+from tests.waiting import HANG_S
 
 CLOSE = {"rtol": 1e-7, "atol": 1e-11}
 """Of numbers in float64 that are summed in another order. PyTorch's kernel takes momentum and decay as float32: here
@@ -77,7 +78,7 @@ def run_file(folder: Path, *more: dict[str, Any], script: FromScript = FromScrip
         "schedule": {"kind": "constant"},
         "precision": {"kind": "float64"},
         "federated": {"kind": "fedavg", "clients": 4},
-        "wire": {"timeout_s": 30.0, "check_collectives": True},
+        "wire": {"timeout_s": HANG_S, "check_collectives": True},
     }
     for changed in more:
         for name, keys in changed.items():

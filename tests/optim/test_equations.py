@@ -133,6 +133,21 @@ def in_a_script(kind: str, dtype: torch.dtype, *, resumed: bool = False) -> dict
 
 
 @pytest.mark.parametrize("kind", PLAIN)
+def test_what_was_never_stepped_has_no_state_after_load_state_dict(kind: str) -> None:
+    """As a layer that a script freezes: it begins where its gradient comes, as without a reload."""
+    used, frozen = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(2, 2))
+
+    def built() -> torch.optim.Optimizer:
+        return PLAIN[kind]([{"params": [used, frozen], "whole": True}])
+
+    first, again = built(), built()
+    used.grad = torch.ones(3, 2)
+    first.step()
+    again.load_state_dict(first.state_dict())
+    assert again.state_dict()["state"].keys() == first.state_dict()["state"].keys() == {0}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
 def test_parameters_of_a_script_may_be_of_bfloat16(kind: str) -> None:
     """Updates are those of float32, rounded; and `load_state_dict` goes on with the same bits, of both types."""
     wanted, found, first = in_a_script(kind, torch.float32), in_a_script(kind, torch.bfloat16), drawn(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -340,6 +341,19 @@ def test_a_layer_is_measured_when_it_is_first_used() -> None:
             assert close(state["mean_rows"], g)
         seen += [state["mean_rows"].clone()] if "mean_rows" in state else []
     assert [torch.equal(seen[0], each) for each in seen] == [True, True, False]
+
+
+def test_a_layer_is_measured_again_where_its_first_step_was_not_taken() -> None:
+    """As a script leaves one out, whose gradient it does not like: what that step measured went into no mean."""
+    model = Net()
+    optimizer = connected(model, lr=LR, every=3, damping=DAMPING)
+    with patch.object(optimizer, "step"):
+        step(model, optimizer, 1)
+    _, a, g = by_samples(model, 2)["second.weight"]
+    step(model, optimizer, 2)
+    state = optimizer.state[model.second.weight]
+    assert close(state["mean_columns"], a)
+    assert close(state["mean_rows"], g)
 
 
 def test_a_layer_that_the_forward_goes_round_is_named() -> None:

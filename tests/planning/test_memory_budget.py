@@ -43,7 +43,7 @@ class Trials:
     """Stand for runs: `peak` says what a run file needs (bytes), or why it does not run; `losses` what it comes to."""
 
     def __init__(
-        self, peak: Callable[[RunFile], int | str], losses: Callable[[RunFile], float] = lambda run_file: 2.0
+        self, peak: Callable[[RunFile], int | str], losses: Callable[[RunFile], float] = lambda _: 2.0
     ) -> None:
         self.peak, self.losses, self.tried = peak, losses, list[RunFile]()
 
@@ -399,9 +399,7 @@ def test_a_trial_tells_nobody_and_takes_up_no_checkpoint(budgeted: RunFile) -> N
     assert found.observe.layer_norms_every_steps == 1
 
 
-def test_a_trial_ends_at_sigterm_with_its_folder(
-    budgeted: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_leaves_nothing_of_a_trial(budgeted: RunFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[subprocess.Popen[bytes]] = []
     (tmp_path / "scratch").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))

@@ -15,6 +15,7 @@ from shoal.runfile.run_file import RunFile
 from shoal.verification.verdict import Verdict
 from shoal.verification.verify import verify_rank
 from tests.ranks import TestPlace
+from tests.waiting import HANG_S
 
 GPT: dict[str, Any] = {
     "kind": "gpt", "vocabulary": 61, "layers": 3, "width": 32, "heads": 4, "feed_forward_width": 48,
@@ -40,7 +41,7 @@ def run_file_of(folder: Path, **tables: dict[str, Any]) -> RunFile:
         "data": {"kind": "tokens", "path": str(folder / "tokens.bin"), "dtype": "uint8"},
         "batch": {"global_samples": 8, "sequence": 16},
         "optimizer": {"kind": "adamw", "lr": 2e-3},
-        "wire": {"check_collectives": True, "timeout_s": 30.0},
+        "wire": {"check_collectives": True, "timeout_s": HANG_S},
     }
     for name, table in tables.items():
         base[name] = (

@@ -89,7 +89,12 @@ def tied_head_forgotten(rank: int) -> Iterator[None]:
 @contextmanager
 def inputs_rounded(rank: int) -> Iterator[None]:
     """Inputs of float64 go through float32 on rank 1."""
-    with _inputs(rank, lambda leaf: leaf.float().double() if leaf.dtype == torch.float64 else leaf):
+    from shoal.data.sample import map_tree
+
+    def rounded(leaf: Any) -> Any:
+        return leaf.float().double() if leaf.dtype == torch.float64 else leaf
+
+    with _batches(rank, lambda batch: replace(batch, inputs=map_tree(rounded, batch.inputs))):
         yield
 
 
@@ -345,32 +350,21 @@ def order_of_the_epoch_before(rank: int) -> Iterator[None]:
 def targets_shifted(rank: int) -> Iterator[None]:
     """Rank 1 predicts the token that it has, and not the next."""
     from shoal.data.sample import map_tree
-    from shoal.engine import compute
 
-    original = compute.on_device
-
-    def shifted(batch: Any, *others: Any) -> Any:
-        found = original(batch, *others)
-        return replace(found, targets=map_tree(lambda leaf: leaf.roll(1, -1), found.targets)) if rank else found
-
-    with patch.object(compute, "on_device", shifted):
+    with _batches(rank, lambda batch: replace(batch, targets=map_tree(lambda leaf: leaf.roll(1, -1), batch.targets))):
         yield
 
 
 @contextmanager
 def weight_of_padding(rank: int) -> Iterator[None]:
     """Rank 1's loss does not count its last position."""
-    from shoal.engine import compute
 
-    original = compute.on_device
+    def uncounted(batch: Any) -> Any:
+        weights = batch.weights.clone()
+        weights[:, -1:] = 0
+        return replace(batch, weights=weights)
 
-    def uncounted(batch: Any, *others: Any) -> Any:
-        found = original(batch, *others)
-        weights = found.weights.clone()
-        weights[:, -1:] *= 1 - rank
-        return replace(found, weights=weights)
-
-    with patch.object(compute, "on_device", uncounted):
+    with _batches(rank, uncounted):
         yield
 
 
@@ -407,15 +401,15 @@ def _before_update(rank: int, act: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _inputs(rank: int, change: Any) -> Iterator[None]:
-    from shoal.data.sample import map_tree
+def _batches(rank: int, change: Any) -> Iterator[None]:
+    """`change` of rank 1's microbatches."""
     from shoal.engine import compute
 
     original = compute.on_device
 
     def changed(batch: Any, *others: Any) -> Any:
         found = original(batch, *others)
-        return replace(found, inputs=map_tree(change, found.inputs)) if rank else found
+        return change(found) if rank else found
 
     with patch.object(compute, "on_device", changed):
         yield

@@ -22,6 +22,7 @@ from shoal.runfile.run_file import RunFile
 from tests.assembly.journey import save, whole_state
 from tests.ranks import TestPlace
 from tests.verification.layouts import corpus, run_file_of, verified
+from tests.waiting import HANG_S
 
 DECAY = 0.01
 MOST = 15
@@ -49,7 +50,7 @@ def convex(kind: str, tables: dict[str, Any], directory: Path, *, world: int) ->
             "precision": {"kind": "float64"},
             "schedule": {"kind": "constant"},
             "optimizer": {"kind": kind, "groups": {"*": {"weight_decay": DECAY}}, **KINDS[kind]},
-            "wire": {"check_collectives": True, "timeout_s": 30.0},
+            "wire": {"check_collectives": True, "timeout_s": HANG_S},
         }
         | tables,
         RunFile,

@@ -277,12 +277,10 @@ ENCODER: dict[str, Any] = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "max_position_embeddings": 64,
 }  # fmt: skip
-PATCHES: dict[str, Any] = {
-    "image_size": 8, "patch_size": 4, "num_channels": 3, "id2label": {str(i): str(i) for i in range(CLASSES)},
-}  # fmt: skip
-GPT: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4}
+NAMED: dict[str, Any] = {"num_labels": CLASSES}
+PATCHES = NAMED | {"image_size": 8, "patch_size": 4}
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "GPT2LMHeadModel": GPT,
+    "GPT2LMHeadModel": {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4},
     "LlamaForCausalLM": DECODER,
     "MistralForCausalLM": DECODER | {"sliding_window": 8},
     "Qwen2ForCausalLM": DECODER,
@@ -290,10 +288,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "GemmaForCausalLM": DECODER | {"head_dim": 8},
     "PhiForCausalLM": DECODER,
     "GPTNeoXForCausalLM": ENCODER | {"hidden_dropout": 0.1, "attention_dropout": 0.1},
-    "OPTForCausalLM": {
-        "vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "max_position_embeddings": 64, "word_embed_proj_dim": 32,
-    },
+    "OPTForCausalLM": ENCODER | {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "BloomForCausalLM": {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4, "hidden_dropout": 0.1},
     "MixtralForCausalLM": DECODER | {"num_local_experts": 4},
     "BertForMaskedLM": ENCODER,
@@ -303,14 +298,12 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "ElectraForMaskedLM": ENCODER | {"embedding_size": 16},
     "ViTForImageClassification": ENCODER | PATCHES,
     "DeiTForImageClassification": ENCODER | PATCHES,
-    "ConvNextForImageClassification": {
-        "num_channels": 3, "patch_size": 2, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2,
-        "id2label": PATCHES["id2label"], "drop_path_rate": 0.1,
+    "ConvNextForImageClassification": NAMED | {
+        "patch_size": 2, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "drop_path_rate": 0.1,
     },
 }  # fmt: skip
 """Architectures of transformers with the dropout of their default configs."""
 
-NAMED: dict[str, Any] = {"num_labels": CLASSES}
 NORMALISED: dict[str, dict[str, Any]] = {
     "ResNetForImageClassification": NAMED | {
         "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic",
@@ -426,19 +419,10 @@ WITHOUT_BATCH_NORM = frozenset({
 })  # fmt: skip
 
 
-class Pictures32:
+def pictures32() -> list[tuple[Tensor, Tensor]]:
     """32 pictures `[3, 32, 32]` of ten classes."""
-
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        random = torch.Generator().manual_seed(index)
-        return torch.randn(3, 32, 32, generator=random), torch.tensor(index % CLASSES)
-
-
-def pictures32() -> Pictures32:
-    return Pictures32()
+    drawn = torch.randn(32, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    return [(picture, torch.tensor(index % CLASSES)) for index, picture in enumerate(drawn)]
 
 
 def seeing_tables(name: str) -> dict[str, Any]:

@@ -68,9 +68,8 @@ class Process:
         """How this rank's allocator is set, in a clause."""
         if self.device.type == "cpu":
             return described(_kept(self.place), self.environ)
-        return (
-            " ".join(f"{name}={self.environ[name]}" for name in ALLOC_CONF & self.environ.keys()) or "as PyTorch has it"
-        )
+        said = [f"{name}={self.environ[name]}" for name in sorted(ALLOC_CONF & self.environ.keys())]
+        return " ".join(said) or "as PyTorch has it"
 
     @property
     def conditions(self) -> Conditions | None:

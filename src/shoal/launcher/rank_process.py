@@ -24,8 +24,8 @@ from shoal.launcher.environment import LOOPBACK, Environ
 from shoal.standard_output import kept_descriptor
 
 _TAIL_BYTES = 8192
-ALLOC_CONF = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
-"""Either is the user's word to PyTorch's allocator for GPUs."""
+ALLOC_CONF = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
+"""Each is the user's word to PyTorch's allocator for GPUs."""
 
 
 class HostEntry(NamedTuple):

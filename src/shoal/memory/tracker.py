@@ -205,7 +205,8 @@ class AllocatorFigures:
         if works_in_streams(self._device):
             live, held = torch.accelerator.memory_allocated, torch.accelerator.memory_reserved
             return {"memory/live_bytes": live(self._device), "memory/held_bytes": held(self._device)}
-        found = {"memory/held_bytes": float(_resident_bytes())}
+        resident = _resident_bytes()
+        found = {} if resident is None else {"memory/held_bytes": float(resident)}
         if self._heap is not None:
             numbers = self._heap().numbers
             found["memory/live_bytes"] = float(numbers[4] + numbers[7])
@@ -227,8 +228,8 @@ def _mallinfo2() -> Callable[[], _Mallinfo2] | None:
     return function
 
 
-def _resident_bytes() -> int:
-    """Now; 0 where there is no Linux /proc."""
+def _resident_bytes() -> int | None:
+    """Now; None where there is no Linux /proc."""
     with contextlib.suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
-    return 0
+    return None

@@ -111,8 +111,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
-            saved = state_dict["state"].get(number, {})
-            self.state[parameter].update({n: saved[n].to(parameter.device, copy=True) for n in kept & saved.keys()})
+            saved, own = state_dict["state"].get(number, {}), self.state.get(parameter, {})
+            for name in kept & own.keys():
+                if isinstance(own[name], Tensor):
+                    own[name] = saved[name].to(own[name].device, copy=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients, or fills them with zeros."""

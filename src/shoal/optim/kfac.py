@@ -135,7 +135,6 @@ class OwnedKFAC(WholeOptimizer):
     def agree(self, *, scale: float, terms: float) -> None:
         """Sums over ranks what a step has measured, if it has."""
         self._factors = self._watching.agree(scale=scale, terms=terms) if self._due else {}
-        self._measured = (self._measured or set()) | self._factors.keys()
 
     def close(self) -> None:
         """Takes its hooks off the layers."""
@@ -202,6 +201,7 @@ class OwnedKFAC(WholeOptimizer):
     def _follow(self, own: Mapping[str, Whole]) -> None:
         """The factors of this step go into the means, which are decomposed, here or by the owner."""
         factors, self._factors = self._factors, {}
+        self._measured = (self._measured or set()) | factors.keys()
         sharing = self._sharing if self._all_due else None  # in other steps ranks of other layers have none to share
         mine = own.keys() if sharing is None else set(sharing.mine)
         followed = [name for name in own if name in factors]
