@@ -27,10 +27,10 @@ def counted(place) -> tuple[int, int, float]:
 
 
 def test_the_ledger_counts_calls_bytes_and_seconds(ranks) -> None:
-    """Three all-reduces of 4,000 bytes on 3 ranks: each sends 2 * (2/3) of it, and waiting takes time."""
+    """Three all-reduces of 4,000 bytes on 3 ranks: each sends 2 * (2/3) of it. Who comes last need not wait."""
     for calls, sent, exposed_s in ranks(3, counted):
         assert (calls, sent) == (3, 3 * bytes_sent("all_reduce", 4000, size=3, backend="gloo"))
-        assert exposed_s > 0
+        assert exposed_s >= 0
 
 
 def under(place, faults: list[Fault], faulty_rank: int, timeout_s: float) -> str:

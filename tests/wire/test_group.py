@@ -32,6 +32,7 @@ right = {
     "sum": np.allclose(group.all_reduce(x), sum(every)),
     "strides": np.allclose(group.all_reduce(x[::2, ::-1]), sum(every)[::2, ::-1]),
     "avg": np.allclose(group.all_reduce(x, op="avg"), sum(every) / n),
+    "avg of large": (group.all_reduce(np.full(5000, 4e4, np.float16), op="avg") == np.float16(4e4)).all(),
     "max": np.array_equal(group.all_reduce(x, op="max"), np.max(every, axis=0)),
     "scatter": np.allclose(group.reduce_scatter(x), sum(every)[3 * me : 3 * me + 3]),
     "gather": np.array_equal(group.all_gather(x), np.stack(every)),
