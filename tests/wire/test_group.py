@@ -187,6 +187,16 @@ def test_who_waits_for_the_connection_of_a_lost_rank_is_woken() -> None:
             waiting.result(HANG_S)
 
 
+@pytest.mark.parametrize("call", ["broadcast", "all_gather"])
+def test_numbers_are_not_taken_for_others_of_as_many_bytes(call: str) -> None:
+    body = (
+        f"try:\n    group.{call}(np.ones(4, ['int32', 'float32'][group.rank]))\n    group.barrier()\n    result = ''\n"
+    )
+    found = run(2, body + "except Exception as error:\n    result = str(error)\n", hosts=("a", "b"))
+    assert f"{call} of 16 bytes in float32" in found[1]
+    assert all(found)
+
+
 def test_two_roots_are_named_at_the_next_call() -> None:
     """A root waits for nobody."""
     body = "try:\n    group.broadcast(np.ones(4), root=group.rank)\n    group.barrier()\n    result = ''\n"
