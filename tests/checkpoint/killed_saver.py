@@ -1,15 +1,14 @@
-"""A process that kills itself in the middle of saves: `python -m tests.checkpoint.killed_saver FOLDER WAY`.
+"""Processes that kill themselves in the middle of saves, for every point of `deaths()`.
 
-For every point of `deaths()` a forked child saves step 100 in a run directory of its own, and step 200 (keeping one, so
-that retention is passed too) until SIGKILL strikes at that point. Prints a line a point: its name and how the child
-ended.
+A forked child saves step 100 in a run directory of its own, and step 200 (keeping one, so that retention is passed too)
+until SIGKILL strikes at that point.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ import torch
 from shoal.checkpoint.objects import POINTS
 from tests.checkpoint.states import save, saver_for
 
+ENDS = "ends.json"
 HALVES = ("object/write.half", "manifest/write.half", "latest/write.half")
 """Deaths that leave half a file behind."""
 
@@ -67,7 +67,9 @@ def save_and_die(directory: Path, death: str, way: str = "none") -> None:
     save(saver, 200)
 
 
-def main(root: Path, way: str) -> None:
+def bury_all(root: Path, way: str) -> None:
+    """Writes how the child of each point ended, by its name, to `root / ENDS`."""
+    ends: dict[str, int] = {}
     torch.set_num_threads(1)
     for death in deaths():
         child = os.fork()
@@ -75,8 +77,5 @@ def main(root: Path, way: str) -> None:
             save_and_die(folder_of(root, death), death, way)
             os._exit(0)
         _, status = os.waitpid(child, 0)
-        print(death, os.waitstatus_to_exitcode(status), flush=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+        ends[death] = os.waitstatus_to_exitcode(status)
+    (root / ENDS).write_text(json.dumps(ends))

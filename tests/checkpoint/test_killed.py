@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,10 @@ import pytest
 from shoal.checkpoint.commit import newest_verified
 from shoal.checkpoint.load import read_all
 from shoal.checkpoint.objects import TEMPORARY, Places
-from tests.checkpoint.killed_saver import HALVES, deaths, folder_of
+from tests.checkpoint.killed_saver import ENDS, HALVES, bury_all, deaths, folder_of
 from tests.checkpoint.states import leftovers, same, save, saver_for, state_of
+from tests.forkserver import forkserver
+from tests.waiting import HANG_S
 
 COMMITTED_FROM = deaths().index("commit/rename.after")
 
@@ -23,19 +24,13 @@ COMMITTED_FROM = deaths().index("commit/rename.after")
     scope="module", params=["none", *(pytest.param(way, marks=pytest.mark.slow) for way in ("deltas", "disk"))]
 )
 def graves(request, tmp_path_factory) -> tuple[Path, dict[str, int]]:
-    """A run directory for each death, and how each process ended: one process, for one import of torch."""
+    """A run directory for each death, and how each process ended: children of one that has no threads yet."""
     root = tmp_path_factory.mktemp("killed")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.killed_saver", str(root), request.param],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return root, {death: int(code) for death, code in (line.split() for line in done.stdout.splitlines())}
+    process = forkserver().Process(target=bury_all, args=(root, request.param))
+    process.start()
+    process.join(HANG_S)
+    assert process.exitcode == 0
+    return root, json.loads((root / ENDS).read_text())
 
 
 @pytest.mark.parametrize("death", deaths())

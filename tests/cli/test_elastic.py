@@ -57,7 +57,7 @@ kind = "float64"
 [elastic]
 min = 1
 max = 3
-silence_s = 10
+silence_s = 100
 accept_s = 40
 wait_s = 50
 fingerprint_every_steps = 3
@@ -172,7 +172,7 @@ def test_a_replica_that_dies_before_a_due_save_takes_nobody_along(own: Project) 
 def test_a_stopped_replica_is_fenced_and_replaced(own: Project) -> None:
     """SIGSTOP: noticed by its silence, its process is ended, another takes its slot."""
     plain = undisturbed(own)
-    running = start(own)
+    running = start(own, "elastic.silence_s=10")
     os.kill(replicas_of(running)[2], signal.SIGSTOP)
     own.wait_for_text(r"replica-2-\w+ is fenced: its rank 0 was silent for")
     wait_for_join(own, r"3 of 3 replicas; .*rank 2 joined after step")

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from shoal.comm.algorithms import execute
+from shoal.comm.algorithms.group import Followed
 from shoal.comm.collective import GroupCollective
 from shoal.comm.config import Algorithm, WireConfig
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.comm.volume import bytes_sent
 from shoal.topology.layout import Layout
+from shoal.topology.links import uniform
 from tests.comm.test_collective import everything, expected
 from tests.waiting import wait_until
 
@@ -103,6 +105,10 @@ def raced(place, slow: str) -> tuple[list[str], list[int], bool]:
         mesh = mesh_by(place, "auto", False)
     world: Any = mesh.world
     sums = [torch.full((numel,), place.rank + 1.0) for numel in (2 << 10, 1 << 18)]
+    short = torch.full((2 << 10,), place.rank + 1, dtype=torch.int16)  # of which Gloo has no sums
+    world.all_reduce(short).wait()
+    assert (short == 6).all()
+    mesh.ledger.take()
     sent = []
     for tensor in sums:
         world.all_reduce(tensor).wait()
@@ -119,6 +125,27 @@ def test_sums_are_left_to_gloo_where_tables_save_nothing(ranks, slow: str) -> No
         assert {name == "Gloo's own ring" for name in names} == {slow == "tables"}
         if slow == "tables":
             assert sent == [bytes_sent("all_reduce", size, size=3, backend="gloo") for size in (8 << 10, 1 << 20)]
+
+
+def followed(place) -> list[int]:
+    """Bytes of the same sum before and after its table has changed, and after Gloo has taken over."""
+    mesh, sent = mesh_by(place, "auto", False), []
+    assert isinstance(mesh.world, GroupCollective)
+    group: Any = mesh.opened()["world"][1].inner
+    slow, fast = uniform(3, latency_s=10.0, bytes_s=1e12), uniform(3, latency_s=1e-9, bytes_s=1e3)
+    for known in (Followed(slow), Followed(fast), Followed(fast, (True, True))):
+        group.follow(known)
+        mesh.world.all_reduce(torch.ones(3000)).wait()
+        sent.append(mesh.ledger.take()["all_reduce"].bytes_sent)
+    return sent
+
+
+def test_the_ledger_follows_what_links_have_changed(ranks) -> None:
+    """One shot where messages are dear, a ring's bytes where bytes are, and Gloo's."""
+    ring = bytes_sent("all_reduce", 12_000, size=3, backend="gloo")
+    for one_shot, table, gloos in ranks(3, followed):
+        assert one_shot == 24_000 > table
+        assert gloos == ring
 
 
 def dropped(place, algorithm: Algorithm, check: bool) -> bool:

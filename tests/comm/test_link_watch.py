@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +16,8 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from shoal.comm.config import WireConfig
-from shoal.comm.link_watch import REGULAR, LinkWatch, Timing, unexplained_s
+from shoal.comm.ledger import Ledger
+from shoal.comm.link_watch import REGULAR, LinkWatch, Timing, between_s, unexplained_s
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.errors import ConfigError
 from shoal.gradients.replicated import BucketSearch
@@ -165,6 +169,49 @@ def test_processors_explain_what_they_took_and_no_more(now: Timing, usual: Timin
     assert unexplained_s(now, usual) == pytest.approx(left_s)
 
 
+class Asleep:
+    """A group of one rank whose sums take `seconds`, in which it sleeps."""
+
+    seconds = QUIET_S
+
+    def barrier(self) -> Asleep:
+        return self
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Asleep:
+        time.sleep(self.seconds if tensor.numel() > 2 else 0)
+        return self
+
+    def wait(self) -> None:
+        """It has slept."""
+
+
+def test_a_thread_at_work_explains_no_slower_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that reads data while the ranks sum runs for as long as the sum takes, on a core of its own."""
+    group, over = Asleep(), threading.Event()
+    monkeypatch.setattr("shoal.comm.link_watch.waits_for_cores", lambda: {"every": 0})
+
+    def work() -> None:
+        block = bytes(MIB)
+        while not over.is_set():
+            hashlib.sha256(block)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        watch: Any = LinkWatch(group, Ledger(), dict, None)  # pyright: ignore[reportArgumentType]
+        usual = watch._timed()
+        group.seconds = 0.5
+        now = watch._timed()
+    finally:
+        over.set()
+        thread.join()
+    assert unexplained_s(now, usual) == pytest.approx(now.seconds - usual.seconds)
+
+
+def test_threads_that_end_and_begin_take_no_wait_along() -> None:
+    assert between_s({"ends": 9_000_000_000, "stays": 1}, {"stays": 5, "begins": 7}) == pytest.approx(11e-9)
+
+
 def test_a_busy_machine_is_no_change_of_the_link(ranks) -> None:
     """It comes and goes; a link that becomes slow meanwhile is seen, and one that does so unheard by regular looks."""
     steps: Sequence[Step] = [(0.01, QUIET_S)] * STEPS + [(1.0, CROWDED), (0.01, QUIET_S)] * REGULAR
@@ -172,7 +219,7 @@ def test_a_busy_machine_is_no_change_of_the_link(ranks) -> None:
         assert len({name for name, _, _ in chosen}) == 1
         assert len(lines) == 1
         assert chosen[-1][2] > 4
-    unheard = [*steps, *[(0.5, Timing(0.8, CROWDED.busy_s))] * (REGULAR + 3)]
+    unheard = [*steps, *[(0.5, Timing(0.8, CROWDED.for_core_s))] * (REGULAR + 3)]
     for chosen, _, lines in ranks(4, followed, unheard, [FLAT, FLAT, TWO_HOSTS]):
         assert chosen[-1][0] == "hierarchical"
         assert "take 800.0" in lines[1]

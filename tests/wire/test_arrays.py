@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -68,13 +69,29 @@ def test_an_array_on_a_device_is_copied_by_its_framework(alone) -> None:
         (lambda g: g.all_reduce(np.ma.array([1.0, 2.0], mask=[0, 1])), "its mask would be lost"),
         (lambda g: g.all_reduce(np.ones(2, ">f4")), "convert the array"),
         (lambda g: g.all_reduce(torch.ones(2, requires_grad=True)), "gives no array: .*detach"),
-        (lambda g: g.all_reduce(torch.ones(2, dtype=torch.bfloat16)), "of a dtype of NumPy's"),
+        (lambda g: g.all_reduce(torch.ones(2, dtype=torch.bfloat16, requires_grad=True)), "gives no array: .*detach"),
+        (lambda g: g.all_reduce(torch.ones(2, dtype=torch.bfloat16, device="meta")), "of a dtype of NumPy's"),
         (lambda g: g.all_to_all(np.ones(3)), "one row"),
     ],
 )
 def test_what_is_refused_is_said(alone, call, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         call(alone)
+
+
+def test_bfloat16_of_torch_is_the_same_memory(alone) -> None:
+    """Also a scalar, and with strides; without ml_dtypes it is refused."""
+    pytest.importorskip("ml_dtypes", reason="bfloat16 of NumPy is that of ml_dtypes, which JAX brings along")
+    numbers = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
+    for given in (numbers, numbers[:, ::2], numbers.t(), numbers[1, 1]):
+        assert (as_array(given).astype(np.float32) == given.float().numpy()).all()
+    out = torch.zeros(3, 4, dtype=torch.bfloat16)
+    alone.all_reduce(numbers, out=out)
+    assert torch.equal(out, numbers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "ml_dtypes", None)
+        with pytest.raises(UsageError, match="of a dtype of NumPy's"):
+            as_array(numbers)
 
 
 def test_a_tag_is_a_number_of_63_bits() -> None:

@@ -32,6 +32,7 @@ right = {
     "sum": np.allclose(group.all_reduce(x), sum(every)),
     "strides": np.allclose(group.all_reduce(x[::2, ::-1]), sum(every)[::2, ::-1]),
     "avg": np.allclose(group.all_reduce(x, op="avg"), sum(every) / n),
+    "avg of large": (group.all_reduce(np.full(5000, 4e4, np.float16), op="avg") == np.float16(4e4)).all(),
     "max": np.array_equal(group.all_reduce(x, op="max"), np.max(every, axis=0)),
     "scatter": np.allclose(group.reduce_scatter(x), sum(every)[3 * me : 3 * me + 3]),
     "gather": np.array_equal(group.all_gather(x), np.stack(every)),
@@ -184,6 +185,16 @@ def test_who_waits_for_the_connection_of_a_lost_rank_is_woken() -> None:
         store.give_up("b was lost")
         with pytest.raises(GenerationOver, match="b was lost"):
             waiting.result(HANG_S)
+
+
+@pytest.mark.parametrize("call", ["broadcast", "all_gather"])
+def test_numbers_are_not_taken_for_others_of_as_many_bytes(call: str) -> None:
+    body = (
+        f"try:\n    group.{call}(np.ones(4, ['int32', 'float32'][group.rank]))\n    group.barrier()\n    result = ''\n"
+    )
+    found = run(2, body + "except Exception as error:\n    result = str(error)\n", hosts=("a", "b"))
+    assert f"{call} of 16 bytes in float32" in found[1]
+    assert all(found)
 
 
 def test_two_roots_are_named_at_the_next_call() -> None:

@@ -13,9 +13,10 @@ for an all-reduce or two; and a link that changed, for the measurements of its p
 other sizes. Ranks that share memory have no link, and watch none.
 
 Others' work on the same cores makes an all-reduce take ten times as long, for as long as it lasts, and is no change of
-the link. The kernel knows what it cost: seconds for which threads of this process ran, and those for which they could
-have run and no core was free (`processor_s`). Between two timings, the difference of these seconds is what processors
-explain, twice that of the busiest rank, because a message has two ends.
+the link. Linux knows what it cost: seconds for which threads of this process could have run and no core was free
+(`waits_for_cores`). Between two timings, the difference of these seconds is what processors explain, twice that of the
+rank which waited longest, because a message has two ends. Seconds for which threads ran explain nothing: they may be
+those of a thread that reads data all the while.
 
 All ranks in lock-step choose alike, for they compare numbers that they agree on. What was chosen follows from the
 clock: `decided` records it, or gives what was recorded, and then nothing is measured.
@@ -86,27 +87,34 @@ class Step(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Of an all-reduce: what it took on the slowest rank, and the processors' part of it on the busiest one."""
+    """Of an all-reduce: what it took on the slowest rank, and how long one waited for a core meanwhile."""
 
     seconds: float
-    busy_s: float
+    for_core_s: float
 
 
 def unexplained_s(now: Timing, usual: Timing) -> float:
     """By how much an all-reduce takes longer than usual (or shorter: negative), beyond what processors explain."""
-    longer_s, explained_s = now.seconds - usual.seconds, 2 * (now.busy_s - usual.busy_s)
+    longer_s, explained_s = now.seconds - usual.seconds, 2 * (now.for_core_s - usual.for_core_s)
     if longer_s > 0:
         return max(0.0, longer_s - max(0.0, explained_s))
     return min(0.0, longer_s - min(0.0, explained_s))
 
 
-def processor_s() -> float:
-    """Seconds for which threads of this process ran, or could have run and no core was free (that only on Linux)."""
-    waited_ns = 0
+def waits_for_cores() -> dict[str, int]:
+    """For each thread of this process, the nanoseconds for which it could have run and no core was free; empty where
+    the system does not say so (other than Linux, some containers).
+    """
+    found: dict[str, int] = {}
     for file in glob.glob("/proc/self/task/*/schedstat"):
-        with suppress(OSError):  # the thread has ended
-            waited_ns += int(Path(file).read_text().split()[1])
-    return time.process_time() + 1e-9 * waited_ns
+        with suppress(OSError, IndexError):  # the thread has ended
+            found[file] = int(Path(file).read_text().split()[1])
+    return found
+
+
+def between_s(before: Mapping[str, int], after: Mapping[str, int]) -> float:
+    """Seconds between two looks at `waits_for_cores`; those of threads that have ended are lost."""
+    return 1e-9 * sum(max(0, waited - before.get(thread, 0)) for thread, waited in after.items())
 
 
 class LinkWatch:
@@ -245,16 +253,16 @@ class LinkWatch:
     def _timed(self) -> Timing:
         """The shortest of some all-reduces; the first one, if that is long, and not for the processors' sake."""
         long, found = torch.zeros(PROBE_BYTES // 4), list[Timing]()
-        busy_s = processor_s()  # also of what delays the start: the others wait for it
+        waits = waits_for_cores()  # also of what delays the start: the others wait for it
         self._lockstep.barrier().wait()
         for _ in range(TIMINGS):
             begin_s = self._clock()
             self._lockstep.all_reduce(long).wait()
-            took_s, before_s, busy_s = self._clock() - begin_s, busy_s, processor_s()
-            own = torch.tensor([took_s, busy_s - before_s], dtype=torch.float64)
+            took_s, before, waits = self._clock() - begin_s, waits, waits_for_cores()
+            own = torch.tensor([took_s, between_s(before, waits)], dtype=torch.float64)
             self._lockstep.all_reduce(own, "max").wait()
             found.append(Timing(*own.tolist()))
-            if found[-1].seconds - 2 * found[-1].busy_s > LONG_ENOUGH_S:
+            if found[-1].seconds - 2 * found[-1].for_core_s > LONG_ENOUGH_S:
                 break
         return min(found)
 

@@ -79,7 +79,7 @@ class Volume:
         self.backend, self.rank, self.hosts, self._tables = backend, rank, tuple(hosts), tables
         self._own = own
         self._division = division_of(hosts)
-        self._known: dict[tuple[str, int, int, bool], Sent] = {}
+        self._known: dict[tuple[str, int, int, bool], tuple[CollectiveTable | None, Sent]] = {}
 
     def left_to_gloo(self, operation: str, tensors: Sequence[Any], reduce_op: Any, *, lists: bool) -> bool:
         """Whether the backend leaves this call to Gloo; `reduce_op` is None where nothing is reduced."""
@@ -92,24 +92,32 @@ class Volume:
 
         `as_gloo`: the backend has left this call to Gloo; it is counted neither on two levels nor by a table.
         """
+        if parts:
+            return self._count(operation, payload, peer, parts, None, as_gloo)
         key = (operation, payload, peer, as_gloo)
-        if parts or key not in self._known:
-            sent = self._count(operation, payload, peer, parts, as_gloo)
-            if parts:
-                return sent
+        table = self._tables(operation, payload, peer) if self._tables and not as_gloo else None
+        known = self._known.get(key)
+        if known is None or known[0] is not table:  # links have changed, and the table with them
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            self._known[key] = sent
-        return self._known[key]
+            known = self._known[key] = table, self._count(operation, payload, peer, parts, table, as_gloo)
+        return known[1]
 
-    def _count(self, operation: str, payload: int, peer: int, parts: Sequence[int], as_gloo: bool) -> Sent:
+    def _count(
+        self,
+        operation: str,
+        payload: int,
+        peer: int,
+        parts: Sequence[int],
+        table: CollectiveTable | None,
+        as_gloo: bool,
+    ) -> Sent:
         flat = self.backend if self.backend != "hierarchical" else "gloo"
         if flat != self.backend and operation not in _LEFT_TO_GLOO and not as_gloo:
             return _on_two_levels(operation, payload, self.rank, peer, self._division)
-        tables = None if as_gloo else self._tables
         if parts and sum(parts):
             traffic = {to: payload * part // sum(parts) for to, part in enumerate(parts) if to != self.rank}
-        elif (table := tables(operation, payload, peer) if tables else None) is not None:
+        elif table is not None:
             whole = payload * len(self.hosts) if operation == "all_gather" else payload
             traffic = table_traffic(table, whole, rank=self.rank)
         else:

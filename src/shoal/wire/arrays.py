@@ -6,12 +6,15 @@
     the buffer protocol, `__array__`      the same memory (bytearray, array.array, TensorFlow's eager tensors)
 
 DLPack: https://dmlc.github.io/dlpack/latest/python_spec.html. bfloat16 is NumPy's by the package ml_dtypes, which JAX
-and TensorFlow bring along; DLPack knows it and NumPy does not, so such arrays come by `__array__`.
+and TensorFlow bring along; DLPack knows it and NumPy does not, so such arrays come by `__array__`, and torch's, which
+have none, as the same memory in 16 bits.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,7 +35,7 @@ def as_array(given: Any) -> Array:
         raise UsageError("a masked array cannot be sent: its mask would be lost; give its filled(...) and its mask")
     if isinstance(given, np.ndarray):
         return given
-    for look in (_by_dlpack, _by_buffer, _by_array):
+    for look in (_by_dlpack, _by_buffer, _by_bits, _by_array):
         if (found := look(given)) is not None:
             return found
     raise UsageError(
@@ -126,6 +129,17 @@ def _by_buffer(given: Any) -> Array | None:
     try:
         return np.asarray(memoryview(given))
     except (BufferError, TypeError, ValueError):
+        return None
+
+
+def _by_bits(given: Any) -> Array | None:
+    """A tensor of torch's in bfloat16; None where ml_dtypes, which says what the bits mean, is not installed."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not isinstance(given, torch.Tensor) or given.dtype != torch.bfloat16 or given.requires_grad:
+        return None
+    try:
+        return np.asarray(given.view(torch.int16)).view(importlib.import_module("ml_dtypes").bfloat16)
+    except (ImportError, RuntimeError, TypeError):
         return None
 
 

@@ -88,6 +88,7 @@ def _store_at(environ: Mapping[str, str]) -> tuple[str, int]:
 #                   inside: 2 (m-1)/m S leaves each of m hosts; a sum over TCP alone sends n times as much from n ranks
 #     others        over TCP between all ranks
 #
+# Hosts have as many ranks each, so that a mean is the mean of their means: float16 would overflow in a sum.
 # Sums run over the ranks of a host, then over hosts: the same bits on all ranks, but not those of a sum in rank order.
 
 
@@ -99,16 +100,13 @@ class TwoLevels:
         self._flat, self._inside, self._across = flat, inside, across
 
     def all_reduce(self, send: Array, receive: Array, op: str) -> Sent:
-        mates, hosts = self._inside.size, self._across.size
+        mates = self._inside.size
         each = -(-send.size // mates)
         padded = np.zeros(each * mates, send.dtype)
         padded[: send.size] = send.reshape(-1)
         part = np.empty(each, send.dtype)
-        step = "sum" if op == "avg" else op
-        sent = [self._inside.reduce_scatter(padded, part, step), self._across.all_reduce(part, part, step)]
+        sent = [self._inside.reduce_scatter(padded, part, op), self._across.all_reduce(part, part, op)]
         sent.append(self._inside.all_gather(part, padded))
-        if op == "avg":
-            np.divide(padded, mates * hosts, out=padded, casting="same_kind")
         receive.reshape(-1)[...] = padded[: send.size]
         return Sent(sum(s.inside_bytes for s in sent), sum(s.between_bytes for s in sent))
 
@@ -153,9 +151,8 @@ def init(
     Blocks until all ranks have called it. Later calls give the same group, which `shoal.jax` and `shoal.keras` use as
     well; a new one where it was closed. `environ`: in the place of this process's environment, for tests, each of which
     needs a store of its own. `timeout_s`: of every call of the group, `TIMEOUT_S` where it is left out.
-    `start_timeout_s`: how long ranks wait for each other here. Raises
-    `EnvironmentFault` and `CollectiveError` where ranks do not find each other, and `UsageError` for another timeout
-    than that of the group which is there.
+    `start_timeout_s`: how long ranks wait for each other here. Raises `EnvironmentFault` and `CollectiveError` where
+    ranks do not find each other, and `UsageError` for another timeout than that of the group which is there.
     """
     if environ is not None:
         met = meet(environ, timeout_s=start_timeout_s)

@@ -27,7 +27,7 @@ import numpy as np
 
 from shoal.comm.ledger import Sent
 from shoal.comm.packing import MANY, packed, unpacked
-from shoal.comm.shm.core import BYTES, REDUCTIONS, Fault, Kind, Signature, sentence
+from shoal.comm.shm.core import BYTES, DTYPES, REDUCTIONS, Fault, Kind, Signature, sentence
 from shoal.errors import CollectiveError
 from shoal.launcher import handshake, sockets
 from shoal.launcher.store.connection import StoreConnection, StoreLate, StoreLost
@@ -200,13 +200,13 @@ class Tcp:
         return self._reduced(parts, receive.reshape(-1), op, _reduction(Kind.REDUCE_SCATTER, send, op))
 
     def all_gather(self, send: Array, receive: Array) -> Sent:
-        return self._gathered(send, receive, _Call(Kind.ALL_GATHER))
+        return self._gathered(send, receive, _Call(Kind.ALL_GATHER, _dtype_number(send)))
 
     def broadcast(self, array: Array, root: int) -> Sent:
-        return self._move(
-            dict.fromkeys(self._peers, array) if self.rank == root else {},
-            {} if self.rank == root else {root: array}, _Call(Kind.BROADCAST, root=root), self._next(),
-        )  # fmt: skip
+        call = _Call(Kind.BROADCAST, _dtype_number(array), root=root)
+        if self.rank == root:
+            return self._move(dict.fromkeys(self._peers, array), {}, call, self._next())
+        return self._move({}, {root: array}, call, self._next())
 
     def all_to_all(self, send: Sequence[Array], receive: Sequence[Array]) -> Sent:
         if receive[self.rank].nbytes != send[self.rank].nbytes:
@@ -376,6 +376,11 @@ class Tcp:
 
 def _reduction(kind: Kind, array: Array, op: str) -> _Call:
     return _Call(kind, reduction_numbers(array.dtype, op), REDUCTIONS.index(op))
+
+
+def _dtype_number(array: Array) -> int:
+    """By which ranks see that they mean the same numbers; `BYTES` of a dtype that the core does not know."""
+    return DTYPES.get(array.dtype.name, BYTES)
 
 
 def _unpacked(head: bytearray) -> _Head:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -94,8 +96,10 @@ def test_a_failure_names_who_said_nothing_else_who_made_fewer_calls() -> None:
 
 
 def different(place) -> str:
-    """Ranks that call different things, with no check."""
-    world = replicas(place, timeout_s=HANG_S).world
+    """Ranks that call different things, with no check, and wait for what the others say of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shoal.comm.mesh.Diagnosis", partial(Diagnosis, patience_s=HANG_S))
+        world = replicas(place, timeout_s=HANG_S).world
     world.all_reduce(torch.ones(3)).wait()
     try:
         world.all_reduce(torch.ones(3 + place.rank)).wait()

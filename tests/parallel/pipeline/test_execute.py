@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from shoal.comm.collective import Collective
+from shoal.comm.collective import Collective, GroupCollective
 from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
 from shoal.errors import LayoutError
@@ -26,19 +27,19 @@ from tests.ranks import TestPlace
 from tests.waiting import HANG_S
 
 EXACT = 1e-12  # float64: only the order of a few sums differs
-TIMEOUT_S = 3.0
+TIMEOUT_S = 5.0
 Case = tuple[str, str, int, int | None]  # model, schedule, microbatches, stages a rank
 SYNCHRONOUS = [name for name in NAMES if name != "PipeDream"]
 
 
-def pipeline_of(place: TestPlace, timeout_s: float = 60.0) -> Collective:
+def pipeline_of(place: TestPlace) -> Collective:
     layout = Layout(pipeline=place.size)
     mesh = build_mesh(
         layout,
         place.rank,
         store=place.store,
         device=torch.device("cpu"),
-        wire=WireConfig(timeout_s=timeout_s, transport="gloo"),
+        wire=WireConfig(timeout_s=HANG_S, transport="gloo"),
     )
     return mesh.axis("pipeline")
 
@@ -158,8 +159,14 @@ def test_forward_only_gives_the_loss_and_no_gradient(ranks) -> None:
 
 
 def run_broken(place: TestPlace, fault: str, timeout_s: float = HANG_S) -> float:
-    """A pass in which the stage of rank 1 misbehaves on microbatch 2; the norm of this rank's gradients."""
-    group = pipeline_of(place, timeout_s=timeout_s)
+    """A pass in which the stage of rank 1 misbehaves on microbatch 2; the norm of this rank's gradients. `timeout_s`
+    is that of rank 0 once the ranks have met.
+    """
+    group = pipeline_of(place)
+    group.barrier().wait()
+    if place.rank == 0:
+        assert isinstance(group, GroupCollective)
+        group.group.inner.set_timeout(timedelta(seconds=timeout_s))  # pyright: ignore[reportAttributeAccessIssue]
     table = build("ZBVZeroBubble", ranks=group.size, microbatches=4)
     model, stages = cut_model("perceptron", table, group.rank)
     batch = chains.data("perceptron", 4)

@@ -3,10 +3,9 @@
 With "auto" the group probes its links when it opens, and again when it is told to (`look`), so that the choice, and
 with it the order of sums, may differ from one run to the next; a named algorithm is the same in every run. A table is
 priced by what links do, and Gloo's own ring is made in C++ with two threads: so both are timed once, and all-reduces
-are Gloo's where its ring is about as fast, as it takes less of a processor. Groups for
-which the named algorithm does not exist (a torus of five ranks, a hierarchy of one host) take the cheapest. Gloo makes
-what has no table: reductions other than sum, max and min, parts of different sizes, gather and scatter. The ranks
-always agree on that.
+are Gloo's where its ring is about as fast, as it takes less of a processor. Groups for which the named algorithm does
+not exist (a torus of five ranks, a hierarchy of one host) take the cheapest. Gloo makes what has no table: reductions
+other than sum, max and min, parts of different sizes, gather and scatter. The ranks always agree on that.
 """
 
 from __future__ import annotations
@@ -170,9 +169,9 @@ class Tables:
             self._followed = followed
             self._made.clear()
 
-    def is_gloos(self, size_bytes: int) -> bool:
-        """Whether an all-reduce of this size is left to Gloo."""
-        return self._followed.gloos[sum(size_bytes >= least for least in RACED[1:])]
+    def is_gloos(self, size_bytes: int, dtype: torch.dtype = torch.float32) -> bool:
+        """Whether an all-reduce of this size is left to Gloo, which has no sums of int16."""
+        return dtype != torch.int16 and self._followed.gloos[sum(size_bytes >= least for least in RACED[1:])]
 
     def __call__(self, kind: Kind, size_bytes: int, *, root: int = 0) -> CollectiveTable:
         """For the whole vector of `size_bytes`, or for what one rank holds for an all-to-all."""
@@ -323,10 +322,8 @@ class GroupTables:
         self._tables, self._all_kinds = tables, all_kinds
 
     def __call__(self, operation: str, payload: int, root: int = 0) -> CollectiveTable | None:
-        """What makes an operation of `payload` bytes on each rank; None where that is Gloo's own way."""
+        """What makes an operation of `payload` bytes on each rank, where it `takes` them; None where no table does."""
         if operation not in _KINDS or not (self._all_kinds or operation == "all_reduce"):
-            return None
-        if operation == "all_reduce" and self._tables.is_gloos(payload):
             return None
         size_bytes = payload * self._tables.ranks if operation == "all_gather" else payload
         return self._tables(_KINDS[operation], size_bytes, root=root)
@@ -334,6 +331,8 @@ class GroupTables:
     def takes(self, operation: str, tensors: Sequence[Tensor], reduce_op: Any) -> bool:
         """Whether there are tables for these tensors and this reduction (None: nothing is reduced)."""
         op = "sum" if reduce_op is None else _reduction(tensors, reduce_op)
+        if operation == "all_reduce" and op is not None:
+            return not self._tables.is_gloos(tensors[0].nbytes, tensors[0].dtype)
         return op == "sum" if operation == "reduce_scatter" else op is not None
 
 
@@ -387,7 +386,7 @@ class AlgorithmGroup:
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Any:
         op = _reduction(tensors, opts.reduceOp)
-        if op is None or self._chosen.tables.is_gloos(tensors[0].nbytes):
+        if op is None or self._chosen.tables.is_gloos(tensors[0].nbytes, tensors[0].dtype):
             return self._inner.allreduce(tensors, opts)
         return self._chosen.all_reduce(tensors[0], op)
 

@@ -121,7 +121,8 @@ _ROOTED = (Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER)
 
 def _named(call: Signature) -> str:
     kind, dtypes = Kind(call.kind), list(DTYPES)
-    how = f" ({REDUCTIONS[call.reduction]} of {dtypes[call.dtype]})" if kind in _REDUCING else ""
+    numbers = dtypes[call.dtype] if call.dtype < BYTES else ""
+    how = f" ({REDUCTIONS[call.reduction]} of {numbers})" if kind in _REDUCING else numbers and f" in {numbers}"
     root = f" with root {call.root}" if kind in _ROOTED else ""
     where = f" at byte {call.offset} of shared allocation {call.window}" if call.window else ""
     return f"{kind.name.lower()} of {call.bytes} bytes{how}{root}{where}"

@@ -93,7 +93,7 @@ ANSWER_S = 30.0
 SEND_S = 60.0
 HANDSHAKE_S = 10.0
 SEE = "see whether it runs and what its log says"
-START_KEY = "run.start_timeout_s sets how long a start waits"
+START_KEY = "run.start_timeout_s (start_timeout_s of wire.init) sets how long a start waits"
 MANY_RANKS = 64
 """From so many ranks on, the store waits in their place, instead of being polled."""
 POLLS_A_SECOND = 2048.0
