@@ -280,7 +280,7 @@ def test_a_second_ctrl_c_ends_at_once(case: Case, told_in: str, tmp_path: Path) 
     own = project(tmp_path)
     running = begin(case, own)
     running.send_signal(signal.SIGINT)
-    own.wait_for_text("press again to stop at once", output=told_in)
+    own.wait_for_text("a second one stops at once", output=told_in)
     time.sleep(2 * SAME_REQUEST_S)  # sooner it is taken for the same Ctrl-C
     running.send_signal(signal.SIGINT)
     assert running.wait(HANG_S) == case.code, own.said()

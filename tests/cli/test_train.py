@@ -100,7 +100,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(own: Project, number: signa
     running = own.start(*command)
     own.wait_for_step(3)
     running.send_signal(number)
-    own.wait_for_text("press again to stop at once")  # by now the ranks have been told
+    own.wait_for_text("a second one stops at once")  # by now the ranks have been told
     (own.folder / "go").touch()
     assert running.wait(HANG_S) == STOPPED, (own.folder / "out.txt").read_text()
     stopped_at = max(own.losses())
@@ -117,7 +117,7 @@ def test_a_second_signal_stops_at_once(own: Project) -> None:
     running = own.start("train", "run.toml", "model.arguments={hold_at=2}")
     own.wait_for_step(1)
     running.send_signal(signal.SIGINT)
-    own.wait_for_text("press again to stop at once")
+    own.wait_for_text("a second one stops at once")
     time.sleep(2 * SAME_REQUEST_S)  # the next signal is another request
     running.send_signal(signal.SIGINT)
     assert running.wait(HANG_S) == 128 + signal.SIGINT

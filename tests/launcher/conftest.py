@@ -95,7 +95,7 @@ class Launched:
     def interrupt(self) -> None:
         """A first SIGINT, until the launcher has answered: by then every rank that runs was sent SIGTERM."""
         self.process.send_signal(signal.SIGINT)
-        wait_until(lambda: "press again to stop at once\n" in self.said.read_text())
+        wait_until(lambda: "a second one stops at once\n" in self.said.read_text())
 
     def end(self) -> tuple[int, str]:
         """The launcher's exit code and what it said."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shoal import errors
 from shoal.launcher.failure import Failure, failure_of, read_failures, write_failure, write_for_torchrun
+from shoal.observe.facts import write_facts
 from tests.waiting import HANG_S
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -39,6 +41,8 @@ class DistNetworkError(RuntimeError):
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 5, False, False),
         (RuntimeError("Connection closed by peer [127.0.0.1]"), 1, True, True),
         (DistNetworkError("x"), 3, True, False),
+        (OSError(errno.ENOSPC, "No space left on device"), 3, False, False),
+        (OSError(errno.EIO, "Input/output error"), 1, False, True),
         (KeyboardInterrupt(), 130, False, False),
         (SystemExit(7), 7, False, False),
         (SystemExit("no"), 1, False, False),
@@ -65,6 +69,21 @@ def test_out_of_memory_is_one_sentence(text, asked):
     record = failure_of(MemoryError(text), 0)
     wanted = rf"out of memory: asked for {asked}, and [\d.]+ GiB are left of [\d.]+ GiB \([a-z -]+\)"
     assert re.fullmatch(wanted, record.text)
+
+
+def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch):
+    """Which file could not be written, though `write` does not say it, and what to do; no traceback."""
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left") as raised:
+        write_facts(tmp_path, {"steps": 3})
+    told = failure_of(raised.value, 0).text
+    wanted = f"{tmp_path}/facts.json cannot be written (No space left on device): mend that disk, or write to another"
+    assert told.startswith(wanted)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):

@@ -185,7 +185,7 @@ def test_ctrl_c_lets_the_ranks_save(launch):
     launched.send_at_once(signal.SIGTERM, signal.SIGINT)
     code, said = launched.end()
     assert code == 75
-    assert "press again to stop at once" in said
+    assert "a second one stops at once" in said
     assert "stopped after a good checkpoint" in said
 
 

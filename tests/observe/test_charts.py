@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shoal.observe import charts
 from shoal.observe.charts import HEIGHT, WIDTH, Across, Curve, Level, bar, chart
 
 POINTS = st.lists(st.tuples(st.integers(0, 10**15), st.floats(allow_nan=True, allow_infinity=True)), max_size=30)
@@ -50,6 +52,17 @@ def test_a_value_that_is_not_finite_is_a_gap() -> None:
     drawn = re.search(r'class="curve main" d="([^"]*)"', markup)
     assert drawn is not None
     assert re.sub(r"[\d.,]+", "", drawn[1]).replace(" ", "") == "MLMhML"
+
+
+@pytest.mark.parametrize("look", ["faint", "second"])
+def test_curves_of_one_chart_differ_in_colour(look: str) -> None:
+    """The style sheet gives the line and its key in the legend another colour than those of "main"."""
+    style = (Path(charts.__file__).parent / "page.css").read_text()
+    colour = f"var(--{look})"
+    for selector in (f".curve.{look}", f".key i.{look}"):
+        rule = re.search(rf"^{re.escape(selector)} {{([^}}]*)}}", style, re.MULTILINE)
+        assert rule is not None, selector
+        assert colour in rule[1]
 
 
 def test_marks_are_upright_lines_inside_the_plot() -> None:

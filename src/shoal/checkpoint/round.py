@@ -319,7 +319,7 @@ _READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 def sentence(error: Exception, *, step: int, root: Path) -> str:
     """Why the checkpoint of `step` under `root` was not saved; training goes on, so the sentence must say it all."""
-    return f"the checkpoint of step {step} was not saved, and the one before it stays: {_reason(error, root)}"
+    return f"the checkpoint of step {step} was not saved, older ones stay: {_reason(error, root)}"
 
 
 def sentence_after_commit(error: OSError, *, step: int, root: Path) -> str:

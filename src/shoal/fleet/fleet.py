@@ -358,7 +358,7 @@ class Fleet:
         self._send_all(signal.SIGINT if first else signal.SIGKILL)
         if first:
             what = "the script is told" if self.steps is None else "finishing the step and saving"
-            say(f"{number.name}: {what}; press again to stop at once")
+            say(f"{number.name}: {what}; a second one stops at once")
 
     def _say_silence(self, silent_s: float) -> None:
         where = f"the coordinator at {self.address.host}:{self.address.port}"

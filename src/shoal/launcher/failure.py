@@ -7,6 +7,7 @@ echoes another rank's end (a collective that lost its peer), so that the launche
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ from typing import NoReturn
 
 import msgspec
 
-from shoal.errors import CollectiveError, OutOfMemory, ShoalError, Stopped, UserCodeError
+from shoal.errors import CollectiveError, EnvironmentFault, OutOfMemory, ShoalError, Stopped, UserCodeError
 from shoal.launcher.devices import memory_limit
 from shoal.launcher.environment import Place
 from shoal.standard_output import escape_controls
@@ -35,6 +36,7 @@ _LIBRARIES = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "platstdli
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # By name: this module runs in ranks that may not have imported torch yet.
 _OUT_OF_MEMORY = {"MemoryError", "OutOfMemoryError"}
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
 _LOST_PEER = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _LOST_PEER_TEXTS = ("Connection closed by peer", "Connection reset by peer")
 
@@ -81,7 +83,9 @@ def report_failure(place: Place, folder: Path | None, *, torchrun_file: Path | N
 def failure_of(error: BaseException, rank: int) -> Failure:
     """The record of `error`. Errors that Shoal raises on purpose, and requests to exit, carry no traceback."""
     purposeful = isinstance(error, ShoalError | SystemExit | KeyboardInterrupt)
-    trace = "" if purposeful or _is_lost_peer(error) or is_out_of_memory(error) else _trace(error)
+    trace = (
+        "" if purposeful or _is_lost_peer(error) or _is_disk_fault(error) or is_out_of_memory(error) else _trace(error)
+    )
     return Failure(
         rank=rank,
         host=socket.gethostname(),
@@ -154,6 +158,8 @@ def _exit_code(error: BaseException) -> int:
         return 130
     if _is_lost_peer(error):
         return CollectiveError.exit_code
+    if _is_disk_fault(error):
+        return EnvironmentFault.exit_code
     return OutOfMemory.exit_code if is_out_of_memory(error) else 1
 
 
@@ -170,10 +176,13 @@ def _message(error: BaseException) -> str:
         return f"lost the connection to another rank ({str(error).partition(chr(10))[0]})"
     if isinstance(error, UserCodeError):
         return f"{error}{_place(error)}"
+    if isinstance(error, OSError) and _is_disk_fault(error):
+        written = error.filename or "a file"
+        return f"{written} cannot be written ({error.strerror}): mend that disk, or write to another{_place(error)}"
     return _memory_message(error) if is_out_of_memory(error) else str(error)
 
 
-def _place(error: UserCodeError) -> str:
+def _place(error: Exception) -> str:
     """Where the user's own code was, in brackets: the innermost line that is neither Shoal's nor a library's."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(("<", _PACKAGE, *_LIBRARIES))]
@@ -193,6 +202,11 @@ def _memory_message(error: BaseException) -> str:
         return f"out of memory{said}: {wanted} could not be had"
     there = f"{limit.available_bytes / GIB:.2f} GiB are left of {limit.total_bytes / GIB:.2f} GiB"
     return f"out of memory{said}: asked for {wanted}, and {there} ({limit.limited_by})"
+
+
+def _is_disk_fault(error: BaseException) -> bool:
+    """A disk that is full, or that can only be read."""
+    return isinstance(error, OSError) and error.errno in _DISK
 
 
 def _is_lost_peer(error: BaseException) -> bool:

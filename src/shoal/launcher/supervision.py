@@ -225,7 +225,7 @@ class Watch:
             first = self.supervision.stop_signal is None
             self._send(self.supervision.on_signal(event))
             if first:
-                say(f"{event.name}: {self.supervision.patience.doing}; press again to stop at once")
+                say(f"{event.name}: {self.supervision.patience.doing}; a second one stops at once")
         self._note_stopped()
         self._send(self.supervision.on_time(now_s))
 

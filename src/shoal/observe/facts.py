@@ -59,7 +59,7 @@ def write_facts(run_directory: Path, facts: Mapping[str, Any]) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replaces a file by one atomic rename, after its bytes have reached the disk."""
+    """Replaces a file by one atomic rename, after its bytes have reached the disk. An `OSError` names `path`."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with draft.open("wb") as file:
@@ -67,6 +67,9 @@ def replace_file(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
+    except OSError as fault:
+        fault.filename = str(path)  # `write` and `fsync` do not say of which file
+        raise
     finally:
         draft.unlink(missing_ok=True)
 

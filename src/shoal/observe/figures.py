@@ -3,6 +3,7 @@ report."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -23,7 +24,15 @@ MEANINGS: Mapping[str, str] = MappingProxyType(
 )
 
 
+_LONGEST_LINE = 76
+"""Of `--help`, which indents by two: a terminal has 80 columns."""
+
+
 def help_lines() -> str:
-    """For `--help`: a name and its meaning a line."""
+    """For `--help`: each name, and beside it its meaning, within `_LONGEST_LINE`."""
     width = max(len(name) for name in MEANINGS)
-    return "\n".join(f"  {name.ljust(width)}  {meaning}" for name, meaning in MEANINGS.items())
+    return "\n".join(_entry(f"  {name.ljust(width)}  ", meaning) for name, meaning in MEANINGS.items())
+
+
+def _entry(start: str, meaning: str) -> str:
+    return textwrap.fill(meaning, _LONGEST_LINE, initial_indent=start, subsequent_indent=" " * len(start))
