@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from shoal.resilience.events import Committed, Decision, Ended, Event, Formed, Heartbeat, Leave, Look, Scale
+from shoal.resilience.events import Answer, Committed, Decision, Ended, Event, Formed, Heartbeat, Leave, Look, Scale
 from shoal.resilience.ledger import audit
 from shoal.resilience.membership import Membership, Rules
 from shoal.resilience.participant import Participant
@@ -369,3 +369,43 @@ def play(seed: int, *, ticks: int = 80, **options: object) -> World:
     for process in world.processes.values():
         world.require(used_once(process.state), "a state has used a position twice, or none")
     return world
+
+
+def ready(count: int, *, minimum: int = 1, maximum: int | None = None) -> tuple[Membership, dict[str, Participant]]:
+    """A generation of `count` replicas at step 0, and their own sides."""
+    machine = Membership(Rules(minimum, maximum or count, silence_s=5, accept_s=60, start_s=0), 0)
+    parts = {f"r{index}": Participant(f"r{index}") for index in range(count)}
+    for part in parts.values():
+        exchange(machine, part)
+    exchange_all(machine, parts)
+    for part in parts.values():
+        assert part.enter() == "checkpoint"
+        part.ready(step=0, position=0)
+    exchange_all(machine, parts)
+    return machine, parts
+
+
+def exchange(machine: Membership, part: Participant, now_s: float = 0.0) -> list[Answer]:
+    """Accepts what is proposed, and sends what is unsent; the answers."""
+    answers: list[Answer] = []
+    for _ in range(2):
+        for event in part.unsent():
+            answers.append(machine.handle(event, now_s).answer)
+            part.hear(answers[-1])
+        if part.ending and not part.fenced:
+            part.accept()
+    part.hear(machine.handle(Look(), now_s).answer)
+    return answers
+
+
+def exchange_all(machine: Membership, parts: dict[str, Participant], now_s: float = 0.0) -> None:
+    for _ in range(2):
+        for part in parts.values():
+            exchange(machine, part, now_s)
+
+
+def step(machine: Membership, parts: dict[str, Participant], *, samples: int = 8, now_s: float = 0.0) -> None:
+    for part in parts.values():
+        part.applied(stop=part.position + samples)
+        for event in part.unsent():
+            part.hear(machine.handle(event, now_s).answer)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from shoal.resilience import events as ev
-from shoal.resilience.detection import LASTING_S, Doing, Slow, cut_off
+from shoal.resilience.detection import cut_off
 from shoal.resilience.ledger import audit
 from shoal.resilience.membership import FRUITLESS, Membership, Rules
 from shoal.resilience.participant import FencedOut, Participant
-from tests.resilience.simulator import World, play
+from tests.resilience.simulator import World, exchange, exchange_all, play, ready, step
 
 SEEDS_PER_TEST = 150
 
@@ -101,46 +101,6 @@ def test_the_simulator_finds_planted_faults(planted: Callable[..., Membership]) 
         search()
 
 
-def ready(count: int, *, minimum: int = 1, maximum: int | None = None) -> tuple[Membership, dict[str, Participant]]:
-    """A generation of `count` replicas at step 0, and their own sides."""
-    machine = Membership(Rules(minimum, maximum or count, silence_s=5, accept_s=60, start_s=0), 0)
-    parts = {f"r{index}": Participant(f"r{index}") for index in range(count)}
-    for part in parts.values():
-        exchange(machine, part)
-    exchange_all(machine, parts)
-    for part in parts.values():
-        assert part.enter() == "checkpoint"
-        part.ready(step=0, position=0)
-    exchange_all(machine, parts)
-    return machine, parts
-
-
-def exchange(machine: Membership, part: Participant, now_s: float = 0.0) -> list[ev.Answer]:
-    """Accepts what is proposed, and sends what is unsent; the answers."""
-    answers: list[ev.Answer] = []
-    for _ in range(2):
-        for event in part.unsent():
-            answers.append(machine.handle(event, now_s).answer)
-            part.hear(answers[-1])
-        if part.ending and not part.fenced:
-            part.accept()
-    part.hear(machine.handle(ev.Look(), now_s).answer)
-    return answers
-
-
-def exchange_all(machine: Membership, parts: dict[str, Participant], now_s: float = 0.0) -> None:
-    for _ in range(2):
-        for part in parts.values():
-            exchange(machine, part, now_s)
-
-
-def step(machine: Membership, parts: dict[str, Participant], *, samples: int = 8, now_s: float = 0.0) -> None:
-    for part in parts.values():
-        part.applied(stop=part.position + samples)
-        for event in part.unsent():
-            part.hear(machine.handle(event, now_s).answer)
-
-
 def test_a_step_is_committed_when_all_members_have_reported_it() -> None:
     """And not when some have."""
     machine, parts = ready(3)
@@ -192,86 +152,6 @@ def test_a_replica_that_was_stopped_returns_to_find_itself_fenced() -> None:
     parts["r0"].hear(answer)
     with pytest.raises(FencedOut, match="join again under a new name"):
         parts["r0"].applied(stop=8)
-
-
-def beat(machine: Membership, now_s: float, **doing: tuple[int, Doing]) -> None:
-    """A heartbeat of each replica, with its progress and what it does."""
-    for name, (progress, what) in doing.items():
-        machine.handle(ev.Heartbeat(name, 0, progress, what), now_s)
-
-
-def test_a_replica_that_hangs_while_others_wait_for_it_is_fenced() -> None:
-    """Its heartbeats go on, and name nothing new; the others form the next generation."""
-    machine, parts = ready(3)
-    step(machine, parts)
-    for now_s in range(1, 48):
-        beat(machine, now_s, r0=(5, "waits"), r1=(4, "computes"), r2=(5, "waits"))
-        machine.tick(now_s)
-        assert ("r1" in machine.fenced) == (now_s > 1 + machine.rules.hang_s), now_s
-    assert machine.fenced["r1"].reason == "its rank 0 hangs: it made no progress for 45 s, and others wait for it"
-    left = {name: parts[name] for name in ("r0", "r2")}
-    for part in left.values():
-        part.hear(machine.handle(ev.Look(), 48).answer)
-    exchange_all(machine, left, 48)
-    assert (machine.members, machine.ledger.step) == (("r0", "r2"), 1)
-
-
-def test_a_long_step_is_no_hang() -> None:
-    """All compute for as long as they like; one that is later than the others by less than `hang_s` stays."""
-    machine, _ = ready(2)
-    for now_s in range(0, 300, 4):
-        late: Doing = "waits" if now_s > 260 else "computes"
-        beat(machine, now_s, r0=(1, "computes"), r1=(1, late))
-        machine.tick(now_s)
-    assert not machine.fenced
-
-
-def test_a_replica_that_hangs_is_fenced_when_the_others_have_given_up_their_collective() -> None:
-    """They have accepted the next generation, and wait for it: no longer than `hang_s`, which is less than
-    `accept_s`."""
-    machine, parts = ready(2)
-    parts["r0"].failed()
-    exchange(machine, parts["r0"])
-    for now_s in range(1, 48):
-        beat(machine, now_s, r0=(6, ""), r1=(5, "computes"))
-        machine.tick(now_s)
-    assert machine.fenced["r1"].reason.startswith("its rank 0 hangs")
-    exchange(machine, parts["r0"], 48)
-    assert machine.members == ("r0",)
-
-
-def test_a_slow_member_is_named_once() -> None:
-    """When it has been slower than all others for two minutes; the view says so to who asks later, and forgets it in
-    the next generation."""
-    machine, parts, ratio = *ready(3), 2.0
-    named = []
-    for now_s in range(0, 240, 5):
-        for name, part in parts.items():
-            part.applied(stop=part.position + 8, sample_s=ratio if name == "r2" else 1.0)
-            for event in part.unsent():
-                outcome = machine.handle(event, now_s)
-                if now_s < LASTING_S:
-                    assert not outcome.slow
-                named += outcome.slow
-                part.hear(outcome.answer)
-    assert named == [Slow("r2", ratio)]
-    assert machine.view().slow == {"r2": ratio}
-    machine.handle(ev.Ended("r0"), 240)
-    rest = {name: parts[name] for name in ("r1", "r2")}
-    for part in rest.values():
-        part.hear(machine.handle(ev.Look(), 240).answer)
-    exchange_all(machine, rest, 240)
-    assert machine.view().slow == {}
-
-
-def test_who_measures_no_times_makes_nobody_slow() -> None:
-    """A server among the members."""
-    machine, parts = ready(2)
-    for _ in range(32):
-        for name, part in parts.items():
-            part.applied(stop=part.position + 8, sample_s=0.0 if name == "r0" else 1.0)
-            for event in part.unsent():
-                assert machine.handle(event, 0).slow == ()
 
 
 def lose(machine: Membership, parts: dict[str, Participant], suspects: dict[str, list[str]]) -> None:
