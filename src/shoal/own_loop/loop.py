@@ -47,8 +47,7 @@ from shoal.errors import UserCodeError
 from shoal.gradients.reducer import all_at_the_end
 from shoal.observe.sink import Ending
 from shoal.own_loop.comparison import Comparison
-from shoal.own_loop.losses import doubt, kind_of, one_pass
-from shoal.own_loop.objects import as_number
+from shoal.own_loop.losses import as_number, doubt, kind_of, one_pass
 from shoal.own_loop.steps import DrawsBySample, Microbatches, OwnSteps, joint_outcome, players_of
 from shoal.own_loop.update import Player, Update
 

@@ -65,6 +65,11 @@ def one_pass(*, joined: bool) -> Iterator[None]:
         ) from error
 
 
+def as_number(value: float | Tensor) -> float:
+    """A measurement that a script hands over, whatever graph hangs on it."""
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
+
 def counts_of(microbatch: Microbatch, weight: float | None, kind: LossKind) -> float:
     """What the loss of a microbatch is multiplied by, beside the factor of its step: 0 for a copy of samples."""
     batch = microbatch.batch

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -233,11 +233,6 @@ def unread_arguments(loader: DataLoader | None) -> list[str]:
         "generator": "the order of samples follows from run.seed",
     }
     return [f"the DataLoader's {name} is not used: {does[name]}" for name, is_given in given.items() if is_given]
-
-
-def as_number(value: float | Tensor) -> float:
-    """A measurement that a script hands over, whatever graph hangs on it."""
-    return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 # What a script's own loop cannot be: layouts, strategies and models that take the loop's work from it.

@@ -49,8 +49,7 @@ from shoal.launcher.own_script import ScriptCheck
 from shoal.maths.norm import two_norm
 from shoal.models.huggingface.config import ForeignKeys
 from shoal.optim.layer_statistics import SeesLayers, watch_alone
-from shoal.own_loop.losses import kind_of, one_pass
-from shoal.own_loop.objects import as_number
+from shoal.own_loop.losses import as_number, kind_of, one_pass
 from shoal.own_loop.steps import DrawsBySample, Microbatches
 from shoal.own_loop.update import Update
 from shoal.runfile.run_file import RunFile
