@@ -107,15 +107,15 @@ def test_a_trial_has_the_masks_and_references_that_its_run_will_have(tmp_path: P
     """Though the run makes them later than a trial ends, whose last step is one as most are."""
     masks = {"kind": "magnitude", "density": 0.1, "schedule": {"begin": 8, "every": 2}}
     run_file = run_file_of(tmp_path, sparsity=masks, freeze={"progress": {"criterion": "activations", "every": 5}})
-    in_steps = {"run.steps": 3}
-    assert "would end before it has its density" in str(refusal(with_values(run_file, in_steps)))
-    tried = with_values(hurried(run_file, 3), in_steps)
+    assert "would end before it has its density" in str(refusal(with_values(run_file, {"run.steps": 3})))
+    tried = hurried(run_file, 3)
     assert refusal(tried) is None
     assert tried.sparsity is not None
     assert (tried.sparsity.schedule.begin, tried.sparsity.schedule.end, tried.sparsity.density) == (2, 2, 0.1)
     assert tried.freeze is not None
     assert tried.freeze.progress is not None
-    assert (tried.freeze.progress.every, tried.freeze.progress.patience) == (1, 4)
+    assert tried.freeze.progress.every == 1
+    assert tried.freeze.progress.first(tried.run.steps) == tried.run.steps == 4
 
 
 def test_it_is_held_to_the_budget_and_the_bill_says_what_was_tried(budgeted: RunFile, tmp_path: Path) -> None:

@@ -205,8 +205,9 @@ def short_run(run_file: RunFile, folder: Path, *, steps: int) -> tuple[int, str]
     objects that a script hands over is one of that script, started again. It ends with this process, and at Ctrl-C.
     """
     path = folder / "run.toml"
-    own = {"run.directory": str(folder / "run"), "run.steps": steps}
-    path.write_text(dumps(with_values(bare(hurried(run_file, steps)), own)), encoding="utf-8")
+    tried = hurried(run_file, steps)
+    own = {"run.directory": str(folder / "run"), "run.steps": tried.run.steps}
+    path.write_text(dumps(with_values(bare(tried), own)), encoding="utf-8")
     command, environ = [sys.executable, "-m", "shoal", "train", str(path)], dict(os.environ)
     if any(getattr(table, "build", None) == GIVEN for table in (run_file.model, run_file.data, run_file.loss)):
         command, own_directory = own_command(), str(run_directory(run_file).resolve())
@@ -223,12 +224,16 @@ def short_run(run_file: RunFile, folder: Path, *, steps: int) -> tuple[int, str]
 
 
 def hurried(run_file: RunFile, steps: int) -> RunFile:
-    """The run file whose first `steps` have all that its run will hold: masks, gates, what freezing compares with."""
+    """The run file of `steps` that have all that its run will hold: masks, gates, what freezing compares with. It has
+    more of them where nothing could be frozen otherwise; the last one may be followed by a freezing, no other.
+    """
     replaced, freeze, run_file = msgspec.structs.replace, run_file.freeze, masked_before(run_file, steps)
     if freeze is not None and freeze.progress is not None:
-        progress = replaced(freeze.progress, every=1, patience=steps + 1)
-        run_file = replaced(run_file, freeze=replaced(freeze, progress=progress))
-    return run_file
+        progress = replaced(freeze.progress, every=1, window=3, patience=1)
+        least = progress.first(steps)
+        progress = replaced(progress, patience=1 + max(0, steps - least))
+        run_file, steps = replaced(run_file, freeze=replaced(freeze, progress=progress)), max(steps, least)
+    return replaced(run_file, run=replaced(run_file.run, steps=steps))
 
 
 def masked_before(run_file: RunFile, step: int) -> RunFile:
