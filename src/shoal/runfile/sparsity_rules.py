@@ -99,8 +99,8 @@ def _freeze_rule(run_file: RunFile) -> str | None:
     if found is not None:
         return f'freeze.progress.criterion = "activations" with {found[0]}: {found[1]}; use "movement"'
     progress, steps = run_file.freeze.progress, run_file.run.steps
-    if progress is None or progress.first(steps) <= steps or progress.patience > steps:
-        return None  # a patience longer than the run asks for nothing to be frozen, as a trial of memory does
+    if progress is None or progress.first(steps) <= steps:
+        return None
     return (
         f"[freeze.progress]: nothing can be frozen before step {progress.first(steps)}, and run.steps = {steps}: lower "
         "freeze.progress.every, patience or window"
