@@ -289,5 +289,32 @@ def test_a_layer_knows_its_adapter_better_than_its_model() -> None:
     assert role_of(model, "0.lora_b") == roles["0.lora_b"]
 
 
+@pytest.mark.parametrize(
+    ("table", "layers"), [("adapter", {"kind": "lora", "rank": 2}), ("quantisation", {"bits": 8})], ids=str
+)
+def test_a_layer_whose_weight_is_used_without_it_is_refused(
+    ranks, folder: Path, table: str, layers: dict[str, Any]
+) -> None:
+    """Before anything is learned; a layer of which only the type is asked, and one that is not used, are none."""
+    model = {"kind": "python", "build": "tests.sparsity.test_adapters:Bypassing"}
+    data = {"kind": "python", "build": "tests.sparsity.test_savings:random_classes"}
+    tables = BASE | {"model": model, "data": data}
+    with pytest.raises(Exception, match=f"{table}.layers: Bypassing computes with the weight of first"):
+        ranks(1, train, tables | {table: layers}, str(folder), 0, 1)
+    ranks(1, train, tables | {table: layers | {"layers": ["second", "unused"]}}, str(folder), 0, 1)
+
+
+class Bypassing(nn.Module):
+    """A classifier that computes with the weight of a layer, as torchvision's Swin does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused = nn.Linear(16, 32), nn.Linear(32, 61), nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = F.linear(inputs, self.first.weight, bias=self.first.bias).relu()
+        return self.second(hidden.to(self.unused.weight.dtype))
+
+
 def small_classifier() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 61))

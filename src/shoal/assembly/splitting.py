@@ -34,6 +34,7 @@ from shoal.engine.precision import Precision, use_float8
 from shoal.engine.randomness import Randomness
 from shoal.memory.recompute import check_recompute, recompute
 from shoal.memory.recompute_budget import Exchange
+from shoal.models.adapters import refuse_bypassed_layers
 from shoal.models.config import ForeignModel
 from shoal.models.draw_watch import key_checkpoints, repeats_alike
 from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
@@ -235,6 +236,8 @@ def build_forward_backward(
     first = mesh.layout.index("tensor", mesh.rank) == 0
     if table is None:
         compute_gradients_with_losses(compute)
+        if run_file.run.compile is False:  # a mode cannot look into a program
+            refuse_bypassed_layers(model, table="adapter" if run_file.quantisation is None else "quantisation")
     if table is None or parts.stages is None:
         return SequentialForwardBackward(compute, arrange, counts=first)
     pipeline = mesh.axis("pipeline")

@@ -16,12 +16,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from shoal.config.check import implementation_of
 from shoal.errors import ConfigError
@@ -189,6 +191,52 @@ def _replace(model: nn.Module, by: Mapping[nn.Linear, AdaptedLinear]) -> None:
             module.use_nested_tensor = False
         if isinstance(module, nn.TransformerEncoderLayer) and {module.linear1, module.linear2} & {*by.values()}:
             module.activation_relu_or_gelu = 0  # an evaluation would go by the weights, and not call the layers
+
+
+# Some models, such as torchvision's Swin, compute with `layer.weight` and never call the layer: what stands in its
+# place does nothing there.
+
+
+def refuse_bypassed_layers(model: nn.Module, *, table: str) -> None:
+    """From now on the first forward of `model` raises `ConfigError` where it has computed with the weight of a layer of
+    `table` ("adapter" or "quantisation") that it did not call.
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, AdaptedLinear)}
+    if not layers:
+        return
+    called, uses, hooks = set[nn.Module](), _Uses(), ExitStack()
+
+    def begin(module: nn.Module, args: Any) -> None:
+        hooks.enter_context(uses)
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        hooks.close()
+        for name, layer in layers.items():
+            if layer not in called and id(layer.weight) in uses.seen:
+                raise ConfigError(
+                    f"{table}.layers: {type(model).__name__} computes with the weight of {name} and does not call the "
+                    f"layer, so that [{table}] would have no effect there: name layers without it"
+                )
+
+    for layer in layers.values():
+        hooks.callback(layer.register_forward_pre_hook(lambda layer, _: called.add(layer)).remove)
+    hooks.callback(model.register_forward_pre_hook(begin).remove)
+    hooks.callback(model.register_forward_hook(end).remove)
+
+
+class _Uses(TorchFunctionMode):
+    """Inside, `seen` are the ids of the tensors that others are made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set[int]()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if any(isinstance(each, Tensor) for each in (found if isinstance(found, tuple | list) else (found,))):
+            self.seen.update(id(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        return found
 
 
 def chosen_layers(model: nn.Module, patterns: tuple[str, ...], *, key: str) -> dict[str, nn.Linear]:
