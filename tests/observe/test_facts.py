@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -28,10 +29,10 @@ def test_a_write_that_fails_leaves_the_old_facts(tmp_path: Path, monkeypatch: py
     write_facts(tmp_path, {"world": 2})
 
     def fail(_: int) -> None:
-        raise OSError("no space")
+        raise OSError(errno.ENOSPC, "no space")
 
     monkeypatch.setattr(facts_module.os, "fsync", fail)
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(OSError, match=r"no space: .*facts.json"):
         write_facts(tmp_path, {"world": 4})
     assert read_facts(tmp_path) == {"world": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["facts.json"]
