@@ -212,7 +212,8 @@ class OwnedKFAC(WholeOptimizer):
         where layers are frozen, or thawed, does another set of layers have means.
         """
         factors, self._factors = self._factors, {}
-        sharing = self._sharing if self._all_due else None  # in other steps ranks of other layers have none to share
+        alike = bool(factors) and self._equal is self._watching.group  # no rank has other layers: all have factors
+        sharing = self._sharing if self._all_due or alike else None
         mine = own.keys() if sharing is None else set(sharing.mine)
         followed = [name for name in own if name in factors]
         for name in followed:
