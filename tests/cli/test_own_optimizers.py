@@ -8,7 +8,7 @@ import pytest
 
 from shoal.verification.verdict import Verdict
 from tests.cli.test_own_loop_models import ran
-from tests.cli.warm_scripts import compare_script
+from tests.cli.warm_scripts import compare_script, run_script
 
 SCRIPT = """
 import torch
@@ -103,6 +103,18 @@ def test_steps_of_a_script_grow(tmp_path: Path) -> None:
     found = ran(tmp_path / "two", text, FLOAT64, grows, "batch.micro_samples=2", *LAYOUTS["ZeRO-3"], world=2)
     assert plain != pytest.approx(ran(tmp_path / "even", text, FLOAT64, world=1))
     assert found == pytest.approx(plain, rel=SAME)
+
+
+@pytest.mark.parametrize("layout", [(), ("layout.shard=2", "memory.zero=1")], ids=["replicate", "ZeRO-1"])
+def test_a_gradient_that_one_rank_alone_takes_away_is_refused(layout: tuple[str, ...], tmp_path: Path) -> None:
+    """Before ranks send each other parts of a matrix: the others would wait for it."""
+    text = SCRIPT.replace("OPTIMIZER", OPTIMIZERS["muon"])
+    text = text.replace("    optimizer.step()", "    if run.rank: model[2].weight.grad = None\n    optimizer.step()")
+    (tmp_path / "mine.py").write_text(text)
+    codes = run_script(tmp_path / "mine.py", tmp_path, *layout, world=2)
+    said = [(tmp_path / f"rank-{rank}.txt").read_text() for rank in range(2)]
+    assert 0 not in codes, said
+    assert all("step 1: on rank 1 2.weight has no gradient, and not on rank 0" in each for each in said), said
 
 
 ODD = """

@@ -26,6 +26,9 @@ def sides(real, noise):
 def fooled(noise):
     return F.softplus(-d(g(noise))).mean()
 """
+KFAC_HEAD = "from shoal.optim.kfac import OwnedKFAC\n" + HEAD.replace(
+    "torch.optim.SGD(d.parameters(), lr=1e-1, momentum=0.9)", "OwnedKFAC(d.parameters(), lr=0.1, every=2)"
+)
 ALTERNATING = """
 for number, microbatches in run.steps():
     for real, noise in microbatches:
@@ -141,6 +144,25 @@ def test_models_of_blocks_are_gathered_block_by_block(tmp_path: Path) -> None:
     verdict = compare_script(tmp_path / "mine.py", tmp_path, IN_TWO, *LAYOUTS["ZeRO-3"], world=2)
     assert isinstance(verdict, Verdict), verdict
     assert verdict.holds, "\n".join(verdict.lines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", ["alternating", "at once"])
+def test_kfac_measures_the_backwards_of_its_own_parameters(loop: str, tmp_path: Path) -> None:
+    """Those of the generator pass through the layers of the discriminator, and of several microbatches come between."""
+    (tmp_path / "mine.py").write_text(KFAC_HEAD + LOOPS[loop])
+    verdict = compare_script(tmp_path / "mine.py", tmp_path, IN_TWO, world=2)
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.holds, "\n".join(verdict.lines())
+
+
+def test_a_batch_that_weighs_nothing_is_a_sentence_in_plain_pytorch_too(tmp_path: Path) -> None:
+    """Of an optimizer that asks what its gradients are the mean of."""
+    (tmp_path / "mine.py").write_text(KFAC_HEAD + AT_ONCE.replace("optimizer=second", "optimizer=second, weight=0"))
+    said = compare_script(tmp_path / "mine.py", tmp_path, world=1)
+    assert isinstance(said, str)
+    assert "step 1: all weights of the global batch are 0" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.stress

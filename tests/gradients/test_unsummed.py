@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,7 +12,7 @@ from shoal.comm.collective import Alone
 from shoal.errors import UserCodeError
 from shoal.gradients.build import Summing, UnsummedGradients, build_gradients
 from shoal.gradients.config import GradientsConfig
-from shoal.gradients.gradients import Gradients
+from shoal.gradients.gradients import Gradients, scale_all
 from shoal.gradients.replicated import ReplicatedGradients
 from shoal.state import Trained
 from shoal.topology.holding import held
@@ -54,6 +56,27 @@ def agreed(gradients: Gradients, model: nn.Module, *, wiping: bool = False) -> t
     gradients.scale(0.5)
     gradients.gather()
     return norm, first, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("changed", ["nothing", "taken away", "replaced"])
+def test_gradients_in_buckets_are_scaled_bucket_by_bucket(changed: str) -> None:
+    """In as many calls as there are buckets, where each gradient is there and lies in one; else one by one."""
+    model = Net().double()
+    gradients, first = bucketed(model), next(model.parameters())
+    gradients.start()
+    with gradients.backward(last=True):
+        model(torch.zeros(2, 4, dtype=torch.int64)).square().sum().backward()
+    gradients.reduce()
+    assert first.grad is not None
+    if changed != "nothing":
+        first.grad = None if changed == "taken away" else first.grad.clone()
+    expected = {name: 0.5 * p.grad for name, p in model.named_parameters() if p.grad is not None}
+    with patch("shoal.gradients.gradients.scale_all", wraps=scale_all) as scaled:
+        gradients.scale(0.5)
+    assert len(scaled.call_args.args[0]) == (1 if changed == "nothing" else len(expected))
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
 def test_they_are_what_buckets_hold() -> None:

@@ -356,6 +356,60 @@ def test_a_layer_is_measured_again_where_its_first_step_was_not_taken() -> None:
     assert close(state["mean_rows"], g)
 
 
+@pytest.mark.parametrize("since", [1, 3])
+@pytest.mark.parametrize("keeps", [True, False], ids=["keeps its state", "loses its state"])
+def test_a_layer_that_thaws_is_preconditioned(since: int, keeps: bool) -> None:
+    """Between two steps that measure, whenever it was frozen: by the means it has, or else by that step's factors."""
+    model, before = Net(), Net()
+    optimizer, weight = connected(model, lr=LR, every=10, damping=DAMPING), model.second.weight
+    for number in range(1, 7):
+        weight.requires_grad_(not since <= number < 5)
+        if not keeps and not weight.requires_grad:
+            optimizer.state.pop(weight, None)
+        before.load_state_dict(model.state_dict())
+        step(model, optimizer, number)
+        if number < 5 and not weight.requires_grad:
+            assert torch.equal(before.second.weight, weight)
+        if number == 5 and (since == 1 or not keeps):
+            _, a, g = by_samples(before, 5)["second.weight"]
+            assert close(optimizer.state[weight]["mean_columns"], a)
+            assert close(optimizer.state[weight]["mean_rows"], g)
+        assert number < 5 or not torch.equal(before.second.weight, weight)
+
+
+def test_a_gradient_that_was_taken_away_is_preconditioned_when_it_is_left() -> None:
+    """As a script takes one away in the first step: its factors have gone into no mean."""
+    model = Net()
+    optimizer, update = connected(model, lr=LR, every=10, damping=DAMPING), OwnedKFAC.step
+
+    def without(self: OwnedKFAC) -> None:
+        model.second.weight.grad = None
+        update(self)
+
+    with patch.object(OwnedKFAC, "step", without):
+        step(model, optimizer, 1)
+    assert "mean_rows" not in optimizer.state[model.second.weight]
+    _, a, g = by_samples(model, 2)["second.weight"]
+    step(model, optimizer, 2)
+    assert close(optimizer.state[model.second.weight]["mean_columns"], a)
+    assert close(optimizer.state[model.second.weight]["mean_rows"], g)
+
+
+def test_what_is_adamws_is_not_measured() -> None:
+    """A layer whose weight is in a group that is not `whole`."""
+    model = Net()
+    groups = [
+        {"params": [model.first.weight], "whole": True},
+        {"params": [model.first.bias, model.second.weight], "whole": False},
+    ]
+    optimizer = OwnedKFAC(groups, lr=LR, every=2)
+    watch_alone(optimizer, model)
+    for number in range(1, 4):
+        optimizer.begin(number)
+        assert optimizer._due == ({"first.weight"} if number % 2 else set())
+        step(model, optimizer, number)
+
+
 def test_a_layer_that_the_forward_goes_round_is_named() -> None:
     """Its gradient has no factors: nothing is made up in their place."""
     model = Net()

@@ -10,9 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.errors import UserCodeError
-from shoal.own_loop.losses import check_loss, doubt, kind_of
+from shoal.own_loop.losses import LossKind, check_loss, doubt, kind_of
 
 SAMPLES = 6
+WEIGHTS = [
+    torch.ones(256, 4, requires_grad=True),
+    torch.ones(8, 3, requires_grad=True),
+    torch.ones(3, requires_grad=True),
+]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 MEANS: dict[str, Loss] = {
@@ -25,7 +30,13 @@ MEANS: dict[str, Loss] = {
     "sums of features, averaged": lambda out, y: out.square().sum(1).mean(),
     "a stack of losses": lambda out, y: torch.stack([F.cross_entropy(out, y)] * SAMPLES).sum(),
     "a masked mean with as many of each sample": lambda out, y: (out * masked(out, 2)).sum() / masked(out, 2).sum(),
-    "a penalty on weights": lambda out, y: F.cross_entropy(out, y) + 1e-4 * out.square().sum(),
+    "a small penalty on outputs": lambda out, y: F.cross_entropy(out, y) + 1e-4 * out.square().sum(),
+    "a penalty on weights": lambda out, y: F.cross_entropy(out, y) + 0.01 * sum(p.abs().sum() for p in WEIGHTS),
+    "a squared one": lambda out, y: 0.5 * sum(p.pow(2).sum() for p in WEIGHTS) + F.cross_entropy(out, y),
+    "of groups of weights": lambda out, y: F.cross_entropy(out, y) + (WEIGHTS[0] * WEIGHTS[0]).sum(1).sqrt().sum(),
+    "of weights together": lambda out, y: (
+        F.cross_entropy(out, y) + torch.cat([p.view(-1) for p in WEIGHTS]).abs().sum()
+    ),
     "all targets counted": lambda out, y: F.cross_entropy(out, y, ignore_index=-100),
 }
 SUMS: dict[str, Loss] = {
@@ -37,7 +48,22 @@ SUMS: dict[str, Loss] = {
     ),
     "behind a mean": lambda out, y: out.square().mean() + F.cross_entropy(out, y, reduction="sum"),
     "of a policy": lambda out, y: (-out.log_softmax(1)[:, 0] * y).sum(),
+    "of weights and samples": lambda out, y: ((out.detach()[:, :1] * WEIGHTS[0][0]) - 1).square().sum(),
+    "of weights next to samples": lambda out, y: (WEIGHTS[2] - out.detach()).square().sum(),
+    "of a layer": lambda out, y: (out.detach()[:, :1] @ WEIGHTS[0][:1]).abs().sum(),
     "halved": lambda out, y: F.cross_entropy(out, y, reduction="sum") / 2,
+}
+MEANS_FOR_SUMS: dict[str, Loss] = {
+    "cross-entropy": lambda out, y: F.cross_entropy(out, y),
+    "squares": lambda out, y: F.mse_loss(out, torch.ones_like(out)),
+    "by hand": lambda out, y: out.square().mean(),
+    "and a part": lambda out, y: F.cross_entropy(out, y) + 0.1 * out.square().mean(),
+}
+SUMS_AS_SAID: dict[str, Loss] = {
+    "times the samples": lambda out, y: F.cross_entropy(out, y) * len(y),
+    "a share of the global batch": lambda out, y: F.cross_entropy(out, y) * (len(y) / 24),
+    "and a mean": lambda out, y: F.cross_entropy(out, y, reduction="sum") + out.square().mean(),
+    "of something else": lambda out, y: torch.logsumexp(out, (0, 1)) + out.square().mean(),
 }
 OF_OTHERS: dict[str, Loss] = {
     "ignored targets": lambda out, y: F.cross_entropy(out, y.where(y > 0, -100)),
@@ -55,10 +81,10 @@ def masked(out: Tensor, counted: int) -> Tensor:
     return (torch.arange(out.shape[1]) < counted).expand_as(out)
 
 
-def said_of(loss: Loss) -> str:
+def said_of(loss: Loss, kind: LossKind = "mean") -> str:
     torch.manual_seed(0)
     out, targets = torch.randn(SAMPLES, 3, requires_grad=True), torch.tensor([0, 1, 2, 1, 2, 1])
-    return doubt(loss(out * 1.0, targets), SAMPLES) or ""
+    return doubt(loss(out * 1.0, targets), SAMPLES, kind) or ""
 
 
 @pytest.mark.parametrize("name", MEANS)
@@ -69,6 +95,22 @@ def test_a_mean_over_samples_is_one(name: str) -> None:
 @pytest.mark.parametrize("name", SUMS)
 def test_a_sum_over_samples_is_seen(name: str) -> None:
     assert "looks like a sum over the samples" in said_of(SUMS[name])
+
+
+def test_a_penalty_on_weights_is_no_sum_over_many_samples() -> None:
+    out = torch.randn(256, 3, requires_grad=True) * 1.0
+    loss = F.cross_entropy(out, torch.zeros(256, dtype=torch.int64)) + 0.01 * sum(p.abs().sum() for p in WEIGHTS)
+    assert doubt(loss, 256) is None
+
+
+@pytest.mark.parametrize("name", MEANS_FOR_SUMS)
+def test_a_mean_that_is_said_to_be_a_sum_is_seen(name: str) -> None:
+    assert "the loss is a mean" in said_of(MEANS_FOR_SUMS[name], "sum")
+
+
+@pytest.mark.parametrize("name", [*SUMS, *SUMS_AS_SAID])
+def test_a_sum_may_be_said_to_be_one(name: str) -> None:
+    assert said_of((SUMS | SUMS_AS_SAID)[name], "sum") == ""
 
 
 @pytest.mark.parametrize("name", OF_OTHERS)

@@ -129,6 +129,30 @@ def test_a_schedule_freezes_and_thaws(ranks, folder: Path) -> None:
     assert float(at[12]["optimizer/step/head.weight"]) == 12.0
 
 
+SECOND_ORDER = {
+    "optimizer": {"kind": "kfac", "every": 10},
+    "freeze": {"later": [{"layers": ["blocks.1"], "at": 4, "until": 6}]},
+}
+FACTORS = 1e-6
+"""Weights in float64 after seven steps of K-FAC, relative: eigenvectors of small eigenvalues amplify last bits."""
+
+
+@pytest.mark.slow
+def test_kfac_measures_a_layer_anew_when_it_thaws(ranks, folder: Path) -> None:
+    """Between two steps in which it measures all layers, whoever keeps the decompositions. What comes before the frozen
+    block is trained, so that gradients pass through it.
+    """
+    plain = ranks(1, train, BASE | SECOND_ORDER, str(folder), 0, 7)[0]
+    own = "blocks.1.attention.query.weight"
+    assert f"optimizer/mean_rows/{own}" in plain.state
+    for layout in ("replicate", "ZeRO-1", "ZeRO-3"):
+        for decompositions in ("owner", "all"):
+            world, tables = LAYOUTS[layout]
+            optimizer = {"optimizer": SECOND_ORDER["optimizer"] | {"decompositions": decompositions}}
+            found = ranks(world, train, BASE | SECOND_ORDER | tables | optimizer, str(folder), 0, 7)[0]
+            assert gap(found.weights, plain.weights) < FACTORS, (layout, decompositions)
+
+
 CLIPPED = {"optimizer": {"kind": "adamw", "clip_norm": 1e-3}}
 NOISY = {"optimizer": {"kind": "adamw", "transforms": [{"kind": "add_noise", "std": 0.01}]}}
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import attrgetter
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -135,12 +135,26 @@ class VisibleGradients(Gradients, Protocol):
         ...
 
 
+class FlatGradients(NamedTuple):
+    """Flat `tensors` that hold gradients at these `addresses`, and nothing else but zeros."""
+
+    tensors: Sequence[Tensor]
+    addresses: list[int]
+
+    def has(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether these lie there, in this order: none was replaced."""
+        return list(map(Tensor.data_ptr, gradients)) == self.addresses
+
+
 class OverReplica:
-    """The part of `VisibleGradients` that is the same wherever the norm adds up over the ranks of a `_replica`."""
+    """The part of `VisibleGradients` that is the same wherever the norm adds up over the ranks of a `_replica`. `_flat`
+    is where the gradients of `owned` lie after `reduce`, if all of them lie so.
+    """
 
     owned: Sequence[Owned]
     _replica: Collective
     _device: torch.device
+    _flat: FlatGradients | None = None
 
     @property
     def divided(self) -> bool:
@@ -153,8 +167,11 @@ class OverReplica:
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiplies what the optimizer sees: what was masked or taken away since `reduce` stays so."""
-        if seen := [each for each in gradients_of(map(_parameter_of, self.owned)) if each is not None]:
-            scale_all(seen, factor)
+        found = gradients_of(map(_parameter_of, self.owned))
+        if self._flat is not None and complete(found) and self._flat.has(found):
+            scale_all(self._flat.tensors, factor)
+        elif found := [each for each in found if each is not None]:
+            scale_all(found, factor)
 
 
 class OfWholeParameters(OverReplica):

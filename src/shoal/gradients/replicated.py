@@ -27,7 +27,7 @@ from shoal.gradients.bucket import (
     share_of,
 )
 from shoal.gradients.config import GradientsConfig
-from shoal.gradients.gradients import Groups, OfWholeParameters, global_norm
+from shoal.gradients.gradients import FlatGradients, Groups, OfWholeParameters, global_norm
 from shoal.gradients.reducer import OwnGradient, Reducer
 from shoal.state import Owned, Trained, owned_whole
 
@@ -212,6 +212,11 @@ class ReplicatedGradients(OfWholeParameters):
             )
             for part in parts
         ]
+        home = {index: bucket for bucket in self._buckets for index in bucket.indices}
+        self._flat = FlatGradients(
+            [bucket.exchange.result for bucket in self._buckets],
+            [home[index].pieces[index].data_ptr() for index in range(len(self._trained))],
+        )
         self._reducer = Reducer(
             [(t.holding.name, t.parameter) for t in self._trained],
             self._buckets,

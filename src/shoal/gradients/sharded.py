@@ -27,7 +27,7 @@ from shoal.gradients.bucket import (
     flat_layout,
     segments_of,
 )
-from shoal.gradients.gradients import Groups, OverReplica, global_norm
+from shoal.gradients.gradients import FlatGradients, Groups, OverReplica, global_norm
 from shoal.gradients.masters import write_piece
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.reducer import OwnGradient, Reducer
@@ -141,6 +141,10 @@ class ShardedBase(OverReplica):
         found.sort(key=lambda entry: entry[0])
         self.owned: Sequence[Owned] = [owned for _, _, owned in found]
         self._gradients = [(owned.parameter, bucket, index) for index, bucket, owned in found]
+        self._flat = FlatGradients(
+            [bucket.exchange.result for bucket in self._buckets],
+            [bucket.pieces[index].data_ptr() for index, bucket, _ in found],
+        )
         own = {index: owned.parameter for index, _, owned in found}
         places = [
             _Place(index, trained[index], own.get(index), _start_in(bucket, number, groups(part.shard).rank),

@@ -26,6 +26,7 @@ updates (`decompositions = "owner"`), or every rank that has the matrix ("all").
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -93,8 +94,9 @@ class OwnedKFAC(WholeOptimizer):
         self.weight_sharing: WeightSharing = self.defaults["weight_sharing"]
         self._statistics: LayerStatistics | None = None
         self._factors: dict[str, Factors] = {}
+        self._layers: list[str] = []
         self._measured: set[str] | None = None
-        self._due: set[str] = set()
+        self._due, self._frozen = set[str](), set[str]()
         self._all_due = False
         self._equal: Collective = Alone()
         self._sharing: Owners | None = None
@@ -105,19 +107,24 @@ class OwnedKFAC(WholeOptimizer):
         largest = self.defaults["largest_side"]
         self._statistics = LayerStatistics(layers, group, self.weight_sharing, largest, drawn_by)
         self._names = {id(module.weight): name for name, module in layers.items()}
+        self._layers = sorted(layers)
 
     def connect(self, parts: Parts) -> None:
         """Matrices become whole on their owners; or these decompose factors for all."""
         super().connect(parts)
         self._equal = parts.equal
+        whole = {id(p) for group in self.param_groups if group["whole"] for p in group["params"]}
+        own = {each.name for each in parts.owned if id(each.parameter) in whole}
+        matrices = own if self._owners is None else self._owners.shapes.keys()
+        self._layers = [name for name in self._layers if name in matrices]
         if self.defaults["decompositions"] == "all":
             self._sharing, self._owners = self._owners, None
 
     def begin(self, step: int) -> None:
-        """Measures in every step after `every` others; what no step that measured has used, until one does."""
+        """Measures in every step after `every` others; what has no means yet, until it has."""
         if self._measured is None:
-            self._measured = self._with_factors(self._watching.group)
-        layers, self._all_due = set(self._watching.layers), (step - 1) % self.defaults["every"] == 0
+            self._measured = self._with_factors()
+        layers, self._all_due = set(self._layers), (step - 1) % self.defaults["every"] == 0
         self._due = layers if self._all_due else layers - self._measured
         if self._due:
             self._watching.begin(self._due)
@@ -135,6 +142,10 @@ class OwnedKFAC(WholeOptimizer):
     def agree(self, *, scale: float, terms: float) -> None:
         """Sums over ranks what a step has measured, if it has."""
         self._factors = self._watching.agree(scale=scale, terms=terms) if self._due else {}
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Around a backward of other optimizers' parameters alone, which may pass through these layers."""
+        return self._watching.aside()
 
     def close(self) -> None:
         """Takes its hooks off the layers."""
@@ -159,12 +170,15 @@ class OwnedKFAC(WholeOptimizer):
         groups, others = super().divided(work)
         layers, matrices = self._watching.layers, list[Work]()
         for group, parameters, gradients in groups:
-            known = [self._names.get(id(p)) in layers for p in parameters]
-            rest = {**group, "lr": group["lr"] * self.defaults["adamw_rate"]}
-            for found, options, kept in ((matrices, group, True), (others, rest, False)):
-                chosen = [i for i, is_known in enumerate(known) if is_known is kept]
-                if chosen:
-                    found.append(Work(options, [parameters[i] for i in chosen], [gradients[i] for i in chosen]))
+            own, rest = Work(group, [], []), Work(group, [], [])
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                part = own if self._names.get(id(parameter)) in layers else rest
+                part.parameters.append(parameter)
+                part.gradients.append(gradient)
+            if own.parameters:
+                matrices.append(own)
+            if rest.parameters:
+                others.append(rest._replace(group={**group, "lr": group["lr"] * self.defaults["adamw_rate"]}))
         return matrices, others
 
     def direction(self, group: dict[str, Any], parameter: Parameter, gradient: Tensor) -> Tensor:
@@ -185,24 +199,21 @@ class OwnedKFAC(WholeOptimizer):
             )
         return self._statistics
 
-    def _with_factors(self, group: Collective) -> set[str]:
-        """The layers of which a rank that holds the same ones has factors: of a checkpoint, an owner alone does."""
+    def _with_factors(self) -> set[str]:
+        """The layers of which a rank that holds the same ones has means: often an owner alone does."""
         kept = {self._names.get(id(p)) for p, state in self.state.items() if any(n.startswith("mean_") for n in state)}
-        own = [name in kept for name in self._sorted]
-        found = torch.tensor(own, dtype=torch.float32, device=_device_of(self))
-        if group.size > 1:
-            group.all_reduce(found, "max").wait()
-        return {name for name, has in zip(self._sorted, found.tolist(), strict=True) if has}
-
-    @property
-    def _sorted(self) -> list[str]:
-        return sorted(self._watching.layers)
+        found = torch.tensor([name in kept for name in self._layers], dtype=torch.float32, device=_device_of(self))
+        if self._watching.group.size > 1:
+            self._watching.group.all_reduce(found, "max").wait()
+        return {name for name, has in zip(self._layers, found.tolist(), strict=True) if has}
 
     def _follow(self, own: Mapping[str, Whole]) -> None:
-        """The factors of this step go into the means, which are decomposed, here or by the owner."""
+        """The factors of this step go into the means, which are decomposed, here or by the owner. Only after that, and
+        where layers are frozen, or thawed, does another set of layers have means.
+        """
         factors, self._factors = self._factors, {}
-        self._measured = (self._measured or set()) | factors.keys()
-        sharing = self._sharing if self._all_due else None  # in other steps ranks of other layers have none to share
+        alike = bool(factors) and self._equal is self._watching.group  # no rank has other layers: all have factors
+        sharing = self._sharing if self._all_due or alike else None
         mine = own.keys() if sharing is None else set(sharing.mine)
         followed = [name for name in own if name in factors]
         for name in followed:
@@ -211,6 +222,10 @@ class OwnedKFAC(WholeOptimizer):
         self._all_due = False
         if sharing is not None:
             sharing.share({name: _found(own[name].state) for name in followed})
+        layers = self._watching.layers
+        frozen = {name for name in self._layers if not layers[name].weight.requires_grad}
+        if factors or frozen != self._frozen:
+            self._measured, self._frozen = self._with_factors(), frozen
 
     def _preconditioned(self, name: str, one: Whole) -> Tensor:
         """U."""

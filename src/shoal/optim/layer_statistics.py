@@ -17,7 +17,8 @@ Samples that weigh nothing are no rows. Sums are added up in the backward: a for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -65,6 +66,10 @@ class SeesLayers(SeesParts, Protocol):
 
     def look(self, outputs: Any, targets: Any, weights: Tensor, positions: Tensor) -> None:
         """After each forward of a step, before its backward."""
+        ...
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Around a backward of other optimizers' parameters alone, which may pass through these layers."""
         ...
 
     def close(self) -> None:
@@ -136,6 +141,16 @@ def drawn_loss(outputs: Any, targets: Any, weights: Tensor, positions: Tensor, *
     return (terms * weights.to(terms.dtype).view(*weights.shape, *[1] * (len(lead) - weights.ndim))).sum()
 
 
+@contextmanager
+def aside(optimizers: Iterable[torch.optim.Optimizer]) -> Iterator[None]:
+    """Around a backward that is not of their parameters: those that see layers leave it out."""
+    with ExitStack() as around:
+        for each in optimizers:
+            if isinstance(each, SeesLayers):
+                around.enter_context(each.aside())
+        yield
+
+
 def layers_in(model: nn.Module, names: Mapping[int, str]) -> dict[str, nn.Module]:
     """The layers of `model` that have statistics, by the names of their weights: `names`, by the parameter's id.
 
@@ -203,6 +218,15 @@ class LayerStatistics:
         """What was added up is forgotten."""
         self._sums = None
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around a backward that is not of these layers' weights: nothing of it is added up."""
+        sums, self._sums = self._sums, None
+        try:
+            yield
+        finally:
+            self._sums = sums
+
     def microbatch(self, weights: Tensor) -> None:
         """The weights of the samples of the next forward."""
         self._weights = weights
@@ -260,6 +284,8 @@ class LayerStatistics:
     def _forward_hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
             if name not in (self._sums or {}) or not torch.is_grad_enabled() or not output.requires_grad:
+                return
+            if not cast(Tensor, module.weight).requires_grad:  # frozen: nothing is preconditioned
                 return
             inputs, weights = (args[0] if args else kwargs["input"]).detach(), self._weights
             if self.drawn_by is None:

@@ -46,8 +46,9 @@ from shoal.engine.updates import Outcome
 from shoal.errors import UserCodeError
 from shoal.gradients.reducer import all_at_the_end
 from shoal.observe.sink import Ending
+from shoal.optim.layer_statistics import aside
 from shoal.own_loop.comparison import Comparison
-from shoal.own_loop.losses import as_number, doubt, kind_of, one_pass
+from shoal.own_loop.losses import LossKind, as_number, doubt, kind_of, one_pass
 from shoal.own_loop.steps import DrawsBySample, Microbatches, OwnSteps, joint_outcome, players_of
 from shoal.own_loop.update import Player, Update
 
@@ -184,16 +185,16 @@ class Training:
         players = self._players if optimizer is None else [self._player(optimizer)]
         kind, joined = kind_of(weight, reduction), players[0].expects_more
         totals = [player.weighed(loss, weight, kind=kind, more=more, leader=players[0]) for player in players]
-        if kind == "mean" and self._doubted_in in (None, self._steps.given):
-            self._look_at(loss)
+        if kind != "weighed" and self._doubted_in in (None, self._steps.given):
+            self._look_at(loss, kind)
         if totals[0] is None:
             return
         last = self._steps.open is not None and self._steps.open.is_last
-        inputs = None if len(players) == len(self._players) else players[0].inputs
         around = players[0].backward(last=last) if len(players) == 1 else _around_all(players, last=last)
-        with around, self._compute.randomness.drawing(), one_pass(joined=joined):
+        others = [player.optimizer for player in self._players if player not in players]
+        with around, self._compute.randomness.drawing(), one_pass(joined=joined), aside(others):
             self._compute.begin_backward()
-            totals[0].backward(inputs=inputs)  # pyright: ignore[reportArgumentType]
+            totals[0].backward(inputs=players[0].inputs if others else None)  # pyright: ignore[reportArgumentType]
 
     def step(self, *, clip_norm: float | None = None, optimizer: torch.optim.Optimizer | None = None) -> Update | None:
         """Calls the optimizer's `step`, once for every microbatch: makes the update after the last of a step, and
@@ -325,12 +326,12 @@ class Training:
         self._leave_script()
         self._stack.__exit__(kind, error, trace)
 
-    def _look_at(self, loss: Tensor) -> None:
-        """In the first step: warns once where a loss does not look like the mean over samples that it is taken for, of
-        a microbatch that is not the whole batch.
+    def _look_at(self, loss: Tensor, kind: LossKind) -> None:
+        """In the first step: warns once where a loss does not look like the mean or sum over samples that it is taken
+        for, of a microbatch that is not the whole batch.
         """
         self._doubted_in, pending = self._steps.given, self._steps.pending
-        if pending is None or self.samples >= pending.samples or (found := doubt(loss, self.samples)) is None:
+        if pending is None or self.samples >= pending.samples or (found := doubt(loss, self.samples, kind)) is None:
             return
         self._doubted_in = 0
         self._job.sinks.warn(f"step {pending.number}: {found}. As it is, the result depends on the number of ranks")

@@ -1,4 +1,4 @@
-"""What a script's own loop says of its losses: what each is a mean or a sum of, and what a microbatch of it counts.
+"""What a script's own loop says of its losses: what each is a mean or a sum of, and whether it looks like that.
 
 The gradient of a step is that of one number over the global batch, however the batch is cut into microbatches m:
 
@@ -6,29 +6,35 @@ The gradient of a step is that of one number over the global batch, however the 
     "weighed"   sum of (w_m / W) loss_m       a mean over what the loop counts, such as tokens
     "sum"       sum of loss_m                 a sum over samples
 
-A sum that is taken for a mean over samples is divided by the number of microbatches, and in a mean over tokens those of
-a microbatch with few of them count more: either trains another model on two ranks than on one, and nothing else shows
-it. Autograd's graph tells where a loss comes from, so that a loop that has not said it is warned in its first step.
+A sum that is taken for a mean over samples is divided by the number of microbatches, a mean that is taken for a sum is
+multiplied by it, and in a mean over tokens those of a microbatch with few of them count more: each trains another model
+on two ranks than on one, and nothing else shows it. Autograd's graph tells where a loss comes from, so that a loop that
+has not said it is warned in its first step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
-from shoal.data.sample import Batch
-from shoal.engine.compute import Microbatch
-from shoal.engine.updates import Work
 from shoal.errors import UserCodeError
 
 LossKind = Literal["mean", "weighed", "sum"]
 
 PASSED_ON = ("AddBackward0", "SubBackward0", "NegBackward0", "ViewBackward0", "SqueezeBackward0", "ToCopyBackward0")
 """Operators behind which each input is a term of the loss."""
+OF_WEIGHTS = (
+    "Abs", "Pow", "Sqrt", "Exp", "Log", "Log1P", "Clamp", "ClampMin", "ClampMax", "Relu", "Softplus", "Sigmoid", "Tanh",
+    "Add", "Sub", "Neg", "Mul", "Div", "View", "UnsafeView", "T", "Transpose", "Permute", "Squeeze", "Unsqueeze", "Cat",
+    "Stack", "Sum", "Mean", "Norm", "LinalgVectorNorm", "ToCopy",
+)  # fmt: skip
+"""Operators that penalties on weights are made of: without a product with anything else."""
+NO_WEIGHT = "all weights of the global batch are 0; give one sample weight"
+"""Said of a step whose gradient would be divided by 0."""
 MOST_NODES = 10_000
 """So much of a graph is looked at."""
 SUM = 2
@@ -74,60 +80,26 @@ def one_pass(*, joined: bool) -> Iterator[None]:
         ) from error
 
 
-class OpenStep:
-    """One step while the loop is at it, with so many `optimizers`: which microbatch, and what its samples weigh."""
-
-    def __init__(self, work: Work, batches: Sequence[Batch], *, scale: float, optimizers: int) -> None:
-        self.work, self.batches = work, batches
-        self._scale, self._index, self._optimizers = scale, -1, optimizers
-        self.updates, self.begun, self._committed = 0, False, True
-        """How many optimizers have made their update in this step; whether a microbatch was given."""
-        self._microbatch: Microbatch | None = None
-
-    @property
-    def microbatch(self) -> Microbatch:
-        assert self._microbatch is not None, "a microbatch has been entered"
-        return self._microbatch
-
-    @property
-    def is_last(self) -> bool:
-        return self._index == len(self.batches) - 1
-
-    @property
-    def place(self) -> str:
-        """Which microbatch it is, in words."""
-        return f"microbatch {self._index + 1} of {len(self.batches)}"
-
-    def factor(self, kind: LossKind = "mean") -> float:
-        """What a loss of weight 1 is multiplied by before the backward, as far as it is known."""
-        return self._scale / self.work.tally.wait().denominator if kind == "mean" else self._scale
-
-    def updated(self, *, committed: bool) -> bool:
-        """An optimizer has made its update: whether it was the last, and all of them are `committed`."""
-        self.updates, self._committed = self.updates + 1, self._committed and committed
-        return self._committed and self.updates == self._optimizers
-
-    def enter(self, index: int, microbatch: Microbatch) -> None:
-        self._index, self._microbatch, self.begun = index, microbatch, True
+def doubt(loss: Tensor, samples: int, kind: LossKind = "mean") -> str | None:
+    """What speaks against `loss` being a mean over the `samples` of a microbatch, or their sum, as far as its last
+    operators tell.
+    """
+    terms = list(_terms(loss.grad_fn)) if samples > 1 and loss.grad_fn is not None else []
+    return _doubt_of_sum(terms) if kind == "sum" else _doubt_of_mean(terms, samples)
 
 
-def counted(loss: Tensor, counts: float) -> float | Tensor:
-    """`loss` x `counts` in float64: a number, where that is no wait for a device."""
-    return float(loss) * counts if loss.is_cpu else loss.double().reshape(()) * counts
+class _Term(NamedTuple):
+    """A part of a loss: the sum or mean of `numbers` numbers, times `factor`. `counted`: what it is divided by."""
+
+    of: Literal["sum", "mean", "other"]
+    numbers: int = 0
+    factor: float = 1.0
+    counted: float | None = None
 
 
-def counts_of(microbatch: Microbatch, weight: float | None, kind: LossKind) -> float:
-    """What the loss of a microbatch is multiplied by, beside the factor of its step: 0 for a copy of samples."""
-    batch = microbatch.batch
-    if kind == "mean":  # the sum of ones is known without a look at the device
-        return float(batch.weights.numel()) if microbatch.ones else batch.weights.sum().item()
-    return (1.0 if weight is None else float(weight)) if batch.real_samples else 0.0
-
-
-def doubt(loss: Tensor, samples: int) -> str | None:
-    """What speaks against `loss` being a mean over the `samples` of a microbatch, as far as its last operators tell."""
-    for term in _terms(loss.grad_fn) if samples > 1 and loss.grad_fn is not None else ():
-        if term.numbers >= samples and term.factor * samples > 1.5:
+def _doubt_of_mean(terms: Iterable[_Term], samples: int) -> str | None:
+    for term in terms:
+        if term.of == "sum" and term.numbers >= samples and term.factor * samples > 1.5:
             return (
                 "the loss looks like a sum over the samples of a microbatch, and backward() takes it for their mean: "
                 'pass reduction="sum" for the sum over the global batch, or divide the loss by its samples'
@@ -141,45 +113,69 @@ def doubt(loss: Tensor, samples: int) -> str | None:
     return None
 
 
-class _Term(NamedTuple):
-    """A part of a loss that adds up `numbers` numbers, times `factor`; `counted`: what it is divided by."""
-
-    numbers: int
-    factor: float
-    counted: float | None = None
+def _doubt_of_sum(terms: Collection[_Term]) -> str | None:
+    """A mean that is multiplied by something may have been made a sum."""
+    if all(term.of == "mean" for term in terms) and any(term.factor == 1.0 for term in terms):
+        return (
+            'the loss is a mean, and reduction="sum" adds up those of all microbatches: leave reduction out for the '
+            "mean over the global batch, or compute the loss as a sum over samples"
+        )
+    return None
 
 
 def _terms(node: Any) -> Iterator[_Term]:
-    """The sums and means behind `node` that nothing but factors and other terms stands before."""
+    """What is behind `node` when nothing but factors and other terms stands before."""
     open_nodes: list[tuple[Any, float, float | None]] = [(node, 1.0, None)]
     for _ in range(MOST_NODES):
         if not open_nodes:
             return
         node, factor, counted = open_nodes.pop()
         name, following = node.name(), [each for each, _ in node.next_functions if each is not None]
+        by = _number(_saved(node, "other")) if name.startswith(("MulBackward", "DivBackward")) else None
         if name in PASSED_ON:
             open_nodes += [(each, factor, counted) for each in reversed(following)]
-        elif name.startswith(("MulBackward", "DivBackward")):
-            if following and (by := _number(_saved(node, "other"))) is not None:
-                times = name[0] == "M"
-                open_nodes.append((following[0], factor * by if times else factor / by, counted if times else by))
-        elif (term := _term_of(node, name, factor, counted)) is not None:
-            yield term
+        elif following and by is not None:
+            times = name[0] == "M"
+            open_nodes.append((following[0], factor * by if times else factor / by, counted if times else by))
+        else:
+            yield _term_of(node, name, factor, counted)
 
 
-def _term_of(node: Any, name: str, factor: float, counted: float | None) -> _Term | None:
-    """The sum or mean that `node` takes; None where it is none, or cannot be looked at."""
+def _term_of(node: Any, name: str, factor: float, counted: float | None) -> _Term:
+    """The sum or mean that `node` takes, as far as it can be looked at."""
     reduction = getattr(node, "_saved_reduction", None)
     if name == "SumBackward0":
-        of_losses = any(each is not None and each.name() == "StackBackward0" for each, _ in node.next_functions)
-        return None if of_losses else _Term(prod(node._saved_self_sym_sizes), factor, counted)
+        numbers, of = prod(node._saved_self_sym_sizes), [each for each, _ in node.next_functions if each is not None]
+        of_losses = any(each.name() == "StackBackward0" for each in of)
+        return _Term("other" if of_losses or _is_of_weights(of, numbers) else "sum", numbers, factor, counted)
+    if name == "MeanBackward0":
+        return _Term("mean", factor=factor)
     if name in ("NllLossBackward0", "NllLoss2DBackward0"):
         targets, total = _saved(node, "target"), _saved(node, "total_weight")
         if targets is None or total is None:
-            return None
-        return _Term(targets.numel(), factor) if reduction == SUM else _Term(targets.numel(), 0.0, float(total))
+            return _Term("other")
+        numbers = targets.numel()
+        return _Term("sum", numbers, factor) if reduction == SUM else _Term("mean", numbers, factor, float(total))
     own = None if reduction is None else _saved(node, "self")
-    return None if own is None else _Term(own.numel(), factor if reduction == SUM else 0.0)
+    return _Term("other") if own is None else _Term("sum" if reduction == SUM else "mean", own.numel(), factor)
+
+
+def _is_of_weights(nodes: list[Any], numbers: int) -> bool:
+    """Whether `numbers` numbers come from trained weights alone, each from one of its own: a penalty, without data."""
+    open_nodes, found = list(nodes), dict[int, int]()
+    for _ in range(MOST_NODES):
+        if not open_nodes:
+            return 0 < numbers <= sum(found.values())
+        node = open_nodes.pop()
+        if hasattr(node, "variable"):
+            found[id(node.variable)] = node.variable.numel()
+            continue
+        kind, following = node.name().split("Backward")[0], [each for each, _ in node.next_functions]
+        constant = None in following and kind in ("Mul", "Div")
+        if kind not in OF_WEIGHTS or (constant and _number(_saved(node, "other")) is None):
+            return False
+        open_nodes += [each for each in following if each is not None]
+    return False
 
 
 def _saved(node: Any, name: str) -> Any:

@@ -47,8 +47,8 @@ from shoal.errors import UserCodeError
 from shoal.launcher.environment import ALONE
 from shoal.launcher.own_script import ScriptCheck
 from shoal.maths.norm import two_norm
-from shoal.optim.layer_statistics import SeesLayers, watch_alone
-from shoal.own_loop.losses import as_number, kind_of, one_pass
+from shoal.optim.layer_statistics import SeesLayers, aside, watch_alone
+from shoal.own_loop.losses import NO_WEIGHT, LossKind, as_number, kind_of, one_pass
 from shoal.own_loop.steps import DrawsBySample, Microbatches
 from shoal.own_loop.update import Update
 from shoal.runfile.run_file import RunFile
@@ -144,21 +144,22 @@ class PlainTraining:
         reduction: str = "mean",
     ) -> None:
         """`weight` and `reduction` change no gradient: this batch is the whole of its step."""
-        terms = float(self._batch("backward()").weights.sum()) if weight is None else weight
+        terms = float(self._batch("backward()").weights.sum()) if weight is None else float(weight)
         kind = kind_of(weight, reduction)
         players = self._players if optimizer is None else [self._player(optimizer)]
         joined = players[0].deferred is not None
-        total, *_ = [player.joined(loss, leader=players[0]) for player in players]
+        if kind != "sum" and terms <= 0 and not joined:
+            raise UserCodeError(f"step {self.steps_done + 1}: {NO_WEIGHT}")
+        total, *_ = [player.joined(loss, leader=players[0], terms=terms) for player in players]
         if more:
             return
         self._look()
-        with self._compute.randomness.drawing(), one_pass(joined=joined):
-            total.backward(inputs=None if len(players) == len(self._players) else list(players[0].trained.values()))
+        others = [player.optimizer for player in self._players if player not in players]
+        with self._compute.randomness.drawing(), one_pass(joined=joined), aside(others):
+            total.backward(inputs=list(players[0].trained.values()) if others else None)
         self._look_away()
-        for seeing in self._seeing:
-            seeing.agree(scale=1.0 if kind == "sum" else 1 / terms, terms=terms)
         for player in players:
-            player.computed(float(total.detach()), self.steps_done + 1)
+            player.computed(float(total.detach()), self.steps_done + 1, kind=kind)
 
     def step(self, *, clip_norm: float | None = None, optimizer: torch.optim.Optimizer | None = None) -> Update | None:
         player = self._player(optimizer)
@@ -325,7 +326,7 @@ class _Player:
     def __init__(self, optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter]) -> None:
         self.optimizer, self.trained = optimizer, trained
         self.deferred: Tensor | None = None
-        self.loss = self.norm = 0.0
+        self.loss = self.norm = self.terms = 0.0
         self.stepped, self.backwards, self.taken = False, False, dict[str, Tensor]()
         self.leader = self
         """The first of the optimizers whose gradients its backward computes."""
@@ -338,15 +339,18 @@ class _Player:
         for parameter in self.trained.values():
             parameter.grad = None
 
-    def joined(self, loss: Tensor, *, leader: _Player) -> Tensor:
-        """The sum of this batch's losses up to this one."""
+    def joined(self, loss: Tensor, *, leader: _Player, terms: float) -> Tensor:
+        """The sum of this batch's losses up to this one, the first of which has so many `terms`."""
         self.backwards, self.leader = True, leader
+        self.terms = terms if self.deferred is None else self.terms
         self.deferred = loss if self.deferred is None else self.deferred + loss
         return self.deferred
 
-    def computed(self, loss: float, step: int) -> None:
+    def computed(self, loss: float, step: int, *, kind: LossKind) -> None:
         """After a backward. Raises `UserCodeError` for a loss that is not finite."""
         self.deferred, self.loss = None, loss
+        if isinstance(self.optimizer, SeesLayers):
+            self.optimizer.agree(scale=1.0 if kind == "sum" else 1 / self.terms, terms=self.terms)
         if not math.isfinite(loss):
             raise UserCodeError(
                 f"step {step}: the loss of plain PyTorch is {loss}: there is nothing to compare a layout with"

@@ -27,7 +27,7 @@ from shoal.engine.updates import Outcome, Work
 from shoal.errors import UserCodeError
 from shoal.gradients.gradients import JointGradients, VisibleGradients
 from shoal.models.draw_watch import DrawWatch
-from shoal.own_loop.losses import OpenStep
+from shoal.own_loop.open_step import OpenStep
 from shoal.own_loop.shown_optimizer import ShownGroups
 from shoal.own_loop.update import OnUpdate, Player
 

@@ -42,9 +42,11 @@ from shoal.gradients.gradients import VisibleGradients, scale_all
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.script_writes import SeenGradients
 from shoal.optim.adam_kernel import DirectAdam
+from shoal.optim.parts import SeesParts
 from shoal.own_loop.declaration import Declaration, named, numbers_of, used_anywhere
-from shoal.own_loop.losses import LossKind, OpenStep, check_loss, counted, counts_of
+from shoal.own_loop.losses import NO_WEIGHT, LossKind, check_loss
 from shoal.own_loop.objects import scaler_in
+from shoal.own_loop.open_step import OpenStep, counted, counts_of
 from shoal.own_loop.shown_optimizer import ShownGroups, StepHooks
 from shoal.state import Owned, complete, gradients_of
 
@@ -125,6 +127,7 @@ class Player:
         self._script_hooks = GradientHooks(trained)
         self._shown = shown
         self._alone, self._direct = context.lockstep.size == 1, DirectAdam(optimizer)
+        self._sends = isinstance(optimizer, SeesParts)
         self._hooks = StepHooks(optimizer, self._before_step, self._after_step)
 
     @property
@@ -319,6 +322,8 @@ class Player:
                 self._did = named("had its gradient changed by the script in the step before", self._changed())
             self.gradients.accept()
             self.gradients.accept_weights()
+            if agreed.committed:
+                self._check_alike(step)
             if self._on_update is not None and agreed.committed:
                 self._on_update(step.work.step, self.gradients.owned)
         if agreed is None or not agreed.committed:
@@ -384,7 +389,7 @@ class Player:
             return 1.0 if self._kind == "sum" else None
         total = self._sum(self._own_weight)
         if total <= 0:
-            raise UserCodeError(f"step {step.work.step}: all weights of the global batch are 0; give one sample weight")
+            raise UserCodeError(f"step {step.work.step}: {NO_WEIGHT}")
         return total
 
     def _check_weights_of(self, step: OpenStep, leader: Player) -> None:
@@ -411,6 +416,14 @@ class Player:
                 f"step {step.work.step}: {self._microbatches} of {wanted} microbatches had a backward() for one "
                 "optimizer; call it for all of a step, with weight=0 for one that shall not count, or for none"
             )
+
+    def _check_alike(self, step: OpenStep) -> None:
+        """Raises `UserCodeError`, on every rank, where the optimizer would send what some ranks do not wait for."""
+        if self._alone or not self._sends:
+            return
+        taken = named("has no gradient", [name for name, each in self._trained.items() if each.grad is None])
+        group, nothing = self._context.lockstep, torch.zeros((), dtype=torch.float64, device=self._context.device)
+        Declaration(group, nothing, without=0, decisions=taken).check(step.work.step)
 
     def _check_unscaled(self) -> None:
         """In the first step. Raises `UserCodeError` where the script, or who calls the optimizer, scales losses."""

@@ -1,0 +1,73 @@
+"""`OpenStep`: the step that a script's own loop is at, and what a microbatch of it counts.
+
+A loss reaches autograd times what its microbatch counts and times the `factor` of its step (see `losses`); optimizers
+make their updates one after the other, and the last of them ends the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from shoal.data.sample import Batch
+from shoal.engine.compute import Microbatch
+from shoal.engine.updates import Work
+from shoal.own_loop.losses import LossKind
+
+
+class OpenStep:
+    """One step while the loop is at it, with so many `optimizers`: which microbatch, and what its samples weigh."""
+
+    updates = 0
+    """How many optimizers have made their update in this step."""
+    begun = False
+    """Whether a microbatch was given."""
+
+    def __init__(self, work: Work, batches: Sequence[Batch], *, scale: float, optimizers: int) -> None:
+        self.work, self.batches = work, batches
+        self._scale, self._index, self._optimizers = scale, -1, optimizers
+        self._committed = True
+        self._microbatch: Microbatch | None = None
+
+    @property
+    def microbatch(self) -> Microbatch:
+        """The one that was given last."""
+        assert self._microbatch is not None, "a microbatch has been entered"
+        return self._microbatch
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no other microbatch follows."""
+        return self._index == len(self.batches) - 1
+
+    @property
+    def place(self) -> str:
+        """Which microbatch it is, in words."""
+        return f"microbatch {self._index + 1} of {len(self.batches)}"
+
+    def factor(self, kind: LossKind = "mean") -> float:
+        """What a loss of weight 1 is multiplied by before the backward, as far as it is known."""
+        return self._scale / self.work.tally.wait().denominator if kind == "mean" else self._scale
+
+    def updated(self, *, committed: bool) -> bool:
+        """An optimizer has made its update: whether it was the last, and all of them are `committed`."""
+        self.updates, self._committed = self.updates + 1, self._committed and committed
+        return self._committed and self.updates == self._optimizers
+
+    def enter(self, index: int, microbatch: Microbatch) -> None:
+        """The loop is given this microbatch."""
+        self._index, self._microbatch, self.begun = index, microbatch, True
+
+
+def counted(loss: Tensor, counts: float) -> float | Tensor:
+    """`loss` x `counts` in float64: a number, where that is no wait for a device."""
+    return float(loss) * counts if loss.is_cpu else loss.double().reshape(()) * counts
+
+
+def counts_of(microbatch: Microbatch, weight: float | None, kind: LossKind) -> float:
+    """What the loss of a microbatch is multiplied by, beside the factor of its step: 0 for a copy of samples."""
+    batch = microbatch.batch
+    if kind == "mean":  # the sum of ones is known without a look at the device
+        return float(batch.weights.numel()) if microbatch.ones else batch.weights.sum().item()
+    return (1.0 if weight is None else float(weight)) if batch.real_samples else 0.0
