@@ -6,12 +6,15 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
+from shoal.assembly.metering import read_beside_steps
+from shoal.assembly.run import Run
 from shoal.data.dataset import Joined, calls_user_code
 from shoal.data.feed import Feed, SlowReads
 from shoal.data.inputs import AsInputs, Collated
@@ -238,6 +241,29 @@ def test_after_a_few_slow_reads_by_the_loop_threads_read_all(monkeypatch: pytest
 def test_a_users_own_code_is_left_to_threads(source: object, calls: bool):
     """It may give something else in another thread, and how quick a read was would decide what it gives."""
     assert calls_user_code(source) == calls
+
+
+@pytest.mark.parametrize(
+    ("source", "augment", "quick"),
+    [
+        (TensorDataset(torch.zeros(4, 2)), ["flip"], True),
+        (TensorDataset(torch.zeros(4, 2)), ["net:change"], False),
+        (Numbers(4), [], False),
+    ],
+    ids=["tensors", "a change of the user's", "a data set of the user's"],
+)
+def test_a_run_has_the_loop_read_what_calls_no_user_code(source: object, augment: list[str], quick: bool):
+    asked: list[bool] = []
+    data = SimpleNamespace(augment=augment, reader_kind="threads")
+    run = SimpleNamespace(
+        run_file=SimpleNamespace(data=data, batch=SimpleNamespace(division="even")),
+        workload=SimpleNamespace(data=SimpleNamespace(train=source, endless=False)),
+        device=torch.device("cpu"),
+        step=SimpleNamespace(compute=SimpleNamespace(on_backward=[])),
+    )
+    fed = SimpleNamespace(in_backwards=lambda *, small_at_once, quick_by_loop: asked.append(quick_by_loop))
+    read_beside_steps(cast(Run, run), cast(Feed, fed))
+    assert asked == [quick]
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
