@@ -183,7 +183,7 @@ def own(setting: Setting, place: Place) -> Callable[[], Any]:
     """The loop of `shoal.start`."""
     model = setting.model()
     optimizer, run_file = adamw(model), setting.run_file(OWN)
-    objects = UserObjects(model=model, data=(AsInputs(Rows(setting.data)), None), optimizers=[optimizer])
+    objects = UserObjects(model=model, data=(AsInputs(TensorDataset(setting.data)), None), optimizers=[optimizer])
     opened = open_run(run_file, place, objects, store=HashStore())
     setting.stack.callback(opened.generation.gradients.close)
     training = Training(opened, setting.stack.enter_context(opened.feed()))
@@ -192,7 +192,7 @@ def own(setting: Setting, place: Place) -> Callable[[], Any]:
     batches = loop.batches()
 
     def step() -> float:
-        batch = next(batches)
+        (batch,) = next(batches)
         with loop.autocast():
             loss = loss_of(model, batch)
         loop.backward(loss)
@@ -201,19 +201,6 @@ def own(setting: Setting, place: Place) -> Callable[[], Any]:
         return float(loss.detach())
 
     return step
-
-
-class Rows(torch.utils.data.Dataset):
-    """The rows of a tensor as samples."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.rows[index]
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:

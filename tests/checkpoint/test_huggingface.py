@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shoal.checkpoint.huggingface import _tensors, export_folder, import_folder
 from shoal.checkpoint.inspect import save_weights, weights_of
+from shoal.cli.checkpoint import export
 from shoal.errors import UsageError
 from shoal.models.huggingface.build import build
 from shoal.models.huggingface.config import TransformersConfig
@@ -120,3 +121,19 @@ def test_adapters_trained_on_two_ranks_are_loaded_by_peft(tmp_path: Path) -> Non
     assert found.keys() == weights.keys()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
     assert any(bool(weights[name].any()) for name in weights if "lora_B" in name)
+
+
+@pytest.mark.parametrize("adapter", [{"kind": "bottleneck", "width": 2}, {"kind": "prompt", "tokens": 2}], ids=str)
+def test_adapters_that_are_no_weights_of_transformers_stay_in_a_file(tmp_path: Path, adapter: dict[str, Any]) -> None:
+    """The refusal names them."""
+    checkpoint_of(build(msgspec.convert(LLAMA, TransformersConfig)), tmp_path / "run")
+    run = {
+        "run": {"name": "adapted", "steps": 2},
+        "model": LLAMA,
+        "adapter": adapter,
+        "data": {"kind": "tokens", "path": "tokens.bin", "dtype": "uint8"},
+        "batch": {"global_samples": 4, "sequence": 16},
+    }
+    (tmp_path / "run" / "run.toml").write_text(tomli_w.dumps(run))
+    with pytest.raises(UsageError, match=f'adapter.kind = "{adapter["kind"]}", which cannot be merged'):
+        export(tmp_path / "run", tmp_path / "out", to="huggingface")

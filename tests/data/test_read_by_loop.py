@@ -1,16 +1,26 @@
 """The loop reads quick small steps itself: the same as threads, no further ahead, and only where it loses nothing."""
 
-import sqlite3
+import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset, TensorDataset
 
+from shoal.assembly.metering import read_beside_steps
+from shoal.assembly.run import Run
+from shoal.data.dataset import Joined, calls_user_code
 from shoal.data.feed import Feed, SlowReads
+from shoal.data.inputs import AsInputs, Collated
+from shoal.data.labelled import Labelled
 from shoal.data.order import Order
+from shoal.data.tokens import Windows
 from shoal.errors import UserCodeError
 from tests.data.test_feed import Numbers, feed, ids_of
 
@@ -95,21 +105,22 @@ def test_a_loop_that_hangs_in_its_data_is_told_of(monkeypatch: pytest.MonkeyPatc
             self.go = threading.Event()
             self.go.set()
 
-    source, told = Hangs(400), []
+    source, told, awaited = Hangs(400), [], "no sample yet"
 
     def tell(text: str) -> None:
-        told.append(text)
-        source.go.set()
+        if awaited in text:
+            told.append(text)
+            source.go.set()
 
     with feed(source, slow=SlowReads(tell, tell_after_s=0.02)) as fed:
         fed.in_backwards(small_at_once=2, quick_by_loop=True)
-        read_by_loop(fed, source)
+        step = read_by_loop(fed, source)
         fed.next()
         fed.next()
-        del told[:]
+        position = 4 * (step + 2)
         source.go.clear()
-        ids = ids_of(fed.next().microbatches)
-    assert f"Sample {ids[0]} at position" in told[0]
+        awaited = f"Sample {int(Order(400, seed=7).ids(np.array([position]))[0])} at position {position} "
+        fed.next()
     assert "is being read" in told[0]
 
 
@@ -153,24 +164,106 @@ def test_what_ends_the_loop_in_a_read_is_raised_there_and_no_step_is_lost(monkey
     assert taken == order.ids(np.arange(position, position + 20)).tolist()
 
 
-def test_a_thread_reads_what_only_a_thread_can(monkeypatch: pytest.MonkeyPatch):
-    """A connection of sqlite3 belongs to the thread that opened it, with the first sample."""
+def test_what_a_handler_raises_in_a_read_is_raised_there_and_no_step_is_lost(monkeypatch: pytest.MonkeyPatch):
+    """As a time-out of the script's: it is none of the sample's, which can be read again."""
     monkeypatch.setattr(QUICK_S, 1000.0)
 
-    class Database(WhoReads):
-        opened: sqlite3.Connection | None = None
+    class Late(Exception):
+        pass
+
+    def late(*_: object) -> None:
+        raise Late
+
+    class Signalled(WhoReads):
+        at = -1
 
         def __getitem__(self, index: int) -> tuple[int, int]:
-            self.opened = self.opened or sqlite3.connect(":memory:")
-            self.readers.append(threading.current_thread())
-            return self.opened.execute("select ?, ?", (index, index)).fetchone()
+            if index == self.at:
+                self.at = -1
+                signal.raise_signal(signal.SIGUSR1)
+            return super().__getitem__(index)
 
-    source, order = Database(400), Order(400, seed=7)
+    before = signal.signal(signal.SIGUSR1, late)
+    source, order = Signalled(400), Order(400, seed=7)
+    try:
+        with feed(source) as fed:
+            fed.in_backwards(small_at_once=2, quick_by_loop=True)
+            position = 4 * (read_by_loop(fed, source) + 2)
+            fed.next()
+            fed.next()
+            source.at = int(order.ids(np.array([position + 9]))[0])
+            with pytest.raises(Late):
+                fed.next()
+            taken = [i for _ in range(5) for i in ids_of(fed.next().microbatches)]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert taken == order.ids(np.arange(position, position + 20)).tolist()
+
+
+def test_after_a_few_slow_reads_by_the_loop_threads_read_all(monkeypatch: pytest.MonkeyPatch):
+    """As of data that are quick but for a shard that is opened now and then."""
+    now_s = [0.0]
+
+    class Sharded(WhoReads):
+        def __getitem__(self, index: int) -> tuple[int, int]:
+            now_s[0] += index % 100 == 0
+            return super().__getitem__(index)
+
+    clock = SimpleNamespace(perf_counter=lambda: now_s[0], monotonic=time.monotonic)
+    monkeypatch.setattr("shoal.data.feed.time", clock)
+    source = Sharded(4000)
     with feed(source) as fed:
         fed.in_backwards(small_at_once=2, quick_by_loop=True)
-        taken = [i for _ in range(20) for i in ids_of(fed.next().microbatches)]
-    assert taken == order.ids(np.arange(80)).tolist()
-    assert source.readers.count(threading.main_thread()) == 1
+        for _ in range(250):
+            fed.next()
+        assert threading.main_thread() in source.readers
+        del source.readers[:]
+        for _ in range(50):
+            fed.next()
+    assert threading.main_thread() not in source.readers
+
+
+@pytest.mark.parametrize(
+    ("source", "calls"),
+    [
+        (TensorDataset(torch.zeros(4, 2), torch.zeros(4)), False),
+        (AsInputs(Subset(TensorDataset(torch.zeros(4, 2)), [0, 2])), False),
+        ([(0, 1), (2, 3)], False),
+        (Windows(np.zeros(40, dtype=np.uint8), 4), False),
+        (Joined([[(0, 1)], Numbers(4)]), True),
+        (Numbers(4), True),
+        (Subset(Numbers(4), [0, 2]), True),
+        (Labelled(AsInputs(Numbers(4)), next_token=False), True),
+        (Collated(TensorDataset(torch.zeros(4, 2)), torch.stack), True),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_a_users_own_code_is_left_to_threads(source: object, calls: bool):
+    """It may give something else in another thread, and how quick a read was would decide what it gives."""
+    assert calls_user_code(source) == calls
+
+
+@pytest.mark.parametrize(
+    ("source", "augment", "quick"),
+    [
+        (TensorDataset(torch.zeros(4, 2)), ["flip"], True),
+        (TensorDataset(torch.zeros(4, 2)), ["net:change"], False),
+        (Numbers(4), [], False),
+    ],
+    ids=["tensors", "a change of the user's", "a data set of the user's"],
+)
+def test_a_run_has_the_loop_read_what_calls_no_user_code(source: object, augment: list[str], quick: bool):
+    asked: list[bool] = []
+    data = SimpleNamespace(augment=augment, reader_kind="threads")
+    run = SimpleNamespace(
+        run_file=SimpleNamespace(data=data, batch=SimpleNamespace(division="even")),
+        workload=SimpleNamespace(data=SimpleNamespace(train=source, endless=False)),
+        device=torch.device("cpu"),
+        step=SimpleNamespace(compute=SimpleNamespace(on_backward=[])),
+    )
+    fed = SimpleNamespace(in_backwards=lambda *, small_at_once, quick_by_loop: asked.append(quick_by_loop))
+    read_beside_steps(cast(Run, run), cast(Feed, fed))
+    assert asked == [quick]
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {

@@ -127,14 +127,24 @@ def test_what_draws_nothing_is_known_by_its_classes(model: nn.Module, said: bool
     assert draws_nothing(model) is said
 
 
-@pytest.mark.parametrize("draw", [torch.randn_like, torch.rand_like, lambda weight: torch.normal(weight, 1.0)])
+FOR_PARAMETERS: list[Callable[[Tensor], Tensor]] = [
+    torch.randn_like,
+    torch.rand_like,
+    lambda weight: torch.normal(weight, 1.0),
+    lambda weight: torch.normal(0.0, weight),
+    lambda weight: torch.normal(mean=weight, std=weight),
+    lambda weight: torch.normal(weight, weight.exp()),
+]
+
+
+@pytest.mark.parametrize("draw", FOR_PARAMETERS)
 def test_what_is_drawn_for_a_parameter_knows_no_samples(draw: Callable[[Tensor], Tensor]) -> None:
     """The noise on a weight `[3, 4]`, as of a Bayesian layer, is the same in a batch of three samples, four or five."""
 
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.zeros(3, 4))
+            self.weight = nn.Parameter(torch.ones(3, 4))
 
         def forward(self, x: Tensor) -> Tensor:
             return draw(self.weight)
@@ -147,3 +157,15 @@ def test_what_is_drawn_for_a_parameter_knows_no_samples(draw: Callable[[Tensor],
         with mode:
             found.append(model(torch.zeros(samples, 4)).detach())
     assert all(torch.equal(each, found[0]) for each in found)
+
+
+def test_what_is_drawn_for_samples_knows_them_whatever_its_deviation_is() -> None:
+    """As of an encoder whose means are of samples, and whose deviation is learned."""
+    deviation = nn.Parameter(torch.ones(4))
+    mode, found = KeyedDraws(nn.Identity(), seed=3), []
+    for samples in (3, 5):
+        mode.begin(1, torch.arange(samples) * 7919, tokens=5)
+        with mode:
+            found.append(torch.normal(torch.zeros(samples, 4), deviation).detach())
+    assert torch.equal(found[1][:3], found[0])
+    assert len(found[1].unique(dim=0)) == 5

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shoal.assembly.objects import UserObjects, users_model
 from shoal.errors import UserCodeError
 from shoal.models.build import initialise
 from shoal.models.config import GPTConfig, MLPConfig
@@ -309,6 +310,8 @@ class Tied(nn.Module):
         (lambda: plain(64), lambda: plain(64), "no parameter has another shape"),
         (lambda: plain(64), lambda: nn.Linear(24, 32), "parameter of one width alone"),
         (lambda: Own(8, 8), lambda: Own(4, 2), "not known which of its dimensions Own takes for inputs"),
+        (lambda: Own(8, 3), lambda: Own(4, 3), "grows from .4, 3. to .8, 3., and it is not known whether Own takes"),
+        (lambda: Own(3, 8), lambda: Own(3, 4), "not known whether Own takes what has grown for inputs"),
         (lambda: Tied(8), lambda: Tied(4), "the weight of Embedding and Linear"),
     ],
 )
@@ -316,6 +319,31 @@ def test_what_is_not_one_module_in_two_widths_is_refused(model: Any, base: Any, 
     """By the name of a parameter."""
     with pytest.raises(UserCodeError, match=said):
         follow_width(model(), base())
+
+
+def test_what_is_added_and_what_recurrent_layers_project_follow_their_inputs() -> None:
+    """An embedding of positions that is a parameter has none; the projection of an LSTM reads what has grown."""
+    projecting, base = (nn.LSTM(24, width, proj_size=5) for width in (64, 16))
+    follow_width(projecting, base)
+    rules = {name: role.widened for name, role in roles_of(projecting).items()}
+    assert rules["weight_hr_l0"] == Widened("output", 4.0)
+    assert rules["weight_ih_l0"] == rules["weight_hh_l0"] == rules["bias_hh_l0"] == Widened("input", 4.0)
+    for shape in ((1, 1, 8), (1, 5, 8)):
+        added, narrow = nn.ParameterList([torch.ones(shape)]), nn.ParameterList([torch.ones(*shape[:-1], 4)])
+        follow_width(added, narrow)
+        assert roles_of(added)["0"].widened == Widened("input", 2.0)
+
+
+@pytest.mark.parametrize(("heads", "kept"), [(2, True), (8, False)])
+def test_heads_of_transformers_keep_their_size(tmp_path: Path, heads: int, kept: bool) -> None:
+    """A number of them that base does not change makes them narrower there."""
+    config = {"vocab_size": 61, "hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 8}
+    config |= {"intermediate_size": 64, "num_key_value_heads": heads}
+    base = {"hidden_size": 32, "num_attention_heads": heads, "num_key_value_heads": 2}
+    model = {"kind": "transformers", "architecture": "LlamaForCausalLM", "config": config, "base": base}
+    run_file = run_file_of(tmp_path, model=model)
+    with nullcontext() if kept else pytest.raises(UserCodeError, match="have 16 features, and 4 with"):
+        users_model(run_file, UserObjects())
 
 
 def test_at_the_base_width_nothing_changes() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch._C import _len_torch_function_stack
 
 from shoal.checkpoint.inspect import export, weights_of
 from shoal.errors import ConfigError, UserCodeError
-from shoal.models.adapters import adapt, is_adapter, merged, quantise
+from shoal.models.adapters import adapt, is_adapter, merged, quantise, refuse_bypassed_layers
 from shoal.models.build import initialise
 from shoal.models.config import (
     AdapterConfig,
@@ -314,6 +316,50 @@ class Bypassing(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = F.linear(inputs, self.first.weight, bias=self.first.bias).relu()
         return self.second(hidden.to(self.unused.weight.dtype))
+
+
+class Sharing(nn.Module):
+    """Computes with two weights at once, or with neither of them."""
+
+    def __init__(self, *, at_once: bool) -> None:
+        super().__init__()
+        self.at_once, self.fails = at_once, False
+        self.query, self.key, self.last = nn.Linear(16, 8), nn.Linear(16, 8), nn.Linear(16, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        penalty = self.query.weight.norm() + self.key.weight.norm(dim=1).sum()
+        if self.fails:
+            raise ValueError("out of memory")
+        if self.at_once:
+            inputs = F.linear(inputs, torch.cat([self.query.weight, self.key.weight]).to(inputs.dtype))
+        return self.last(inputs * penalty)
+
+
+def test_weights_that_are_put_together_pass_their_layers_by() -> None:
+    """A norm is no use of a layer, which a forward may leave out."""
+    for at_once in (True, False):
+        model = Sharing(at_once=at_once)
+        adapt(model, LoRA(rank=2))
+        refuse_bypassed_layers(model, table="adapter")
+        with (
+            pytest.raises(ConfigError, match="Sharing computes with the weight of query") if at_once else nullcontext()
+        ):
+            model(torch.ones(2, 16))
+
+
+def test_a_forward_that_raises_is_not_judged_but_the_next_one() -> None:
+    """And leaves nothing behind that watches."""
+    model = Sharing(at_once=True)
+    adapt(model, LoRA(rank=2))
+    refuse_bypassed_layers(model, table="adapter")
+    model.fails = True
+    with pytest.raises(ValueError, match="out of memory"):
+        model(torch.ones(2, 16))
+    assert _len_torch_function_stack() == 0
+    model.fails = False
+    with pytest.raises(ConfigError, match="computes with the weight of query"):
+        model(torch.ones(2, 16))
+    assert _len_torch_function_stack() == 0
 
 
 def small_classifier() -> nn.Module:

@@ -21,7 +21,7 @@ from shoal.models.gpt import GPT
 from shoal.sparsity.config import FreezeByProgress, FreezeConfig, FreezeLater
 from shoal.sparsity.freezing import Freezing, blocks_of, freeze, frozen_by_schedule, matches
 from shoal.sparsity.masks import Masks
-from shoal.state import Owned, Region
+from shoal.state import Owned, Region, targets_of
 from shoal.topology.holding import Box, Holding, Placement
 from tests.assembly.journey import Leg, save, travel, whole_state
 from tests.ranks import TestPlace
@@ -285,16 +285,20 @@ def decided(
     return found, whole_state(run)
 
 
+def whole(name: str, values: Tensor) -> Owned:
+    """A parameter that this rank has alone."""
+    shape = tuple(values.shape)
+    box = Box((0, 0), shape)
+    holding = Holding(name, shape, (box,), Placement((), (), ()), 0, *[(0,)] * 4)
+    return Owned(name, Parameter(values), holding, (Region(box, 0),))
+
+
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_gradients_are_compared_without_their_scale(scale: float) -> None:
     """A loss scale that changes is no change of a gradient, and what is in no block is not summed."""
-    shape, placement = (2, 2), Placement((), (), ())
+    shape = (2, 2)
     names = ["blocks.0.weight", "blocks.1.weight", "head.weight"]
-    box = Box((0, 0), shape)
-    owned = [
-        Owned(name, Parameter(torch.zeros(shape)), Holding(name, shape, (box,), placement, 0, *[(0,)] * 4), regions)
-        for name, regions in zip(names, [(Region(box, 0),)] * 3, strict=True)
-    ]
+    owned = [whole(name, torch.zeros(shape)) for name in names]
     freezing = Freezing(
         FreezeConfig(progress=FreezeByProgress(criterion="gradient", every=2)),
         {own.name: own.parameter for own in owned},
@@ -302,6 +306,7 @@ def test_gradients_are_compared_without_their_scale(scale: float) -> None:
         torch.optim.SGD([own.parameter for own in owned], lr=0.1),
         names=names,
         replica=Alone(),
+        every=2,
         masks=Masks(),
         rate=lambda step: 0.1,
     )
@@ -312,6 +317,50 @@ def test_gradients_are_compared_without_their_scale(scale: float) -> None:
     assert set(freezing.tensors()) == {"freeze/gradient/blocks.0.weight", "freeze/gradient/blocks.1.weight"}
     freezing.updated(2)
     assert freezing.facts()["before"] == [4.0, 8.0], "twice a tensor of four ones, and of four twos"
+
+
+def test_a_run_that_goes_on_with_more_steps_keeps_its_interval() -> None:
+    """Another one that the run file gives begins anew, and compares with no reference of before."""
+
+    def freezing(every: int | None, by_default: int) -> tuple[Freezing, Parameter]:
+        owned = [whole(f"blocks.{number}.weight", torch.ones(2, 2)) for number in (0, 1)]
+        config = FreezeByProgress(every=every)
+        made = Freezing(
+            FreezeConfig(progress=config),
+            {own.name: own.parameter for own in owned},
+            owned,
+            torch.optim.SGD([own.parameter for own in owned], lr=0.1),
+            names=[own.name for own in owned],
+            replica=Alone(),
+            every=every or by_default,
+            masks=Masks(),
+            rate=lambda step: 0.1,
+        )
+        return made, owned[0].parameter
+
+    def trained(made: Freezing, weight: Parameter, steps: range) -> list[float]:
+        for step in steps:
+            with torch.no_grad():
+                weight *= 1 + step / 100
+            made.updated(step)
+        return made.facts()["largest"]
+
+    first, weight = freezing(None, 2)
+    alone = trained(first, weight, range(1, 9))
+    stopped, weight = freezing(None, 2)
+    trained(stopped, weight, range(1, 6))
+    for every, found in ((None, alone), (3, [0.0, 0.0])):
+        after, moved_on = freezing(every, 4)
+        with torch.no_grad():
+            moved_on.copy_(weight)
+        into = after.targets(dict.fromkeys(stopped.tensors(), torch.float32))
+        for name, held in stopped.tensors().items():
+            for target, source in zip(targets_of(into[name]), targets_of(held), strict=True):
+                target.tensor.copy_(source.tensor)
+        after.load(stopped.facts())
+        assert trained(after, moved_on, range(6, 9)) == pytest.approx(found)
+        said = ["every was 2 before and is 3 now" in line for line in after.take_lines()]
+        assert said == ([] if every is None else [True])
 
 
 MOVEMENT = {"sparsity": {"kind": "movement", "density": 0.5}}

@@ -18,6 +18,7 @@ from shoal.assembly.run import Run
 from shoal.comm.board import Board
 from shoal.config.load import dumps
 from shoal.data.config import PythonData
+from shoal.data.dataset import calls_user_code
 from shoal.data.feed import CHANGEABLE_AT_ONCE, SMALL_AT_ONCE, Feed
 from shoal.engine.forward_backward import SequentialForwardBackward
 from shoal.engine.growing_batch import GrowingFeed
@@ -43,12 +44,15 @@ def feed_of(run: Run) -> Feed | GrowingFeed:
 
 def read_beside_steps(run: Run, feed: Feed) -> None:
     """From now on `feed` is read when the steps of `run` leave time for it."""
-    data = run.run_file.data
+    data, augments = run.run_file.data, any(":" in name for name in run.run_file.data.augment)
     fixed = run.run_file.batch.division == "even" and not run.workload.data.endless
-    has_user_code = isinstance(data, PythonData) or any(":" in name for name in data.augment)
+    changeable = augments or isinstance(data, PythonData)
     begins_backward = feed.in_backwards(
-        small_at_once=(CHANGEABLE_AT_ONCE if has_user_code else SMALL_AT_ONCE) if fixed else 1,
-        quick_by_loop=fixed and data.reader_kind == "threads" and run.device.type == "cpu",
+        small_at_once=(CHANGEABLE_AT_ONCE if changeable else SMALL_AT_ONCE) if fixed else 1,
+        quick_by_loop=fixed
+        and data.reader_kind == "threads"
+        and run.device.type == "cpu"
+        and not (augments or calls_user_code(run.workload.data.train)),
     )
     run.step.compute.on_backward.append(begins_backward)
 

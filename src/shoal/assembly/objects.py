@@ -37,7 +37,7 @@ from shoal.models.build import build as build_model
 from shoal.models.build import initialise
 from shoal.models.config import ForeignModel, ModelConfig, PythonModel
 from shoal.models.huggingface.config import ForeignKeys, TransformersConfig, config_keys, vocabulary_of
-from shoal.models.width import follow_width
+from shoal.models.width import check_heads, follow_width
 from shoal.parallel.traced.relay import declare
 from shoal.runfile.run_file import RunFile
 
@@ -80,6 +80,8 @@ def users_model(
     with around:
         model = _users_model(said, given)
         if base is not None and isinstance(model, nn.Module):
+            if isinstance(said, TransformersConfig):
+                check_heads(model.config, base.config)
             follow_width(model, base)
     if not isinstance(model, nn.Module):
         what = f"the class {model.__name__}" if isinstance(model, type) else describe(model)

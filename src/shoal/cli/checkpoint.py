@@ -142,7 +142,7 @@ def export(
 ) -> None:
     """Writes the weights of the unsplit model, whatever layout trained it, to one safetensors file.
 
-    Adapters of [adapter] are merged into the weights that they belong to.
+    Adapters of [adapter] are merged into the weights that they belong to, but for bottlenecks and prompts.
 
     With --to huggingface: to a folder that transformers' from_pretrained loads; of a run with adapters, the adapters.
 
@@ -196,7 +196,7 @@ def _export_folder(
     from shoal.checkpoint.huggingface import export_folder
     from shoal.config.load import read
     from shoal.errors import UsageError
-    from shoal.models.config import ModelConfig
+    from shoal.models.config import Bottleneck, ModelConfig, PromptTuning
     from shoal.models.huggingface.config import TransformersConfig
     from shoal.runfile.load import load_run
 
@@ -205,7 +205,13 @@ def _export_folder(
     if shrunk.exists() and not written.exists():
         written, model = shrunk, msgspec.convert(read(shrunk)["model"], ModelConfig)
     else:
-        model = load_run(written).model
+        run_file = load_run(written)
+        model, adapter = run_file.model, run_file.adapter
+        if isinstance(adapter, Bottleneck | PromptTuning):
+            raise UsageError(
+                f'{written} trains adapter.kind = "{adapter.variant}", which cannot be merged into weights that '
+                "transformers knows: leave out --to huggingface"
+            )
     if not isinstance(model, TransformersConfig):
         kind = model.variant
         raise UsageError(

@@ -7,7 +7,7 @@ the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, cast
@@ -18,6 +18,7 @@ from shoal.data.augment import Augmentation
 from shoal.data.collate import collate, collate_stacked
 from shoal.data.config import Denominator
 from shoal.data.cursor import Interval
+from shoal.data.order import microbatches, share
 from shoal.data.sample import Batch, BatchSource, Collates, Sample, SkipsSamples, Source, parse_sample
 from shoal.errors import DataError, ShoalError, UserCodeError
 
@@ -145,6 +146,29 @@ class PinnedReader:
     def close(self) -> None:
         """Ends the reading."""
         self._reader.close()
+
+
+def evaluation_batches(
+    source: Source,
+    *,
+    replicas: int,
+    replica: int,
+    micro_samples: int | None = None,
+    denominator: Denominator = "auto",
+    limit: int | None = None,
+) -> Iterator[Batch]:
+    """This replica's part of one pass over the samples, each once, in natural order.
+
+    With a `limit`, over that many of them, evenly spaced: the first ones alone may come from a single file.
+
+    Raises:
+        DataError, UserCodeError: as `read_batch`.
+    """
+    samples = len(source) if limit is None else min(limit, len(source))
+    own = share(Interval(0, samples), replicas=replicas, replica=replica)
+    for part in microbatches(own, micro_samples or max(1, len(own))):
+        positions = part.positions()
+        yield read_batch(source, positions * len(source) // samples, positions, denominator=denominator).batch
 
 
 def read_batch(

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
 
 from shoal.data.iterable import IterableSource
 from shoal.data.order import Order, permuted
@@ -139,6 +141,25 @@ class Joined:
 Facts = dict[str, str | int | float]
 TARGETS = "targets"
 """The fact that says what the targets are, where they are the labels of the samples (`labelled`)."""
+_PLAIN = (Tensor, np.ndarray, np.memmap, list, tuple)
+
+
+def calls_user_code(source: object) -> bool:
+    """Whether a read of `source` runs code that is neither Shoal's nor PyTorch's, so that what it gives may depend on
+    the thread that asks.
+    """
+    if hasattr(source, "collated"):
+        return True
+    if type(source) is TensorDataset:
+        return any(type(tensor) is not Tensor for tensor in source.tensors)
+    if type(source) is Subset:
+        return calls_user_code(source.dataset)
+    if type(source).__module__.partition(".")[0] != "shoal":
+        return type(source) not in _PLAIN
+    within = (*getattr(source, "sources", ()), getattr(source, "source", None))
+    return any(calls_user_code(each) for each in within if each is not None)
+
+
 AnyOrder = Order | MixtureOrder | StratifiedOrder | DrawnOrder | LengthOrder
 
 

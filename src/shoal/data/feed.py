@@ -14,12 +14,11 @@ does: what is read ahead of it does not show the change, so no more than a step 
 
 Best of all is no thread: small steps that are read in `QUICK_S` are read by the loop itself, when it asks for one of
 them, as in a plain loop; several in a row, as a function that is called once in a step is called with cold caches.
-Threads read the first steps, and show whether the others are such, and read again those that do take longer. What a
-data set gives must not depend on who asks: where the script's loop stands inside of a mode of PyTorch's, such as
-autocast, which holds for one thread, and where a read by the loop fails, as of a database that is bound to the thread
-that opened it, threads read. A loop that is inside of a hanging data source can say nothing: the thread that has
-nothing to read says it. It cannot give the read up, though, so where other ranks wait for this one threads read every
-step.
+Threads read the first steps, and show whether the others are such. How long a read takes must not decide what it gives:
+the loop reads only what gives everyone the same (`calls_user_code`), and not inside of a mode of PyTorch's, such as
+autocast, which holds for one thread. A loop that is inside of a hanging data source can say nothing: the thread that
+has nothing to read says it. It cannot give the read up, though, so where other ranks wait for this one threads read
+every step.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ import numpy as np
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
-from shoal.data.batches import BatchRead, BatchReader, OrderOfSamples, SourceReader, read_batch, where_of
+from shoal.data.batches import BatchRead, BatchReader, OrderOfSamples, SourceReader, where_of
 from shoal.data.config import BatchPhase, Denominator
 from shoal.data.cursor import Cursor, Interval
 from shoal.data.order import microbatches, share
 from shoal.data.records import Foresees, ReadAhead
 from shoal.data.sample import Batch, Source, leaves, padding_like
-from shoal.errors import ConfigError, DataError
+from shoal.errors import ConfigError, DataError, UserCodeError
 
 SMALL_BYTES = 1 << 18
 """A step of which one replica reads at most so many bytes is small."""
@@ -53,8 +52,9 @@ SMALL_AT_ONCE, CHANGEABLE_AT_ONCE = 8, 2
 """So many small steps are read at once: from what no one changes, and from a data set of the user's own."""
 QUICK_S, SLOW_IN_A_ROW = 3e-4, 8
 """Small steps that take so long are read by the loop itself, until they have taken longer so many times in a row."""
-IN_THREAD = 10
-"""How much longer one of them may take, as in a thread that takes turns with the loop, before threads read ahead."""
+IN_THREAD, STALLS = 10, 3
+"""A read of so many times that, as in a thread that takes turns with the loop, is slow; after so many slow ones by the
+loop threads read them all."""
 CLOSING_S = 1.0  # how long `close` waits for readers that are inside the data source
 
 
@@ -220,7 +220,7 @@ class Feed:
         if isinstance(source, Foresees) and source.ahead_bytes:
             self._ahead = ReadAhead(source, self._ids_ahead(self._cursor))
         self._least_ahead, self._small_at_once = max(1, prefetch_steps), 1
-        self._reads_quick, self._slow_in_a_row = False, 0
+        self._reads_quick, self._slow_in_a_row, self._stalls = False, 0, 0
         self._own_reader: BatchReader | None = None
         self._read_here: _Slot | None = None
         self._read_over = Event()
@@ -317,7 +317,10 @@ class Feed:
 
     def _plan_after(self, slot: _Slot) -> None:
         """The steps that threads will read, now that `slot` is taken: none where the loop reads the next one."""
-        if self._reads_quick and slot.small and slot.took_s <= IN_THREAD * QUICK_S:
+        slow = slot.took_s > IN_THREAD * QUICK_S
+        self._stalls += slow and slot.filled is None
+        self._reads_quick &= self._stalls < STALLS
+        if self._reads_quick and slot.small and not slow:
             return
         missing = self._least_ahead - len(self._slots)
         if missing > 0:
@@ -351,8 +354,8 @@ class Feed:
                 self._read_here = slot
                 self._own_reader = self._fill(slot, self._own_reader)
                 if slot.error is not None:
+                    self._raise_if_not_the_samples(slot.error)
                     self._reads_quick = False
-                    _raise_if_ending(slot.error)
                     break
                 self._cursor = behind
                 self._slots.append(slot)
@@ -366,6 +369,18 @@ class Feed:
         self._reads_quick &= self._slow_in_a_row < SLOW_IN_A_ROW
         if not self._slots:
             self._plan_step()
+
+    def _raise_if_not_the_samples(self, error: BaseException) -> None:
+        """Raises what a signal brought into a read by the loop: what ends the process, or what a handler of the script
+        raises, which the same read does not raise again.
+        """
+        while isinstance(error, UserCodeError) and error.__cause__ is not None:
+            error = error.__cause__
+        _, again = self._following()
+        if isinstance(error, Exception):
+            self._own_reader = self._fill(again, self._own_reader)
+        if again.error is None:
+            raise error
 
     def _read(self) -> None:
         reader: BatchReader | None = None
@@ -417,34 +432,5 @@ def _in_a_mode() -> bool:
     return not usual or _len_torch_function_stack() > 0 or _len_torch_dispatch_stack() > 0
 
 
-def _raise_if_ending(error: BaseException) -> None:
-    """Raises what ends the process: Ctrl-C, or `sys.exit` in the script's answer to another signal."""
-    if not isinstance(error, Exception) or isinstance(error.__cause__, SystemExit):
-        raise error
-
-
 def _is_small(batches: Sequence[Batch]) -> bool:
     return sum(leaf.nbytes for batch in batches for leaf in leaves(batch.inputs, batch.targets)) <= SMALL_BYTES
-
-
-def evaluation_batches(
-    source: Source,
-    *,
-    replicas: int,
-    replica: int,
-    micro_samples: int | None = None,
-    denominator: Denominator = "auto",
-    limit: int | None = None,
-) -> Iterator[Batch]:
-    """This replica's part of one pass over the samples, each once, in natural order.
-
-    With a `limit`, over that many of them, evenly spaced: the first ones alone may come from a single file.
-
-    Raises:
-        DataError, UserCodeError: as `Feed.next`.
-    """
-    samples = len(source) if limit is None else min(limit, len(source))
-    own = share(Interval(0, samples), replicas=replicas, replica=replica)
-    for part in microbatches(own, micro_samples or max(1, len(own))):
-        positions = part.positions()
-        yield read_batch(source, positions * len(source) // samples, positions, denominator=denominator).batch

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from typing import Any, Protocol, runtime_checkable
@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from shoal.config.check import implementation_of
 from shoal.errors import ConfigError
@@ -204,15 +205,20 @@ def refuse_bypassed_layers(model: nn.Module, *, table: str) -> None:
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, AdaptedLinear)}
     if not layers:
         return
-    called, uses, hooks = set[nn.Module](), _Uses(), ExitStack()
+    called, uses = set[nn.Module](), _Products()
+    inside, hooks = ExitStack(), ExitStack()
 
     def begin(module: nn.Module, args: Any) -> None:
-        hooks.enter_context(uses)
+        uses.watch(layer.weight for layer in layers.values())
+        inside.enter_context(uses)
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
+        inside.close()
+        if output is None:  # it has raised; the next one is the first
+            return
         hooks.close()
         for name, layer in layers.items():
-            if layer not in called and id(layer.weight) in uses.seen:
+            if layer not in called and id(layer.weight) in uses.taken:
                 raise ConfigError(
                     f"{table}.layers: {type(model).__name__} computes with the weight of {name} and does not call the "
                     f"layer, so that [{table}] would have no effect there: name layers without it"
@@ -221,21 +227,44 @@ def refuse_bypassed_layers(model: nn.Module, *, table: str) -> None:
     for layer in layers.values():
         hooks.callback(layer.register_forward_pre_hook(lambda layer, _: called.add(layer)).remove)
     hooks.callback(model.register_forward_pre_hook(begin).remove)
-    hooks.callback(model.register_forward_hook(end).remove)
+    hooks.callback(model.register_forward_hook(end, always_call=True).remove)
 
 
-class _Uses(TorchFunctionMode):
-    """Inside, `seen` are the ids of the tensors that others are made of."""
+_PRODUCTS = frozenset(
+    {
+        *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addmv", "baddbmm", "einsum"),
+        *("inner", "tensordot", "bilinear", "embedding", "conv1d", "conv2d", "conv3d", "multi_head_attention_forward"),
+        *("_native_multi_head_attention", "_transformer_encoder_layer_fwd"),
+    }
+)
+"""What products are called in PyTorch."""
+
+
+class _Products(TorchFunctionMode):
+    """Inside, `taken` are the ids of the watched weights that products take, as they are or with others in a tensor. A
+    weight of which no more than a norm is computed is that of a layer which this forward may have left out.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen = set[int]()
+        self.taken = set[int]()
+        self._within: dict[int, set[int]] = {}
+        self._made: list[Tensor] = []  # kept, so that no other tensor gets the id of one
+
+    def watch(self, weights: Iterable[Tensor]) -> None:
+        """These too."""
+        self._within.update((id(weight), {id(weight)}) for weight in weights)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        found = func(*args, **kwargs)
-        if any(isinstance(each, Tensor) for each in (found if isinstance(found, tuple | list) else (found,))):
-            self.seen.update(id(each) for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+        found = func(*args, **kwargs or {})
+        within = {weight for each in tree_leaves((args, kwargs)) for weight in self._within.get(id(each), ())}
+        if within and getattr(func, "__name__", "").partition(".")[0] in _PRODUCTS:
+            self.taken |= within
+        elif within:
+            for each in tree_leaves(found):
+                if isinstance(each, Tensor) and each.ndim > 1:
+                    self._within[id(each)] = within | self._within.get(id(each), set())
+                    self._made.append(each)
         return found
 
 

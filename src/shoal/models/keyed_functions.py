@@ -114,14 +114,21 @@ def _drawn(law: Callable[[Tensor, Any, Any, Any], Tensor]) -> Callable[..., Tens
         out = func(*args, **kwargs)
         if kwargs.get("generator") is not None or not isinstance(out, Tensor):
             return out
-        like = args[0] if args else kwargs.get("input")
-        samples = not (isinstance(out, nn.Parameter) or isinstance(like, nn.Parameter))
+        samples = not _is_for_parameter(out, [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)])
         with torch.no_grad():
             drawn = mode.bits_for(out.shape, device=out.device, samples=samples)
             out.copy_(law(drawn, out, args, kwargs))
         return out
 
     return handler
+
+
+def _is_for_parameter(out: Tensor, given: Sequence[Tensor]) -> bool:
+    """Whether `out` is one, or drawn like one: of means or deviations that are parameters and not those of samples."""
+    if isinstance(out, nn.Parameter):
+        return True
+    own = [isinstance(each, nn.Parameter) for each in given]
+    return any(own) and (all(own) or (own[0] and given[0].shape == out.shape))
 
 
 def _uniform(drawn: Tensor, out: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ multiplied by
     s_base / (s sqrt(m))     where both grow
     s_base / (s m)           where inputs alone grow, as of a head
 
-Constants, as of norms, stay. What a forward computes is the module's own: heads of attention have to keep their size,
-and a head that is tied to an embedding, which follows the width in another way, is refused.
+Constants, as of norms, stay. What a forward computes is the module's own: heads of attention have to keep their size
+(`check_heads`), and a head that is tied to an embedding, which follows the width in another way, is refused.
 """
 
 from __future__ import annotations
@@ -78,6 +78,12 @@ def _rule(name: str, shape: torch.Size, base: torch.Size, owners: list[nn.Module
             )
         return Widened("hidden", grown)
     ((dim, grown),) = times.items()
+    if inputs is None and shape[0] > 1 and sum(size > 1 for size in shape) > 1:
+        raise UserCodeError(
+            f"model.base: {name} grows from {tuple(base)} to {tuple(shape)}, and it is not known whether "
+            f"{type(owners[0]).__name__} takes what has grown for inputs: make it the weight of an nn.Linear or an "
+            "nn.Embedding, or [1, ...] if it is added"
+        )
     return Widened("output" if dim == inputs else "input", grown)
 
 

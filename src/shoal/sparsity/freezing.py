@@ -97,10 +97,10 @@ def block_names(names: Iterable[str]) -> list[str]:
 class Freezing:
     """Layers that are frozen for a part of a run, on one rank.
 
-    `config` says how often blocks are compared, `parameters` are this rank's trained ones by their names in the unsplit
-    model, `owned` the parts that `optimizer` steps, `names` all trained parameters of the unsplit model; the ranks of
-    `replica` make up one model. `masks` are what the wire reads, `rate` the learning rate of a step, `activations` what
-    blocks are compared by (None: by weights or gradients).
+    Blocks are compared after `every` steps, or as before a restart where `config` leaves that open. `parameters` are
+    this rank's trained ones by their names in the unsplit model, `owned` the parts that `optimizer` steps, `names` all
+    trained parameters of the unsplit model; the ranks of `replica` make up one model. `masks` are what the wire reads,
+    `rate` the learning rate of a step, `activations` what blocks are compared by (None: by weights or gradients).
     """
 
     name = "freeze"
@@ -114,6 +114,7 @@ class Freezing:
         *,
         names: Sequence[str],
         replica: Collective,
+        every: int,
         masks: Masks,
         rate: Callable[[int], float],
         activations: Activations | None = None,
@@ -124,7 +125,7 @@ class Freezing:
         self._blocks = blocks_of(names)
         self._block_of = {name: number for number, block in enumerate(self._blocks) for name in block}
         self._progress = None if config.progress is None else Plasticity(config.progress, len(self._blocks))
-        self._every = 0 if config.progress is None else config.progress.every or 0
+        self._every = self._reference_every = every
         self._notes: list[str] = []
         self._references: dict[int, Tensor] = {}
         """Weights at the last comparison, or sums of the gradients since then."""
@@ -168,9 +169,11 @@ class Freezing:
                 total = self._references.setdefault(id(own), torch.zeros_like(own.parameter))
                 total.add_(own.gradient, alpha=1 / scale)
         if self._activations is not None and self._progress is not None and self._compares(step):
-            if self._activations.has_reference:  # weights are whole here, and not yet gathered after an update
+            # Weights are whole here, and not yet gathered after an update.
+            if self._activations.has_reference and self._is_comparable:
                 self._observe(self._progress, step, self._activations.losses())
             self._activations.renew()
+            self._reference_every = self._every
 
     @torch.no_grad()
     def updated(self, step: int) -> None:
@@ -179,12 +182,14 @@ class Freezing:
         if progress is None or self._activations is not None or not self._compares(step):
             return
         if self._by_gradient:
-            self._observe(progress, step, self._norms(lambda own: self._references[id(own)]).tolist())
+            if self._is_comparable:
+                self._observe(progress, step, self._norms(lambda own: self._references[id(own)]).tolist())
             self._references = {}
-            return
-        if step > self._every:  # there is something to compare with, on all ranks
-            self._observe(progress, step, self._plasticity(step))
-        self._references = {id(own): own.parameter.detach().clone() for own in self._owned}
+        else:
+            if step > self._every and self._is_comparable:  # there is something to compare with, on all ranks
+                self._observe(progress, step, self._plasticity(step))
+            self._references = {id(own): own.parameter.detach().clone() for own in self._owned}
+        self._reference_every = self._every
 
     def skipped(self) -> bool:
         """A step without an update. No weight has changed."""
@@ -193,6 +198,11 @@ class Freezing:
     def _compares(self, step: int) -> bool:
         """Whether blocks are compared with what they were after `step`."""
         return self._progress is not None and step % self._every == 0
+
+    @property
+    def _is_comparable(self) -> bool:
+        """Whether the last reference was to be compared after as many steps as the next one is."""
+        return self._reference_every == self._every
 
     def _observe(self, progress: Plasticity, step: int, measured: Sequence[float]) -> None:
         before = progress.frozen
@@ -267,9 +277,15 @@ class Freezing:
 
     def facts(self) -> dict[str, Any]:
         """How blocks have settled."""
-        return {} if self._progress is None else self._progress.to_state()
+        return {} if self._progress is None else self._progress.to_state() | {"every": self._reference_every}
 
     def load(self, facts: Mapping[str, Any]) -> None:
-        """Goes on from there."""
-        if self._progress is not None:
-            self._progress.load(facts)
+        """Goes on from there, and with the interval of before where the run file does not give another."""
+        if self._progress is None:
+            return
+        self._progress.load(facts)
+        self._reference_every = int(facts.get("every", self._every))  # earlier versions did not say it
+        if self._progress.config.every is None:
+            self._every = self._reference_every
+        elif not self._is_comparable:
+            self._progress.forget(f"every was {self._reference_every} before and is {self._every} now")

@@ -138,14 +138,18 @@ class Plasticity:
         self.frozen, self.lr = int(state["frozen"]), float(state["lr"])
         before = state.get("criterion", self.config.criterion)  # earlier versions did not say it
         if before != self.config.criterion:
-            self.lines.append(
-                f'freeze.progress.criterion was "{before}" before and is "{self.config.criterion}" now: what is frozen '
-                "stays so, and how the other blocks settle is measured anew"
-            )
+            self.forget(f'criterion was "{before}" before and is "{self.config.criterion}" now')
             return
         self.before = list(map(float, state.get("before", ())))  # earlier versions saved none
         self.recent = [list(map(float, each)) for each in state.get("recent", ())]
         self.largest, self.settled = list(map(float, state["largest"])), list(map(int, state["settled"]))
+
+    def forget(self, why: str) -> None:
+        """All but what is frozen."""
+        self.largest, self.settled, self.before, self.recent = [0.0] * self.blocks, [0] * self.blocks, [], []
+        self.lines.append(
+            f"freeze.progress.{why}: what is frozen stays so, and how the other blocks settle is measured anew"
+        )
 
 
 def _change(before: float, norm: float) -> float:
