@@ -79,7 +79,7 @@ def DistributedOptimizer(
 
     `backward_passes_per_step`: Keras adds up that many means of batches, and divides by their number. Raises
     `UsageError` for a sum of them (`average_aggregated_gradients` false), for other arguments, and for a `name` that is
-    none.
+    no text.
     """
     if not isinstance(name, str | None):
         raise UsageError(

@@ -127,7 +127,7 @@ def chosen(profiles: Sequence[Profile], budget_bytes: int) -> list[Choice]:
             for block, curve in enumerate(curves)
             for number, (a, b) in enumerate(pairwise(curve))
         ),
-        key=lambda edge: (-edge[0], -edge[1], edge[2]),  # the steepest, of as steep ones the last block's
+        key=lambda edge: (-edge[0], -edge[1], edge[2]),  # the steepest first, and of equal ones the last block's
     )
     for _, block, number in edges:
         more = curves[block][number + 1].bytes - curves[block][at[block]].bytes
