@@ -58,7 +58,7 @@ Sum: Reduction = "sum"
 
 
 class Compression:
-    """What gradients of 32 bits become on the wire."""
+    """What gradients become on the wire, of 64 bits as well as of 32."""
 
     none: str | None = None
     fp16: str | None = "float16"
@@ -78,8 +78,14 @@ def DistributedOptimizer(
     whose name it is saved. `name` and `pieces` are Horovod's, and change nothing here.
 
     `backward_passes_per_step`: Keras adds up that many means of batches, and divides by their number. Raises
-    `UsageError` for a sum of them (`average_aggregated_gradients` false), and for other arguments.
+    `UsageError` for a sum of them (`average_aggregated_gradients` false), for other arguments, and for a `name` that is
+    no text.
     """
+    if not isinstance(name, str | None):
+        raise UsageError(
+            f"DistributedOptimizer takes a text for name, its second argument, and found {type(name).__name__}: give a "
+            "group as group=..."
+        )
     if unknown := [each for each in pieces if each not in _PIECES]:
         raise UsageError(f"DistributedOptimizer knows no {', '.join(unknown)}: leave it out")
     settings = optimizer.get_config()

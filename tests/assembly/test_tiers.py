@@ -121,17 +121,23 @@ def test_state_of_four_times_the_device_trains_to_the_same_bits(ranks, folder: P
             assert found["memory/disk_read_bytes"] == pytest.approx(8 * parameters / world, rel=0.15)
 
 
+STILL, MOVED = 0.05, 0.1
+"""Parts of a peak by which it may differ from the predicted one. Where state or activations move, it is chance which
+moves are over at the fullest moment.
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("homes", [(), ("full",), ("host",), ("activations",), ("full", "activations", "parameters")])
 def test_the_peak_of_a_step_is_the_predicted_one(ranks, folder: Path, homes: tuple[str, ...]) -> None:
-    """Within 5 %, whether a backward's first moment, its last or the update holds the most."""
+    """Whether a backward's first moment, its last or the update holds the most."""
     offload = {key: value for home in homes for key, value in HOMES.get(home, {}).get("offload", {}).items()}
     again = {"recompute": "full"} if "full" in homes else {}
     given = tables("one process", ROOMY | again | {"offload": {**offload, **PART}})
     (_, found), *_ = ranks(1, trained, given, str(folder), 3)
     price = Prices(run_file_of(folder, **given, run={"processes": 1})).of(AS_IT_IS)
     assert price is not None
-    assert price.size_bytes == pytest.approx(found["memory/device_peak_bytes"], rel=0.05)
+    assert price.size_bytes == pytest.approx(found["memory/device_peak_bytes"], rel=MOVED if offload else STILL)
 
 
 def model_parameters(tables: dict[str, Any], folder: Path) -> int:

@@ -68,7 +68,10 @@ def save_and_die(directory: Path, death: str, way: str = "none") -> None:
 
 
 def bury_all(root: Path, way: str) -> None:
-    """Writes how the child of each point ended, by its name, to `root / ENDS`."""
+    """Writes how the child of each point ended, by its name, to `root / ENDS`. This process and its children are one
+    process group.
+    """
+    os.setpgid(0, 0)
     ends: dict[str, int] = {}
     torch.set_num_threads(1)
     for death in deaths():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,13 @@ def graves(request, tmp_path_factory) -> tuple[Path, dict[str, int]]:
     root = tmp_path_factory.mktemp("killed")
     process = forkserver().Process(target=bury_all, args=(root, request.param))
     process.start()
-    process.join(HANG_S)
+    assert process.pid is not None
+    try:
+        process.join(HANG_S)
+    finally:
+        if process.is_alive():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     assert process.exitcode == 0
     return root, json.loads((root / ENDS).read_text())
 

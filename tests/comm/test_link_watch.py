@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -17,12 +18,13 @@ from torch._C._distributed_c10d import PrefixStore
 
 from shoal.comm.config import WireConfig
 from shoal.comm.ledger import Ledger
-from shoal.comm.link_watch import REGULAR, LinkWatch, Timing, between_s, unexplained_s
+from shoal.comm.link_watch import REGULAR, LinkWatch, Timing, between_s, unexplained_s, waits_for_cores
 from shoal.comm.mesh import Mesh, build_mesh
 from shoal.errors import ConfigError
 from shoal.gradients.replicated import BucketSearch
 from shoal.topology.layout import Layout
 from shoal.topology.links import Links, clustered, uniform
+from tests.waiting import wait_until
 
 MIB = 1 << 20
 QUIET_S, STEPS = 0.003, 14
@@ -39,10 +41,16 @@ class Played(LinkWatch):
 
     link_s: float | Timing = QUIET_S
     timings = 0
+    longer = 1.0
+    """What an all-reduce takes by another algorithm than the first, over what it takes by that."""
+    first = ""
 
     def _timed(self) -> Timing:
         self.timings += 1
-        return self.link_s if isinstance(self.link_s, Timing) else Timing(self.link_s, 0.0)
+        timing = self.link_s if isinstance(self.link_s, Timing) else Timing(self.link_s, 0.0)
+        names = {group.name_for(MIB) for _, _, group in self._groups().values()}
+        self.first = self.first or min(names)
+        return timing if names == {self.first} else Timing(timing.seconds * self.longer, timing.for_core_s)
 
 
 def four(place, algorithm: str, name: str, transport: str = "gloo") -> Mesh:
@@ -73,7 +81,9 @@ def taken(
     return found
 
 
-def followed(place, steps: Sequence[Step], links: list[Links], recorded: list[str] | None = None) -> Any:
+def followed(
+    place, steps: Sequence[Step], links: list[Links], recorded: list[str] | None = None, longer: float = 1.0
+) -> Any:
     """What the ranks chose, what they recorded, what they said."""
     with pytest.MonkeyPatch.context() as patch:
         given = iter(links)
@@ -90,6 +100,7 @@ def followed(place, steps: Sequence[Step], links: list[Links], recorded: list[st
 
         search = BucketSearch([MIB, 4 * MIB])
         watch = Played(mesh.world, mesh.ledger, mesh.opened, search, decided=decided, repeats=recorded is not None)
+        watch.longer = longer
         return taken(watch, mesh, search, steps, place.rank), said, watch.take_lines()
 
 
@@ -114,6 +125,19 @@ def test_a_slower_link_is_followed_alike_by_all_and_repeated(ranks) -> None:
         assert [step[:2] for step in each] == [step[:2] for step in chosen]
         assert text == said
         assert {looks for _, _, looks in each} == {0}
+
+
+@pytest.mark.parametrize("longer", [0.5, 2.0])
+def test_another_algorithm_is_no_change_of_the_link(ranks, longer: float) -> None:
+    """By it an all-reduce takes another time, which is usual from then on; a link that changes back is still seen."""
+    steps: Sequence[Step] = [*SLOWER, *[(1.0, 0.4)] * STEPS]
+    for chosen, _, lines in ranks(4, followed, steps, [FLAT, FLAT, TWO_HOSTS, TWO_HOSTS], None, longer):
+        assert chosen[-1][0] == "hierarchical"
+        assert [line for line in lines if "has changed" in line] == [lines[1]]
+    back = [*SLOWER[: STEPS + 4], *[(0.01, QUIET_S)] * (2 * STEPS)]
+    for chosen, _, lines in ranks(4, followed, back, [FLAT, FLAT, TWO_HOSTS, FLAT], None, longer):
+        assert chosen[-1][0] == chosen[0][0]
+        assert len([line for line in lines if "has changed" in line]) == 2
 
 
 def test_a_wait_that_grew_for_another_reason_changes_nothing(ranks) -> None:
@@ -169,43 +193,56 @@ def test_processors_explain_what_they_took_and_no_more(now: Timing, usual: Timin
     assert unexplained_s(now, usual) == pytest.approx(left_s)
 
 
-class Asleep:
-    """A group of one rank whose sums take `seconds`, in which it sleeps."""
+class Loaded:
+    """A group of one rank whose sums take a second, for half of which a thread waits for a core."""
 
-    seconds = QUIET_S
+    now_s = 0.0
 
-    def barrier(self) -> Asleep:
+    def barrier(self) -> Loaded:
         return self
 
-    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Asleep:
-        time.sleep(self.seconds if tensor.numel() > 2 else 0)
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> Loaded:
+        self.now_s += 1.0 if tensor.numel() > 2 else 0.0
         return self
 
     def wait(self) -> None:
-        """It has slept."""
+        """It is over."""
 
 
-def test_a_thread_at_work_explains_no_slower_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that reads data while the ranks sum runs for as long as the sum takes, on a core of its own."""
-    group, over = Asleep(), threading.Event()
-    monkeypatch.setattr("shoal.comm.link_watch.waits_for_cores", lambda: {"every": 0})
+def test_waits_for_cores_and_nothing_else_explain_a_slow_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the seconds of processors, which are those of a thread that reads data, too."""
+    group: Any = Loaded()
+    monkeypatch.setattr("shoal.comm.link_watch.waits_for_cores", lambda: {"a thread": int(5e8 * group.now_s)})
+    watch: Any = LinkWatch(group, Ledger(), dict, None, clock=lambda: group.now_s)
+    assert watch._timed() == pytest.approx(Timing(1.0, 0.5))
+
+
+@pytest.mark.skipif(
+    not any(waits_for_cores().values()), reason="this system does not say how long threads wait for a core"
+)
+def test_threads_that_share_a_core_wait_for_it() -> None:
+    """Of three, two wait at any time; the seconds for which they run are those of one core."""
+    over, cores = threading.Event(), os.sched_getaffinity(0)
 
     def work() -> None:
-        block = bytes(MIB)
+        os.sched_setaffinity(0, {min(cores)})  # of this thread alone
+        block = bytes(4 * MIB)
         while not over.is_set():
-            hashlib.sha256(block)
+            hashlib.sha256(block)  # without the interpreter's lock
 
-    thread = threading.Thread(target=work)
-    thread.start()
+    def waited_s() -> float:
+        files = {f"/proc/self/task/{thread.native_id}/schedstat" for thread in threads}
+        return between_s({}, {file: waited for file, waited in waits_for_cores().items() if file in files})
+
+    threads, begin_s = [threading.Thread(target=work) for _ in range(3)], time.perf_counter()
+    for thread in threads:
+        thread.start()
     try:
-        watch: Any = LinkWatch(group, Ledger(), dict, None)  # pyright: ignore[reportArgumentType]
-        usual = watch._timed()
-        group.seconds = 0.5
-        now = watch._timed()
+        wait_until(lambda: waited_s() > 1.3 * (time.perf_counter() - begin_s))
     finally:
         over.set()
-        thread.join()
-    assert unexplained_s(now, usual) == pytest.approx(now.seconds - usual.seconds)
+        for thread in threads:
+            thread.join()
 
 
 def test_threads_that_end_and_begin_take_no_wait_along() -> None:

@@ -12,7 +12,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launcher.warm import GLIBC_BYTES, MMAP, MOST_TRIM_BYTES, TRIM, keep_freed_memory, thresholds, variables
+from shoal.launcher import warm
+from shoal.launcher.warm import (
+    GLIBC_BYTES,
+    MMAP,
+    MOST_TRIM_BYTES,
+    TRIM,
+    described,
+    keep_freed_memory,
+    keep_memory,
+    thresholds,
+    variables,
+)
 
 SOURCE = Path(__file__).parents[2] / "src"
 BLOCK_BYTES, BLOCKS, ROUNDS = 20 << 20, 4, 10
@@ -62,6 +73,32 @@ def test_a_step_that_frees_its_memory_faults_no_more() -> None:
 def test_what_the_user_chose_stays(name: str) -> None:
     """A variable that glibc has read is not overruled; this process keeps what it has."""
     assert not keep_freed_memory(thresholds(None, ranks=1), {name: "glibc.malloc.trim_threshold=1"})
+
+
+HEXADECIMAL = {TRIM: "0x100000"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({}, "glibc keeps 1 GiB of freed memory, blocks below 32 MiB in the heap"),
+        ({TRIM: "1048576"}, "glibc keeps 1 MiB of freed memory, blocks below 128 KiB in the heap"),
+        (HEXADECIMAL, "MALLOC_TRIM_THRESHOLD_=0x100000"),
+        ({MMAP: "", TRIM: "1"}, "MALLOC_TRIM_THRESHOLD_=1 MALLOC_MMAP_THRESHOLD_="),
+    ],
+)
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator than glibc's")
+def test_what_the_user_chose_is_said(environ: dict[str, str], said: str) -> None:
+    """A number that is not decimal as it stands."""
+    assert described(thresholds(None, ranks=1), environ) == said
+    keep_memory(environ)
+
+
+def test_another_c_library_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is said of glibc, whatever its variables say."""
+    monkeypatch.setattr(warm.ctypes, "CDLL", lambda name: object())
+    assert not keep_freed_memory(thresholds(None, ranks=1), {})
+    assert described(thresholds(None, ranks=1), HEXADECIMAL) == "as the C library has it"
 
 
 @given(st.integers(1 << 20, 1 << 44), st.integers(1, 256))

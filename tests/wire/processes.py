@@ -41,15 +41,20 @@ def started(codes: Sequence[str], *, hosts: Sequence[str] = (), folder: str) -> 
     ]  # fmt: skip
 
 
+def said_by(processes: Sequence[subprocess.Popen[str]]) -> list[tuple[str, str]]:
+    """Standard output and error of each, once it has ended; none of them stays."""
+    try:
+        return [process.communicate(timeout=HANG_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
 def run_codes(codes: Sequence[str], *, hosts: Sequence[str] = ()) -> list[Any]:
     """What each rank left in `result`. Raises `AssertionError` with the output of one that failed."""
     with tempfile.TemporaryDirectory() as folder:
         processes = started(codes, hosts=hosts, folder=folder)
-        try:
-            said = [process.communicate(timeout=HANG_S) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
+        said = said_by(processes)
     for rank, (process, (out, err)) in enumerate(zip(processes, said, strict=True)):
         assert process.returncode == 0, f"rank {rank}: {out}\n{err}"
     lines = [[line for line in out.splitlines() if line.startswith("RESULT ")][-1] for out, _ in said]

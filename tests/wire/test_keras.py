@@ -7,6 +7,8 @@ import importlib.util
 import numpy as np
 import pytest
 
+from shoal.errors import UsageError
+from shoal.keras import DistributedOptimizer
 from tests.wire.processes import EPILOGUE, PRELUDE, run_codes
 
 CLOSE = 1e-4  # float32
@@ -82,6 +84,15 @@ def test_a_keras_model_fits_as_in_one_process(backend: str) -> None:
     # Horovod's warm-up: its last batch has the whole rate, which stays.
     assert first[9] == pytest.approx([0.0625, 0.075, 0.0875, 0.1, 0.1, 0.1])
     assert first[10].startswith("momentum_correction=True cannot be had")
+
+
+def test_a_group_for_a_name_is_refused() -> None:
+    """It would average over all ranks."""
+    optimizer, group = object(), object()
+    with pytest.raises(
+        UsageError, match="a text for name, its second argument, and found object: give a group as group="
+    ):
+        DistributedOptimizer(optimizer, group)  # pyright: ignore[reportArgumentType]
 
 
 ARGUMENTS = """

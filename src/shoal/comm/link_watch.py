@@ -9,8 +9,8 @@ alone. Where it is not what it was (`Alarm`), and in each `REGULAR`th step, they
 if that takes `CHANGED` times as long as when they chose last, or as short, beyond what processors explain; if the
 difference over all bytes of a step is a notable part of the step; and if the timings of the next steps say so too
 (`CONFIRMED`). Then they choose again. So a step pays for a message of 24 bytes; a wait that changed for another reason,
-for an all-reduce or two; and a link that changed, for the measurements of its pairs and some steps with buckets of
-other sizes. Ranks that share memory have no link, and watch none.
+for an all-reduce or two; and a link that changed, for the measurements of its pairs, some all-reduces more, and some
+steps with buckets of other sizes. Ranks that share memory have no link, and watch none.
 
 Others' work on the same cores makes an all-reduce take ten times as long, for as long as it lasts, and is no change of
 the link. Linux knows what it cost: seconds for which threads of this process could have run and no core was free
@@ -219,8 +219,8 @@ class LinkWatch:
         if changed and len(self._timings) < CONFIRMED:
             return
         if changed:
-            now = min(self._timings)
-            self._choose_anew(usual.seconds, now.seconds)
+            self._choose_anew(usual.seconds, min(self._timings).seconds)
+            now = min(self._timed() for _ in range(CONFIRMED))  # by what was chosen now
         another = changed or CHANGED * now.seconds < usual.seconds  # or processors were busier when `usual` was found
         self._looked(usual=now if another else usual)
         self._alarm.looked(changed=another, rang=self._rang)

@@ -37,6 +37,9 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 # By name: this module runs in ranks that may not have imported torch yet.
 _OUT_OF_MEMORY = {"MemoryError", "OutOfMemoryError"}
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}
+"""A disk that is full, or that can only be read. ENOSPC is also what the kernel says of semaphores, watches of files,
+and other things that are used up; then, as where a file is written that is open already, no file is named.
+"""
 _LOST_PEER = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 _LOST_PEER_TEXTS = ("Connection closed by peer", "Connection reset by peer")
 
@@ -81,11 +84,12 @@ def report_failure(place: Place, folder: Path | None, *, torchrun_file: Path | N
 
 
 def failure_of(error: BaseException, rank: int) -> Failure:
-    """The record of `error`. Errors that Shoal raises on purpose, and requests to exit, carry no traceback."""
+    """The record of `error`. Errors that Shoal raises on purpose, requests to exit, and what one sentence explains
+    carry no traceback.
+    """
     purposeful = isinstance(error, ShoalError | SystemExit | KeyboardInterrupt)
-    trace = (
-        "" if purposeful or _is_lost_peer(error) or _is_disk_fault(error) or is_out_of_memory(error) else _trace(error)
-    )
+    explained = _is_lost_peer(error) or _unwritable_file(error) is not None or is_out_of_memory(error)
+    trace = "" if purposeful or explained else _trace(error)
     return Failure(
         rank=rank,
         host=socket.gethostname(),
@@ -158,7 +162,7 @@ def _exit_code(error: BaseException) -> int:
         return 130
     if _is_lost_peer(error):
         return CollectiveError.exit_code
-    if _is_disk_fault(error):
+    if isinstance(error, OSError) and error.errno in _DISK:
         return EnvironmentFault.exit_code
     return OutOfMemory.exit_code if is_out_of_memory(error) else 1
 
@@ -176,9 +180,8 @@ def _message(error: BaseException) -> str:
         return f"lost the connection to another rank ({str(error).partition(chr(10))[0]})"
     if isinstance(error, UserCodeError):
         return f"{error}{_place(error)}"
-    if isinstance(error, OSError) and _is_disk_fault(error):
-        written = error.filename or "a file"
-        return f"{written} cannot be written ({error.strerror}): mend that disk, or write to another{_place(error)}"
+    if isinstance(error, OSError) and (path := _unwritable_file(error)) is not None:
+        return f"{path} cannot be written ({error.strerror}): mend that disk, or write to another{_place(error)}"
     return _memory_message(error) if is_out_of_memory(error) else str(error)
 
 
@@ -204,9 +207,9 @@ def _memory_message(error: BaseException) -> str:
     return f"out of memory{said}: asked for {wanted}, and {there} ({limit.limited_by})"
 
 
-def _is_disk_fault(error: BaseException) -> bool:
-    """A disk that is full, or that can only be read."""
-    return isinstance(error, OSError) and error.errno in _DISK
+def _unwritable_file(error: BaseException) -> str | None:
+    """The file whose disk is full, or can only be read, where `error` names one."""
+    return error.filename if isinstance(error, OSError) and error.errno in _DISK else None
 
 
 def _is_lost_peer(error: BaseException) -> bool:

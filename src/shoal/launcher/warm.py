@@ -75,10 +75,15 @@ def is_chosen(environ: Mapping[str, str]) -> bool:
 
 def described(chosen: Thresholds, environ: Mapping[str, str]) -> str:
     """What a CPU rank's allocator does, in a clause; `chosen` where `environ` says nothing."""
+    if _glibc() is None:
+        return "as the C library has it"
     if "glibc.malloc" in environ.get("GLIBC_TUNABLES", ""):
         return f"GLIBC_TUNABLES={environ['GLIBC_TUNABLES']}"
-    defaults = (GLIBC_BYTES, GLIBC_BYTES) if is_chosen(environ) else chosen
-    trim, mmap = (int(environ.get(name, own)) for name, own in zip((TRIM, MMAP), defaults, strict=True))
+    given = {name: environ[name] for name in (TRIM, MMAP) if name in environ}
+    if not all(map(str.isdecimal, given.values())):
+        return " ".join(f"{name}={value}" for name, value in given.items())
+    defaults = (GLIBC_BYTES, GLIBC_BYTES) if given else chosen
+    trim, mmap = (int(given.get(name, own)) for name, own in zip((TRIM, MMAP), defaults, strict=True))
     return f"glibc keeps {units.memory_size(trim)} of freed memory, blocks below {units.memory_size(mmap)} in the heap"
 
 
@@ -86,13 +91,17 @@ def keep_freed_memory(chosen: Thresholds, environ: Mapping[str, str]) -> bool:
     """Gives this process `chosen`, from now on. False where it keeps what it has: the allocator is not glibc's, or
     `environ` has set it already.
     """
-    if is_chosen(environ):
-        return False
-    library = ctypes.CDLL(None)
-    if not hasattr(library, "gnu_get_libc_version"):
+    library = _glibc()
+    if library is None or is_chosen(environ):
         return False
     trimmed = library.mallopt(_M_TRIM_THRESHOLD, chosen.trim_bytes)
     return bool(library.mallopt(_M_MMAP_THRESHOLD, chosen.mmap_bytes) and trimmed)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    """The C library of this process, where it is glibc."""
+    library = ctypes.CDLL(None)
+    return library if hasattr(library, "gnu_get_libc_version") else None
 
 
 WARM = "SHOAL_WARM"
@@ -232,10 +241,12 @@ def set_threads(environ: Mapping[str, str]) -> None:
 
 
 def keep_memory(environ: Mapping[str, str]) -> None:
-    """What glibc is told of freed memory by this environment when it starts."""
-    if TRIM in environ and MMAP in environ:
-        told = Thresholds(int(environ[TRIM]), int(environ[MMAP]))
-        keep_freed_memory(told, {})
+    """What glibc is told of freed memory by this environment when it starts; a user's own numbers that are no decimals
+    it was told when this process began.
+    """
+    trim, mmap = environ.get(TRIM, ""), environ.get(MMAP, "")
+    if trim.isdecimal() and mmap.isdecimal():
+        keep_freed_memory(Thresholds(int(trim), int(mmap)), {})
 
 
 def _run(arguments: Sequence[str]) -> int:

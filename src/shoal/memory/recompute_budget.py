@@ -122,12 +122,14 @@ def chosen(profiles: Sequence[Profile], budget_bytes: int) -> list[Choice]:
     curves = [_hull(each) for each in points]
     at, left = [0] * len(curves), budget_bytes
     edges = sorted(
-        (-(a.time - b.time) / max(1, b.bytes - a.bytes), -block, number)
-        for block, curve in enumerate(curves)
-        for number, (a, b) in enumerate(pairwise(curve))
+        (
+            ((a.time - b.time) / max(1, b.bytes - a.bytes), block, number)
+            for block, curve in enumerate(curves)
+            for number, (a, b) in enumerate(pairwise(curve))
+        ),
+        key=lambda edge: (-edge[0], -edge[1], edge[2]),  # the steepest first, and of equal ones the last block's
     )
-    for _, last, number in edges:
-        block = -last
+    for _, block, number in edges:
         more = curves[block][number + 1].bytes - curves[block][at[block]].bytes
         if more <= left:
             at[block], left = number + 1, left - more

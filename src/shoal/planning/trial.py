@@ -229,10 +229,11 @@ def hurried(run_file: RunFile, steps: int) -> RunFile:
     """
     replaced, freeze, run_file = msgspec.structs.replace, run_file.freeze, masked_before(run_file, steps)
     if freeze is not None and freeze.progress is not None:
-        progress = replaced(freeze.progress, every=1, window=3, patience=1)
-        least = progress.first(steps)
-        progress = replaced(progress, patience=1 + max(0, steps - least))
-        run_file, steps = replaced(run_file, freeze=replaced(freeze, progress=progress)), max(steps, least)
+        soonest = replaced(freeze.progress, every=1, window=3, patience=1)
+        least = soonest.first(steps)
+        progress = replaced(soonest, patience=1 + max(0, steps - least))
+        run_file = replaced(run_file, freeze=replaced(freeze, progress=progress))
+        steps = max(steps, least)
     return replaced(run_file, run=replaced(run_file.run, steps=steps))
 
 

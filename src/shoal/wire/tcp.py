@@ -37,7 +37,6 @@ from shoal.wire.arrays import Array, combine, reduction_numbers
 #
 # Keys and values are those of a `Board` over a `PrefixStore`, so that ranks with and without torch meet under one key.
 
-
 _ONE_PART = b"1\n"  # see `shoal.comm.board`: a message says first in how many parts it comes
 
 
@@ -103,9 +102,8 @@ SERVICE = b"wire"
 MOST_MESSAGE_BYTES = 1 << 36
 ONE_SHOT_BYTES = 4096
 """Up to so many, each rank sends its whole vector to all: one step instead of two."""
-_LOOK_S = 0.1
-_DOOR_S = 0.5
-"""How often who waits for connections looks whether somebody still waits for this group."""
+_LOOK_S, _DOOR_S = 0.1, 0.5
+"""How often who waits for messages looks at the clock; and who waits for connections, whether others still do."""
 _SENDABLE, _ARRIVED = select.POLLOUT, select.POLLIN | select.POLLHUP | select.POLLERR
 
 
@@ -165,8 +163,8 @@ class Tcp:
         self, board: StoreBoard, rank: int, hosts: Sequence[str], *, address: str, token: bytes, timeout_s: float
     ) -> None:  # fmt: skip
         self.rank, self.size, self._timeout_s = rank, (size := len(hosts)), timeout_s
-        self._hosts = tuple(hosts)
-        self._calls, self._process = 0, os.getpid()
+        self._hosts, self._calls, self._process = tuple(hosts), 0, os.getpid()
+        self._own = _Call(Kind.BARRIER), 0  # the collective under way, or the last one, and its bytes
         key = handshake.key_for(token, SERVICE)
         with sockets.listen_at(address, 0, one_host=True) as listener:
             here = f"{address} {listener.getsockname()[1]}"
@@ -205,8 +203,8 @@ class Tcp:
     def broadcast(self, array: Array, root: int) -> Sent:
         call = _Call(Kind.BROADCAST, _dtype_number(array), root=root)
         if self.rank == root:
-            return self._move(dict.fromkeys(self._peers, array), {}, call, self._next())
-        return self._move({}, {root: array}, call, self._next())
+            return self._move(dict.fromkeys(self._peers, array), {}, call)
+        return self._move({}, {root: array}, call)
 
     def all_to_all(self, send: Sequence[Array], receive: Sequence[Array]) -> Sent:
         if receive[self.rank].nbytes != send[self.rank].nbytes:
@@ -239,22 +237,22 @@ class Tcp:
 
     def _exchange(self, send: Sequence[Array], receive: Sequence[Array], call: _Call) -> Sent:
         """`send[q]` to every other rank q, `receive[q]` from it."""
-        return self._move({q: send[q] for q in self._peers}, {q: receive[q] for q in self._peers}, call, self._next())
+        return self._move({q: send[q] for q in self._peers}, {q: receive[q] for q in self._peers}, call)
 
-    def _next(self) -> int:
-        self._calls += 1
-        return self._calls
-
-    def _move(self, send: Mapping[int, Array], receive: Mapping[int, Array], call: _Call, tag: int) -> Sent:
-        """Sends and receives until both are done; the bytes that were sent."""
+    def _move(self, send: Mapping[int, Array], receive: Mapping[int, Array], call: _Call, tag: int = 0) -> Sent:
+        """Sends and receives until both are done; the bytes that were sent. `tag` is a message's."""
         if os.getpid() != self._process:
             raise CollectiveError("a group can be used by the process that made it only")
+        if call.kind != Kind.SEND:
+            self._calls = tag = self._calls + 1
+            self._own = call, next(iter((*send.values(), *receive.values()))).nbytes
         key, end_s = (call.kind == Kind.SEND, tag), time.monotonic() + self._timeout_s
         for rank, array in receive.items():
             self._ask(rank, key, (call, _bytes_of(array)))
         for rank, peer in self._peers.items():
             if call.kind != Kind.SEND and key in peer.stash:
-                self._refuse(rank, peer.stash[key][0][0])
+                theirs, content = peer.stash[key][0]
+                self._refuse(rank, _Head(theirs, tag, len(content)))
         for rank, array in send.items():
             content = _bytes_of(array)
             self._peers[rank].outgoing += (memoryview(_Head(call, tag, len(content)).packed()), content)
@@ -276,7 +274,7 @@ class Tcp:
         theirs = waiting.popleft()
         if not waiting:
             del peer.stash[key]
-        self._check(rank, ours, theirs[0], len(theirs[1]))
+        self._check(rank, (ours[0], len(ours[1])), theirs[0], len(theirs[1]))
         ours[1][:] = theirs[1]
 
     def _unfinished(self, send: Mapping[int, Array], receive: Mapping[int, Array], key: tuple[bool, int]) -> list[int]:
@@ -333,10 +331,10 @@ class Tcp:
             )
         ours = self._peers[rank].asked.get(head.key)
         if ours is None and head.call.kind != Kind.SEND and head.tag <= self._calls:
-            self._refuse(rank, head.call)
+            self._refuse(rank, head)
         if ours is None:
             return head, memoryview(bytearray(head.size)), 0
-        self._check(rank, ours, head.call, head.size)
+        self._check(rank, (ours[0], len(ours[1])), head.call, head.size)
         return head, ours[1], 0
 
     def _arrived(self, rank: int, head: _Head, memory: memoryview) -> None:
@@ -345,7 +343,7 @@ class Tcp:
         if ours is None:
             peer.stash[head.key].append((head.call, memory))
         elif ours[1] is not memory:  # asked for while it arrived
-            self._check(rank, ours, head.call, len(memory))
+            self._check(rank, (ours[0], len(ours[1])), head.call, len(memory))
             ours[1][:] = memory
 
     def _read(self, rank: int, count: int) -> bytes | None:
@@ -357,20 +355,22 @@ class Tcp:
             raise EOFError
         return found
 
-    def _check(self, rank: int, ours: _Part, call: _Call, size: int) -> None:
-        """Whether `rank` calls what this one does, of `size` bytes."""
-        if (call, size) == (ours[0], len(ours[1])):
+    def _check(self, rank: int, ours: tuple[_Call, int], call: _Call, size: int) -> None:
+        """Whether `rank` calls what this one does, of `size` bytes; `ours` are its call and bytes."""
+        if (call, size) == ours:
             return
         fault = Fault.WRONG_SIZE if call == ours[0] else Fault.DISAGREE
-        own, theirs = Signature(*ours[0], len(ours[1])), Signature(*call, size)
+        own, theirs = Signature(*ours[0], ours[1]), Signature(*call, size)
         raise CollectiveError(sentence(fault, rank, own, theirs, own=self.rank, timeout_s=self._timeout_s))
 
-    def _refuse(self, rank: int, call: _Call) -> None:
+    def _refuse(self, rank: int, head: _Head) -> None:
         """`rank` sends in a collective in which this one expects nothing: both are roots, say."""
-        root = f" with root {call.root}" if call.kind == Kind.BROADCAST else ""
+        if head.tag == self._calls:
+            self._check(rank, self._own, head.call, head.size)
+        root = f" with root {head.call.root}" if head.call.kind == Kind.BROADCAST else ""
         raise CollectiveError(
-            f"rank {rank} of the group called {Kind(call.kind).name.lower()}{root}, rank {self.rank} another call: all "
-            "ranks must make the same calls in the same order"
+            f"rank {rank} of the group called {Kind(head.call.kind).name.lower()}{root} where rank {self.rank} "
+            "had made another call: all ranks must make the same calls in the same order"
         )
 
 
