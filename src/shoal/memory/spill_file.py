@@ -11,6 +11,7 @@ import contextlib
 import errno
 import mmap
 import os
+import signal
 import tempfile
 import threading
 from collections.abc import Callable
@@ -104,6 +105,7 @@ class SpillFile:
         Raises `EnvironmentFault` where the disk is full.
         """
         piece = self.allocate(size_bytes)
+        _die_of_lost_pages()
         try:
             return Mapped(mmap.mmap(self._fd, rounded(size_bytes), offset=piece.offset), size_bytes)
         except OSError as error:
@@ -168,6 +170,14 @@ class SpillFile:
             f"the spill file in {self._folder}{free} could not {what} ({error.strerror}): free space there, or set "
             "memory.offload.folder to a folder on another disk; the newest checkpoint is whole, start again from it"
         )
+
+
+def _die_of_lost_pages() -> None:
+    """A page that the disk has lost ends the process by SIGBUS. Python would print all stacks before; those of threads
+    that go on meanwhile can end it by SIGSEGV instead, which says something else.
+    """
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGBUS, signal.SIG_DFL)
 
 
 def _populate(memory: mmap.mmap) -> None:
