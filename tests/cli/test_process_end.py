@@ -144,6 +144,7 @@ def test_a_disk_that_cannot_be_read_ends_the_run_with_a_sentence(
     (own.folder / "go").touch()
     assert launcher.wait(HANG_S) == code, own.said()
     assert own.said().count(WHOLE) == 1, own.said()
+    assert "Fatal Python error" not in own.said()
     require_the_run_goes_on(own, home, plain)
 
 
