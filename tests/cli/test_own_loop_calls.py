@@ -211,12 +211,22 @@ def test_mistakes_are_a_sentence(change: tuple[str, str], sentence: str, tmp_pat
     assert "Traceback" not in said
 
 
-def test_a_sum_that_is_taken_for_a_mean_is_warned_of(tmp_path: Path) -> None:
-    """Once, in the first step, where a microbatch is not the whole batch."""
-    (tmp_path / "mine.py").write_text(LOOP.replace("(model(x), y)", "(model(x), y, reduction='sum')"))
+@pytest.mark.parametrize(
+    ("said_as", "warning"),
+    [
+        ("(model(x), y, reduction='sum'))", "the loss looks like a sum over the samples of a microbatch"),
+        (
+            "(model(x), y), reduction='sum')",
+            'the loss is a mean, and reduction="sum" adds up those of all microbatches',
+        ),
+    ],
+)
+def test_a_sum_that_is_taken_for_a_mean_is_warned_of(said_as: str, warning: str, tmp_path: Path) -> None:
+    """Or a mean for a sum: once, in the first step, where a microbatch is not the whole batch."""
+    (tmp_path / "mine.py").write_text(LOOP.replace("(model(x), y))", said_as))
     assert run_script(tmp_path / "mine.py", tmp_path, "batch.micro_samples=4", world=1) == [0]
     said = (tmp_path / "rank-0.txt").read_text()
-    assert said.count("the loss looks like a sum over the samples of a microbatch") == 1
+    assert said.count(warning) == 1
 
 
 def test_gradients_of_a_step_are_gone_before_the_next_ones_come(tmp_path: Path) -> None:

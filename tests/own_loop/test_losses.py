@@ -81,10 +81,14 @@ def masked(out: Tensor, counted: int) -> Tensor:
     return (torch.arange(out.shape[1]) < counted).expand_as(out)
 
 
+def outputs_of(samples: int) -> Tensor:
+    """Of a layer without a bias."""
+    return torch.randn(samples, 3) @ torch.eye(3, requires_grad=True)
+
+
 def said_of(loss: Loss, kind: LossKind = "mean") -> str:
     torch.manual_seed(0)
-    out, targets = torch.randn(SAMPLES, 3, requires_grad=True), torch.tensor([0, 1, 2, 1, 2, 1])
-    return doubt(loss(out * 1.0, targets), SAMPLES, kind) or ""
+    return doubt(loss(outputs_of(SAMPLES), torch.tensor([0, 1, 2, 1, 2, 1])), SAMPLES, kind) or ""
 
 
 @pytest.mark.parametrize("name", MEANS)
@@ -98,8 +102,9 @@ def test_a_sum_over_samples_is_seen(name: str) -> None:
 
 
 def test_a_penalty_on_weights_is_no_sum_over_many_samples() -> None:
-    out = torch.randn(256, 3, requires_grad=True) * 1.0
-    loss = F.cross_entropy(out, torch.zeros(256, dtype=torch.int64)) + 0.01 * sum(p.abs().sum() for p in WEIGHTS)
+    loss = F.cross_entropy(outputs_of(256), torch.zeros(256, dtype=torch.int64)) + 0.01 * sum(
+        p.abs().sum() for p in WEIGHTS
+    )
     assert doubt(loss, 256) is None
 
 
@@ -143,7 +148,7 @@ def test_a_reduction_is_a_mean_or_an_unweighed_sum(weight: float | None, reducti
 
 def test_a_loss_of_many_terms_is_looked_at_term_by_term() -> None:
     """As of a recurrent model, a loss for each of its steps in time."""
-    out = torch.randn(SAMPLES, 3, requires_grad=True)
+    out = outputs_of(SAMPLES)
     means = sum((out * time).square().mean() for time in range(3000))
     assert isinstance(means, Tensor)
     assert doubt(means, SAMPLES) is None

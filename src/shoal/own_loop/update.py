@@ -423,7 +423,8 @@ class Player:
             return
         taken = named("has no gradient", [name for name, each in self._trained.items() if each.grad is None])
         group, nothing = self._context.lockstep, torch.zeros((), dtype=torch.float64, device=self._context.device)
-        Declaration(group, nothing, without=0, decisions=taken).check(step.work.step)
+        told = taken or ["all parameters have gradients"]
+        Declaration(group, nothing, without=0, decisions=told).check(step.work.step)
 
     def _check_unscaled(self) -> None:
         """In the first step. Raises `UserCodeError` where the script, or who calls the optimizer, scales losses."""
