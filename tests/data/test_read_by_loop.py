@@ -15,8 +15,9 @@ from torch.utils.data import Subset, TensorDataset
 
 from shoal.assembly.metering import read_beside_steps
 from shoal.assembly.run import Run
+from shoal.data.batches import SlowReads
 from shoal.data.dataset import Joined, calls_user_code
-from shoal.data.feed import Feed, SlowReads
+from shoal.data.feed import Feed
 from shoal.data.inputs import AsInputs, Collated
 from shoal.data.labelled import Labelled
 from shoal.data.order import Order
