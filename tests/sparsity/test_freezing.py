@@ -314,7 +314,7 @@ def test_a_run_that_goes_on_with_another_interval_compares_with_no_reference_of_
     def trained(made: Freezing, weight: Parameter, steps: range) -> list[float]:
         for step in steps:
             with torch.no_grad():
-                weight *= 1 + step / 100
+                weight.mul_(1 + step / 100)
             made.updated(step)
         return made.facts()["largest"]
 
