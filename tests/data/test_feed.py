@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.batches import evaluation_batches
+from shoal.data.batches import SlowReads
 from shoal.data.cursor import Cursor, Interval
-from shoal.data.feed import Feed, SlowReads, StepShare
+from shoal.data.feed import Feed, StepShare, evaluation_batches
 from shoal.data.order import Order
 from shoal.data.sample import Batch
 from shoal.errors import ConfigError, DataError, UserCodeError

@@ -11,12 +11,13 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from shoal.assembly.metering import read_beside_steps
 from shoal.assembly.run import Run
+from shoal.data.batches import SlowReads
 from shoal.data.dataset import Joined, calls_user_code
-from shoal.data.feed import Feed, SlowReads
+from shoal.data.feed import Feed
 from shoal.data.inputs import AsInputs, Collated
 from shoal.data.labelled import Labelled
 from shoal.data.order import Order
@@ -232,7 +233,7 @@ def test_after_a_few_slow_reads_by_the_loop_threads_read_all(monkeypatch: pytest
         (Windows(np.zeros(40, dtype=np.uint8), 4), False),
         (Joined([[(0, 1)], Numbers(4)]), True),
         (Numbers(4), True),
-        (Subset(Numbers(4), [0, 2]), True),
+        (Subset(cast(Dataset, Numbers(4)), [0, 2]), True),
         (Labelled(AsInputs(Numbers(4)), next_token=False), True),
         (Collated(TensorDataset(torch.zeros(4, 2)), torch.stack), True),
     ],

@@ -161,11 +161,20 @@ def test_what_is_drawn_for_a_parameter_knows_no_samples(draw: Callable[[Tensor],
 
 def test_what_is_drawn_for_samples_knows_them_whatever_its_deviation_is() -> None:
     """As of an encoder whose means are of samples, and whose deviation is learned."""
-    deviation = nn.Parameter(torch.ones(4))
-    mode, found = KeyedDraws(nn.Identity(), seed=3), []
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.deviation = nn.Parameter(torch.ones(4))
+
+        def forward(self, means: Tensor) -> Tensor:
+            return torch.normal(means, self.deviation)
+
+    model = Encoder()
+    mode, found = KeyedDraws(model, seed=3), []
     for samples in (3, 5):
         mode.begin(1, torch.arange(samples) * 7919, tokens=5)
         with mode:
-            found.append(torch.normal(torch.zeros(samples, 4), deviation).detach())
+            found.append(model(torch.zeros(samples, 4)).detach())
     assert torch.equal(found[1][:3], found[0])
     assert len(found[1].unique(dim=0)) == 5

@@ -306,7 +306,6 @@ def test_gradients_are_compared_without_their_scale(scale: float) -> None:
         torch.optim.SGD([own.parameter for own in owned], lr=0.1),
         names=names,
         replica=Alone(),
-        every=2,
         masks=Masks(),
         rate=lambda step: 0.1,
     )
@@ -319,20 +318,18 @@ def test_gradients_are_compared_without_their_scale(scale: float) -> None:
     assert freezing.facts()["before"] == [4.0, 8.0], "twice a tensor of four ones, and of four twos"
 
 
-def test_a_run_that_goes_on_with_more_steps_keeps_its_interval() -> None:
-    """Another one that the run file gives begins anew, and compares with no reference of before."""
+def test_a_run_that_goes_on_with_another_interval_compares_with_no_reference_of_before() -> None:
+    """As with more steps, which the default follows."""
 
-    def freezing(every: int | None, by_default: int) -> tuple[Freezing, Parameter]:
+    def freezing(every: int) -> tuple[Freezing, Parameter]:
         owned = [whole(f"blocks.{number}.weight", torch.ones(2, 2)) for number in (0, 1)]
-        config = FreezeByProgress(every=every)
         made = Freezing(
-            FreezeConfig(progress=config),
+            FreezeConfig(progress=FreezeByProgress(every=every)),
             {own.name: own.parameter for own in owned},
             owned,
             torch.optim.SGD([own.parameter for own in owned], lr=0.1),
             names=[own.name for own in owned],
             replica=Alone(),
-            every=every or by_default,
             masks=Masks(),
             rate=lambda step: 0.1,
         )
@@ -341,16 +338,16 @@ def test_a_run_that_goes_on_with_more_steps_keeps_its_interval() -> None:
     def trained(made: Freezing, weight: Parameter, steps: range) -> list[float]:
         for step in steps:
             with torch.no_grad():
-                weight *= 1 + step / 100
+                weight.mul_(1 + step / 100)
             made.updated(step)
         return made.facts()["largest"]
 
-    first, weight = freezing(None, 2)
+    first, weight = freezing(2)
     alone = trained(first, weight, range(1, 9))
-    stopped, weight = freezing(None, 2)
+    stopped, weight = freezing(2)
     trained(stopped, weight, range(1, 6))
-    for every, found in ((None, alone), (3, [0.0, 0.0])):
-        after, moved_on = freezing(every, 4)
+    for every, found in ((2, alone), (3, [0.0, 0.0])):
+        after, moved_on = freezing(every)
         with torch.no_grad():
             moved_on.copy_(weight)
         into = after.targets(dict.fromkeys(stopped.tensors(), torch.float32))
@@ -360,7 +357,7 @@ def test_a_run_that_goes_on_with_more_steps_keeps_its_interval() -> None:
         after.load(stopped.facts())
         assert trained(after, moved_on, range(6, 9)) == pytest.approx(found)
         said = ["every was 2 before and is 3 now" in line for line in after.take_lines()]
-        assert said == ([] if every is None else [True])
+        assert said == ([] if every == 2 else [True])
 
 
 MOVEMENT = {"sparsity": {"kind": "movement", "density": 0.5}}

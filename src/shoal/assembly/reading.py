@@ -12,10 +12,9 @@ from shoal.comm.config import WireConfig
 from shoal.config.load import dumps, parse
 from shoal.config.named import GIVEN
 from shoal.data.augment import Augmentation, augmentation_of
-from shoal.data.batches import BatchReader, OrderOfSamples, PinnedReader, SourceReader
+from shoal.data.batches import BatchReader, OrderOfSamples, PinnedReader, SlowReads, SourceReader
 from shoal.data.config import BatchConfig, PythonData
 from shoal.data.dataset import Dataset
-from shoal.data.feed import SlowReads
 from shoal.data.labelled import NEXT_TOKEN, with_labels
 from shoal.data.order import Order, WholeSteps
 from shoal.data.reader_process import Opening, ReaderProcess

@@ -29,9 +29,8 @@ from shoal.assembly.tiers import Tiers
 from shoal.assembly.train_step import build_step
 from shoal.assembly.workload import Workload, build_workload
 from shoal.comm.mesh import Mesh, build_mesh
-from shoal.data.batches import evaluation_batches
 from shoal.data.cursor import Cursor
-from shoal.data.feed import Feed, StepShare
+from shoal.data.feed import Feed, StepShare, evaluation_batches
 from shoal.data.sample import Batch, Source
 from shoal.engine.forward_backward import evaluate
 from shoal.engine.microbatches import topped_up

@@ -20,8 +20,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from shoal.data.batches import SlowReads
 from shoal.data.build import Dataset
-from shoal.data.feed import SlowReads
 from shoal.data.iterable import IterableSource
 from shoal.data.sample import Source, map_tree, parse_sample
 from shoal.errors import ConfigError, UserCodeError

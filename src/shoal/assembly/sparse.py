@@ -114,7 +114,7 @@ def build_freezing(
 ) -> Freezing:
     """What freezes layers for a part of the run. `replica`: see `build_sparse`."""
     assert run_file.freeze is not None, "there is a table [freeze]"
-    config, split = run_file.freeze, parts.split
+    config, split = run_file.freeze.resolved(run_file.run.steps), parts.split
     peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
     parameters = {trained.holding.name: trained.parameter for trained in trained_in(parts)}
     names = [name for name in split.shapes if name not in split.frozen]
@@ -127,7 +127,6 @@ def build_freezing(
         owned,
         optimizer,
         names=names,
-        every=0 if config.progress is None else config.progress.interval(run_file.run.steps),
         activations=activations,
         replica=replica,
         masks=masks,

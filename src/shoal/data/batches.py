@@ -7,9 +7,12 @@ the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import Event
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -18,7 +21,6 @@ from shoal.data.augment import Augmentation
 from shoal.data.collate import collate, collate_stacked
 from shoal.data.config import Denominator
 from shoal.data.cursor import Interval
-from shoal.data.order import microbatches, share
 from shoal.data.sample import Batch, BatchSource, Collates, Sample, SkipsSamples, Source, parse_sample
 from shoal.errors import DataError, ShoalError, UserCodeError
 
@@ -75,6 +77,29 @@ class BatchReader(Protocol):
     def close(self) -> None:
         """Ends the reading. May be called again."""
         ...
+
+
+@dataclass(frozen=True)
+class SlowReads:
+    """What becomes of a step whose samples are not there yet: `tell` hears which read it waits for, first after
+    `tell_after_s` and then after twice as long each time; after `give_up_s` the wait ends.
+    """
+
+    tell: Callable[[str], object] = str
+    tell_after_s: float = 5.0
+    give_up_s: float = math.inf
+
+    def wait(self, read: Event, where: Callable[[], str]) -> None:
+        """Blocks until `read` is set; `where` says what is being read. Raises `DataError` when it gives up."""
+        begin_s, next_word_s = time.monotonic(), self.tell_after_s
+        while not read.wait(min(next_word_s, self.give_up_s) + begin_s - time.monotonic()):
+            if next_word_s >= self.give_up_s:
+                raise DataError(
+                    f"{where()} has been read for {self.give_up_s:.3g} s and is not there: the data source hangs; "
+                    "mend the source, or raise wire.timeout_s if it is only slow"
+                )
+            self.tell(f"waiting for the data for {next_word_s:.3g} s: {where()} is being read")
+            next_word_s *= 2
 
 
 class SourceReader:
@@ -146,29 +171,6 @@ class PinnedReader:
     def close(self) -> None:
         """Ends the reading."""
         self._reader.close()
-
-
-def evaluation_batches(
-    source: Source,
-    *,
-    replicas: int,
-    replica: int,
-    micro_samples: int | None = None,
-    denominator: Denominator = "auto",
-    limit: int | None = None,
-) -> Iterator[Batch]:
-    """This replica's part of one pass over the samples, each once, in natural order.
-
-    With a `limit`, over that many of them, evenly spaced: the first ones alone may come from a single file.
-
-    Raises:
-        DataError, UserCodeError: as `read_batch`.
-    """
-    samples = len(source) if limit is None else min(limit, len(source))
-    own = share(Interval(0, samples), replicas=replicas, replica=replica)
-    for part in microbatches(own, micro_samples or max(1, len(own))):
-        positions = part.positions()
-        yield read_batch(source, positions * len(source) // samples, positions, denominator=denominator).batch
 
 
 def read_batch(

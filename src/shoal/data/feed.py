@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
-from shoal.data.batches import BatchRead, BatchReader, OrderOfSamples, SourceReader, where_of
+from shoal.data.batches import BatchRead, BatchReader, OrderOfSamples, SlowReads, SourceReader, read_batch, where_of
 from shoal.data.config import BatchPhase, Denominator
 from shoal.data.cursor import Cursor, Interval
 from shoal.data.order import microbatches, share
@@ -153,29 +153,6 @@ class _Slot:
     part: Interval | None = None
     took_s: float = 0.0
     small: bool = False
-
-
-@dataclass(frozen=True)
-class SlowReads:
-    """What becomes of a step whose samples are not there yet: `tell` hears which read it waits for, first after
-    `tell_after_s` and then after twice as long each time; after `give_up_s` the wait ends.
-    """
-
-    tell: Callable[[str], object] = str
-    tell_after_s: float = 5.0
-    give_up_s: float = math.inf
-
-    def wait(self, read: Event, where: Callable[[], str]) -> None:
-        """Blocks until `read` is set; `where` says what is being read. Raises `DataError` when it gives up."""
-        begin_s, next_word_s = time.monotonic(), self.tell_after_s
-        while not read.wait(min(next_word_s, self.give_up_s) + begin_s - time.monotonic()):
-            if next_word_s >= self.give_up_s:
-                raise DataError(
-                    f"{where()} has been read for {self.give_up_s:.3g} s and is not there: the data source hangs; "
-                    "mend the source, or raise wire.timeout_s if it is only slow"
-                )
-            self.tell(f"waiting for the data for {next_word_s:.3g} s: {where()} is being read")
-            next_word_s *= 2
 
 
 class Feed:
@@ -434,3 +411,26 @@ def _in_a_mode() -> bool:
 
 def _is_small(batches: Sequence[Batch]) -> bool:
     return sum(leaf.nbytes for batch in batches for leaf in leaves(batch.inputs, batch.targets)) <= SMALL_BYTES
+
+
+def evaluation_batches(
+    source: Source,
+    *,
+    replicas: int,
+    replica: int,
+    micro_samples: int | None = None,
+    denominator: Denominator = "auto",
+    limit: int | None = None,
+) -> Iterator[Batch]:
+    """This replica's part of one pass over the samples, each once, in natural order.
+
+    With a `limit`, over that many of them, evenly spaced: the first ones alone may come from a single file.
+
+    Raises:
+        DataError, UserCodeError: as `Feed.next`.
+    """
+    samples = len(source) if limit is None else min(limit, len(source))
+    own = share(Interval(0, samples), replicas=replicas, replica=replica)
+    for part in microbatches(own, micro_samples or max(1, len(own))):
+        positions = part.positions()
+        yield read_batch(source, positions * len(source) // samples, positions, denominator=denominator).batch

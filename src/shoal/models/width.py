@@ -17,6 +17,7 @@ Constants, as of norms, stay. What a forward computes is the module's own: heads
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -88,10 +89,33 @@ def _rule(name: str, shape: torch.Size, base: torch.Size, owners: list[nn.Module
 
 
 def _inputs(module: nn.Module) -> int | None:
-    """The dimension of a weight that its inputs are; None where it is not known, as of biases and free parameters."""
-    if isinstance(module, nn.Linear) or (isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd)):
+    """The dimension of a weight that its inputs are; None where it is not known, as of norms and free parameters."""
+    layers = (nn.Linear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
+    if isinstance(module, layers) or (isinstance(module, _ConvNd) and not isinstance(module, _ConvTransposeNd)):
         return 1
-    return 0 if is_conv1d(module) or isinstance(module, _ConvTransposeNd | nn.Embedding) else None
+    reads_rows = is_conv1d(module) or isinstance(module, _ConvTransposeNd | nn.Embedding | nn.EmbeddingBag)
+    return 0 if reads_rows else None
+
+
+def check_heads(config: Any, base: Any) -> None:
+    """Raises `UserCodeError` unless heads of attention have one size in two configs of transformers."""
+    own, other = _head_size(config), _head_size(base)
+    if own != other:
+        raise UserCodeError(
+            f"model.base: heads of attention have {own:g} features, and {other:g} with model.base; muP keeps their "
+            "size, so let base change num_attention_heads as well"
+        )
+    for name in getattr(config, "sub_configs", {}):
+        check_heads(getattr(config, name, None), getattr(base, name, None))
+
+
+def _head_size(config: Any) -> float:
+    """0 where the config does not say it."""
+    for name in ("head_dim", "d_kv"):
+        if isinstance(size := getattr(config, name, None), int):
+            return size
+    width, heads = (getattr(config, name, None) for name in ("hidden_size", "num_attention_heads"))
+    return width / heads if isinstance(width, int) and isinstance(heads, int) else 0.0
 
 
 @torch.no_grad()

@@ -36,9 +36,8 @@ from shoal.assembly.sameness import RANDOM, samples_of
 from shoal.assembly.splitting import draws_of
 from shoal.assembly.trainable import require_trainable
 from shoal.assembly.workload import load_workload
-from shoal.data.batches import evaluation_batches
 from shoal.data.dataset import Dataset
-from shoal.data.feed import Feed, StepShare
+from shoal.data.feed import Feed, StepShare, evaluation_batches
 from shoal.data.inputs import AsInputs
 from shoal.data.sample import Batch
 from shoal.engine.compute import Compute, Microbatch

@@ -308,7 +308,7 @@ class FreezeByProgress(Table, frozen=True, kw_only=True):
         Positive | None,
         says(
             "Every so many steps blocks are compared with what they were; default: as many as let nothing be frozen "
-            "in the first third of `run.steps`, at most 100; a run that goes on with more steps keeps its own."
+            "in the first third of `run.steps`, at most 100."
         ),
     ] = None
     below: Annotated[
@@ -373,6 +373,13 @@ class FreezeConfig(Table, frozen=True, kw_only=True):
             raise ValueError("nothing is frozen: give layers, later or progress, or leave the table out")
         if self.cache is not None and self.changes:
             raise ValueError("cache with later or progress, which change what is frozen: leave one of the two out")
+
+    def resolved(self, steps: int) -> FreezeConfig:
+        """With the interval of comparisons that a run of `steps` has."""
+        if self.progress is None:
+            return self
+        progress = msgspec.structs.replace(self.progress, every=self.progress.interval(steps))
+        return msgspec.structs.replace(self, progress=progress)
 
     @property
     def changes(self) -> bool:

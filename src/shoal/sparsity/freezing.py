@@ -97,10 +97,10 @@ def block_names(names: Iterable[str]) -> list[str]:
 class Freezing:
     """Layers that are frozen for a part of a run, on one rank.
 
-    Blocks are compared after `every` steps, or as before a restart where `config` leaves that open. `parameters` are
-    this rank's trained ones by their names in the unsplit model, `owned` the parts that `optimizer` steps, `names` all
-    trained parameters of the unsplit model; the ranks of `replica` make up one model. `masks` are what the wire reads,
-    `rate` the learning rate of a step, `activations` what blocks are compared by (None: by weights or gradients).
+    `config` says how often blocks are compared (it is `resolved`), `parameters` are this rank's trained ones by their
+    names in the unsplit model, `owned` the parts that `optimizer` steps, `names` all trained parameters of the unsplit
+    model; the ranks of `replica` make up one model. `masks` are what the wire reads, `rate` is that of a step,
+    `activations` what blocks are compared by (None: by weights or gradients).
     """
 
     name = "freeze"
@@ -114,7 +114,6 @@ class Freezing:
         *,
         names: Sequence[str],
         replica: Collective,
-        every: int,
         masks: Masks,
         rate: Callable[[int], float],
         activations: Activations | None = None,
@@ -125,7 +124,11 @@ class Freezing:
         self._blocks = blocks_of(names)
         self._block_of = {name: number for number, block in enumerate(self._blocks) for name in block}
         self._progress = None if config.progress is None else Plasticity(config.progress, len(self._blocks))
-        self._every = self._reference_every = every
+        self._every = 0
+        if config.progress is not None:
+            assert config.progress.every is not None, "the config is resolved"
+            self._every = config.progress.every
+        self._reference_every = self._every
         self._notes: list[str] = []
         self._references: dict[int, Tensor] = {}
         """Weights at the last comparison, or sums of the gradients since then."""
@@ -280,12 +283,10 @@ class Freezing:
         return {} if self._progress is None else self._progress.to_state() | {"every": self._reference_every}
 
     def load(self, facts: Mapping[str, Any]) -> None:
-        """Goes on from there, and with the interval of before where the run file does not give another."""
+        """Goes on from there; with another interval, only what is frozen is taken over."""
         if self._progress is None:
             return
         self._progress.load(facts)
         self._reference_every = int(facts.get("every", self._every))  # earlier versions did not say it
-        if self._progress.config.every is None:
-            self._every = self._reference_every
-        elif not self._is_comparable:
+        if not self._is_comparable:
             self._progress.forget(f"every was {self._reference_every} before and is {self._every} now")
