@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -48,6 +48,21 @@ def read_by_loop(fed: Feed, source: WhoReads) -> int:
         if source.readers[-1] is threading.main_thread():
             return step + 1
     raise AssertionError("ten steps that counted as quick, and threads read them all")
+
+
+def nothing_is_lost(kind: Callable[[int], Any], error: type[BaseException]) -> None:
+    """What `kind` raises while the loop reads the sample `at` comes out of `next`, and all samples come behind it."""
+    source, order = kind(400), Order(400, seed=7)
+    with feed(source) as fed:
+        fed.in_backwards(small_at_once=2, quick_by_loop=True)
+        position = 4 * (read_by_loop(fed, source) + 2)
+        fed.next()
+        fed.next()
+        source.at = int(order.ids(np.array([position + 9]))[0])
+        with pytest.raises(error):
+            fed.next()
+        taken = [i for _ in range(5) for i in ids_of(fed.next().microbatches)]
+    assert taken == order.ids(np.arange(position, position + 20)).tolist()
 
 
 def test_quick_small_steps_are_read_by_the_loop_when_it_asks_for_them(monkeypatch: pytest.MonkeyPatch):
@@ -152,17 +167,7 @@ def test_what_ends_the_loop_in_a_read_is_raised_there_and_no_step_is_lost(monkey
                 raise KeyboardInterrupt
             return super().__getitem__(index)
 
-    source, order = Interrupted(400), Order(400, seed=7)
-    with feed(source) as fed:
-        fed.in_backwards(small_at_once=2, quick_by_loop=True)
-        position = 4 * (read_by_loop(fed, source) + 2)
-        fed.next()
-        fed.next()
-        source.at = int(order.ids(np.array([position + 9]))[0])
-        with pytest.raises(KeyboardInterrupt):
-            fed.next()
-        taken = [i for _ in range(5) for i in ids_of(fed.next().microbatches)]
-    assert taken == order.ids(np.arange(position, position + 20)).tolist()
+    nothing_is_lost(Interrupted, KeyboardInterrupt)
 
 
 def test_what_a_handler_raises_in_a_read_is_raised_there_and_no_step_is_lost(monkeypatch: pytest.MonkeyPatch):
@@ -185,20 +190,10 @@ def test_what_a_handler_raises_in_a_read_is_raised_there_and_no_step_is_lost(mon
             return super().__getitem__(index)
 
     before = signal.signal(signal.SIGUSR1, late)
-    source, order = Signalled(400), Order(400, seed=7)
     try:
-        with feed(source) as fed:
-            fed.in_backwards(small_at_once=2, quick_by_loop=True)
-            position = 4 * (read_by_loop(fed, source) + 2)
-            fed.next()
-            fed.next()
-            source.at = int(order.ids(np.array([position + 9]))[0])
-            with pytest.raises(Late):
-                fed.next()
-            taken = [i for _ in range(5) for i in ids_of(fed.next().microbatches)]
+        nothing_is_lost(Signalled, Late)
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert taken == order.ids(np.arange(position, position + 20)).tolist()
 
 
 def test_after_a_few_slow_reads_by_the_loop_threads_read_all(monkeypatch: pytest.MonkeyPatch):
