@@ -195,19 +195,6 @@ def _move_s(there: State, wanted: State, size: float, links: Links) -> float:
 #
 # Dimensions that are merged or parted stay split if it is the outermost of them, whose parts lie together, and both
 # sizes divide; another dimension of them cannot stay split.
-#
-# The ways in which an operator can be shared out over the ranks of one axis.
-#
-#     product [m, k] x [k, n]   rows of the first: its second is shared; columns of the second: its first is shared;
-#                               the inner dimension of both: what comes out is partial
-#     elementwise               along any dimension; what is broadcast along it is shared
-#     norm, softmax             along any dimension but those that they run over
-#     fused attention           samples, heads
-#     embedding                 features; the vocabulary, partial; the tokens, the table shared
-#     sum, mean                 along another dimension; along a summed one, partial
-#     view                      as dimensions go; whole, shared and partial as they are
-#
-# and every operator whole on every rank. An operator without a rule is whole.
 
 
 SAME = frozenset({"aten.detach", "aten.alias", "aten.expand", "aten.clone", "aten._to_copy", "aten.contiguous"})
@@ -273,6 +260,20 @@ def _beside_cut(node: Node, before: Dims, after: Dims) -> dict[int, int]:
     cut = node.arguments[place] % len(before) if len(node.arguments) > place else 0
     gone = len(after) < len(before)
     return {d: d - (gone and d > cut) for d in range(len(before)) if d != cut}
+
+
+# The ways in which an operator can be shared out over the ranks of one axis.
+#
+#     product [m, k] x [k, n]   rows of the first: its second is shared; columns of the second: its first is shared;
+#                               the inner dimension of both: what comes out is partial
+#     elementwise               along any dimension; what is broadcast along it is shared
+#     norm, softmax             along any dimension but those that they run over
+#     fused attention           samples, heads
+#     embedding                 features; the vocabulary, partial; the tokens, the table shared
+#     sum, mean                 along another dimension; along a summed one, partial
+#     view                      as dimensions go; whole, shared and partial as they are
+#
+# and every operator whole on every rank. An operator without a rule is whole.
 
 
 LINEAR = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.neg"})

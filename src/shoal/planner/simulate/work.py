@@ -235,11 +235,6 @@ def _transfer(plan: Plan, predictor: Predictor) -> Message:
 # A forward stores M bytes for its stage and microbatch. A whole backward frees all of it; a split one keeps, from I to
 # W, the part that only the weights' gradient needs: M_W of it, with M_W = 32sbh of M = sbh(34 + 5as/h) for a GPT of 16
 # bits (arXiv:2401.10241, section 2.3): inputs of the matrix products and the gradients of their outputs.
-#
-# Peak memory of each pipeline rank as its row of the table fills and empties it.
-#
-# Everything but the activations is the planner's own footprint; activations are counted along the row, so that a split
-# backward, uneven stages and interleaving are what they are, and no closed form stands for them.
 
 
 def stored_bytes(
@@ -255,6 +250,12 @@ def stored_bytes(
             peak = max(peak, held)
         peaks.append(peak)
     return tuple(peaks)
+
+
+# Peak memory of each pipeline rank as its row of the table fills and empties it.
+#
+# Everything but the activations is the planner's own footprint; activations are counted along the row, so that a split
+# backward, uneven stages and interleaving are what they are, and no closed form stands for them.
 
 
 WEIGHT_NUMBERS = 16
