@@ -2,21 +2,6 @@
 
 Nodes stand in the order in which they ran. A leaf is a parameter, by its name, or an input; an operator has the nodes
 that its tensors come from and its arguments, tensors in them replaced by their shapes.
-
-How a tensor lies over the ranks of one axis, and what it costs to lay it another way, forward and backward.
-
-    whole      every rank has it; so has it its gradient
-    shared     every rank has it; of its gradient each rank has one term of a sum
-    partial    each rank has one term of a sum; every rank has its gradient
-    split d    each rank has a part along dimension d, and that part of its gradient
-
-A value and its gradient are moved separately: the value from where it is made to where it is used, the gradient back.
-
-    move(term -> whole) = all-reduce      move(term -> part)  = reduce-scatter     move(part -> whole) = all-gather
-    move(part -> other part) = all-to-all of a rank's share                        everything else is free
-
-so that cost(x -> y) = move(value of x -> value of y) + move(gradient of y -> gradient of x). They are the layouts and
-conversions of Alpa's intra-operator plans (arXiv:2201.12023, section 4.1), sums of gradients included.
 """
 
 from __future__ import annotations
@@ -138,6 +123,22 @@ class _Capture(TorchDispatchMode):
                 )
             )
         return self._made[id(tensor)]
+
+
+# How a tensor lies over the ranks of one axis, and what it costs to lay it another way, forward and backward.
+#
+#     whole      every rank has it; so has it its gradient
+#     shared     every rank has it; of its gradient each rank has one term of a sum
+#     partial    each rank has one term of a sum; every rank has its gradient
+#     split d    each rank has a part along dimension d, and that part of its gradient
+#
+# A value and its gradient are moved separately: the value from where it is made to where it is used, the gradient back.
+#
+#     move(term -> whole) = all-reduce      move(term -> part)  = reduce-scatter     move(part -> whole) = all-gather
+#     move(part -> other part) = all-to-all of a rank's share                        everything else is free
+#
+# so that cost(x -> y) = move(value of x -> value of y) + move(gradient of y -> gradient of x). They are the layouts and
+# conversions of Alpa's intra-operator plans (arXiv:2201.12023, section 4.1), sums of gradients included.
 
 
 Kind = Literal["whole", "shared", "partial", "split"]
