@@ -251,7 +251,7 @@ def place_of(view: View, member: int, rank: int, ranks: int, launcher: Launcher)
 
 
 class GenerationExchange:
-    """A save's messages, as `checkpoint.agreement.MessageExchange`; they end with the generation, and the save with them."""
+    """A save's messages, as `checkpoint.agreement.MessageExchange`; they and the save end with the generation."""
 
     def __init__(self, board: Board, over: threading.Event) -> None:
         self._board, self._over = board, over
