@@ -121,7 +121,7 @@ def ring(links: Links) -> tuple[int, ...]:
     there_s, back_s = (pace(links, way, size=SIZE_BYTES)[0] for way in (order, back))
     if back_s > ALIKE_BUSY * there_s:
         return order
-    return min(order, back, key=lambda way: links.seconds(*way[:2], SIZE_BYTES))
+    return min(order, back, key=lambda way: links.seconds(way[0], way[1], SIZE_BYTES))
 
 
 def _link(door: _Door, token: str) -> _Found:
