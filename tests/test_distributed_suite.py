@@ -18,7 +18,7 @@ TEST_S = 100
 """A test that takes longer has failed; most take one or two seconds."""
 OF_GLOO_BY_NAME = {"test_get_backend", "test_monitored_barrier_gloo", "test_monitored_barrier_gloo_subgroup"}
 """They ask that `get_backend` says "gloo", or `dist.monitored_barrier` asks so: it refuses all other backends. The
-group's own `monitored_barrier` works (`tests/test_c10d_users.py`)."""
+group's own `monitored_barrier` works (`tests/test_c10d_ends.py`)."""
 
 
 def outcomes(backend: str, names: list[str], folder: Path, *, size: int) -> dict[str, str]:

@@ -9,8 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,7 @@ import pytest
 
 from shoal.checkpoint.commit import checkpoints, newest_verified
 from shoal.checkpoint.inspect import compare
+from shoal.launcher.lab.network import address, inside, ip, network
 from tests.cli.elastic_runs import (
     gpt_project,
     memberships,
@@ -28,6 +29,7 @@ from tests.cli.elastic_runs import (
     wait_for_join,
 )
 from tests.cli.project import Project
+from tests.launcher.labs import can_lab, lab_of
 from tests.ports import free_port
 from tests.programs import ended
 from tests.waiting import HANG_S, wait_until
@@ -36,6 +38,8 @@ LOSS_TOLERANCE = 1e-9
 STOPPED = 75
 PORT = 29461
 """Of the coordinator, in a namespace of its own."""
+__all__ = ["can_lab"]
+needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="needs the command openssl")
 
 
 @dataclass(frozen=True)
@@ -59,78 +63,18 @@ class Host:
             )
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
-
-
 @contextmanager
-def namespaces(names: Sequence[str]) -> Iterator[None]:
-    """Network namespaces of these names, each with its loopback alone."""
-    with ExitStack() as stack:
-        for name in names:
-            ip("netns", "add", name)
-            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
-            ip("-n", name, "link", "set", "lo", "up")
-        yield
+def namespaces(count: int) -> Iterator[list[Host]]:
+    """Hosts with an address each, on one switch: see `shoal.launcher.lab.network`."""
+    with network(lab_of(hosts=count)) as net:
+        yield [Host(name, tuple(inside(name))) for name in net.namespaces]
 
 
-@contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Two network namespaces with a link between them: 10.78.0.1 and 10.78.0.2."""
-    prefix = f"shoal-elastic-{os.getpid()}-"
-    names = [prefix + "a", prefix + "b"]
-
-    with namespaces(names):
-        ip("-n", names[0], "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", names[1])
-        for number, name in enumerate(names, start=1):
-            ip("-n", name, "addr", "add", f"10.78.0.{number}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-        hosts = [Host(name, ("ip", "netns", "exec", name)) for name in names]
-        yield hosts[0], hosts[1]
-
-
-@contextmanager
-def two_hosts_and_a_router() -> Iterator[tuple[Host, Host, Host]]:
-    """Two hosts, 10.78.1.1 and 10.78.2.1, that reach each other by a third one alone, which both reach at 10.78.0.1."""
-    prefix = f"shoal-elastic-{os.getpid()}-"
-    names = [prefix + "a", prefix + "b", prefix + "router"]
-
-    with namespaces(names):
-        ip("-n", names[2], "addr", "add", "10.78.0.1/32", "dev", "lo")
-        for number, name in enumerate(names[:2], start=1):
-            port = f"port{number}"
-            ip("-n", name, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", names[2])
-            ip("-n", name, "addr", "add", f"10.78.{number}.1/24", "dev", "eth0")
-            ip("-n", names[2], "addr", "add", f"10.78.{number}.254/24", "dev", port)
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", names[2], "link", "set", port, "up")
-            ip("-n", name, "route", "add", "default", "via", f"10.78.{number}.254")
-        hosts = [Host(name, ("ip", "netns", "exec", name)) for name in names]
-        forward(hosts[2], True)
-        yield hosts[0], hosts[1], hosts[2]
-
-
-def forward(router: Host, on: bool) -> None:
-    """Whether packets pass from one of the others to the other one; without, they are lost in silence."""
-    command = [*router.prefix, "sysctl", "-w", f"net.ipv4.ip_forward={int(on)}"]
-    subprocess.run(command, check=True, capture_output=True)
-
-
-def make_certificate(own: Project, address: str) -> None:
-    command = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
-        f"-subj /CN={address} -addext subjectAltName=IP:{address} -keyout key.pem -out certificate.pem"
-    )
-    subprocess.run(command.split(), cwd=own.folder, check=True, capture_output=True)
-
-
-def may_make_namespaces() -> bool:
-    if os.geteuid() or not shutil.which("ip") or not shutil.which("openssl"):
-        return False
-    name = f"shoal-probe-{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], check=False, capture_output=True).returncode == 0
-    subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
-    return made
+def lose_packets_between(a: int, b: int, hosts: list[Host]) -> None:
+    """From now on the two send to each other by an address of Ethernet that no card has: nobody is told of a loss."""
+    for here, there in ((a, b), (b, a)):
+        nobody = f"neigh replace {address(there)} dev eth0 lladdr 02:00:00:00:00:01 nud permanent"
+        ip([nobody], namespace=hosts[here].name)
 
 
 def coordinate(own: Project, host: Host, processes: list[subprocess.Popen[str]], *options: str) -> str:
@@ -140,6 +84,22 @@ def coordinate(own: Project, host: Host, processes: list[subprocess.Popen[str]],
     own.wait_for_text(r"\}\n", output="coordinator.txt")
     where = json.loads(own.said("coordinator.txt").splitlines()[0])
     return f"{where['address']}:{where['port']}"
+
+
+def coordinate_by_tls(own: Project, number: int, host: Host, processes: list[subprocess.Popen[str]]) -> tuple[str, ...]:
+    """A coordinator at the address of host `number` of a lab; the options of a launcher that is to believe it alone."""
+    make_certificate(own, address(number))
+    identity = ("--certificate", "certificate.pem", "--key", "key.pem")
+    where = coordinate(own, host, processes, "--address", address(number), "--port", str(PORT), *identity)
+    return ("--coordinator", where, "--token", "job.token", "--authorities", "certificate.pem")
+
+
+def make_certificate(own: Project, address: str) -> None:
+    command = (
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
+        f"-subj /CN={address} -addext subjectAltName=IP:{address} -keyout key.pem -out certificate.pem"
+    )
+    subprocess.run(command.split(), cwd=own.folder, check=True, capture_output=True)
 
 
 @pytest.mark.stress
@@ -398,25 +358,22 @@ def newest_step(own: Project) -> int:
 
 
 @pytest.mark.stress
-@pytest.mark.skipif(not may_make_namespaces(), reason="needs network namespaces and the command openssl")
+@needs_openssl
+@pytest.mark.usefixtures("can_lab")
 def test_the_side_with_the_coordinator_goes_on_through_a_silent_partition(tmp_path: Path) -> None:
     """The link between two hosts is cut without a word: the host with the coordinator goes on alone, the other one
     stands and says why, and joins when the link is back."""
     own, processes = gpt_project(tmp_path), []
-    make_certificate(own, "10.78.0.1")
-    with two_hosts() as (a, b), ended(processes):
-        tls = ("--address", "10.78.0.1", "--certificate", "certificate.pem", "--key", "key.pem", "--port", str(PORT))
-        where = coordinate(own, a, processes, *tls)
-        options = ("--coordinator", where, "--token", "job.token", "--authorities", "certificate.pem")
+    with namespaces(2) as (a, b), ended(processes):
+        options = coordinate_by_tls(own, 0, a, processes)
         set_pace(own, 0.3)
         near, far = (h.start(own, "train", "run.toml", *options, output=f"{h.name}.txt") for h in (a, b))
         processes += [near, far]
         own.wait_for_step(3)
-        cut = ["ip", "-n", b.name, "link", "set", "eth0"]
-        subprocess.run([*cut, "down"], check=True)
+        ip(["link set eth0 down"], namespace=b.name)
         own.wait_for_text(r"1 of 2 replicas; rank \d lost after step", output=f"{a.name}.txt")
         own.wait_for_text("has not answered for", output=f"{b.name}.txt")
-        subprocess.run([*cut, "up"], check=True)
+        ip(["link set eth0 up"], namespace=b.name)
         own.wait_for_text("answers again", output=f"{b.name}.txt")
         wait_for_join(own, r"2 of 2 replicas; rank 1 joined after step", output=f"{a.name}.txt")
         set_pace(own, 0.0)
@@ -425,28 +382,25 @@ def test_the_side_with_the_coordinator_goes_on_through_a_silent_partition(tmp_pa
 
 
 @pytest.mark.stress
-@pytest.mark.skipif(not may_make_namespaces(), reason="needs network namespaces and the command openssl")
+@needs_openssl
+@pytest.mark.usefixtures("can_lab")
 def test_of_hosts_that_reach_the_coordinator_alone_one_goes_on(tmp_path: Path) -> None:
     """Nothing passes between two hosts, while both reach the coordinator: their collectives fail again and again, until
     one of them, which the other suspects, is fenced; the other one takes the steps."""
     own, processes = gpt_project(tmp_path), []
-    make_certificate(own, "10.78.0.1")
-    with two_hosts_and_a_router() as (a, b, router), ended(processes):
-        tls = ("--address", "10.78.0.1", "--certificate", "certificate.pem", "--key", "key.pem", "--port", str(PORT))
-        where = coordinate(own, router, processes, *tls)
-        options = ("--coordinator", where, "--token", "job.token", "--authorities", "certificate.pem",
-                   "wire.timeout_s=5", "elastic.retries=0")  # fmt: skip
+    with namespaces(3) as hosts, ended(processes):
+        options = (*coordinate_by_tls(own, 2, hosts[2], processes), "wire.timeout_s=5", "elastic.retries=0")
         set_pace(own, 0.3)
-        hosts = [h.start(own, "train", "run.toml", *options, output=f"{n}.txt") for n, h in enumerate((a, b))]
-        processes += hosts
+        launchers = [hosts[n].start(own, "train", "run.toml", *options, output=f"{n}.txt") for n in range(2)]
+        processes += launchers
         own.wait_for_step(3)
-        forward(router, False)
+        lose_packets_between(0, 1, hosts)
         fenced = lambda: [n for n in range(2) if "its peers cannot reach it" in own.said(f"{n}.txt")]  # noqa: E731
         wait_until(fenced, lambda: own.said("0.txt") + own.said("1.txt"))
         (gone,) = fenced()
         set_pace(own, 0.0)
-        assert hosts[1 - gone].wait(HANG_S) == 0, own.said(f"{1 - gone}.txt")
-        assert hosts[gone].wait(HANG_S) in (0, 3), own.said(f"{gone}.txt")
+        assert launchers[1 - gone].wait(HANG_S) == 0, own.said(f"{1 - gone}.txt")
+        assert launchers[gone].wait(HANG_S) in (0, 3), own.said(f"{gone}.txt")
     assert max(own.losses()) == 200
 
 

@@ -1,4 +1,4 @@
-"""Scripts of other styles: calls in a loss, gradients that are sparse, NumPy arrays beside tensors."""
+"""Scripts of other styles: calls in a loss, sparse gradients, NumPy arrays beside tensors, batch normalisation."""
 
 from __future__ import annotations
 
@@ -187,3 +187,82 @@ def test_sparse_gradients_train_as_dense_ones(options: dict[str, Any]) -> None:
     sparse = on_ranks(2, partial(embeds, **options))
     assert sparse[0] == sparse[1]
     assert sparse[0] == pytest.approx(dense[0], rel=1e-12)
+
+
+def normalises(rank: int) -> tuple[list[list[float]], dict[str, list[Any]], str]:
+    """Outputs, running statistics and gradients of a layer whose batches are of 2, 3 and 4 samples; the same in 16
+    bits; and what is said of a single value.
+    """
+    import shoal.horovod as hvd
+
+    hvd.init()
+    x, weights = batches()
+    layer = hvd.SyncBatchNorm(3).double()
+    own = x.split([2, 3, 4])[rank].clone().requires_grad_()
+    outputs = layer(own)
+    (outputs * weights.split([2, 3, 4])[rank]).sum().backward()
+    gradients = [hvd.allreduce(p.grad, op=hvd.Sum) for p in layer.parameters()]
+    layer.eval()
+    narrow = {}
+    for case, (batch, parameters, autocast) in NARROW.items():
+        small, part = hvd.SyncBatchNorm(3).to(parameters), (x - 100).split([2, 3, 4])[rank].to(batch).requires_grad_()
+        with torch.autocast("cpu", enabled=autocast):
+            normal = small(part)
+        (normal * weights.split([2, 3, 4])[rank]).sum().backward()
+        assert part.grad is not None
+        narrow[case] = [normal.dtype == batch, *(t.flatten().tolist() for t in (normal, part.grad, small.running_var))]
+    try:
+        hvd.SyncBatchNorm(3)(torch.ones(int(rank == 1), 3))
+        said = "nothing"
+    except ValueError as error:
+        said = str(error)
+    hvd.shutdown()
+    tensors = [outputs, own.grad, *gradients, layer.running_mean, layer.running_var, layer(own[:1])]
+    return [tensor.flatten().tolist() for tensor in tensors], narrow, said
+
+
+NARROW = {
+    "bfloat16": (torch.bfloat16, torch.bfloat16, False),
+    "float16": (torch.float16, torch.float16, False),
+    "autocast": (torch.bfloat16, torch.float32, True),
+    "float32, autocast": (torch.float32, torch.float32, True),
+}
+"""Types of the batch and of the layer, and whether it is called under autocast."""
+
+
+def batches() -> tuple[torch.Tensor, torch.Tensor]:
+    """Nine samples of 3 channels and 2 x 2 points far from zero, and what their outputs weigh."""
+    draws = torch.Generator().manual_seed(5)
+    x, weights = (torch.randn(9, 3, 2, 2, generator=draws, dtype=torch.float64) for _ in range(2))
+    return 100 + x, weights
+
+
+def test_batches_are_normalised_as_one() -> None:
+    """Of three ranks, as by torch's layer in one process: outputs, gradients and what evaluation uses."""
+    answers = on_ranks(3, normalises)
+    found = [each for each, _, _ in answers]
+    x, weights = batches()
+    assert all("more than 1 value per channel" in said for _, _, said in answers)
+    for case, (batch, parameters, _) in NARROW.items():
+        rows = [narrow[case] for _, narrow, _ in answers]
+        narrow, given = nn.BatchNorm2d(3), (x - 100).to(batch).float().requires_grad_()
+        normal = narrow(given)
+        (normal * weights).sum().backward()
+        assert given.grad is not None
+        assert narrow.running_var is not None
+        assert all(row[0] for row in rows)
+        near = {"abs": 4 * torch.finfo(batch).eps}
+        assert [v for row in rows for v in row[1]] == pytest.approx(normal.flatten().tolist(), **near)
+        assert [v for row in rows for v in row[2]] == pytest.approx(given.grad.flatten().tolist(), **near)
+        assert rows[0][3] == pytest.approx(narrow.running_var.tolist(), rel=torch.finfo(parameters).eps)
+    layer, whole = nn.BatchNorm2d(3).double(), x.clone().requires_grad_()
+    outputs = layer(whole)
+    (outputs * weights).sum().backward()
+    assert whole.grad is not None
+    for at, tensor in enumerate((outputs, whole.grad)):
+        assert [v for each in found for v in each[at]] == pytest.approx(tensor.flatten().tolist(), abs=1e-9)
+    shared = [*(p.grad for p in layer.parameters()), layer.running_mean, layer.running_var]
+    for at, tensor in enumerate(shared, 2):
+        assert tensor is not None
+        for each in found:
+            assert each[at] == pytest.approx(tensor.flatten().tolist(), rel=1e-9)

@@ -110,50 +110,7 @@ def run(
     if place is None and run_file.wire.transport == "mpi":
         raise EnvironmentFault(f'wire.transport = "mpi", but {why_no_mpi(environ)}; or set it to "auto"')
     if place is None:
-        joins, goes_on_elsewhere = _joins_a_coordinator(run_file.elastic, environ), False
-        began_s = time.time()
-        with ExitStack() as stack:
-            keep_fds = [stack.enter_context(RunLock(directory, shared=joins)).fd] if writes else []
-            # A script of the user's own may do anything before it calls Shoal.
-            start_s = run_file.run.start_timeout_s if is_shoals_own(command) else None
-            patience = replace(patience, start_s=start_s)
-            logs = directory if writes else stack.enter_context(temporary_folder())
-            if writes and not joins and facts_path(directory).is_file():
-                write_facts(directory, {"state": ""})  # that of the start before
-            if lab is not None:
-                code = run_in_lab(
-                    lab, command, run_directory=logs, environ=environ, keep_fds=keep_fds, patience=patience
-                )
-            elif run_file.elastic is not None:
-                from shoal.fleet.launch import ElasticJob, run_elastic
-
-                ranks, samples = run_file.layout.replica_size, run_file.batch.global_samples
-                warn = stack.enter_context(alerts(run_file.observe.webhook, directory.name))
-                preemption = run_file.run.preemption_file, run_file.run.preemption_url
-                job = ElasticJob(command, ranks, run_file.run.steps, logs, samples, warn, start_s, preemption)
-                elastic = msgspec.structs.replace(run_file.elastic, max=processes // ranks)  # as many are started
-                code, goes_on_elsewhere = run_elastic(job, elastic, environ=environ, keep_fds=keep_fds)
-            else:
-                if is_shoals_own(command) and processes > 1:
-                    environ = preload(RANK, environ)
-                started = partial(
-                    run_ranks,
-                    command,
-                    processes=processes,
-                    run_directory=logs,
-                    environ=environ,
-                    keep_fds=keep_fds,
-                    patience=patience,
-                )
-                code = started()
-                while code == OutOfMemory.exit_code and planner is not None and (how := planner.made_smaller(sized)):
-                    say(f"shoal: {how}")
-                    code = started()
-        if code == OutOfMemory.exit_code and planner is not None:
-            print(planner.memory_advice(run_file), file=sys.stderr, flush=True)
-        if writes and not goes_on_elsewhere and code not in (0, Stopped.exit_code):
-            tell_of_failure(run_file, directory, code, since_s=began_s)
-        return code
+        return _Launch(run_file, sized, command, processes, directory, patience, lab, planner, environ).to_the_end()
 
     def ranked() -> None:
         locks = writes and place.rank == 0 and place.launcher != "shoal"
@@ -170,6 +127,85 @@ def run(
 
     as_rank(place, ranked, environ, None if planner is None else partial(planner.memory_advice, run_file))
     return ExitCode(0)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """A run whose ranks this process starts: `processes` of them, each with `command`. `sized` is the run file as it
+    was before the planner completed it."""
+
+    run_file: RunFile
+    sized: RunFile
+    command: Sequence[str]
+    processes: int
+    directory: Path
+    patience: Patience
+    lab: Lab | None
+    planner: Planner | None
+    environ: Mapping[str, str]
+
+    def to_the_end(self) -> ExitCode:
+        """Starts the ranks and waits for them; says what is to be done where the run failed."""
+        joins, writes = _joins_a_coordinator(self.run_file.elastic, self.environ), self.patience != NOTHING_KEPT
+        began_s = time.time()
+        with ExitStack() as stack:
+            keep_fds = [stack.enter_context(RunLock(self.directory, shared=joins)).fd] if writes else []
+            logs = self.directory if writes else stack.enter_context(temporary_folder())
+            if writes and not joins and facts_path(self.directory).is_file():
+                write_facts(self.directory, {"state": ""})  # that of the start before
+            code, goes_on_elsewhere = self._started(stack, logs, keep_fds)
+        if code == OutOfMemory.exit_code and self.planner is not None:
+            print(self.planner.memory_advice(self.run_file), file=sys.stderr, flush=True)
+        if writes and not goes_on_elsewhere and code not in (0, Stopped.exit_code):
+            tell_of_failure(self.run_file, self.directory, code, since_s=began_s)
+        return code
+
+    def _started(self, stack: ExitStack, logs: Path, keep_fds: Sequence[int]) -> tuple[ExitCode, bool]:
+        """The exit code, and whether the run goes on at other hosts."""
+        # A script of the user's own may do anything before it calls Shoal.
+        start_s = self.run_file.run.start_timeout_s if is_shoals_own(self.command) else None
+        patience = replace(self.patience, start_s=start_s)
+        if self.lab is not None:
+            code = run_in_lab(
+                self.lab, self.command, run_directory=logs, environ=self.environ, keep_fds=keep_fds, patience=patience
+            )
+            return code, False
+        if self.run_file.elastic is not None:
+            return self._elastic(self.run_file.elastic, stack, logs, keep_fds, start_s)
+        return self._fixed(logs, keep_fds, patience), False
+
+    def _elastic(
+        self, config: ElasticConfig, stack: ExitStack, logs: Path, keep_fds: Sequence[int], start_s: float | None
+    ) -> tuple[ExitCode, bool]:
+        from shoal.fleet.launch import ElasticJob, run_elastic
+
+        run, ranks = self.run_file.run, self.run_file.layout.replica_size
+        warn = stack.enter_context(alerts(self.run_file.observe.webhook, self.directory.name))
+        job = ElasticJob(
+            self.command, ranks, run.steps, logs, self.run_file.batch.global_samples, warn, start_s,
+            (run.preemption_file, run.preemption_url),
+        )  # fmt: skip
+        as_many = msgspec.structs.replace(config, max=self.processes // ranks)
+        return run_elastic(job, as_many, environ=self.environ, keep_fds=keep_fds)
+
+    def _fixed(self, logs: Path, keep_fds: Sequence[int], patience: Patience) -> ExitCode:
+        """Ranks that all stay to the end. Where memory runs out, they start again while the planner makes them need
+        less."""
+        forks = is_shoals_own(self.command) and self.processes > 1
+        started = partial(
+            run_ranks,
+            self.command,
+            processes=self.processes,
+            run_directory=logs,
+            environ=preload(RANK, self.environ) if forks else self.environ,
+            keep_fds=keep_fds,
+            patience=patience,
+        )
+        code = started()
+        while code == OutOfMemory.exit_code and self.planner and (how := self.planner.made_smaller(self.sized)):
+            say(f"shoal: {how}")
+            code = started()
+        return code
 
 
 def _check_gpus(run_file: RunFile, processes: int, environ: Mapping[str, str]) -> None:

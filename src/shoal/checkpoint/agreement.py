@@ -6,15 +6,6 @@ tensors have changed, and ranks that hold the same publish the same (`InventoryA
 alone reads what each has published, and publishes it once more, put together: N ranks that read N keys each are N^2
 answers. Inventories are put together up to `MANY` of them and up to `TOGETHER_BYTES`: all ranks know the lengths, and
 so which. After its writes each rank publishes a `Share`; rank 0 answers with one `SaveOutcome` for all.
-
-Signs of life: a rank that still writes says so, and nobody waits longer than `timeout_s` for one that does not.
-
-A checkpoint may take minutes to write, and a dead rank says nothing. So a message is the last of a chain:
-
-    KEY/0 = sign, KEY/1 = sign, ..., KEY/n = message
-
-The writer adds a sign when its disk or another rank has made progress, at most once in `timeout_s` x `SIGN_EVERY`. The
-reader waits for each link alone. A disk that hangs makes no progress, so that its rank gives no sign.
 """
 
 from __future__ import annotations
@@ -221,6 +212,16 @@ def _put_together(names: Sequence[str]) -> list[list[str]]:
 
 def _key(name: str) -> str:
     return f"checkpoint/inventory/{name}"
+
+
+# Signs of life: a rank that still writes says so, and nobody waits longer than `timeout_s` for one that does not.
+#
+# A checkpoint may take minutes to write, and a dead rank says nothing. So a message is the last of a chain:
+#
+#     KEY/0 = sign, KEY/1 = sign, ..., KEY/n = message
+#
+# The writer adds a sign when its disk or another rank has made progress, at most once in `timeout_s` x `SIGN_EVERY`.
+# The reader waits for each link alone. A disk that hangs makes no progress, so that its rank gives no sign.
 
 
 SIGN_EVERY = 1 / 8

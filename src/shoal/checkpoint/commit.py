@@ -9,10 +9,6 @@ A run has one timeline: the `keep` newest checkpoints up to the one just committ
 asked for, to which the link `best` leads; later steps, left by a run that went back, go. A folder is renamed before
 anything is deleted, and an object is deleted only when no manifest that remains names it; where a manifest cannot be
 read, what it names is unknown, and no object is deleted while it is there.
-
-A checkpoint that comes from elsewhere, made one of a run directory: its objects, then its manifest by one rename.
-
-Every object has to hash to its name before it is written. Objects that are here already are not asked for.
 """
 
 from __future__ import annotations
@@ -45,6 +41,10 @@ from shoal.checkpoint.objects import (
 )
 from shoal.errors import CorruptCheckpoint, EnvironmentFault, UsageError, VerificationFailed
 from shoal.files import read_file
+
+# A checkpoint that comes from elsewhere, made one of a run directory: its objects, then its manifest by one rename.
+#
+# Every object has to hash to its name before it is written. Objects that are here already are not asked for.
 
 
 def adopt(content: bytes, places: Places, *, source: str, get: Callable[[str], bytes]) -> None:

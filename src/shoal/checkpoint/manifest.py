@@ -8,13 +8,6 @@ and what they begin with: so what a checkpoint needs is verified, copied and kep
 
 The file may come from anywhere, so parsing is strict and bounded: no unknown field, boxes that tile every tensor
 exactly, and memory in proportion to the file: only `state`, `layout` and `writer` may hold any JSON, and little of it.
-
-What a checkpoint holds beside tensors: JSON, in which the counts of a run must agree with each other.
-
-A run writes how far it has come as `step`, `skipped`, `samples`, `tokens` and `cursor`. These numbers say one thing
-several times: the step is also that of the manifest, and every sample that was counted is a position that the cursor
-has committed. A flipped digit breaks one of these rules, or the hash of the manifest, before it can make a run use a
-sample twice.
 """
 
 from __future__ import annotations
@@ -33,6 +26,14 @@ from shoal.checkpoint.tensorfile import BY_NAME, MAX_DIMS, MAX_HEADER_BYTES, cor
 from shoal.errors import CorruptCheckpoint, UsageError, VerificationFailed
 from shoal.files import read_file
 from shoal.topology.holding import Box
+
+# What a checkpoint holds beside tensors: JSON, in which the counts of a run must agree with each other.
+#
+# A run writes how far it has come as `step`, `skipped`, `samples`, `tokens` and `cursor`. These numbers say one thing
+# several times: the step is also that of the manifest, and every sample that was counted is a position that the cursor
+# has committed. A flipped digit breaks one of these rules, or the hash of the manifest, before it can make a run use a
+# sample twice.
+
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 

@@ -13,8 +13,6 @@ labelled points, at which tests kill the process.
 Objects are named by the blake3 hash of their bytes (O'Connor, Aumasson, Neves, Wilcox-O'Hearn, "BLAKE3", 2020), written
 once, and read back before they count. Content that is there already costs one read and no write, and a file whose bytes
 do not hash to its name is damaged.
-
-What a command was told to read, looked at before anything else: a wrong name is refused before torch is imported.
 """
 
 from __future__ import annotations
@@ -288,6 +286,9 @@ def _file_digest(path: Path) -> str:
         while count := file.readinto(buffer):
             hasher.update(buffer[:count])
     return hasher.hexdigest()
+
+
+# What a command was told to read, looked at before anything else: a wrong name is refused before torch is imported.
 
 
 WEIGHTS = "give a safetensors file"

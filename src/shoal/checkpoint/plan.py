@@ -9,11 +9,6 @@ cut in its own way. Anything else is a mistake: two ranks believe to own one ele
 `plan_for` cuts the cells of the grid at the borders of the atoms and gives each piece to one of its holders: a save
 moves no bytes between ranks (decision 0008). Pieces share an object with pieces of the same holders only, so that one
 rank can write all of it. Where every rank holds everything, that is the grid alone.
-
-What one rank holds of the tensors that are saved, as data.
-
-A rank publishes its inventory, a list of items: the name, type and shape of each tensor of the unsplit model, and the
-boxes of it that lie here. From the inventories of all ranks, each makes the same plan.
 """
 
 from __future__ import annotations
@@ -41,6 +36,11 @@ from shoal.checkpoint.tensorfile import (
 from shoal.errors import UsageError
 from shoal.state import Target
 from shoal.topology.holding import Box, Dims, intersection, whole
+
+# What one rank holds of the tensors that are saved, as data.
+#
+# A rank publishes its inventory, a list of items: the name, type and shape of each tensor of the unsplit model, and the
+# boxes of it that lie here. From the inventories of all ranks, each makes the same plan.
 
 
 class Item(NamedTuple):

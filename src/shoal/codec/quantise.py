@@ -14,42 +14,6 @@ finite takes its block's scale with it, so that its block decodes to NaN.
 `Quantised` is the codec; the codecs that are one choice of scale, rounding and L each say where it comes from:
 `Blockwise`, `QSGD`, `TernGrad` and `Sign`. float32 on a CPU is coded in C (`kernels`), all else in torch, which
 Inductor compiles on a GPU with Triton where nothing is drawn.
-
-Small integers in bytes: m digits of base b in one, the first the least significant.
-
-base 2    8 in a byte      signs
-base 3    5 in a byte      -1, 0 and 1, at 1.6 bits each (3^5 = 243)
-base 16   2 in a byte
-
-Blockwise integers: a block shares one scale, and every number becomes an integer of 8 or 4 bits.
-
-    s = max |x_i| / L,   q_i = round(x_i / s),   y_i = s q_i,      L = 127 or 7
-
-(Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, section 2.1, with linear levels.) To
-nearest: |x - y| <= s / 2. Stochastic: up with the probability of the fraction that is cut off, so that E[y] = x.
-
-QSGD: a block's 2-norm, and for every number a random one of the two levels beside it.
-
-    y_i = |x|_2 sign(x_i) l_i / L,   l_i in {0 .. L} rounded at random from L |x_i| / |x|_2
-
-(Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", arXiv:1610.02132,
-equation 3.) Unbiased. In a block of d numbers E|x - y|^2 <= min(d / L^2, sqrt(d) / L) |x|^2 (lemma 3.1). Levels are
-sent in 8 or 4 bits, without the paper's Elias code, so that the bytes are known beforehand.
-
-One bit: the sign of every number, and one scale a block.
-
-    y_i = s sign(x_i),   s = mean |x_i| over the block
-
-(Seide et al., Interspeech 2014; the scale of Karimireddy et al., "Error Feedback Fixes SignSGD", arXiv:1901.09847,
-algorithm 1.) The scale makes y the closest vector of the form c sign(x), and leaves |x - y|^2 = |x|^2 - |x|_1^2 / d
-in a block of d numbers. Biased: it needs error feedback. Zero counts as positive.
-
-TernGrad: -1, 0 or 1 for every number, and one scale a block; 1.6 bits a number.
-
-    y_i = s sign(x_i) b_i,   b_i = 1 with probability |x_i| / s,   s = max |x_i| over the block
-
-(Wen et al., "TernGrad: Ternary Gradients to Reduce Communication", arXiv:1705.07878, equations 1 to 3.) Unbiased. The
-paper first clips to 2.5 standard deviations, which is not unbiased; small blocks keep s near the numbers instead.
 """
 
 from __future__ import annotations
@@ -64,6 +28,12 @@ from shoal.codec.codec import Codec, Field, Payload, block_count, in_blocks, len
 from shoal.codec.config import BlockwiseConfig, CastConfig, QSGDConfig, SignConfig, TernGradConfig
 from shoal.codec.kernels import compiled, compiles_for, kernels_for
 from shoal.maths.counter import uniform
+
+# Small integers in bytes: m digits of base b in one, the first the least significant.
+#
+# base 2    8 in a byte      signs
+# base 3    5 in a byte      -1, 0 and 1, at 1.6 bits each (3^5 = 243)
+# base 16   2 in a byte
 
 
 def per_byte(base: int) -> int:
@@ -177,11 +147,28 @@ def round_at_random(x: Tensor, key: int) -> Tensor:
     return (x + uniform(key, places, dtype=x.dtype)).floor_()
 
 
+# Blockwise integers: a block shares one scale, and every number becomes an integer of 8 or 4 bits.
+#
+#     s = max |x_i| / L,   q_i = round(x_i / s),   y_i = s q_i,      L = 127 or 7
+#
+# (Dettmers et al., "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, section 2.1, with linear levels.)
+# To nearest: |x - y| <= s / 2. Stochastic: up with the probability of the fraction that is cut off, so that E[y] = x.
+
+
 class Blockwise(Quantised):
     """`BlockwiseConfig`, on the wire."""
 
     def __init__(self, config: BlockwiseConfig) -> None:
         super().__init__(block=config.block, levels=config.levels, scale="largest", rounding=config.rounding)
+
+
+# QSGD: a block's 2-norm, and for every number a random one of the two levels beside it.
+#
+#     y_i = |x|_2 sign(x_i) l_i / L,   l_i in {0 .. L} rounded at random from L |x_i| / |x|_2
+#
+# (Alistarh et al., "QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding", arXiv:1610.02132,
+# equation 3.) Unbiased. In a block of d numbers E|x - y|^2 <= min(d / L^2, sqrt(d) / L) |x|^2 (lemma 3.1). Levels are
+# sent in 8 or 4 bits, without the paper's Elias code, so that the bytes are known beforehand.
 
 
 class QSGD(Quantised):
@@ -192,11 +179,28 @@ class QSGD(Quantised):
         super().__init__(block=config.block, levels=levels, scale="norm", rounding="stochastic")
 
 
+# One bit: the sign of every number, and one scale a block.
+#
+#     y_i = s sign(x_i),   s = mean |x_i| over the block
+#
+# (Seide et al., Interspeech 2014; the scale of Karimireddy et al., "Error Feedback Fixes SignSGD", arXiv:1901.09847,
+# algorithm 1.) The scale makes y the closest vector of the form c sign(x), and leaves |x - y|^2 = |x|^2 - |x|_1^2 / d
+# in a block of d numbers. Biased: it needs error feedback. Zero counts as positive.
+
+
 class Sign(Quantised):
     """`SignConfig`, on the wire."""
 
     def __init__(self, config: SignConfig) -> None:
         super().__init__(block=config.block, levels=1, scale="mean", rounding="sign")
+
+
+# TernGrad: -1, 0 or 1 for every number, and one scale a block; 1.6 bits a number.
+#
+#     y_i = s sign(x_i) b_i,   b_i = 1 with probability |x_i| / s,   s = max |x_i| over the block
+#
+# (Wen et al., "TernGrad: Ternary Gradients to Reduce Communication", arXiv:1705.07878, equations 1 to 3.) Unbiased. The
+# paper first clips to 2.5 standard deviations, which is not unbiased; small blocks keep s near the numbers instead.
 
 
 class TernGrad(Quantised):

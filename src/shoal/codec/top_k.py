@@ -1,46 +1,5 @@
 """Codecs that send few numbers and their places: top-k of numbers, of blocks and of cosine coefficients, Deep Gradient
 Compression, ScaleCom, random-k.
-
-Top-k: the k numbers of largest magnitude, and where they stand.
-
-(Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", arXiv:1704.05021.) It leaves
-|x - y|^2 <= (1 - k/n) |x|^2 (Stich et al., arXiv:1809.07599, definition 2.1). Biased: it needs error feedback.
-4 bytes a number and 2 a place.
-
-Note: sampled threshold
------------------------
-Sorting out the k largest of n is slow. A sample tells a threshold that about k numbers exceed (Lin et al., "Deep
-Gradient Compression", arXiv:1712.01887, section 3.1). With `selection = "exact"` somewhat more than k are let through,
-and the exact k largest of those few are the k largest of all; if fewer than k exceed it, all numbers are looked at. So
-the threshold never changes the result. With "sampled" those above the threshold are sent, k at most: of more than k,
-evenly spaced ones; for fewer, zeros fill the payload up. That takes two passes over memory: one finds what is not
-finite, one selects.
-
-Places in a vector, packed: ascending, the low 16 bits of each, and how many lie in each run of 65,536 numbers.
-
-2 bytes a place, and 4 bytes a run, instead of the 8 bytes of an int64.
-
-Block-structured top-k: the blocks of largest 2-norm, whole, and which they are.
-
-    y = x in the k blocks of largest |x_b|_2, and zero elsewhere
-
-Top-k, of blocks on a fixed grid instead of numbers. It leaves |x - y|^2 <= (1 - k/b) |x|^2 of b blocks:
-biased, it needs error feedback. A place costs 4 bytes a block instead of 2 a number, memory is read and written in
-runs, and only the norms of blocks are compared.
-
-Deep Gradient Compression: top-k of velocities, with more numbers at first.
-
-    sent at sum t = max(fraction, 0.25^(1 + floor((t - 1) s / T))),    s powers of four to the fraction, T warm-up sums
-
-(Lin et al., "Deep Gradient Compression", arXiv:1712.01887, section 3.3: 25 %, 6.25 %, 1.6 %, 0.4 %, 0.1 % in turn; here
-in as many equal parts of the warm-up as it takes powers of four.) Velocities, momentum correction, local clipping and
-factor masking are those of the exchange that is made for it. Biased: it needs error feedback.
-
-Random-k: numbers at places that all ranks draw alike, so that nobody sends a place and sums can be made on the way.
-
-(Stich et al., "Sparsified SGD with Memory", arXiv:1809.07599, section 2.) The vector is cut into k runs, and one place
-is drawn in each: distinct places without a sort. With error feedback numbers are sent as they are; without it each is
-multiplied by the length of its run, which makes it unbiased.
 """
 
 from __future__ import annotations
@@ -56,6 +15,10 @@ from shoal.codec.config import BlockTopKConfig, DCTTopKConfig, DGCConfig, Random
 from shoal.codec.kernels import kernels_for
 from shoal.codec.stated import RUN, kept
 from shoal.maths.counter import key_of, uniform
+
+# Places in a vector, packed: ascending, the low 16 bits of each, and how many lie in each run of 65,536 numbers.
+#
+# 2 bytes a place, and 4 bytes a run, instead of the 8 bytes of an int64.
 
 
 def index_fields(numel: int, count: int) -> tuple[Field, Field]:
@@ -74,6 +37,15 @@ def unpack_indices(runs: Tensor, low: Tensor) -> Tensor:
     numbers = torch.arange(runs.numel(), device=runs.device)
     run = torch.repeat_interleave(numbers, runs.long(), output_size=low.numel())
     return (run << 16) | (low.long() & (RUN - 1))
+
+
+# Block-structured top-k: the blocks of largest 2-norm, whole, and which they are.
+#
+#     y = x in the k blocks of largest |x_b|_2, and zero elsewhere
+#
+# Top-k, of blocks on a fixed grid instead of numbers. It leaves |x - y|^2 <= (1 - k/b) |x|^2 of b blocks:
+# biased, it needs error feedback. A place costs 4 bytes a block instead of 2 a number, memory is read and written in
+# runs, and only the norms of blocks are compared.
 
 
 class BlockTopK(Codec):
@@ -97,6 +69,13 @@ class BlockTopK(Codec):
         rows = torch.zeros(block_count(numel, self._block), self._block, dtype=dtype, device=values.device)
         rows[blocks.long()] = values.to(dtype).view(-1, self._block)
         return rows.view(-1)[:numel]
+
+
+# Random-k: numbers at places that all ranks draw alike, so that nobody sends a place and sums can be made on the way.
+#
+# (Stich et al., "Sparsified SGD with Memory", arXiv:1809.07599, section 2.) The vector is cut into k runs, and one
+# place is drawn in each: distinct places without a sort. With error feedback numbers are sent as they are; without it
+# each is multiplied by the length of its run, which makes it unbiased.
 
 
 class RandomK(Codec):
@@ -125,6 +104,22 @@ class RandomK(Codec):
         starts = torch.arange(0, numel, self._run, dtype=torch.int64, device=device)
         lengths = (numel - starts).clamp_(max=self._run)
         return starts + (uniform(key, starts, dtype=torch.float64) * lengths).long(), lengths
+
+
+# Top-k: the k numbers of largest magnitude, and where they stand.
+#
+# (Aji and Heafield, "Sparse Communication for Distributed Gradient Descent", arXiv:1704.05021.) It leaves
+# |x - y|^2 <= (1 - k/n) |x|^2 (Stich et al., arXiv:1809.07599, definition 2.1). Biased: it needs error feedback.
+# 4 bytes a number and 2 a place.
+#
+# Note: sampled threshold
+# -----------------------
+# Sorting out the k largest of n is slow. A sample tells a threshold that about k numbers exceed (Lin et al., "Deep
+# Gradient Compression", arXiv:1712.01887, section 3.1). With `selection = "exact"` somewhat more than k are let
+# through, and the exact k largest of those few are the k largest of all; if fewer than k exceed it, all numbers are
+# looked at. So the threshold never changes the result. With "sampled" those above the threshold are sent, k at most: of
+# more than k, evenly spaced ones; for fewer, zeros fill the payload up. That takes two passes over memory: one finds
+# what is not finite, one selects.
 
 
 SAMPLE = 1 << 16
@@ -220,6 +215,15 @@ def _select(x: Tensor, least: float, *, room: int) -> tuple[Tensor, int]:
         return kernels.select(x, least, room=room)
     places = torch.nonzero(~(x.abs() < least)).view(-1)
     return places, places.numel()
+
+
+# Deep Gradient Compression: top-k of velocities, with more numbers at first.
+#
+#     sent at sum t = max(fraction, 0.25^(1 + floor((t - 1) s / T))),  s powers of four to the fraction, T warm-up sums
+#
+# (Lin et al., "Deep Gradient Compression", arXiv:1712.01887, section 3.3: 25 %, 6.25 %, 1.6 %, 0.4 %, 0.1 % in turn;
+# here in as many equal parts of the warm-up as it takes powers of four.) Velocities, momentum correction, local
+# clipping and factor masking are those of the exchange that is made for it. Biased: it needs error feedback.
 
 
 FIRST = 0.25

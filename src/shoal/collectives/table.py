@@ -7,11 +7,6 @@ rank to another is the n-th that the other expects from it. Nothing else keeps r
 
 Generators write `Transfer`s, which say both ends; `table_of` turns them into rows. Executor, checker and cost walk read
 the rows.
-
-Phases: steps of transfers that algorithms are put together from.
-
-A reduce-scatter among `members` leaves the sum of `parts[i]` (some cells) with member i. Played backwards, with copies
-for additions, it is an all-gather; a reduce played backwards is a broadcast. So each exists once.
 """
 
 from __future__ import annotations
@@ -143,6 +138,12 @@ def relabelled(table: CollectiveTable, order: Sequence[int]) -> CollectiveTable:
     for place, row in enumerate(table.rows):
         rows[order[place]] = tuple(map(step, row))
     return replace(table, rows=tuple(rows), root=order[table.root])
+
+
+# Phases: steps of transfers that algorithms are put together from.
+#
+# A reduce-scatter among `members` leaves the sum of `parts[i]` (some cells) with member i. Played backwards, with
+# copies for additions, it is an all-gather; a reduce played backwards is a broadcast. So each exists once.
 
 
 Phase = list[list[Transfer]]

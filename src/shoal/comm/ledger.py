@@ -2,12 +2,6 @@
 
 Levels are two: to ranks of the same host, and to those of other hosts. Bytes are those of `shoal.comm.volume`, which
 says what is and what is not in them.
-
-What a rank called and when: each collective and message from its start to its end, and where its caller stood still.
-
-The ledger adds up; the journal keeps every call by itself, for a profile of a few steps. A ledger without a journal
-pays nothing for it. Calls of one group are numbered from the moment at which the journal was opened: ranks that open
-theirs between the same two calls find each other's calls by `key`.
 """
 
 from __future__ import annotations
@@ -32,6 +26,13 @@ class Sent:
     def bytes_sent(self) -> int:
         """Both."""
         return self.inside_bytes + self.between_bytes
+
+
+# What a rank called and when: each collective and message from its start to its end, and where its caller stood still.
+#
+# The ledger adds up; the journal keeps every call by itself, for a profile of a few steps. A ledger without a journal
+# pays nothing for it. Calls of one group are numbered from the moment at which the journal was opened: ranks that open
+# theirs between the same two calls find each other's calls by `key`.
 
 
 @dataclass

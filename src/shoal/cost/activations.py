@@ -7,30 +7,6 @@ For one layer of a 16-bit GPT with dropout, over b sequences of s tokens on t te
 
 The terms are kept apart below, so that any feed-forward width, grouped keys, gates and dtypes are counted, with dropout
 or without. For that GPT they give the paper's numbers exactly; a test holds it.
-
-How many microbatches' activations a pipeline rank holds at its peak, in units of one microbatch of its whole rank.
-
-GPipe, LoopedBFS      m                                     Huang et al. arXiv:1811.06965
-1F1B                  min(m, p - i), rank i from 0          Narayanan et al. arXiv:2006.09503
-Interleaved1F1B       at most p (1 + (p-1)/(pv))            Korthikanti et al. arXiv:2205.05198
-InterleavedZeroBubble as Interleaved1F1B                    ZB-H1's memory rule, arXiv:2401.10241
-ZBVZeroBubble         p on every rank                       arXiv:2405.15362: 1F1B's peak, balanced
-DualPipeV             p + 1, with the parameters of 2 ranks DeepSeek-V3, arXiv:2412.19437
-
-Idle time of a pipeline rank in one step, closed forms. F, B, W: forward, input and weight gradient of a microbatch.
-
-All times are those of a whole pipeline rank: a chunk of an interleaved schedule takes 1/v of them.
-
-    GPipe, 1F1B             (p-1)(F + B + W)                   Narayanan et al. arXiv:2104.04473, section 2.2
-    Interleaved1F1B, LoopedBFS    the same / v                 the same paper; Lamy-Poirier arXiv:2211.05953
-    ZB-H1, ZB-H2            (p-1)(F + B - W), (p-1)(F + B - 2W) Qi et al. arXiv:2401.10241, table 2
-    InterleavedZeroBubble   (p-1)(F + B - W) / v               ZB-H1's form on chunks
-    ZBVZeroBubble           (p-1)(F + B - W) / 2 at most, 0 where F = B = W    arXiv:2405.15362
-    DualPipeV               (p/2 - 1)(F&B + B' - 3W), B' = B + W, F&B = F + B'  DeepSeek-V3, arXiv:2412.19437, table 2
-
-In zero-bubble schedules weight gradients fill the gaps, and there are only as many of them as microbatches: with fewer
-than the form fills, what is missing stays idle. All forms are lower bounds: transfers and uneven stages come on top,
-and only a simulation of the schedule counts those exactly.
 """
 
 from __future__ import annotations
@@ -137,6 +113,16 @@ def loss_bytes(model: Transformer, tokens: float, *, tensor: int, kept: Kept, ch
     return tokens * (each * model.vocabulary / split / chunks + inputs)
 
 
+# How many microbatches' activations a pipeline rank holds at its peak, in units of one microbatch of its whole rank.
+#
+# GPipe, LoopedBFS      m                                     Huang et al. arXiv:1811.06965
+# 1F1B                  min(m, p - i), rank i from 0          Narayanan et al. arXiv:2006.09503
+# Interleaved1F1B       at most p (1 + (p-1)/(pv))            Korthikanti et al. arXiv:2205.05198
+# InterleavedZeroBubble as Interleaved1F1B                    ZB-H1's memory rule, arXiv:2401.10241
+# ZBVZeroBubble         p on every rank                       arXiv:2405.15362: 1F1B's peak, balanced
+# DualPipeV             p + 1, with the parameters of 2 ranks DeepSeek-V3, arXiv:2412.19437
+
+
 def in_flight(schedule: Schedule, rank: int, *, pipeline: int, virtual_stages: int, microbatches: int) -> float:
     """Microbatches held by pipeline rank `rank`, at most `microbatches`. `rank` counts from 0, the first stage."""
     if pipeline == 1:
@@ -159,6 +145,22 @@ def in_flight(schedule: Schedule, rank: int, *, pipeline: int, virtual_stages: i
 def _interleaved(rank: int, pipeline: int, virtual_stages: int) -> float:
     """Megatron's warm-up of 2(p - i - 1) + (v - 1)p chunks, one more in work, each 1/v of a rank."""
     return (2 * (pipeline - rank - 1) + (virtual_stages - 1) * pipeline + 1) / virtual_stages
+
+
+# Idle time of a pipeline rank in one step, closed forms. F, B, W: forward, input and weight gradient of a microbatch.
+#
+# All times are those of a whole pipeline rank: a chunk of an interleaved schedule takes 1/v of them.
+#
+#     GPipe, 1F1B             (p-1)(F + B + W)                   Narayanan et al. arXiv:2104.04473, section 2.2
+#     Interleaved1F1B, LoopedBFS    the same / v                 the same paper; Lamy-Poirier arXiv:2211.05953
+#     ZB-H1, ZB-H2            (p-1)(F + B - W), (p-1)(F + B - 2W) Qi et al. arXiv:2401.10241, table 2
+#     InterleavedZeroBubble   (p-1)(F + B - W) / v               ZB-H1's form on chunks
+#     ZBVZeroBubble           (p-1)(F + B - W) / 2 at most, 0 where F = B = W    arXiv:2405.15362
+#     DualPipeV               (p/2 - 1)(F&B + B' - 3W), B' = B + W, F&B = F + B'  DeepSeek-V3, arXiv:2412.19437, table 2
+#
+# In zero-bubble schedules weight gradients fill the gaps, and there are only as many of them as microbatches: with
+# fewer than the form fills, what is missing stays idle. All forms are lower bounds: transfers and uneven stages come on
+# top, and only a simulation of the schedule counts those exactly.
 
 
 def bubble_s(

@@ -14,22 +14,6 @@ Collective Communication Operations in MPICH" (2005), except where noted:
     hierarchical all-reduce      reduce-scatter inside, all-reduce of S/g between, all-gather inside
 
 All are monotone: more bytes, more ranks, a larger latency or a lower rate never make them faster.
-
-The line through measured times of a collective: t = alpha + beta S (Hockney 1994), alpha and beta not negative.
-
-Times span four decades, and a microsecond counts as much at the short end as a millisecond at the long one. So what is
-least is the sum of the squared relative errors,
-
-    sum_i ((alpha + beta S_i - t_i) / t_i)^2,
-
-a weighted linear least-squares problem in two unknowns. A bound that is broken is kept by fitting the other alone.
-
-Groups whose collectives were measured on this machine: alpha + beta S, as `topology.cluster` counts S.
-
-Seconds of an operator at any size, from its measured times on a grid of sizes.
-
-Between sizes the logarithm of the seconds is interpolated linearly in the logarithms of m, n and k. Above the largest
-size the seconds of one unit of work stay what they are there; below the smallest, a launch costs what it costs.
 """
 
 from __future__ import annotations
@@ -106,6 +90,16 @@ def torus_all_reduce(rows: int, columns: int, size: float, *, latency_s: float, 
     return first + ring_all_reduce(rows, size / columns, latency_s=latency_s, bytes_s=bytes_s)
 
 
+# The line through measured times of a collective: t = alpha + beta S (Hockney 1994), alpha and beta not negative.
+#
+# Times span four decades, and a microsecond counts as much at the short end as a millisecond at the long one. So what
+# is least is the sum of the squared relative errors,
+#
+#     sum_i ((alpha + beta S_i - t_i) / t_i)^2,
+#
+# a weighted linear least-squares problem in two unknowns. A bound that is broken is kept by fitting the other alone.
+
+
 @dataclass(frozen=True)
 class Line:
     """Seconds of the shortest message, seconds of each further byte, and how far the worst point lies off."""
@@ -150,6 +144,9 @@ def _bounded(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, flo
     if alpha < 0:
         return 0.0, st / ss
     return (t / one, 0.0) if beta < 0 else (alpha, beta)
+
+
+# Groups whose collectives were measured on this machine: alpha + beta S, as `topology.cluster` counts S.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +197,12 @@ class FittedGroup:
             return 0.0
         fit = self.fits[operation]
         return self.crowd * (fit.alpha_s + fit.beta_s * size)
+
+
+# Seconds of an operator at any size, from its measured times on a grid of sizes.
+#
+# Between sizes the logarithm of the seconds is interpolated linearly in the logarithms of m, n and k. Above the largest
+# size the seconds of one unit of work stay what they are there; below the smallest, a launch costs what it costs.
 
 
 Size = tuple[int, int, int]

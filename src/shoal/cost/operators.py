@@ -11,12 +11,6 @@ of the residual stream in a rank's microbatch, e bytes each:
 
 Fused attention runs at the published rates of its kernel (`cost.matmul`). Under float8 the linear layers of blocks
 compute in it; attention, router and head stay as they are.
-
-What the host spends on a step beside its operators: the loop, hooks, modules.
-
-    seconds = step + microbatches x (microbatch + layers x layer)
-
-Three measured steps of tiny GPTs give the three, once what their operators take is subtracted.
 """
 
 from __future__ import annotations
@@ -34,6 +28,12 @@ from shoal.cost.transformer import (
     expert_parameters,
     layer_kinds,
 )
+
+# What the host spends on a step beside its operators: the loop, hooks, modules.
+#
+#     seconds = step + microbatches x (microbatch + layers x layer)
+#
+# Three measured steps of tiny GPTs give the three, once what their operators take is subtracted.
 
 
 @dataclass(frozen=True, kw_only=True)

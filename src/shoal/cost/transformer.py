@@ -1,24 +1,4 @@
-"""The sizes of a decoder-only transformer: all that the closed forms of this room need to know of a model.
-
-How many parameters, and where they lie.
-
-A layer: 2hd(a+g) of attention + 2hf (3hf gated) of feed-forward + norms and biases (Megatron-LM's
-`theoretical_memory_usage.py`). Embedding Vh, a second one for the head where it is not tied. A mixture has `experts`
-feed-forwards and a router of h x experts.
-
-Floating-point operations, a multiply-add counted as two.
-
-Forward of a layer over b sequences of s tokens: 2bs x (matmul parameters) + 4 b s^2 a d x kappa, kappa = 1/2 where
-causal attention is counted as half. Backward is twice the forward; recomputation adds what it repeats. Logits 2bshV.
-
-Two conventions, and every figure names its own: "causal" counts half of the attention square (this project's MFU);
-"full" counts all of it (Narayanan et al. arXiv:2104.04473, Korthikanti et al. arXiv:2205.05198 appendix A):
-72 B L s h^2 (1 + s/6h + V/12Lh) a step for a GPT without recomputation.
-
-The matrices of a transformer's parameters, one by one, as this project's GPT keeps them: query, key and value apart.
-
-What a low-rank codec sends of a gradient follows from their shapes.
-"""
+"""The sizes of a decoder-only transformer: all that the closed forms of this room need to know of a model."""
 
 from __future__ import annotations
 
@@ -156,6 +136,13 @@ def llama(
     )
 
 
+# How many parameters, and where they lie.
+#
+# A layer: 2hd(a+g) of attention + 2hf (3hf gated) of feed-forward + norms and biases (Megatron-LM's
+# `theoretical_memory_usage.py`). Embedding Vh, a second one for the head where it is not tied. A mixture has `experts`
+# feed-forwards and a router of h x experts.
+
+
 def attention_shapes(model: Transformer, tensor: int = 1) -> list[tuple[int, int]]:
     """(columns, inner) of the matrices of one layer's attention on one of `tensor` ranks: query, key and value; output.
 
@@ -265,6 +252,16 @@ def _vectors(model: Transformer) -> int:
     return 2 * _norm(model) + biases
 
 
+# Floating-point operations, a multiply-add counted as two.
+#
+# Forward of a layer over b sequences of s tokens: 2bs x (matmul parameters) + 4 b s^2 a d x kappa, kappa = 1/2 where
+# causal attention is counted as half. Backward is twice the forward; recomputation adds what it repeats. Logits 2bshV.
+#
+# Two conventions, and every figure names its own: "causal" counts half of the attention square (this project's MFU);
+# "full" counts all of it (Narayanan et al. arXiv:2104.04473, Korthikanti et al. arXiv:2205.05198 appendix A):
+# 72 B L s h^2 (1 + s/6h + V/12Lh) a step for a GPT without recomputation.
+
+
 Recompute = Literal["none", "selective", "operators", "full"]
 """What the backward computes again: nothing; the square of attention; all but attention and every second product (the
 per-operator policy of torchtitan); all."""
@@ -305,6 +302,11 @@ def hardware_flops(
         "full": layer_flops(model, sequences, sequence, convention=convention),
     }[recompute]
     return model_flops(model, sequences, sequence, convention=convention) + model.layers * repeated
+
+
+# The matrices of a transformer's parameters, one by one, as this project's GPT keeps them: query, key and value apart.
+#
+# What a low-rank codec sends of a gradient follows from their shapes.
 
 
 Shapes = tuple[tuple[int, int, int], ...]

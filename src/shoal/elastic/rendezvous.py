@@ -4,12 +4,6 @@ first member.
 So no store outlives the replicas that need it, and none is lost with a replica that is not the first of the generation.
 A rank talks to a generation's store over a connection of its own, also where it hosts the store: when a member is lost,
 the rank ends that connection, and with it all that it waits for there.
-
-Hosts that are out of reach: finding them, and ending what this process waits for on them.
-
-A host that is gone, or behind a cut link, closes no connection: who waits for it would wait for the timeout of a
-collective, and Gloo does not end a call that is under way. So when the coordinator has fenced all replicas of a host,
-this process shuts down its own ends of all connections to it. Its calls then fail as if the peer had closed them.
 """
 
 from __future__ import annotations
@@ -39,6 +33,13 @@ from shoal.launcher.rendezvous import Rendezvous, connect_store
 from shoal.launcher.store.client import AuthenticatedStore
 from shoal.launcher.supervision import say_arrived
 from shoal.resilience.events import View
+
+# Hosts that are out of reach: finding them, and ending what this process waits for on them.
+#
+# A host that is gone, or behind a cut link, closes no connection: who waits for it would wait for the timeout of a
+# collective, and Gloo does not end a call that is under way. So when the coordinator has fenced all replicas of a host,
+# this process shuts down its own ends of all connections to it. Its calls then fail as if the peer had closed them.
+
 
 FDS = Path("/proc/self/fd")
 REACH_S = 3.0
@@ -250,7 +251,7 @@ def place_of(view: View, member: int, rank: int, ranks: int, launcher: Launcher)
 
 
 class GenerationExchange:
-    """A save's messages, as `checkpoint.agreement.Exchange`; they end with the generation, and the save with them."""
+    """A save's messages, as `checkpoint.agreement.MessageExchange`; they and the save end with the generation."""
 
     def __init__(self, board: Board, over: threading.Event) -> None:
         self._board, self._over = board, over

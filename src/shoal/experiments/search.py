@@ -1,24 +1,6 @@
 """Which configurations are tried, and which are stopped early. Pure: the same file gives the same trials.
 
 Bayesian search proposes its configurations while the sweep runs; the others are known before it starts.
-
-Asynchronous successive halving (Li et al., arXiv:1810.05934): a trial is judged at the rungs
-
-    first_steps * factor^k,    k = 0, 1, ...
-
-and stands still at a rung as long as its value is not among the best 1/factor of those that have been seen there so
-far. Nobody waits for others: the first trials to reach a rung go on, and one that stands still goes on when it is among
-the best of more.
-
-Bayesian search: the next configuration, from what those before it came to. Pure: the same values, the same draw.
-
-The tree-structured Parzen estimator (Bergstra et al., NeurIPS 2011, section 4) divides the configurations that are
-known into the best share and the rest, fits a density to each, and takes of several draws the one with the largest
-
-    l(x) / g(x),        l: density of the best, g: density of the rest.
-
-The first `startup` configurations are drawn at random. Those that still run count as bad ones, so that trials side by
-side do not all try the same place. Optuna (arXiv:1907.10902) does the fitting.
 """
 
 from __future__ import annotations
@@ -139,6 +121,17 @@ def load_sweep(path: Path) -> SweepFile:
     return found
 
 
+# Bayesian search: the next configuration, from what those before it came to. Pure: the same values, the same draw.
+#
+# The tree-structured Parzen estimator (Bergstra et al., NeurIPS 2011, section 4) divides the configurations that are
+# known into the best share and the rest, fits a density to each, and takes of several draws the one with the largest
+#
+#     l(x) / g(x),        l: density of the best, g: density of the rest.
+#
+# The first `startup` configurations are drawn at random. Those that still run count as bad ones, so that trials side by
+# side do not all try the same place. Optuna (arXiv:1907.10902) does the fitting.
+
+
 @dataclass(frozen=True)
 class Known:
     """A configuration that was tried. `value`: its objective, None while it runs; `failed`: it will have none."""
@@ -227,6 +220,15 @@ def trials(sweep: SweepFile, proposed: Sequence[Mapping[str, Any]] = ()) -> list
     configurations = proposed if isinstance(sweep.search, Bayes) else _configurations(sweep)
     pairs = [(index, seed) for index in range(len(configurations)) for seed in sweep.seeds]
     return [Trial(number, index, configurations[index], seed) for number, (index, seed) in enumerate(pairs)]
+
+
+# Asynchronous successive halving (Li et al., arXiv:1810.05934): a trial is judged at the rungs
+#
+#     first_steps * factor^k,    k = 0, 1, ...
+#
+# and stands still at a rung as long as its value is not among the best 1/factor of those that have been seen there so
+# far. Nobody waits for others: the first trials to reach a rung go on, and one that stands still goes on when it is
+# among the best of more.
 
 
 def rungs(search: ASHA, steps: int) -> list[int]:

@@ -4,8 +4,8 @@
 
 Rings over ranks send from each rank to the next, and groups of consecutive ranks (a shard of ZeRO, a pipeline) stay
 among neighbours. So the launchers measure latency and rate of every link in both directions, round by round, and
-number the hosts along the best ring (`topology.links.best_order`: searched whole up to 8 hosts). Host 0 keeps its
-place: rank 0 is where MASTER_ADDR says. All launchers compute the order from the same figures, so they agree.
+number the hosts along the best ring (`ring`: searched whole up to 8 hosts). Host 0 keeps its place: rank 0 is where
+MASTER_ADDR says. All launchers compute the order from the same figures, so they agree.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from shoal.launcher.store.connection import StoreConnection, StoreLate, StoreLos
 from shoal.launcher.store.messages import job_token
 from shoal.launcher.supervision import say
 from shoal.launcher.survey.probe import listening, measure
-from shoal.topology.links import Links, best_order
+from shoal.topology.links import Links, best_order, pace
 
 COME_S = 120.0
 ROUND_S = 60.0
 SIZE_BYTES = 1 << 20
 """Of the messages for which the order is the best."""
+ALIKE, ALIKE_BUSY = 1.1, 1.5
+"""Measurements of links that are alike differ by less than this factor; and on hosts that are busy."""
 _SETTLE_S = 0.2
 
 
@@ -108,7 +110,18 @@ def _measured(host: Host, store: StoreConnection) -> HostOrder:
             store.ask("set", [f"order/round/{shift}/{me}"], [b""])
             store.get_all([f"order/round/{shift}/{node}" for node in everyone], timeout_s=ROUND_S)
     links = _links(host.nodes, store)
-    return HostOrder(best_order(links, size=SIZE_BYTES), links)
+    return HostOrder(ring(links), links)
+
+
+def ring(links: Links) -> tuple[int, ...]:
+    """The hosts along the best ring, host 0 first. Groups of consecutive ranks begin at rank 0: of the two ways around,
+    where links are alike in both directions, the one that goes to host 0's nearer neighbour first."""
+    order = best_order(links, size=SIZE_BYTES, alike=ALIKE)
+    back = (order[0], *order[:0:-1])
+    there_s, back_s = (pace(links, way, size=SIZE_BYTES)[0] for way in (order, back))
+    if back_s > ALIKE_BUSY * there_s:
+        return order
+    return min(order, back, key=lambda way: links.seconds(way[0], way[1], SIZE_BYTES))
 
 
 def _link(door: _Door, token: str) -> _Found:

@@ -1,28 +1,4 @@
-"""Batch normalisation over declared groups of samples, and over a microbatch of all ranks (`model.batch_norm`).
-
-Groups: statistics that no layout can change.
-
-Batch normalisation ties a sample to whatever shares its batch, hence to the microbatch and the world size. Here the
-neighbours are declared: every `group_samples` consecutive samples are normalised by their own mean and variance ("ghost
-batches", arXiv:1705.08741), in whichever batch they arrive.
-
-`with_grouped_norm` puts such layers in the place of a user's `torch.nn.BatchNorm` layers.
-
-Synchronised: by the statistics of a microbatch over all ranks that hold other samples of it.
-
-What `torch.nn.SyncBatchNorm` computes, on CPU tensors too, with uneven numbers of samples, and without samples that
-only make microbatches alike. Each rank takes its own count, mean and sum of squared distances from that mean; the ranks
-tell each other, and each combines them (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for
-Computing Sample Variances", 1979), in float64 and in the order of ranks, so that all have the same bits:
-
-    n = sum n_r        m = sum n_r m_r / n        v = sum (M_r + n_r (m_r - m)^2) / n
-
-Distances are from a mean at all times: E[x^2] - E[x]^2 would lose the variance of a channel whose mean is large. The
-exchange is differentiable, so that the gradient of a sample comes from all samples that it was normalised with.
-
-Running statistics move once a step (`StepBatchNorm`), by the mean of the microbatches' statistics. Every rank adds the
-same ones, so that the sum over ranks has the same mean.
-"""
+"""Batch normalisation over declared groups of samples, and over a microbatch of all ranks (`model.batch_norm`)."""
 
 from __future__ import annotations
 
@@ -242,6 +218,15 @@ def _in_place_of(norm: _BatchNorm, name: str, make: Callable[[_BatchNorm], StepB
     return made
 
 
+# Groups: statistics that no layout can change.
+#
+# Batch normalisation ties a sample to whatever shares its batch, hence to the microbatch and the world size. Here the
+# neighbours are declared: every `group_samples` consecutive samples are normalised by their own mean and variance
+# ("ghost batches", arXiv:1705.08741), in whichever batch they arrive.
+#
+# `with_grouped_norm` puts such layers in the place of a user's `torch.nn.BatchNorm` layers.
+
+
 class GroupedBatchNorm(StepBatchNorm):
     """Normalises `[groups * group_samples, channels, ...]`, each group by its own statistics."""
 
@@ -289,6 +274,22 @@ def with_grouped_norm(model: nn.Module, group_samples: int) -> None:
         )
 
     replace_norms(model, make)
+
+
+# Synchronised: by the statistics of a microbatch over all ranks that hold other samples of it.
+#
+# What `torch.nn.SyncBatchNorm` computes, on CPU tensors too, with uneven numbers of samples, and without samples that
+# only make microbatches alike. Each rank takes its own count, mean and sum of squared distances from that mean; the
+# ranks tell each other, and each combines them (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm
+# for Computing Sample Variances", 1979), in float64 and in the order of ranks, so that all have the same bits:
+#
+#     n = sum n_r        m = sum n_r m_r / n        v = sum (M_r + n_r (m_r - m)^2) / n
+#
+# Distances are from a mean at all times: E[x^2] - E[x]^2 would lose the variance of a channel whose mean is large. The
+# exchange is differentiable, so that the gradient of a sample comes from all samples that it was normalised with.
+#
+# Running statistics move once a step (`StepBatchNorm`), by the mean of the microbatches' statistics. Every rank adds
+# the same ones, so that the sum over ranks has the same mean.
 
 
 Exchange = Callable[[Tensor], Tensor]

@@ -1,15 +1,4 @@
-"""The layers between attentions: gated with SiLU (SwiGLU, Shazeer, arXiv:2002.05202) or plain with GELU.
-
-Rotary positions (Su et al., arXiv:2104.09864): neighbouring features turn by an angle that grows with the position.
-
-    (x_2i, x_2i+1)  as a complex number, times  exp(1j * position * base^(-2i / head_size))
-
-A query and a key that are turned so have a product that depends on their distance alone. The complex form takes one
-pass over memory where the form with halves takes six: 0.5 ms instead of 2.0 ms, forward and backward, for 0.5 million
-float32 numbers on one core.
-
-Causal self-attention in which groups of query heads share a key and value head (arXiv:2305.13245).
-"""
+"""Layers of the built-in models: feed-forwards, rotary positions, causal attention, dropout by sample."""
 
 from __future__ import annotations
 
@@ -21,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.maths.counter import bits, indices, key_of
+
+# The layers between attentions: gated with SiLU (SwiGLU, Shazeer, arXiv:2002.05202) or plain with GELU.
 
 
 class SwiGLU(nn.Module):
@@ -48,6 +39,15 @@ class GELU(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+# Rotary positions (Su et al., arXiv:2104.09864): neighbouring features turn by an angle that grows with the position.
+#
+#     (x_2i, x_2i+1)  as a complex number, times  exp(1j * position * base^(-2i / head_size))
+#
+# A query and a key that are turned so have a product that depends on their distance alone. The complex form takes one
+# pass over memory where the form with halves takes six: 0.5 ms instead of 2.0 ms, forward and backward, for 0.5 million
+# float32 numbers on one core.
+
+
 def rotations(positions: Tensor, *, head_size: int, base: float) -> Tensor:
     """The factor of each pair of features at each position, complex64 `[*positions.shape, 1, head_size / 2]`.
 
@@ -63,6 +63,9 @@ def rotated(x: Tensor, factors: Tensor) -> Tensor:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     pairs = torch.view_as_complex(wide.unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * factors).flatten(-2).to(x.dtype)
+
+
+# Causal self-attention in which groups of query heads share a key and value head (arXiv:2305.13245).
 
 
 class CausalAttention(nn.Module):

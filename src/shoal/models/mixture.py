@@ -1,15 +1,9 @@
-"""Experts: feed-forward layers of one shape, their weights stacked `[experts, outputs, inputs]`.
-
-Tokens arrive sorted by expert, so each expert multiplies one contiguous slice: a grouped matrix product.
-
-A mixture of experts in place of a feed-forward (Shazeer et al., arXiv:1701.06538; Mixtral, arXiv:2401.04088).
+"""A mixture of experts in place of a feed-forward (Shazeer et al., arXiv:1701.06538; Mixtral, arXiv:2401.04088).
 
     y_t = sum over the chosen experts e of gate_te * expert_e(x_t)  +  shared(x_t)
 
 The shared experts (DeepSeekMoE, arXiv:2401.06066) see every token. What a token's way depends on, the choice and the
 capacity, and the losses of the router are functions of its own sequence: no batch and no layout can change them.
-
-How evenly the tokens of a step went over the experts: what is measured of every mixture.
 """
 
 from __future__ import annotations
@@ -153,6 +147,11 @@ def set_routes(model: nn.Module, tap: RouteTap | None) -> None:
     for module in model.modules():
         if isinstance(module, TakesRoutes):
             module.tap = tap
+
+
+# Experts: feed-forward layers of one shape, their weights stacked `[experts, outputs, inputs]`.
+#
+# Tokens arrive sorted by expert, so each expert multiplies one contiguous slice: a grouped matrix product.
 
 
 ALIGNED_FEATURES = 8
@@ -372,6 +371,9 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     """What the experts compute in: rows are rounded before they travel, not after."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+# How evenly the tokens of a step went over the experts: what is measured of every mixture.
 
 
 def mixtures_of(model: nn.Module) -> list[Mixture]:

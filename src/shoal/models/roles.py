@@ -1,6 +1,4 @@
-"""The laws that first values of parameters follow: each maps counters to numbers, so that any part is drawn alone.
-
-What each parameter is for, declared as data by the model that has it.
+"""What each parameter is for, declared as data by the model that has it.
 
 A model declares an ordered mapping of name patterns (`fnmatch`) to roles; the first pattern that fits decides. From
 roles follow the first values, the weight decay, and later how tensor parallelism splits a parameter:
@@ -17,14 +15,6 @@ roles follow the first values, the weight decay, and later how tensor parallelis
     table               an `EmbeddingTable`'s rows, whose gradient is sparse; its module says how it is split
 
 A module that declares nothing, such as a user's own, is replicated and keeps the first values it was built with.
-
-Models that are a chain, declared as data: what a pipeline cuts into stages.
-
-    context = model.context(*inputs)
-    x = part_n(... part_1(part_0(None, context), context) ..., context)
-
-`context` is made of the inputs alone, so that every stage can make its own; only `x` travels between stages. A part
-names the submodules it uses, and no other part uses them: a stage drops those of the parts that it does not hold.
 """
 
 from __future__ import annotations
@@ -119,6 +109,9 @@ def tables_in(model: nn.Module) -> dict[str, EmbeddingTable]:
         if uses.count(id(table.weight)) > 1:
             raise UserCodeError(f"{name}, the weight of an EmbeddingTable, is used by another module too; untie them")
     return found
+
+
+# The laws that first values of parameters follow: each maps counters to numbers, so that any part is drawn alone.
 
 
 class Law(Protocol):
@@ -283,6 +276,15 @@ def _declared_role(model: nn.Module, declared: Mapping[str, Role], *, name: str)
         f"{type(model).__name__}.parameter_roles() says nothing of the parameter '{name}'; a model that declares roles "
         f"declares all: add a pattern that fits it"
     )
+
+
+# Models that are a chain, declared as data: what a pipeline cuts into stages.
+#
+#     context = model.context(*inputs)
+#     x = part_n(... part_1(part_0(None, context), context) ..., context)
+#
+# `context` is made of the inputs alone, so that every stage can make its own; only `x` travels between stages. A part
+# names the submodules it uses, and no other part uses them: a stage drops those of the parts that it does not hold.
 
 
 @dataclass(frozen=True)

@@ -6,23 +6,6 @@
 
 The bias b takes part in the choice alone. Loss-free balancing (arXiv:2408.15664) moves it once a step, from the loads
 of the whole global batch:  b_e <- b_e + rate * sign(mean load - load_e).
-
-Capacity: how many tokens of one sequence an expert takes (GShard, arXiv:2006.16668; Switch, arXiv:2101.03961).
-
-    capacity = ceil(capacity_factor * top_k * length / experts)
-
-It is counted in each sequence by itself, and the first tokens are the ones that stay. So what is dropped depends
-neither on the batch a sequence is in, nor on how it is split over ranks.
-
-Losses that a router has beside the loss of the model, each of one sequence of S tokens over E experts:
-
-    balance = E sum_e f_e P_e    f_e: share of the choices that fell on e, P_e: mean share of its scores
-                                 (Switch Transformers, arXiv:2101.03961, eq. 4 to 6)
-    z       = 1/S sum_t logsumexp(logits_t)^2    (ST-MoE, arXiv:2202.08906, eq. 5)
-
-What is minimised is the sum over sequences of weight * (coefficients * these), divided by the denominator of the global
-batch as the loss itself is. It enters the gradient in the layer where it arises: the activations pass an identity whose
-backward adds the loss's own gradient times `scale`. So nothing has to travel along a pipeline.
 """
 
 from __future__ import annotations
@@ -34,6 +17,16 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+# Losses that a router has beside the loss of the model, each of one sequence of S tokens over E experts:
+#
+#     balance = E sum_e f_e P_e    f_e: share of the choices that fell on e, P_e: mean share of its scores
+#                                  (Switch Transformers, arXiv:2101.03961, eq. 4 to 6)
+#     z       = 1/S sum_t logsumexp(logits_t)^2    (ST-MoE, arXiv:2202.08906, eq. 5)
+#
+# What is minimised is the sum over sequences of weight * (coefficients * these), divided by the denominator of the
+# global batch as the loss itself is. It enters the gradient in the layer where it arises: the activations pass an
+# identity whose backward adds the loss's own gradient times `scale`. So nothing has to travel along a pipeline.
 
 
 @dataclass(eq=False)
@@ -252,6 +245,14 @@ class Router(nn.Module):
 def top_k(preferences: Tensor, k: int) -> Tensor:
     """The indices `[..., k]` of the largest along the last dimension, largest first; of equal ones the lower first."""
     return torch.sort(preferences, dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+# Capacity: how many tokens of one sequence an expert takes (GShard, arXiv:2006.16668; Switch, arXiv:2101.03961).
+#
+#     capacity = ceil(capacity_factor * top_k * length / experts)
+#
+# It is counted in each sequence by itself, and the first tokens are the ones that stay. So what is dropped depends
+# neither on the batch a sequence is in, nor on how it is split over ranks.
 
 
 SPAN = 1 << 32

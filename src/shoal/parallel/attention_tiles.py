@@ -192,14 +192,6 @@ def _added(seen: Tensor | None, like: Tensor) -> Tensor | None:
 #     j > i   both chunks, all of them, from the queries of the late chunk
 #
 # so fused kernels without masks can do it. Documents need masks; such tiles are cut into rows.
-#
-# Attention of a rank's queries, added up tile by tile, and its gradients.
-#
-# Tiles t of the same rows are merged by their log-sum-exp (arXiv:2310.01889, arXiv:2307.08691):
-#
-#     lse = log sum_t exp(lse_t),   out = sum_t exp(lse_t - lse) out_t
-#
-# The backward needs `out` and `lse` alone, so nothing of a tile is kept.
 
 
 MOST_MASKED_NUMEL = 1 << 24
@@ -283,6 +275,15 @@ def _seen(tile: Tile, rows: slice, keys: slice, documents: Documents | None, *, 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type in which terms are added up: float32 at least."""
     return torch.promote_types(dtype, torch.float32)
+
+
+# Attention of a rank's queries, added up tile by tile, and its gradients.
+#
+# Tiles t of the same rows are merged by their log-sum-exp (arXiv:2310.01889, arXiv:2307.08691):
+#
+#     lse = log sum_t exp(lse_t),   out = sum_t exp(lse_t - lse) out_t
+#
+# The backward needs `out` and `lse` alone, so nothing of a tile is kept.
 
 
 class Rows:

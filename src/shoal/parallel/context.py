@@ -22,17 +22,6 @@ from shoal.models.sparse_attention import WholeSequences
 from shoal.parallel.attention_tiles import Documents, Rows, RowsBackward, tiles_of_sequence, tiles_of_source, wide_dtype
 from shoal.topology.refusal import nearest_divisors, nearest_multiples
 
-# Which tokens of a sequence a context rank holds.
-#
-# The causal mask gives late tokens more work than early ones. A sequence of n tokens is therefore cut into 2 C chunks,
-# and rank i of C holds the chunks i and 2 C - 1 - i, in this order: the work of the two adds up to the same on every
-# rank (arXiv:2407.21783, section 3.3.2). All kinds of context parallelism use this one order.
-#
-# The attention core of a context rank: as `CausalAttention`, over a part of each sequence.
-#
-# A core gets this rank's slices of query, key and value, in the order of `shard`, and returns its slice of the result.
-# The ranks of `group` call it together, forward and backward.
-#
 # What context ranks send each other: a shift round the ring, and the document numbers of all.
 
 
@@ -74,6 +63,13 @@ def gathered(group: Collective, tensor: Tensor) -> Tensor:
     return output.unflatten(0, (group.size, -1))
 
 
+# Which tokens of a sequence a context rank holds.
+#
+# The causal mask gives late tokens more work than early ones. A sequence of n tokens is therefore cut into 2 C chunks,
+# and rank i of C holds the chunks i and 2 C - 1 - i, in this order: the work of the two adds up to the same on every
+# rank (arXiv:2407.21783, section 3.3.2). All kinds of context parallelism use this one order.
+
+
 def check_sequence(tokens: int, size: int) -> None:
     """Raises `LayoutError` unless `size` context ranks can hold two equal chunks of `tokens` each."""
     if size > 1 and (tokens % (2 * size) or tokens == 0):
@@ -112,6 +108,12 @@ def by_rank(whole: Tensor, *, size: int, dim: int) -> Tensor:
     """The inverse of `in_sequence`: `[size, ...]`, the part of each rank."""
     chunks = whole.chunk(2 * size, dim)
     return torch.stack([torch.cat((chunks[rank], chunks[-1 - rank]), dim) for rank in range(size)])
+
+
+# The attention core of a context rank: as `CausalAttention`, over a part of each sequence.
+#
+# A core gets this rank's slices of query, key and value, in the order of `shard`, and returns its slice of the result.
+# The ranks of `group` call it together, forward and backward.
 
 
 class ContextCore(CausalAttention, ABC):

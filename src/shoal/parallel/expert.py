@@ -1,14 +1,4 @@
-"""How tokens get to their experts and back, as autograd functions: each one's backward is its inverse on gradients.
-
-The surroundings of a mixture whose experts, and whose tokens, lie on several ranks.
-
-    tokens sorted by expert --all-to-all--> by (rank, expert) --sort--> by expert --experts--> and all the way back
-
-Every token is routed once. Ranks along `tensor` that have the same tokens split them first (GShard, arXiv:2006.16668,
-for the exchange); under sequence parallelism they have different ones already. What belongs to a sequence as a whole,
-loads and the order of its tokens, is agreed among the ranks that route its parts.
-
-Expert parallelism of a model: each rank of `expert` keeps an equal share of every mixture's experts.
+"""Expert parallelism of a model: each rank of `expert` keeps an equal share of every mixture's experts.
 
     blocks.3.feed_forward.experts.up    [experts, hidden, width]  ->  [experts / E, hidden, width]
     blocks.3.feed_forward.router.weight                               whole; each rank routes tokens of its own
@@ -30,6 +20,8 @@ from shoal.comm.collective import Collective
 from shoal.errors import LayoutError
 from shoal.models.token_exchange import Apply, SendsTokens, counted
 from shoal.topology.refusal import nearest_divisors, nearest_multiples
+
+# How tokens get to their experts and back, as autograd functions: each one's backward is its inverse on gradients.
 
 
 def all_to_all(rows: Tensor, group: Collective, *, sent: Sequence[int], received: Sequence[int]) -> Tensor:
@@ -118,6 +110,15 @@ def _start(seq: int, rank: int, size: int) -> int:
 def _start_and_length(seq: int, group: Collective) -> tuple[int, int]:
     start, end = bounds(seq, group)
     return start, end - start
+
+
+# The surroundings of a mixture whose experts, and whose tokens, lie on several ranks.
+#
+#     tokens sorted by expert --all-to-all--> by (rank, expert) --sort--> by expert --experts--> and all the way back
+#
+# Every token is routed once. Ranks along `tensor` that have the same tokens split them first (GShard, arXiv:2006.16668,
+# for the exchange); under sequence parallelism they have different ones already. What belongs to a sequence as a whole,
+# loads and the order of its tokens, is agreed among the ranks that route its parts.
 
 
 @dataclass(frozen=True)

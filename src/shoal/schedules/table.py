@@ -7,8 +7,6 @@
 
 B is I and W together: a stage does either B or both I and W on a microbatch.
 
-Which rank holds which stage.
-
 `ScheduleTable`: a whole schedule, one row of actions a rank.
 """
 
@@ -104,25 +102,7 @@ AnySchedule = Literal[Schedule, "PipeDream"]
 #
 # The rank of a V holds two stages, chunk 0 on the way down and chunk 1 on the way up. A phase is (repeats, words), and
 # a word is a kind and a chunk: "F0" is the next microbatch's forward through chunk 0. "W" without a chunk is the
-# weights' gradient that has waited longest. With P ranks, rank r and M microbatches:
-#
-# The family of 1F1B: some forwards first, then forwards and backwards in turn.
-#
-# A row follows from two orders and two numbers. The orders say in which sequence a rank forwards its microbatches
-# through its stages, and in which it takes them back; `warmup` is how many forwards come before the first backward, and
-# `lag` how many gradients of weights are put off, where the backward is split:
-#
-#     F ... F | F B F B ... F B | B ... B            whole backward
-#     F ... F | F I F I F I W ... F I W | I W ... | W ... W    split, W number k right after I number k + lag
-#
-# More warm-up fills the pipeline at the price of more stored activations; more lag keeps weights' gradients for the
-# time when the pipeline drains. With one stage a rank, of P, and rank r:
-#
-#     schedule   warmup             lag   source
-#     GPipe      all                -     arXiv:1811.06965
-#     1F1B       P - 1 - r          -     PipeDream-flush, arXiv:2006.09503
-#     ZB-H1      P - 1 - r          r     arXiv:2401.10241, section 2
-#     ZB-H2      2 (P - 1 - r)      2 r   arXiv:2401.10241, section 2
+# weights' gradient that has waited longest.
 
 
 Phase = tuple[int, str]
@@ -182,6 +162,25 @@ def played(phases: Iterable[Phase], stages: tuple[int, ...]) -> tuple[Action, ..
             pending.append((chunk, microbatch))
         row.append(Action(cast(Kind, kind), stages[chunk], microbatch))
     return tuple(row)
+
+
+# The family of 1F1B: some forwards first, then forwards and backwards in turn.
+#
+# A row follows from two orders and two numbers. The orders say in which sequence a rank forwards its microbatches
+# through its stages, and in which it takes them back; `warmup` is how many forwards come before the first backward, and
+# `lag` how many gradients of weights are put off, where the backward is split:
+#
+#     F ... F | F B F B ... F B | B ... B            whole backward
+#     F ... F | F I F I F I W ... F I W | I W ... | W ... W    split, W number k right after I number k + lag
+#
+# More warm-up fills the pipeline at the price of more stored activations; more lag keeps weights' gradients for the
+# time when the pipeline drains. With one stage a rank, of P, and rank r:
+#
+#     schedule   warmup             lag   source
+#     GPipe      all                -     arXiv:1811.06965
+#     1F1B       P - 1 - r          -     PipeDream-flush, arXiv:2006.09503
+#     ZB-H1      P - 1 - r          r     arXiv:2401.10241, section 2
+#     ZB-H2      2 (P - 1 - r)      2 r   arXiv:2401.10241, section 2
 
 
 Visit = tuple[int, int]

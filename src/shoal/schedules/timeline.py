@@ -36,8 +36,6 @@ from shoal.errors import LayoutError
 from shoal.schedules.table import KINDS, Action, ScheduleTable, looped, woven
 
 # What waits for what, and a walk through a table as its ranks would take it.
-#
-# Whether a table is a schedule at all: every piece of work once, and nobody waits for ever.
 
 
 Needs = dict[Action, tuple[Action, ...]]
@@ -91,6 +89,9 @@ def completing(table: ScheduleTable, rank: int) -> dict[Action, int]:
     """
     last = {action.stage: action for action in table.rows[rank] if action.kind in "BW"}
     return {action: stage for stage, action in last.items()}
+
+
+# Whether a table is a schedule at all: every piece of work once, and nobody waits for ever.
 
 
 _WHOLE, _SPLIT, _FORWARD = {"F", "B"}, {"F", "I", "W"}, {"F"}

@@ -3,7 +3,7 @@
 A pod is a host: it runs `shoal launch`, which starts the host's ranks. The pod's index among the job's is its number as
 a host. Pods never restart alone (`restartPolicy: Never`), as ranks that have lost one another start together.
 
-    exit code of a host        the SubmittedJob says                     the set of jobs
+    exit code of a host        the Job says                    the set of jobs
     0                          done
     2, 4, 6                    FailJob, "exit code 2"           fails: the same would happen again
     75, or an evicted pod      FailJob, "exit code 75"          starts again, uncounted: it resumes from its checkpoint
@@ -169,7 +169,7 @@ def pod_template(job: SubmittedJob, options: KubernetesOptions, *, variables: li
 
 
 def job_spec(job: SubmittedJob, options: KubernetesOptions, *, variables: list[dict[str, Any]]) -> dict[str, Any]:
-    """A SubmittedJob of one pod a host, which fails as a whole with the first pod that does."""
+    """A Job of one pod a host, which fails as a whole with the first pod that does."""
     hosts = job.resources.nodes
     spec: dict[str, Any] = {
         "completionMode": "Indexed",
@@ -185,7 +185,7 @@ def job_spec(job: SubmittedJob, options: KubernetesOptions, *, variables: list[d
 
 
 def failure_policy(job: SubmittedJob) -> dict[str, Any]:
-    """The set's answer to a SubmittedJob that failed; the messages are those that Kubernetes writes of its rules."""
+    """The set's answer to a Job that failed; the messages are those that Kubernetes writes of its rules."""
     again = [f"exit code {Stopped.exit_code} ", "condition DisruptionTarget "]
     return {
         "maxRestarts": job.restarts,
@@ -287,17 +287,10 @@ def _pod_failure_rules() -> list[dict[str, Any]]:
     return [fails((Stopped.exit_code,)), evicted, fails(FATAL_CODES)]
 
 
-# A job as the objects that `kubectl` is given.
-#
-# A job as a JobSet (jobset.sigs.k8s.io): one indexed SubmittedJob of a pod a host behind a headless service.
+# A job as a JobSet (jobset.sigs.k8s.io): one indexed Job of a pod a host behind a headless service.
 #
 # With a queue of Kueue's, the set stays suspended until the cluster has room for all of its pods, so that all start or
 # none. Without one, pods that start wait for the others, up to `run.start_timeout_s`, and train only together.
-#
-# A job as a TrainJob of Kubeflow's Trainer (trainer.kubeflow.org), with a runtime of its own.
-#
-# The runtime brings what the shared ones lack: no pod restarts alone, and the set starts again after 75 but not after
-# 2. Its `torch` policy sets the `PET_` variables, from which `shoal launch` learns which host it is.
 
 
 JOBSET_API, KIND = "jobset.x-k8s.io/v1alpha2", "JobSet"
@@ -322,6 +315,12 @@ def jobset(job: SubmittedJob, options: KubernetesOptions) -> list[dict[str, Any]
         ],
     }
     return [config_map(job, options), {"apiVersion": JOBSET_API, "kind": KIND, "metadata": metadata, "spec": spec}]
+
+
+# A job as a TrainJob of Kubeflow's Trainer (trainer.kubeflow.org), with a runtime of its own.
+#
+# The runtime brings what the shared ones lack: no pod restarts alone, and the set starts again after 75 but not after
+# 2. Its `torch` policy sets the `PET_` variables, from which `shoal launch` learns which host it is.
 
 
 TRAINER_API = "trainer.kubeflow.org/v1alpha1"

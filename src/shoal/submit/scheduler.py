@@ -3,10 +3,6 @@
 runs/NAME/submit/   run.toml            the keys that are set, overrides among them
                     job.sbatch, ...     what the scheduler was given
                     submission.json     to whom, and under which name it knows the job
-
-Calls of a scheduler's client program (`sbatch`, `kubectl`), bounded in time.
-
-Following a job that was submitted: how it stands while it waits, what it prints while it runs, how it ends.
 """
 
 from __future__ import annotations
@@ -25,6 +21,9 @@ import msgspec
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.files import read_file
 from shoal.submit.job import SubmittedJob
+
+# Calls of a scheduler's client program (`sbatch`, `kubectl`), bounded in time.
+
 
 CALL_S = 60.0
 _LOGGED = re.compile(r"[IWEF]\d{4} [\d:.]+ +\d+ \S+\]")
@@ -129,6 +128,9 @@ def read_record(directory: Path) -> Submission:
         return msgspec.json.decode(content, type=Submission)
     except msgspec.DecodeError as error:
         raise UsageError(f"{path} is no record of a submission ({error}): submit the run again") from None
+
+
+# Following a job that was submitted: how it stands while it waits, what it prints while it runs, how it ends.
 
 
 LOOK_S = 2.0

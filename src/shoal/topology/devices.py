@@ -10,15 +10,6 @@ bandwidths of ring all-reduces:
 - 200 Gb/s InfiniBand: 91 GB/s of 4 x 25 (github.com/NVIDIA/nccl-tests#100); 400 Gb/s: 46 to 48 of 50 (#290)
 
 Where no measurement was found, the efficiency is that of the nearest relative, and the source says "assumed".
-
-How often a job is stopped, as it was published of clusters of each architecture.
-
-    mean time between failures = 1 / (rate x nodes),   rate in failures per 1,000 node-days
-
-A cluster file that states `failures_per_1000_node_days` is believed. Where it states none, the rate is the geometric
-mean of those of `PUBLISHED` of the same architecture: a new cluster is taken for one more of them. Single clusters lie
-up to 2.5 times above and below it. A node there has eight devices; a node of another size fails in proportion to its
-devices, which cause most of the failures (78 % of Llama 3's unexpected interruptions were hardware's).
 """
 
 from __future__ import annotations
@@ -30,6 +21,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from shoal.topology.cluster import Architecture, Cluster, Device, Link, Machine
+
+# How often a job is stopped, as it was published of clusters of each architecture.
+#
+#     mean time between failures = 1 / (rate x nodes),   rate in failures per 1,000 node-days
+#
+# A cluster file that states `failures_per_1000_node_days` is believed. Where it states none, the rate is the geometric
+# mean of those of `PUBLISHED` of the same architecture: a new cluster is taken for one more of them. Single clusters
+# lie up to 2.5 times above and below it. A node there has eight devices; a node of another size fails in proportion to
+# its devices, which cause most of the failures (78 % of Llama 3's unexpected interruptions were hardware's).
+
 
 NODE_DEVICES = 8
 """Devices of a node in every published figure."""

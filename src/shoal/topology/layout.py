@@ -19,13 +19,7 @@ expert_shard x expert, with `expert` innermost:
     rank = ((replicate * P + pipeline) * (D * C * T / E) + expert_shard) * E + expert
 
 The *group* of an axis at a rank is the ranks that share all other coordinates with it; the groups of an axis are a
-partition of the world. Several axes of one reading (see `axes`) make a group in the same way.
-
-Counting in mixed radix: a number as digits, each with a base of its own, as hours, minutes and seconds are.
-
-    number = ((d0 * b1 + d1) * b2 + d2) * b3 + ...          0 <= d_i < b_i
-
-Outermost digit first (Horner's rule; Knuth, The Art of Computer Programming, volume 2, section 4.1, equation 9).
+partition of the world. Several axes of one reading (see `reading_of`) make a group in the same way.
 """
 
 from __future__ import annotations
@@ -45,27 +39,6 @@ from shoal.topology.refusal import check_divides, check_expert, check_size, chec
 # pipeline x expert_shard x expert: `expert` is cut from the innermost end of shard x context x tensor, and
 # `expert_shard`, the rest, is the data axis of the experts. A *reading* is one of these two lists of axes, outermost
 # first. Axes of one reading are independent of each other; `tensor` and `expert` are not: they count the same ranks.
-#
-# Where one parameter lies, and over which ranks its gradient is a sum.
-#
-# Two questions about a parameter and an axis, independent of each other:
-#
-# - Do the ranks along the axis hold different pieces of it (`sharded`), or the same numbers (`replicated`)?
-# - Does each of them compute one term of its gradient (`partial`), or the whole?
-#
-# Both are true of `shard` under ZeRO-3, where a reduce-scatter answers them at once. Gradient sync asks for
-# `all_reduce_axes` and `reduce_scatter_axes`; a norm or a count adds up over `sharded` alone, so that a number that
-# several ranks hold counts once.
-#
-#     part                                   sharded      partial, beside the batch axes
-#     a norm's weight                        -            -
-#     a column of a tensor-parallel matrix   tensor       -
-#     a norm under sequence parallelism      -            tensor
-#     an embedding tied across stages        -            pipeline
-#     a matrix under ZeRO-3                  shard        -
-#
-# An expert's parameters are sharded over `expert`. Tokens reach experts through an exchange over shard x context x
-# tensor in which each token is sent once, so an expert's gradient has one term on each rank of `expert_shard`.
 
 
 Axis = Literal["replicate", "pipeline", "shard", "context", "tensor", "expert_shard", "expert"]
@@ -106,6 +79,28 @@ def in_order(axes: Iterable[Axis], reading: tuple[Axis, ...]) -> tuple[Axis, ...
 
 def _listed(axes: Iterable[str]) -> str:
     return ", ".join(repr(axis) for axis in sorted(axes))
+
+
+# Where one parameter lies, and over which ranks its gradient is a sum.
+#
+# Two questions about a parameter and an axis, independent of each other:
+#
+# - Do the ranks along the axis hold different pieces of it (`sharded`), or the same numbers (`replicated`)?
+# - Does each of them compute one term of its gradient (`partial`), or the whole?
+#
+# Both are true of `shard` under ZeRO-3, where a reduce-scatter answers them at once. Gradient sync asks for
+# `all_reduce_axes` and `reduce_scatter_axes`; a norm or a count adds up over `sharded` alone, so that a number that
+# several ranks hold counts once.
+#
+#     part                                   sharded      partial, beside the batch axes
+#     a norm's weight                        -            -
+#     a column of a tensor-parallel matrix   tensor       -
+#     a norm under sequence parallelism      -            tensor
+#     an embedding tied across stages        -            pipeline
+#     a matrix under ZeRO-3                  shard        -
+#
+# An expert's parameters are sharded over `expert`. Tokens reach experts through an exchange over shard x context x
+# tensor in which each token is sent once, so an expert's gradient has one term on each rank of `expert_shard`.
 
 
 Kind = Literal["dense", "expert"]
@@ -158,6 +153,13 @@ def placed(kind: Kind, *, sharded: Iterable[Axis] = (), partial: Iterable[Axis] 
     if foreign:
         raise ValueError(f"a parameter of kind {kind!r} has no axis {foreign[0]!r}: its axes are {', '.join(reading)}")
     return Placement(reading, in_order(sharded, reading), in_order(partial, reading))
+
+
+# Counting in mixed radix: a number as digits, each with a base of its own, as hours, minutes and seconds are.
+#
+#     number = ((d0 * b1 + d1) * b2 + d2) * b3 + ...          0 <= d_i < b_i
+#
+# Outermost digit first (Horner's rule; Knuth, The Art of Computer Programming, volume 2, section 4.1, equation 9).
 
 
 def to_digits(number: int, bases: Sequence[int]) -> tuple[int, ...]:

@@ -2,13 +2,6 @@
 
 Ranks of one host reach each other much faster than those of two. So rates, sorted, have a gap, and the ranks that are
 joined by rates above it are the hosts; a gap is believed when every two ranks of such a host are above it.
-
-The order of ranks around a ring: slow links are crossed as seldom as can be.
-
-All links of a ring carry the same bytes at the same time, so the slowest sets the pace; a host's port is busy with all
-links of the ring that leave the host. Among orders of the same pace the smallest sum of all links is taken. It is a
-travelling salesman's tour: searched whole up to 8 ranks, above that improved by turning stretches around and moving
-single ranks (2-opt and or-opt; Croes 1958, Or 1976) from the better of two beginnings, and again from changed orders.
 """
 
 from __future__ import annotations
@@ -137,6 +130,14 @@ def _complete(bytes_s: Matrix, found: Sequence[int], least: float) -> bool:
     return all(_rate(bytes_s, i, j) >= least for i in range(n) for j in range(i) if found[i] == found[j])
 
 
+# The order of ranks around a ring: slow links are crossed as seldom as can be.
+#
+# All links of a ring carry the same bytes at the same time, so the slowest sets the pace; a host's port is busy with
+# all links of the ring that leave the host. Among orders of the same pace the smallest sum of all links is taken. It is
+# a travelling salesman's tour: searched whole up to 8 ranks, above that improved by turning stretches around and moving
+# single ranks (2-opt and or-opt; Croes 1958, Or 1976) from the better of two beginnings, and again from changed orders.
+
+
 EXACT_RANKS = 8
 """7! = 5,040 orders of eight ranks take a tenth of a second."""
 KICKS = 4000
@@ -145,11 +146,17 @@ Order = tuple[int, ...]
 Pace = tuple[float, float]
 
 
-def best_order(links: Links, *, size: float = 1 << 20) -> Order:
-    """The order for rings whose messages have `size` bytes; begins with rank 0."""
+def best_order(links: Links, *, size: float = 1 << 20, alike: float = 1.0) -> Order:
+    """The order for rings whose messages have `size` bytes; begins with rank 0.
+
+    Where it is searched whole, orders whose slowest links differ by less than the factor `alike` are of one pace: noise
+    of a measurement tells them apart, and the sum of all links says more.
+    """
     ranks = range(links.ranks)
     if links.ranks <= EXACT_RANKS:
-        return min(((0, *rest) for rest in permutations(ranks[1:])), key=lambda order: pace(links, order, size=size))
+        paces = {(0, *rest): pace(links, (0, *rest), size=size) for rest in permutations(ranks[1:])}
+        slowest_s = alike * min(slowest_s for slowest_s, _ in paces.values())
+        return min((order for order in paces if paces[order][0] <= slowest_s), key=lambda order: paces[order][::-1])
     begun = [_by_host(links), _nearest(links, size)]
     order = _improved(links, min(begun, key=lambda order: pace(links, order, size=size)), size)
     draw = random.Random(0)

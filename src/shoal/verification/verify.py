@@ -117,8 +117,28 @@ def verify_rank(
     bar = bar or ProgressBar()
     bar.update(f"building the model and its layout over {units.plural(place.world_size, 'rank')}")
     own_precision, tolerances = run_file.precision, EXACT if exact else SINGLE
-    run_file = msgspec.structs.replace(run_file, precision=Float64() if exact else Float32())
     differ = replicas_differ(run_file.sync)
+    run_file = msgspec.structs.replace(run_file, precision=Float64() if exact else Float32())
+    run_file, notes = _without_what_rounds(run_file, differ=differ)
+    if differ:
+        if isinstance(own_precision, BFloat16 | BFloat16Params | Float8):
+            notes.append(PRECISION.format(own_precision.variant))
+        steps = steps or steps_of(run_file, place.world_size, least=STEPS)
+        run = replace(open_run(ending_after(steps, run_file), place, objects, store=store), run_file=run_file)
+        verdict = verify_strategy(run, steps=steps, tolerances=tolerances, exact=exact, bar=bar)
+    elif run_file.pipeline.asynchronous:
+        steps, run = steps or STEPS, open_run(run_file, place, objects, store=store)
+        bar.update(f"comparing {units.plural(steps, 'step')} with one process")
+        verdict = verify_pipedream(run, steps=steps, tolerances=tolerances, exact=exact)
+    else:
+        run = open_run(run_file, place, objects, store=store)
+        verdict = _verify_layout(run, own_precision, steps=steps or STEPS, tolerances=tolerances, exact=exact, bar=bar)
+    return None if verdict is None else replace(verdict, notes=(*verdict.notes, *notes))
+
+
+def _without_what_rounds(run_file: RunFile, *, differ: bool) -> tuple[RunFile, list[str]]:
+    """The run file without what rounds on purpose, and a sentence for each thing that is left out. `differ`: replicas
+    do, so that one process plays the strategy."""
     run_file, notes = provable(run_file) if differ else (run_file, [])
     if rounds_moments(run_file):
         plain = differ or run_file.pipeline.asynchronous
@@ -135,23 +155,20 @@ def verify_rank(
         run_file = with_offload(run_file, delay_update_after=0)
     if (lossy := run_file.pipeline.codec) != "none":
         notes.append(LOSSY_STAGES.format(lossy))
-    run_file = msgspec.structs.replace(run_file, pipeline=msgspec.structs.replace(run_file.pipeline, codec="none"))
-    if differ:
-        if isinstance(own_precision, BFloat16 | BFloat16Params | Float8):
-            notes.append(PRECISION.format(own_precision.variant))
-        steps = steps or steps_of(run_file, place.world_size, least=STEPS)
-        run = replace(open_run(ending_after(steps, run_file), place, objects, store=store), run_file=run_file)
-        verdict = verify_strategy(run, steps=steps, tolerances=tolerances, exact=exact, bar=bar)
-        return None if verdict is None else replace(verdict, notes=(*verdict.notes, *notes))
-    steps, run = steps or STEPS, open_run(run_file, place, objects, store=store)
-    if run_file.pipeline.asynchronous:
-        bar.update(f"comparing {units.plural(steps, 'step')} with one process")
-        verdict = verify_pipedream(run, steps=steps, tolerances=tolerances, exact=exact)
-        return None if verdict is None else replace(verdict, notes=(*verdict.notes, *notes))
+    pipeline = msgspec.structs.replace(run_file.pipeline, codec="none")
+    return msgspec.structs.replace(run_file, pipeline=pipeline), notes
+
+
+def _verify_layout(
+    run: Run, own_precision: PrecisionConfig, *, steps: int, tolerances: Tolerances, exact: bool, bar: ProgressBar
+) -> Verdict | None:
+    """Steps under the layout beside those of one process, and then some under the run's own precision."""
+    run_file, notes = run.run_file, []
     if run_file.codec != NoCodec():
         notes.append(layout_step.LOSSY_NOTE.format(run_file.codec.variant))
     with closing(run.feed(Cursor())) as feed, closing(_whole_feed(run)) as whole:
-        proof = _Proof(run, reference_of(run) if place.rank == 0 else None, feed, whole, rate_findings(run), bar)
+        reference = reference_of(run) if run.process.place.rank == 0 else None
+        proof = _Proof(run, reference, feed, whole, rate_findings(run), bar)
         holds = proof.take(range(1, steps + 1), tolerances)
         if holds and not exact and isinstance(own_precision, BFloat16 | BFloat16Params | Float16):
             proof.switch(own_precision)

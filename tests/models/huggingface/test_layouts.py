@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +107,49 @@ def test_a_further_decoder_is_the_same_model_or_refused(ranks, tmp_path: Path, m
     assert outcomes[0][1]["holds"], outcomes[0][1]["sentence"]
 
 
-def test_the_table_has_a_hundred_cells_or_more_that_are_the_same() -> None:
-    """What the documentation says of the table."""
-    assert sum(expected(*cell) == "same" for cell in CELLS) >= 100
+PAGE = Path(__file__).parents[3] / "docs/huggingface.md"
+ZEROS = ("ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, recompute", "ZeRO-2, replicate 2")
+EXPERTS = [(layout,) for layout in LAYOUTS if layout.startswith("expert")]
+DOCUMENTED: dict[str, tuple[Collection[str], list[tuple[str, ...]]]] = {
+    "| | replicate |": (
+        MODELS,
+        [("replicate 2",), ZEROS, ("tensor 2",), ("tensor 2, sequence",), ("pipeline 2",), ("pipeline 2, interleaved",),
+         ("context 2",), ("tensor 2, pipeline 2",)],
+    ),
+    "| with `layout.expert` |": (MODELS, EXPERTS),
+    "| | ZeRO-3 |": (FURTHER, [(layout,) for layout in FURTHER_LAYOUTS]),
+}  # fmt: skip
+"""Tables of the page by the beginning of their first line: the models of their rows, the layouts of their columns."""
+NAMED = {"Llama with LoRA": "LoRA", "ERNIE 4.5 MoE": "ERNIE"}
+
+
+def documented(header: str, models: Collection[str], columns: list[tuple[str, ...]]) -> dict[tuple[str, str], bool]:
+    """Whether the page says "same", by model and layout."""
+    lines = PAGE.read_text().splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith(header))
+    rows = itertools.takewhile(lambda line: line.startswith("|"), lines[start + 2 :])
+    said: dict[tuple[str, str], bool] = {}
+    for row in rows:
+        names, *cells = (cell.strip() for cell in row.strip("|").split("|"))
+        others = [model for model in models if (model, columns[0][0]) not in said]
+        listed = [NAMED.get(name, name) for name in re.sub(r" \([^)]*\)", "", names).split(", ")]
+        for model in others if names == "all others" else listed:
+            for layouts, cell in zip(columns, cells, strict=True):
+                said |= {(model, layout): cell.startswith("same") for layout in layouts}
+    return said
+
+
+@pytest.mark.parametrize("header", DOCUMENTED, ids=["layouts", "experts", "further decoders"])
+def test_the_page_says_of_each_cell_what_the_tests_hold(header: str) -> None:
+    models, columns = DOCUMENTED[header]
+    holds = further_refusal if models is FURTHER else expected
+    layouts = [layout for column in columns for layout in column]
+    wanted = {(model, layout): holds(model, layout) in ("", "same") for model in models for layout in layouts}
+    assert documented(header, models, columns) == wanted
+
+
+def test_the_tables_have_as_many_cells_as_the_page_says() -> None:
+    said = re.search(r"more than (\d+) cells", PAGE.read_text())
+    assert said is not None
+    assert len(CELLS) + len(FURTHER) * len(FURTHER_LAYOUTS) > int(said[1])
     assert {model for model, _ in FAST} == set(MODELS)

@@ -1,34 +1,4 @@
-"""Coded sums of momenta instead of gradients, as Deep Gradient Compression and 1-bit Adam ask.
-
-`CodedMomentum`: what coded sums of momenta have in common: a velocity of each rank, beside its residual.
-
-A velocity moves, like a residual, when its step has led to an update, and is saved and restored in the same way: when
-the world changes, a rank takes over those of several others, and adds them up.
-
-`MomentumCorrected`: a coded sum of velocities instead of gradients, as Deep Gradient Compression asks.
-
-    g_r <- g_r min(1, c / (sqrt(n) |g_r|))        local clipping
-    u_r <- m u_r + g_r                            momentum correction
-    c_r  = u_r + e_r,   sent as by `Coded`
-    u_r <- 0 where something was sent             factor masking; so no stale direction is sent once more. Not
-                                                  of a rank alone, which has plain momentum
-
-(Lin et al., "Deep Gradient Compression", arXiv:1712.01887, sections 3.1 to 3.3.) The optimizer that takes the sum has
-no momentum of its own. Clipping is by the norm of a buffer, not of the whole gradient, which is not there yet when it
-is sent. Both u and e count when their step has led to an update.
-
-`MomentumSum`: a coded sum of momenta instead of gradients, as 1-bit Adam, 0/1 Adam and 1-bit LAMB ask.
-
-    exact update    g = sum over r of g_r,  m <- b m + (1 - b) g           the optimizer gets g
-    others          c_r = b m / n + (1 - b) g_r + e_r                      this rank's share of the new momentum
-                    m <- sum over r of decode(encode(c_r))                 the optimizer gets m
-                    e_r <- c_r - decode(encode(c_r))
-
-(Tang et al., "1-bit Adam", arXiv:2102.02888, algorithm 1.) The momentum is linear in the gradient, so that its error
-can be fed back; Adam's step is not, and error feedback of gradients fails with it. Each rank holds m / n, of which only
-the sum over ranks counts. Residuals wait while gradients are sent as they are. Which updates are exact is a function of
-their number, which the optimizer counts likewise.
-"""
+"""Coded sums of momenta instead of gradients, as Deep Gradient Compression and 1-bit Adam ask."""
 
 from __future__ import annotations
 
@@ -44,6 +14,11 @@ from shoal.comm.exchanges.coded import Coded
 from shoal.comm.exchanges.coded_sum import as_it_is
 from shoal.comm.exchanges.exchange import Segment
 from shoal.maths.norm import two_norm
+
+# `CodedMomentum`: what coded sums of momenta have in common: a velocity of each rank, beside its residual.
+#
+# A velocity moves, like a residual, when its step has led to an update, and is saved and restored in the same way: when
+# the world changes, a rank takes over those of several others, and adds them up.
 
 
 class CodedMomentum(Coded):
@@ -72,6 +47,19 @@ class CodedMomentum(Coded):
 
     def _unsent(self) -> Sequence[tuple[Tensor | None, Callable[[], Tensor]]]:
         return [*super()._unsent(), (self.velocity, self.velocity_arrival)]
+
+
+# `MomentumCorrected`: a coded sum of velocities instead of gradients, as Deep Gradient Compression asks.
+#
+#     g_r <- g_r min(1, c / (sqrt(n) |g_r|))        local clipping
+#     u_r <- m u_r + g_r                            momentum correction
+#     c_r  = u_r + e_r,   sent as by `Coded`
+#     u_r <- 0 where something was sent             factor masking; so no stale direction is sent once more. Not
+#                                                   of a rank alone, which has plain momentum
+#
+# (Lin et al., "Deep Gradient Compression", arXiv:1712.01887, sections 3.1 to 3.3.) The optimizer that takes the sum has
+# no momentum of its own. Clipping is by the norm of a buffer, not of the whole gradient, which is not there yet when it
+# is sent. Both u and e count when their step has led to an update.
 
 
 class MomentumCorrected(CodedMomentum):
@@ -116,6 +104,19 @@ class MomentumCorrected(CodedMomentum):
         if self._sent:
             self._velocity, self._next_velocity = self._next_velocity, self._velocity
         super().commit()
+
+
+# `MomentumSum`: a coded sum of momenta instead of gradients, as 1-bit Adam, 0/1 Adam and 1-bit LAMB ask.
+#
+#     exact update    g = sum over r of g_r,  m <- b m + (1 - b) g           the optimizer gets g
+#     others          c_r = b m / n + (1 - b) g_r + e_r                      this rank's share of the new momentum
+#                     m <- sum over r of decode(encode(c_r))                 the optimizer gets m
+#                     e_r <- c_r - decode(encode(c_r))
+#
+# (Tang et al., "1-bit Adam", arXiv:2102.02888, algorithm 1.) The momentum is linear in the gradient, so that its error
+# can be fed back; Adam's step is not, and error feedback of gradients fails with it. Each rank holds m / n, of which
+# only the sum over ranks counts. Residuals wait while gradients are sent as they are. Which updates are exact is a
+# function of their number, which the optimizer counts likewise.
 
 
 class MomentumSum(CodedMomentum):

@@ -41,17 +41,6 @@ from shoal.comm.shm.core import Core, CoreMissing, Settings, core_identity, load
 # A segment is an anonymous file (memfd): it has no name that could leak or be guessed, and it is gone with the last
 # process that maps it. Its size is sealed, so that no peer can truncate it under a reader. Descriptors are needed only
 # to pass a segment on; a mapping outlives them.
-#
-# `Handshake`: the ranks of a host pass each other the descriptors of their segments.
-#
-# They connect over Unix sockets and pass descriptors as ancillary data (unix(7), SCM_RIGHTS). Afterwards every two
-# ranks have a stream between them and each other's segment mapped. Every rank connects to the lower ranks and then
-# accepts the higher ones: a listening socket queues connections before it accepts them, so nobody waits in a circle.
-#
-# The sockets are in the abstract namespace: random names in no folder, gone with the handshake or the process. Any
-# process of the same network namespace can connect there, so both ends ask the kernel whose process the other one is
-# (SO_PEERCRED) before they say anything, and let go of one of another user. No port is open, and nothing has a name in
-# /dev/shm.
 
 
 def create_segment(size_bytes: int, *, name: str = "shoal") -> int:
@@ -94,6 +83,18 @@ def window_bytes() -> int:
     found = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
     spans = [fields[0] for fields in found if len(fields) == 6 and fields[5].split()[0] == f"/memfd:{window_name()}"]
     return sum(int(stop, 16) - int(start, 16) for start, _, stop in (span.partition("-") for span in spans))
+
+
+# `Handshake`: the ranks of a host pass each other the descriptors of their segments.
+#
+# They connect over Unix sockets and pass descriptors as ancillary data (unix(7), SCM_RIGHTS). Afterwards every two
+# ranks have a stream between them and each other's segment mapped. Every rank connects to the lower ranks and then
+# accepts the higher ones: a listening socket queues connections before it accepts them, so nobody waits in a circle.
+#
+# The sockets are in the abstract namespace: random names in no folder, gone with the handshake or the process. Any
+# process of the same network namespace can connect there, so both ends ask the kernel whose process the other one is
+# (SO_PEERCRED) before they say anything, and let go of one of another user. No port is open, and nothing has a name in
+# /dev/shm.
 
 
 _CONFIRMED = b"1"

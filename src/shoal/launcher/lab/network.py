@@ -35,8 +35,6 @@ from shoal.launcher.spawn import run_ranks
 from shoal.launcher.supervision import Patience, say
 
 # `ip` and `tc`: whether this process may use them, and running several of their commands at once.
-#
-# What the kernel counted on the interfaces of this network namespace.
 
 
 TIMEOUT_S = 30.0
@@ -103,6 +101,9 @@ def _refused(commands: Sequence[str], complaint: str) -> str:
 def _reason(complaint: str) -> str:
     lines = [line for line in complaint.splitlines() if line and not line.startswith("Command failed")]
     return lines[0].removeprefix("Error: ").rstrip(".") if lines else "without a reason"
+
+
+# What the kernel counted on the interfaces of this network namespace.
 
 
 INTERFACES = Path("/sys/class/net")

@@ -4,18 +4,6 @@ Each rank goes through its row in order. What an action takes is received, or ha
 the same rank; what it gives is sent without waiting. Gradients add up in the parameters, over microbatches, in the
 order of the row. They are complete when the row is, or for one stage after the action that
 `schedules.timeline.completing` names: parameters' hooks do not tell, for a split backward writes past them.
-
-One stage's forward and backward on one microbatch, whole or split.
-
-    B   dx and dw in one go
-    I   dx only, noting what arrives where weights join the path (see `joints`)
-    W   dw only, from what was noted
-
-A stage whose input needs no gradient, such as the first, has no path: its I is the whole backward and its W nothing.
-
-Seconds that a rank's device computes, to be set against the seconds of the whole schedule.
-
-A GPU is given work and asked for nothing: its seconds lie between events on its stream, read once at the end.
 """
 
 from __future__ import annotations
@@ -34,6 +22,15 @@ from shoal.errors import LayoutError
 from shoal.parallel.pipeline.joints import AS_IT_IS, Branches, Noted, Packing, find_branches, noting
 from shoal.parallel.pipeline.transfers import Wire
 from shoal.schedules.table import Action, ScheduleTable
+
+# One stage's forward and backward on one microbatch, whole or split.
+#
+#     B   dx and dw in one go
+#     I   dx only, noting what arrives where weights join the path (see `joints`)
+#     W   dw only, from what was noted
+#
+# A stage whose input needs no gradient, such as the first, has no path: its I is the whole backward and its W nothing.
+
 
 Weights = Callable[[int], Sequence[Tensor]]
 """The parameters of a stage."""
@@ -84,6 +81,11 @@ class Pass:
                 else:
                     weight.grad.add_(gradient)
         self.branches, self.noted = [], {}
+
+
+# Seconds that a rank's device computes, to be set against the seconds of the whole schedule.
+#
+# A GPU is given work and asked for nothing: its seconds lie between events on its stream, read once at the end.
 
 
 class Stopwatch(Protocol):

@@ -1,37 +1,5 @@
 """What crosses the boundary between two stages, its form and its coding; and where weights join the path through a
 stage, which is what lets a backward be split.
-
-`Form`: the shape and dtype of what crosses a boundary, and how the receiver is told.
-
-Microbatches whose inputs have the same shapes have one form, so it is announced once, in front of the first of them.
-Which these are every rank knows, for all ranks of a pipeline have the same samples.
-
-Where weights join the path from a stage's input to its output: what lets a backward be split (arXiv:2401.10241).
-
-In the graph of a backward, the nodes from which the input can be reached are the *path*. A node of the path that has a
-branch to weights beside it, such as a matrix product, is a *joint*:
-
-    output -> ... -> joint -> ... -> joint -> input
-                       |               |
-                     weight          weight
-
-The gradient of the input runs along the path and is noted where it passes a joint. The gradients of the weights follow
-later, from each joint into its branch and no further. Joints that share a weight are taken together, each with the
-gradient that was noted at it, which already holds what came to it through the others.
-
-What a tensor becomes between two stages: as it is, or coded in fewer bits.
-
-    x' = decode(encode(x))              what the next stage computes with
-    dL/dx = decode(encode(dL/dx'))      straight-through: coding counts as the identity in the backward
-
-Numbers are rounded to nearest, those of a block by the scale of the block:
-
-    int8         |x - x'| <= max |x| of the block / 254
-    bfloat16     |x - x'| <= |x| / 256
-
-The errors are no noise that averages out: for activations that hardly change from epoch to epoch it is better to send
-the changes (Wang et al., "Fine-tuning Language Models over Slow Networks using Activation Quantization with
-Guarantees", arXiv:2206.01299), at the price of memory for each sample. What is not finite stays so.
 """
 
 from __future__ import annotations
@@ -48,6 +16,12 @@ from shoal.codec.codec import Codec, pack, unpack
 from shoal.codec.config import BlockwiseConfig, CastConfig
 from shoal.config.check import implementation_of
 from shoal.errors import UserCodeError
+
+# `Form`: the shape and dtype of what crosses a boundary, and how the receiver is told.
+#
+# Microbatches whose inputs have the same shapes have one form, so it is announced once, in front of the first of them.
+# Which these are every rank knows, for all ranks of a pipeline have the same samples.
+
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 _MOST_DIMS = 8
@@ -89,6 +63,20 @@ class Form:
     def empty(self, device: torch.device) -> Tensor:
         """A tensor to receive into."""
         return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+# Where weights join the path from a stage's input to its output: what lets a backward be split (arXiv:2401.10241).
+#
+# In the graph of a backward, the nodes from which the input can be reached are the *path*. A node of the path that has
+# a branch to weights beside it, such as a matrix product, is a *joint*:
+#
+#     output -> ... -> joint -> ... -> joint -> input
+#                        |               |
+#                      weight          weight
+#
+# The gradient of the input runs along the path and is noted where it passes a joint. The gradients of the weights
+# follow later, from each joint into its branch and no further. Joints that share a weight are taken together, each with
+# the gradient that was noted at it, which already holds what came to it through the others.
 
 
 Noted = dict[Node, tuple[Tensor | None, ...]]
@@ -190,6 +178,21 @@ def _note(noted: Noted, joint: Node) -> Callable[..., None]:
 
 def _replaced(gradients: tuple[Tensor | None, ...]) -> Callable[..., Any]:
     return lambda _: gradients
+
+
+# What a tensor becomes between two stages: as it is, or coded in fewer bits.
+#
+#     x' = decode(encode(x))              what the next stage computes with
+#     dL/dx = decode(encode(dL/dx'))      straight-through: coding counts as the identity in the backward
+#
+# Numbers are rounded to nearest, those of a block by the scale of the block:
+#
+#     int8         |x - x'| <= max |x| of the block / 254
+#     bfloat16     |x - x'| <= |x| / 256
+#
+# The errors are no noise that averages out: for activations that hardly change from epoch to epoch it is better to send
+# the changes (Wang et al., "Fine-tuning Language Models over Slow Networks using Activation Quantization with
+# Guarantees", arXiv:2206.01299), at the price of memory for each sample. What is not finite stays so.
 
 
 class Packing(Protocol):

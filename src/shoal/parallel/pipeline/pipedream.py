@@ -1,14 +1,7 @@
 """PipeDream: a pipeline that never drains, with an update for every microbatch and the older weights that it needs.
 
-`Stash`: older versions of a stage's weights, one for each microbatch whose backward is still to come.
-
-A backward is right only with the weights that its forward saw. So weights that a stored forward used are never written:
-an update first gives the parameters storage of their own, and a backward gets the old storage back for as long as it
-lasts. Versions that several microbatches share are stored once.
-
-PipeDream: 1F1B without flush, an optimizer step for every microbatch, weights stashed (SOSP 2019, section 3.3).
-
-Stage s of S is S - 1 - s updates behind in its forwards, and uses the same weights again in the backward:
+1F1B without flush, an optimizer step for every microbatch, weights stashed (SOSP 2019, section 3.3). Stage s of S
+is S - 1 - s updates behind in its forwards, and uses the same weights again in the backward:
 
     w_s(t + 1) = w_s(t) - lr * dL/dw_s (w_0(t - S + 1), ..., w_{S-1}(t))
 
@@ -28,6 +21,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from shoal.comm.collective import Collective
 from shoal.parallel.pipeline.execute import Computation, Hooks, PipelineRun
 from shoal.schedules.table import Action, ScheduleTable
+
+# `Stash`: older versions of a stage's weights, one for each microbatch whose backward is still to come.
+#
+# A backward is right only with the weights that its forward saw. So weights that a stored forward used are never
+# written: an update first gives the parameters storage of their own, and a backward gets the old storage back for as
+# long as it lasts. Versions that several microbatches share are stored once.
 
 
 class Stash:

@@ -1,9 +1,4 @@
-"""`Stages`: a model's chain, cut: what each stage runs, which parameters it has, and who holds copies of tied ones.
-
-What each part of a chain costs, from its parameters or by the clock, and a cut by the names of its parts.
-
-The automatic cut by costs is `schedules.build.balanced_cut`.
-"""
+"""`Stages`: a model's chain, cut: what each stage runs, which parameters it has, and who holds copies of tied ones."""
 
 from __future__ import annotations
 
@@ -22,6 +17,11 @@ from shoal.models.roles import DeclaresParts, Part, role_of
 from shoal.schedules.build import Cut, balanced_cut, check_enough_blocks
 
 __all__ = ["Cut", "Stages", "balanced_cut", "cut_at", "estimated_costs", "measured_costs", "stage_costs", "staged"]
+
+# What each part of a chain costs, from its parameters or by the clock, and a cut by the names of its parts.
+#
+# The automatic cut by costs is `schedules.build.balanced_cut`.
+
 
 LEAST_SHARE = 1e-3
 """A part without matrix products is not free: this share of the dearest part's cost."""

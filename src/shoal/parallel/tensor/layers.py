@@ -1,14 +1,4 @@
-"""One layer that is to be split: decided first, replaced later, so that a refusal leaves the model as it was.
-
-Layers of which each rank of a group has a part, by the names that the whole layers' parameters have.
-
-What sequence parallelism adds to a split model: outside its regions every rank has a slice of each sequence.
-
-Norms, dropout and the residual sum cost nothing twice, and their activations take 1 / size of the memory
-(arXiv:2205.05198). Attention and feed-forward see the whole sequence.
-
-Which slice of a dimension a place along `tensor` holds, and why some sizes cannot be split.
-"""
+"""Layers of which each rank of a group has a part, by the names that the whole layers' parameters have."""
 
 from __future__ import annotations
 
@@ -25,6 +15,8 @@ from shoal.errors import LayoutError, UserCodeError
 from shoal.models.layers import KeyedDropout
 from shoal.parallel.tensor.operators import slice_of
 from shoal.topology.refusal import nearest_divisors, nearest_multiples
+
+# Which slice of a dimension a place along `tensor` holds, and why some sizes cannot be split.
 
 
 @dataclass(frozen=True)
@@ -85,6 +77,9 @@ def _ungrouped(what: str, shared: int, size: int, *, heads: int) -> str:
         f"{what} has {shared} heads that the {heads} query heads share; tensor={size} must divide them or be a "
         f"multiple of them; nearest: {sizes}"
     )
+
+
+# One layer that is to be split: decided first, replaced later, so that a refusal leaves the model as it was.
 
 
 Cuts = Mapping[int, Cut]
@@ -270,6 +265,12 @@ class VocabularyEmbedding(nn.Module):
 
     def _holds(self, token: int) -> bool:
         return self.cut.offset <= token < self.cut.offset + self.cut.length
+
+
+# What sequence parallelism adds to a split model: outside its regions every rank has a slice of each sequence.
+#
+# Norms, dropout and the residual sum cost nothing twice, and their activations take 1 / size of the memory
+# (arXiv:2205.05198). Attention and feed-forward see the whole sequence.
 
 
 def change_input(region: nn.Module, crossing: Callable[[Tensor], Tensor]) -> None:

@@ -183,8 +183,6 @@ def _check_widths(region: Region) -> None:
         )
 
 
-# How activations get into split layers and out of them: whole or in slices, along one axis or in blocks.
-#
 # Blocks: the way into regions whose layers lie in blocks on a grid (`shoal.parallel.tensor.summa`), and out of them.
 #
 # Rank (i, j) of a grid of R x C works on the block of the stream `[batch, seq, width]` with the i-th of R parts of
@@ -314,6 +312,9 @@ def _in_blocks(
     cuts = block_cuts(layer.out_features, layer.in_features, grid, what=name)
     made = partial(SummaLinear, grid=grid, before=before, after=after)
     return SplitLayer(name, layer.module, cuts, bias_cuts(layer.out_features, grid), made)
+
+
+# How activations get into split layers and out of them: whole or in slices, along one axis or in blocks.
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ The interval of a step follows from the kind of evidence behind its prediction: 
 `ratios` are measured over predicted. An interval is the prediction times their quantiles, with no assumption on their
 shape. Memory is asked about far out in the tail, where there are no rows: there the logarithms of the ratios are taken
 as normal, wider by 1 + 1/n for what n rows leave unknown of it (the predictive distribution of a mean).
-
-Predictions and constants as plain values, for JSON.
 """
 
 from __future__ import annotations
@@ -192,6 +190,9 @@ PUBLISHED_MEMORY = Residuals(
     ),
     count=48,
 )
+
+
+# Predictions and constants as plain values, for JSON.
 
 
 def prediction_record(one: Prediction) -> dict[str, Any]:

@@ -1,18 +1,9 @@
-"""The cheapest choice for every variable of a graph, exactly, by eliminating variables one by one.
-
-    minimise  sum_v own_v(x_v) + sum_(u,v) between_uv(x_u, x_v)
-
-To eliminate v, all tables that mention it are added and minimised over x_v: a table over its neighbours stands for it
-from then on (non-serial dynamic programming, Bertele and Brioschi 1972). On a chain that is the usual dynamic program,
-on series-parallel graphs a table that is left has two variables, and on any graph the result is exact; time and memory
-grow with the most neighbours that a variable has when its turn comes. The one with the smallest table goes first.
-
-A split for every operator of a model over the ranks of one axis, the cheapest of all, and what roles cost instead.
+"""A split for every operator of a model over the ranks of one axis, the cheapest of all, and what roles cost instead.
 
     minimise  sum over operators of work(strategy)  +  sum over edges of conversion(made, used)
 
 Alpa's intra-operator problem (arXiv:2201.12023, section 4.2), in the space of FlexFlow (arXiv:1807.05358), solved
-exactly (`planner.intra.eliminate`). A tensor with several readers is brought to one place for all of them, a choice of
+exactly (`cheapest`). A tensor with several readers is brought to one place for all of them, a choice of
 its own, and on from there. Work counts forward and backward of a microbatch, and the optimizer's step.
 """
 
@@ -39,6 +30,17 @@ from shoal.planner.intra.graph import (
     strategies_of,
 )
 from shoal.planner.trace.operator import BACKWARD_ATTENTION
+
+# The cheapest choice for every variable of a graph, exactly, by eliminating variables one by one.
+#
+#     minimise  sum_v own_v(x_v) + sum_(u,v) between_uv(x_u, x_v)
+#
+# To eliminate v, all tables that mention it are added and minimised over x_v: a table over its neighbours stands for it
+# from then on (non-serial dynamic programming, Bertele and Brioschi 1972). On a chain that is the usual dynamic
+# program, on series-parallel graphs a table that is left has two variables, and on any graph the result is exact; time
+# and memory grow with the most neighbours that a variable has when its turn comes. The one with the smallest table goes
+# first.
+
 
 MOST_ENTRIES = 1 << 24
 """A table of 128 MiB."""

@@ -2,21 +2,6 @@
 
 Nodes stand in the order in which they ran. A leaf is a parameter, by its name, or an input; an operator has the nodes
 that its tensors come from and its arguments, tensors in them replaced by their shapes.
-
-How a tensor lies over the ranks of one axis, and what it costs to lay it another way, forward and backward.
-
-    whole      every rank has it; so has it its gradient
-    shared     every rank has it; of its gradient each rank has one term of a sum
-    partial    each rank has one term of a sum; every rank has its gradient
-    split d    each rank has a part along dimension d, and that part of its gradient
-
-A value and its gradient are moved separately: the value from where it is made to where it is used, the gradient back.
-
-    move(term -> whole) = all-reduce      move(term -> part)  = reduce-scatter     move(part -> whole) = all-gather
-    move(part -> other part) = all-to-all of a rank's share                        everything else is free
-
-so that cost(x -> y) = move(value of x -> value of y) + move(gradient of y -> gradient of x). They are the layouts and
-conversions of Alpa's intra-operator plans (arXiv:2201.12023, section 4.1), sums of gradients included.
 """
 
 from __future__ import annotations
@@ -140,6 +125,22 @@ class _Capture(TorchDispatchMode):
         return self._made[id(tensor)]
 
 
+# How a tensor lies over the ranks of one axis, and what it costs to lay it another way, forward and backward.
+#
+#     whole      every rank has it; so has it its gradient
+#     shared     every rank has it; of its gradient each rank has one term of a sum
+#     partial    each rank has one term of a sum; every rank has its gradient
+#     split d    each rank has a part along dimension d, and that part of its gradient
+#
+# A value and its gradient are moved separately: the value from where it is made to where it is used, the gradient back.
+#
+#     move(term -> whole) = all-reduce      move(term -> part)  = reduce-scatter     move(part -> whole) = all-gather
+#     move(part -> other part) = all-to-all of a rank's share                        everything else is free
+#
+# so that cost(x -> y) = move(value of x -> value of y) + move(gradient of y -> gradient of x). They are the layouts and
+# conversions of Alpa's intra-operator plans (arXiv:2201.12023, section 4.1), sums of gradients included.
+
+
 Kind = Literal["whole", "shared", "partial", "split"]
 State = Literal["all", "term"] | int
 """What a rank has of a value: all of it, one term of a sum, or a part along a dimension."""
@@ -195,19 +196,6 @@ def _move_s(there: State, wanted: State, size: float, links: Links) -> float:
 #
 # Dimensions that are merged or parted stay split if it is the outermost of them, whose parts lie together, and both
 # sizes divide; another dimension of them cannot stay split.
-#
-# The ways in which an operator can be shared out over the ranks of one axis.
-#
-#     product [m, k] x [k, n]   rows of the first: its second is shared; columns of the second: its first is shared;
-#                               the inner dimension of both: what comes out is partial
-#     elementwise               along any dimension; what is broadcast along it is shared
-#     norm, softmax             along any dimension but those that they run over
-#     fused attention           samples, heads
-#     embedding                 features; the vocabulary, partial; the tokens, the table shared
-#     sum, mean                 along another dimension; along a summed one, partial
-#     view                      as dimensions go; whole, shared and partial as they are
-#
-# and every operator whole on every rank. An operator without a rule is whole.
 
 
 SAME = frozenset({"aten.detach", "aten.alias", "aten.expand", "aten.clone", "aten._to_copy", "aten.contiguous"})
@@ -273,6 +261,20 @@ def _beside_cut(node: Node, before: Dims, after: Dims) -> dict[int, int]:
     cut = node.arguments[place] % len(before) if len(node.arguments) > place else 0
     gone = len(after) < len(before)
     return {d: d - (gone and d > cut) for d in range(len(before)) if d != cut}
+
+
+# The ways in which an operator can be shared out over the ranks of one axis.
+#
+#     product [m, k] x [k, n]   rows of the first: its second is shared; columns of the second: its first is shared;
+#                               the inner dimension of both: what comes out is partial
+#     elementwise               along any dimension; what is broadcast along it is shared
+#     norm, softmax             along any dimension but those that they run over
+#     fused attention           samples, heads
+#     embedding                 features; the vocabulary, partial; the tokens, the table shared
+#     sum, mean                 along another dimension; along a summed one, partial
+#     view                      as dimensions go; whole, shared and partial as they are
+#
+# and every operator whole on every rank. An operator without a rule is whole.
 
 
 LINEAR = frozenset({"aten.add", "aten.sub", "aten.add_", "aten.neg"})

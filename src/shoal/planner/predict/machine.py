@@ -1,9 +1,4 @@
-"""A cluster and the program that runs on it: what operators and messages take there, whatever the model is.
-
-The groups of a plan's axes, and their links: which ranks lie next to each other, and which lie far apart.
-
-Communication beside computation: what is seen of it, and what hiding the rest costs.
-"""
+"""A cluster and the program that runs on it: what operators and messages take there, whatever the model is."""
 
 from __future__ import annotations
 
@@ -60,6 +55,9 @@ class Machine:
         return group_of(self.cluster, ranks, stride=stride, world=world)
 
 
+# The groups of a plan's axes, and their links: which ranks lie next to each other, and which lie far apart.
+
+
 def tensor_group(plan: Plan, machine: Machine) -> Links:
     """Neighbouring ranks."""
     return machine.group(plan.layout.tensor, stride=1, world=plan.world_size)
@@ -104,6 +102,9 @@ def ends_group(plan: Plan, machine: Machine) -> Links:
 def world_group(plan: Plan, machine: Machine) -> Links:
     """All ranks."""
     return machine.group(plan.world_size, stride=1, world=plan.world_size)
+
+
+# Communication beside computation: what is seen of it, and what hiding the rest costs.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,14 +37,6 @@ from shoal.topology.cluster import Calibration, CodecTime, CollectiveFit, Crowd,
 #              8 b a block forward, 3 b + 6 k backward
 #   ulysses    all-to-alls of b + k and of b, forward and backward; each is packed and unpacked: passes over 4 (2 b + k)
 #   allgather  a gather of c k forward, one more and a scattered sum of it backward
-#
-# Where ranks meet, all wait for the slowest: what that costs in a step, from a sweep of the machine.
-#
-#     seconds = meetings x wait(seconds of computation between two of them)
-#
-# `wait` was measured with ranks that compute pieces of several lengths and agree on a few numbers behind each; it is
-# what that takes beyond the computation. It holds the wake-up of a rank that sleeps, and how unevenly the system shares
-# cores. So do the bytes that are summed between pieces: they take longer than in ranks that do nothing else.
 
 
 ContextKind = Literal["ring", "ulysses", "allgather"]
@@ -85,6 +77,15 @@ def _ulysses(group: Links, query_bytes: float, key_bytes: float, copy_bytes_s: f
 def _allgather(group: Links, query_bytes: float, key_bytes: float, copy_bytes_s: float) -> ContextExchange:
     gather_s = group.all_gather(group.ranks * key_bytes)
     return ContextExchange(forward_s=gather_s, backward_s=2 * gather_s)
+
+
+# Where ranks meet, all wait for the slowest: what that costs in a step, from a sweep of the machine.
+#
+#     seconds = meetings x wait(seconds of computation between two of them)
+#
+# `wait` was measured with ranks that compute pieces of several lengths and agree on a few numbers behind each; it is
+# what that takes beyond the computation. It holds the wake-up of a rank that sleeps, and how unevenly the system shares
+# cores. So do the bytes that are summed between pieces: they take longer than in ranks that do nothing else.
 
 
 AT_THE_END = 3

@@ -244,12 +244,6 @@ class Predictor:
         )
 
 
-# What a run costs on a cluster: time with failures and saves, money, energy.
-#
-# A run of n steps of T seconds takes n T / (effective share) seconds; the share is that of the availability-optimal
-# interval between checkpoints (cost.interval), with the cluster's failure rate, its time to recover, and what a save of
-# the model holds the job up.
-#
 # What a save costs: seconds that the step waits, and seconds until storage has everything.
 #
 # Ranks that hold the same part of the state divide it among themselves, so that each of N ranks copies about an N-th of
@@ -295,6 +289,13 @@ def save_of(predictor: Predictor, plan: Plan) -> SaveSeconds:
     return save_seconds(
         predictor.cluster, state_bytes=number * state.in_checkpoint, ranks=plan.world_size, written_bytes=written
     )
+
+
+# What a run costs on a cluster: time with failures and saves, money, energy.
+#
+# A run of n steps of T seconds takes n T / (effective share) seconds; the share is that of the availability-optimal
+# interval between checkpoints (cost.interval), with the cluster's failure rate, its time to recover, and what a save of
+# the model holds the job up.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,6 @@
 """What a training stack does and does not do: facts of its source or its paper, not fits.
 
 A prediction for a published table must know which of these the measured program had; a run of Shoal knows its own.
-
-What a program codes on the wire, as data: the tables of a run file that say so, and what was measured of them.
 """
 
 from __future__ import annotations
@@ -19,6 +17,9 @@ from shoal.planner.predict.measured import ContextKind
 from shoal.topology.cluster import CodecTime
 
 UNCODED, WHOLE_PIECES = NoCodec(), ShardCodecConfig()
+
+
+# What a program codes on the wire, as data: the tables of a run file that say so, and what was measured of them.
 
 
 @dataclass(frozen=True, kw_only=True)

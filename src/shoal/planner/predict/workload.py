@@ -1,10 +1,4 @@
-"""What is trained, and what of it a step's communication moves: all that prices ask of a model.
-
-One constant from one measured step: the value at which the prediction is the measurement.
-
-Step time falls with `compute` and rises with `dispatch_s`, so a bisection finds the value, or the end of the range
-where the measurement lies beyond it: a machine cannot be calibrated to more than its data sheet.
-"""
+"""What is trained, and what of it a step's communication moves: all that prices ask of a model."""
 
 from __future__ import annotations
 
@@ -18,12 +12,6 @@ from shoal.cost.transformer import Recompute, Transformer, matmul_parameters
 from shoal.schedules.build import balanced_cut
 
 # The seconds of a step, itemised: what is not in the bill is not in the prediction.
-#
-# Every number that a prediction uses and that neither the cluster, the model nor the plan gives, with its origin.
-#
-# None is fitted to a row that is predicted. Two may be calibrated, each on one measured row of a machine type
-# (`planner.predict.calibrate`): `compute`, a factor on the matrix-multiply rate, and `dispatch_s`, the seconds that the
-# host takes for one operator.
 
 
 ITEMS: Mapping[str, str] = {
@@ -66,6 +54,13 @@ class Bill:
         """(item, seconds, share) of every item that is not 0, in the order of `ITEMS`."""
         total = self.total
         return [(name, self.seconds[name], self.seconds[name] / total) for name in ITEMS if self.seconds.get(name)]
+
+
+# Every number that a prediction uses and that neither the cluster, the model nor the plan gives, with its origin.
+#
+# None is fitted to a row that is predicted. Two may be calibrated, each on one measured row of a machine type:
+# `compute`, a factor on the matrix-multiply rate (`calibrate_compute`), and `dispatch_s`, the seconds that the host
+# takes for one operator (`calibrate_dispatch`).
 
 
 def _constant(value: float, origin: str) -> Any:
@@ -158,6 +153,12 @@ def balanced_layers(model: Transformer, stages: int) -> tuple[int, ...]:
     costs = [EMBEDDING_SHARE * max(layer, head), *[layer] * model.layers, head]
     cut = balanced_cut(costs, stages)
     return tuple(sum(0 < part <= model.layers for part in parts) for parts in cut)
+
+
+# One constant from one measured step: the value at which the prediction is the measurement.
+#
+# Step time falls with `compute` and rises with `dispatch_s`, so a bisection finds the value, or the end of the range
+# where the measurement lies beyond it: a machine cannot be calibrated to more than its data sheet.
 
 
 COMPUTE_RANGE = (0.2, 1.25)

@@ -3,21 +3,9 @@
 A task is ready when the results of all that it waits for have arrived. It then needs
 
     a stream   a rank's compute stream: one task at a time, in the order in which they got ready
-    ports      ends of links, which tasks share: see `shoal.planner.simulate.play`
+    ports      ends of links, which tasks share: see `Played`
 
 for `busy_s` seconds, longer where ports are shared. Its result arrives `latency_s` later, which occupies nobody.
-
-The discrete-event core: plays tasks on streams and shared ports.
-
-Streams are first come, first served. A port divides its rate evenly among the tasks on it, and a task that holds
-several ports moves at the rate of its fullest: with n(p) tasks on port p, the rate of a task is
-
-    1 / max over its ports of n(p)
-
-so that a small message beside a large one is slowed down, not stopped, as on a network that is fair to its flows. It is
-max-min fairness without giving away what a bottleneck elsewhere leaves unused, and so never too fast.
-
-Events are taken in the order of their time, ties in the order in which they arose: the same tasks play the same way.
 """
 
 from __future__ import annotations
@@ -71,6 +59,19 @@ class Tasks:
             raise ValueError(f"{name} waits for {list(after)}: there are {number} earlier tasks; name those only")
         self.tasks.append(Task(name, kind, rank, stream, ports, busy_s, latency_s, tuple(after)))
         return number
+
+
+# The discrete-event core: plays tasks on streams and shared ports.
+#
+# Streams are first come, first served. A port divides its rate evenly among the tasks on it, and a task that holds
+# several ports moves at the rate of its fullest: with n(p) tasks on port p, the rate of a task is
+#
+#     1 / max over its ports of n(p)
+#
+# so that a small message beside a large one is slowed down, not stopped, as on a network that is fair to its flows. It
+# is max-min fairness without giving away what a bottleneck elsewhere leaves unused, and so never too fast.
+#
+# Events are taken in the order of their time, ties in the order in which they arose: the same tasks play the same way.
 
 
 @dataclass(frozen=True)

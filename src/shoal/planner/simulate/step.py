@@ -8,11 +8,6 @@
 Replicas that do the same are folded into one, and so are the tensor and context peers of a pipeline rank, which wait
 for each other in every layer: `Fold` says how many of each are simulated, and how many there are. Where devices differ
 (`Stragglers`), replicas differ and none is folded; peers still are, by the maximum of their factors.
-
-Which devices of a layout are simulated, how fast each is, and the step that they take on a perfect network.
-
-On a network without latency and with unbounded rate nothing shares anything, and the end of an action is that of the
-last thing it waits for plus its own seconds: a longest path, which is computed for all replicas at once.
 """
 
 from __future__ import annotations
@@ -27,6 +22,11 @@ from shoal.planner.simulate.play import Played, Tasks, play
 from shoal.planner.simulate.work import Stage, Stragglers, Work, lasting_s
 from shoal.schedules.table import Action, ScheduleTable
 from shoal.schedules.timeline import Needs, completing, needs, walk
+
+# Which devices of a layout are simulated, how fast each is, and the step that they take on a perfect network.
+#
+# On a network without latency and with unbounded rate nothing shares anything, and the end of an action is that of the
+# last thing it waits for plus its own seconds: a longest path, which is computed for all replicas at once.
 
 
 @dataclass(frozen=True, kw_only=True)

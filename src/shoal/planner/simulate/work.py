@@ -1,17 +1,4 @@
-"""How long devices take compared with what they should: stragglers as distributions, deterministic by seed.
-
-A device is slow for the whole run with probability `slow_share`, then everything takes `slow_factor` times as long;
-beside that every action of every device takes exp(sigma Z) times as long, Z standard normal (lognormal noise with
-median 1). Peers that wait for each other in every layer (tensor and context ranks) move as the slowest of them: their
-factors fold into one by a maximum, exactly.
-
-What a simulated step is made of, as plain numbers: seconds of every stage and action, and the cost of messages.
-
-A plan's `Work` in the seconds of `planner.Predictor`, so that prediction and simulation share every constant.
-
-A stage's seconds are its layers', with the collectives inside them (tensor, context, expert, ZeRO's gathers); head and
-loss lie on the last stage. Transfers, sums of gradients, gathered weights and the optimizer are those of the bill.
-"""
+"""What a simulated step is made of, as plain numbers: seconds of every stage and action, and the cost of messages."""
 
 from __future__ import annotations
 
@@ -37,6 +24,13 @@ from shoal.planner.predict.predictor import Predictor
 from shoal.planner.predict.step import boundary_wire_bytes, coding_s, gathers, optimizer_s, sums_overlap
 from shoal.planner.predict.workload import COMPUTED, balanced_layers
 from shoal.schedules.table import Action, ScheduleTable
+
+# How long devices take compared with what they should: stragglers as distributions, deterministic by seed.
+#
+# A device is slow for the whole run with probability `slow_share`, then everything takes `slow_factor` times as long;
+# beside that every action of every device takes exp(sigma Z) times as long, Z standard normal (lognormal noise with
+# median 1). Peers that wait for each other in every layer (tensor and context ranks) move as the slowest of them: their
+# factors fold into one by a maximum, exactly.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +126,13 @@ def rank_seconds(work: Work, stages: Sequence[int], microbatches: int) -> float:
 
 HEAD_FORWARD, HEAD_INPUT = 1 / 3, 1 / 3
 """Head and loss are matrix products: as long forward as for the input's and for the weights' gradient."""
+
+
+# A plan's `Work` in the seconds of `planner.Predictor`, so that prediction and simulation share every constant.
+#
+# A stage's seconds are its layers', with the collectives inside them (tensor, context, expert, ZeRO's gathers); head
+# and loss lie on the last stage. Transfers, sums of gradients, gathered weights and the optimizer are those of the
+# bill.
 
 
 def work_of(plan: Plan, predictor: Predictor) -> Work:
@@ -235,11 +236,6 @@ def _transfer(plan: Plan, predictor: Predictor) -> Message:
 # A forward stores M bytes for its stage and microbatch. A whole backward frees all of it; a split one keeps, from I to
 # W, the part that only the weights' gradient needs: M_W of it, with M_W = 32sbh of M = sbh(34 + 5as/h) for a GPT of 16
 # bits (arXiv:2401.10241, section 2.3): inputs of the matrix products and the gradients of their outputs.
-#
-# Peak memory of each pipeline rank as its row of the table fills and empties it.
-#
-# Everything but the activations is the planner's own footprint; activations are counted along the row, so that a split
-# backward, uneven stages and interleaving are what they are, and no closed form stands for them.
 
 
 def stored_bytes(
@@ -255,6 +251,12 @@ def stored_bytes(
             peak = max(peak, held)
         peaks.append(peak)
     return tuple(peaks)
+
+
+# Peak memory of each pipeline rank as its row of the table fills and empties it.
+#
+# Everything but the activations is the planner's own footprint; activations are counted along the row, so that a split
+# backward, uneven stages and interleaving are what they are, and no closed form stands for them.
 
 
 WEIGHT_NUMBERS = 16

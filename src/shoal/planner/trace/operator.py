@@ -1,21 +1,6 @@
 """What a trace holds: operators with their shapes and arithmetic, and what ranks say to each other between them.
 
 Arithmetic counts a multiply-add as two and the square of causal attention as half, as `cost.transformer` does.
-
-Arithmetic of PyTorch's operators from the shapes of their arguments.
-
-    mm, addmm, bmm, baddbmm     [m, k] x [k, n]
-    convolution                 rows: places of the output; columns: output channels; inner: input channels x kernel
-    its backward                the same product for the input's gradient and for the weight's, where those are wanted
-    fused attention             4 b h s_q s_k d forward, half of it under a causal mask; backward 2.5 times as much, as
-                                the scores are computed again (arXiv:2205.14135)
-
-Every other operator moves bytes and computes next to nothing.
-
-Which operators of a backward make the gradients of parameters, and not those of activations.
-
-Autograd adds a gradient to its parameter in a node of its own. What comes in there is followed back to the operator
-that made it, through casts and through sums of the gradients of a parameter that is used several times.
 """
 
 from __future__ import annotations
@@ -108,6 +93,17 @@ class ParameterTrace:
     shape: tuple[int, ...] = ()
 
 
+# Arithmetic of PyTorch's operators from the shapes of their arguments.
+#
+#     mm, addmm, bmm, baddbmm     [m, k] x [k, n]
+#     convolution                 rows: places of the output; columns: output channels; inner: input channels x kernel
+#     its backward                the same product for the input's gradient and the weight's, where they are wanted
+#     fused attention             4 b h s_q s_k d forward, half of it under a causal mask; backward 2.5 times as much:
+#                                 the scores are computed again (arXiv:2205.14135)
+#
+# Every other operator moves bytes and computes next to nothing.
+
+
 BACKWARD_ATTENTION = 2.5
 
 Arguments = Sequence[Any]
@@ -179,6 +175,12 @@ def attention_flops(name: str, arguments: Arguments) -> float:
     square = 2.0 * batch * heads * queries * key.shape[-2] * (size + value.shape[-1])
     halved = len(arguments) > causal and bool(arguments[causal])
     return factor * square * (0.5 if halved else 1.0)
+
+
+# Which operators of a backward make the gradients of parameters, and not those of activations.
+#
+# Autograd adds a gradient to its parameter in a node of its own. What comes in there is followed back to the operator
+# that made it, through casts and through sums of the gradients of a parameter that is used several times.
 
 
 PASSED_ON = frozenset({"aten._to_copy", "aten.add", "aten.clone"})

@@ -4,16 +4,6 @@
 
 Operators cost what the roofline says, or, on a machine that was measured, what the nearest of its operators take.
 Everything around the model (links, ZeRO, bubbles, the optimizer) has the prices of `planner.predict.predictor`.
-
-Bytes that one rank of a traced model needs at its peak, by what needs them.
-
-    weights, gradients, optimizer   parameters of the rank's units x StateBytes, divided by ZeRO
-    activations                     what lived from the forward to the backward x microbatches in flight
-    recomputed                      the most that a backward had beside it: recomputed blocks, gradients on their way
-    gathered, buckets               as cost.eager_memory counts them for this project's own blocks
-
-Without a pipeline the second and third are the trace's own peak, moment by moment. With one, the fullest backward of a
-unit stands beside all that is in flight, which is never too low.
 """
 
 from __future__ import annotations
@@ -142,6 +132,17 @@ def _say(unit: UnitSeconds, message: Message, links: Links) -> None:
         unit.forward_s += seconds
     else:
         unit.input_s += seconds
+
+
+# Bytes that one rank of a traced model needs at its peak, by what needs them.
+#
+#     weights, gradients, optimizer   parameters of the rank's units x StateBytes, divided by ZeRO
+#     activations                     what lived from the forward to the backward x microbatches in flight
+#     recomputed                      the most that a backward had beside it: recomputed blocks, gradients on their way
+#     gathered, buckets               as cost.eager_memory counts them for this project's own blocks
+#
+# Without a pipeline the second and third are the trace's own peak, moment by moment. With one, the fullest backward of
+# a unit stands beside all that is in flight, which is never too low.
 
 
 BUCKETS_ON_THE_WAY = 3

@@ -1,10 +1,4 @@
-"""Bytes that are alive at each moment of a trace: what an eager program would hold, storage by storage.
-
-Fake tensors die when real ones would, so that the timeline of their storages is that of an allocator without
-fragmentation. It holds what autograd keeps, what a recomputed block keeps of its inputs, and temporaries between
-operators; scratch memory inside of an operator it does not see.
-
-Writes down every operator of a forward and a backward, with the module that it belongs to.
+"""Writes down every operator of a forward and a backward, with the module that it belongs to.
 
 Modules are known by hooks in the forward. In the backward, autograd's node says which operator it is the gradient of:
 nodes are numbered in the order of the forward, and the hooks know at which number each module began and ended.
@@ -67,6 +61,13 @@ def _units(named: Iterable[tuple[str, Iterable[str]]], *, blocks: tuple[int, ...
     named = list(named)
     of_module = {module: index for index, (_, modules) in enumerate(named) for module in modules}
     return Units(tuple(name for name, _ in named), of_module, blocks, is_chain)
+
+
+# Bytes that are alive at each moment of a trace: what an eager program would hold, storage by storage.
+#
+# Fake tensors die when real ones would, so that the timeline of their storages is that of an allocator without
+# fragmentation. It holds what autograd keeps, what a recomputed block keeps of its inputs, and temporaries between
+# operators; scratch memory inside of an operator it does not see.
 
 
 @dataclass

@@ -1,14 +1,7 @@
-"""Which units a pipeline rank holds: the chain is cut as a run cuts it, by the numbers of its matrices.
-
-What lies outside of units (the loss, masks) is the last stage's. Loops lay stage s on rank s mod p, V-shaped schedules
-turn round at the last rank.
-
-A model of a run, ready to be traced in any size of microbatch and under any split over tensor ranks.
+"""A model of a run, ready to be traced in any size of microbatch and under any split over tensor ranks.
 
 Traces are made when they are asked for, and kept. The model is built on the meta device, without storage; a builder
 that does not work there, since it looks at numbers, is run with storage that is given back at once.
-
-A traced model and the step that trains it: what a search of layouts asks of them.
 """
 
 from __future__ import annotations
@@ -39,6 +32,12 @@ from shoal.schedules.table import looped, v_shaped
 Held = frozenset[int | None]
 
 
+# Which units a pipeline rank holds: the chain is cut as a run cuts it, by the numbers of its matrices.
+#
+# What lies outside of units (the loss, masks) is the last stage's. Loops lay stage s on rank s mod p, V-shaped
+# schedules turn round at the last rank.
+
+
 @dataclass(frozen=True)
 class Stages:
     """The units of every pipeline rank."""
@@ -62,6 +61,9 @@ class Stages:
 def _placement(plan: Plan) -> tuple[int, ...]:
     ranks = plan.layout.pipeline
     return v_shaped(ranks) if fixed_stages_of(plan.schedule) == 2 else looped(ranks, plan.virtual_stages)
+
+
+# A traced model and the step that trains it: what a search of layouts asks of them.
 
 
 @dataclass(frozen=True)

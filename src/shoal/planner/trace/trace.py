@@ -1,6 +1,4 @@
-"""Why a model cannot be traced, in one sentence that names the user's own line.
-
-A user's own model, forward and backward, on tensors without storage: what it computes, moves, keeps and says.
+"""A user's own model, forward and backward, on tensors without storage: what it computes, moves, keeps and says.
 
     fake parameters, fake inputs  ->  forward  ->  backward onto gradients that are already there
 
@@ -36,6 +34,9 @@ from shoal.planner.trace.operator import BACKWARD_ATTENTION, Message, Operator, 
 from shoal.planner.trace.recorder import Alive, Recorder, Units
 
 Result = TypeVar("Result")
+
+# Why a model cannot be traced, in one sentence that names the user's own line.
+
 
 LOOKS_AT_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 
