@@ -193,14 +193,16 @@ def command_of_script(file: Path, given: Sequence[str]) -> ScriptTarget | None:
 
 
 def require_script(file: Path) -> None:
-    """Raises `UsageError` where the script is missing."""
-    from shoal.errors import UsageError
+    """Raises `UsageError` where the script is missing, or a file beside it hides a package."""
     from shoal.files import meant
+    from shoal.installation import hidden_package
 
     if not file.is_file():
         raise UsageError(
             f"{file} is missing{meant(file)}: give a script that calls shoal.train or shoal.start, or a run file"
         )
+    if (hidden := hidden_package([str(file.resolve().parent), *sys.path])) is not None:
+        raise UsageError(hidden)
 
 
 def become_script(

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from shoal.cli.arguments import AsJson, Overrides
+from shoal.standard_output import answer
 
 app = typer.Typer(no_args_is_help=True, help="Trains one model with many owners of data, who keep it.")
 
@@ -33,7 +34,7 @@ def simulate(run_file: RunFileArgument, overrides: Overrides = None, as_json: As
 
     result = simulate(loaded, told=show)
     if as_json:
-        print(json.dumps(result))
+        answer(json.dumps(result))
 
 
 Certificates = Annotated[
@@ -115,7 +116,7 @@ def server(
         enrolment=enrol,
     )
     if as_json:
-        print(json.dumps(result))
+        answer(json.dumps(result))
 
 
 @app.command()
