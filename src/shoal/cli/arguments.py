@@ -90,6 +90,13 @@ def output_file(path: Path | None) -> Path | None:
     return path
 
 
+def output_folder(path: Path | None) -> Path | None:
+    """A callback of options: `path`, where it is a folder or can become one. Raises `typer.BadParameter`."""
+    if path is not None and path.exists() and not path.is_dir():
+        raise typer.BadParameter(f"{path} is a file; give the name of a folder")
+    return path
+
+
 def picture_file(path: Path | None) -> Path | None:
     """As `output_file`, for what is drawn."""
     if path is not None and path.suffix.lower() not in PICTURES:

@@ -12,14 +12,16 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from shoal.cli.arguments import AsJson, Overrides, Verbs, busy, picture_file
+from shoal.cli.arguments import AsJson, Overrides, Verbs, busy, output_folder, picture_file
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.standard_output import answer
 
 
 def sweep(
     file: Annotated[Path, typer.Argument(metavar="SWEEP.toml", help="The sweep file.")],
-    directory: Annotated[Path | None, typer.Option(help="Its folder; default: sweeps/NAME.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option(help="Its folder; default: sweeps/NAME.", callback=output_folder)
+    ] = None,
     via: Annotated[
         str | None,
         typer.Option(
@@ -128,7 +130,9 @@ def ensemble(
     overrides: Overrides = None,
     members: Annotated[int, typer.Option(min=2, max=1000, help="How many; their seeds are 0, 1, ...")] = 4,
     parallel: Annotated[int, typer.Option(min=1, help="Members that are trained side by side.")] = 1,
-    directory: Annotated[Path | None, typer.Option(help="Their folder; default: ensembles/NAME.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option(help="Their folder; default: ensembles/NAME.", callback=output_folder)
+    ] = None,
     via: Annotated[
         str | None, typer.Option(help="A command that starts each member elsewhere, as of 'shoal sweep'.")
     ] = None,
