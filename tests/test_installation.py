@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.errors import MissingExtra
-from shoal.installation import install_command, requirement, source_tree
+from shoal.installation import hidden_package, install_command, requirement, source_tree
 
 COMMIT = "0123456789abcdef"
 
@@ -61,3 +61,28 @@ def test_the_command_costs_nothing_before_it_is_needed() -> None:
     """Errors are imported by every command; the search for installed packages is not."""
     code = "import sys, shoal.errors; print('importlib.metadata' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_file_that_hides_a_package_is_named(tmp_path: Path) -> None:
+    """The first on the path counts: a module of that name behind the package hides nothing, nor does a package."""
+    (tmp_path / "torch.py").write_text("raise ImportError('this is not torch')")
+    said = hidden_package([str(tmp_path), *sys.path])
+    assert said is not None
+    assert f"{tmp_path / 'torch.py'} has the name of the package torch" in said
+    assert hidden_package([*sys.path, str(tmp_path)]) is None
+    (tmp_path / "torch.py").unlink()
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").touch()
+    assert hidden_package([str(tmp_path), *sys.path]) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["-m", "shoal", "train", "run.toml"], 2), (["-c", "import shoal; shoal.train"], 1)]
+)
+def test_shoal_beside_a_hidden_package_says_so(arguments: list[str], code: int, tmp_path: Path) -> None:
+    """The command in one sentence; a script in the last line of its traceback, where it first uses Shoal."""
+    (tmp_path / "torch.py").touch()
+    done = subprocess.run([sys.executable, *arguments], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert ("Traceback" in done.stderr) == (code == 1)
+    assert "torch.py has the name of the package torch, and Python would import it" in done.stderr.splitlines()[-1]

@@ -15,9 +15,11 @@ Importing the package imports nothing heavy; a name does when it is first used.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
-from shoal.errors import RunFailed, RunStopped, ShoalError
+from shoal.errors import RunFailed, RunStopped, ShoalError, UsageError
+from shoal.installation import hidden_package
 
 if TYPE_CHECKING:
     from shoal.api import load_checkpoint, open_data, plan, start, train, verify
@@ -54,6 +56,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name in __all__ and (hidden := hidden_package(sys.path)) is not None:
+        raise UsageError(hidden)
     if name in ("load_checkpoint", "open_data", "plan", "start", "train", "verify"):
         from shoal import api
 

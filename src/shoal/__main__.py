@@ -15,12 +15,17 @@ import threading
 from contextlib import suppress
 from typing import Any, NoReturn
 
+from shoal.errors import UsageError
+from shoal.installation import hidden_package
 from shoal.standard_output import keep_for_json
 
 
 def main() -> None:
     """The `shoal` command."""
     keep_for_json(sys.argv[1:])
+    if (hidden := hidden_package(sys.path)) is not None:
+        print(f"shoal: {hidden}", file=sys.stderr)
+        sys.exit(UsageError.exit_code)
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""How Shoal came onto this machine, and so the command that adds an optional part of it.
+"""How Shoal came onto this machine, and so the command that adds an optional part of it; which file hides a package.
 
 pip writes down what a package was installed from (`direct_url.json`): a folder, a repository or an archive; of a
 package from an index it writes nothing. Source: PEP 610, "Recording the Direct URL Origin of installed distributions".
@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 NAME = "shoal"
 PACKAGE = Path(__file__).parent
+NEEDED = ("torch", "numpy", "safetensors", "msgspec", "tomli_w", "typer", "rich", "blake3")
+"""Packages without which nothing works, by the names that are imported. Each is a folder of modules."""
 
 
 def install_command(extra: str) -> str:
@@ -56,3 +60,17 @@ def _origin() -> dict[str, Any] | None:
     except PackageNotFoundError:
         return None
     return None if text is None else json.loads(text)
+
+
+def hidden_package(folders: Sequence[str]) -> str | None:
+    """What to say of a user's file that Python would import in the place of a package that Shoal needs, because it has
+    its name. `folders` are searched in their order, like `sys.path`; nothing is imported. None: there is no such file.
+    """
+    for name in NEEDED:
+        found = PathFinder.find_spec(name, folders)
+        if found is not None and found.submodule_search_locations is None:
+            return (
+                f"{found.origin} has the name of the package {name}, and Python would import it in its place: rename "
+                "the file, or take its folder out of PYTHONPATH"
+            )
+    return None

@@ -59,6 +59,25 @@ dtype = "uint8"
 global_samples = 256
 sequence = 512
 """
+ROUNDS = """
+[run]
+name = "rounds"
+steps = 2
+[model]
+kind = "python"
+build = "own:model"
+[data]
+kind = "python"
+build = "own:data"
+[batch]
+global_samples = 5
+[optimizer]
+kind = "sgd"
+lr = 0.01
+[federated]
+kind = "fedavg"
+clients = 2
+"""
 SLOW_SCRIPT = "import time\nopen('begun', 'w').close()\ntime.sleep(3600)\n"
 SLOW_PROGRAM = "#!/bin/sh\ntouch begun\nexec sleep 3600\n"
 HOSTS = "#!/bin/sh\necho 'all*|2|8|16000|(null)'\n"
@@ -114,6 +133,12 @@ def gpt(own: Project) -> None:
     (own.folder / "tokens.bin").write_bytes(bytes(range(256)) * 2048)
 
 
+def federated(own: Project) -> None:
+    """Rounds of clients, whose model takes an hour to build."""
+    building(own)
+    (own.folder / "rounds.toml").write_text(ROUNDS)
+
+
 def script(own: Project) -> None:
     """A script of the user's that takes an hour."""
     (own.folder / "mine.py").write_text(SLOW_SCRIPT)
@@ -158,6 +183,9 @@ CASES = [
     Case("ensemble run.toml --members 2", STOPPED, GOES_ON, training),
     Case("reproduce runs/own", STOPPED, GOES_ON, trained),
     Case("rehearse run.toml --faults rank", INTERRUPTED, f"shoal rehearse: {AGAIN}", training),
+    Case("tune lr run.toml", INTERRUPTED, f"shoal tune lr: {AGAIN}", training),
+    Case("compress runs/own --to 0.5", STOPPED, "the same command goes on from there\n", trained),
+    Case("federate simulate rounds.toml", INTERRUPTED, f"shoal federate simulate: {AGAIN}", federated),
     Case("replay runs/own/capsule.zip", INTERRUPTED, f"shoal replay: {AGAIN}", failed),
     Case("report runs/own", INTERRUPTED, f"shoal report: {AGAIN}", drawing),
     Case("diff runs/own runs/own --plot x.png", INTERRUPTED, f"shoal diff: {AGAIN}", drawing),

@@ -53,6 +53,26 @@ kind = "grid"
 [parameters]
 "optimizer.lr" = [0.1]
 """
+FEDERATED = """
+[run]
+name = "rounds"
+steps = 1
+[model]
+kind = "mlp"
+inputs = 64
+hidden = []
+outputs = 10
+[data]
+kind = "digits"
+[batch]
+global_samples = 16
+[optimizer]
+kind = "sgd"
+lr = 0.1
+[federated]
+kind = "fedavg"
+clients = 2
+"""
 VERBS = {
     "evaluate": "evaluate runs/own",
     "checkpoint export": "checkpoint export runs/own out.safetensors",
@@ -70,6 +90,7 @@ VERBS = {
     "ensemble": "ensemble run.toml run.processes=1 run.steps=2 --members 2",
     "reproduce": "reproduce runs/own",
     "sweep": "sweep sweep.toml",
+    "federate simulate": "federate simulate federated.toml",
 }
 
 
@@ -82,6 +103,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Project:
     (made.folder / "own.py").write_text("print('a script that prints')\n" + (made.folder / "own.py").read_text())
     (made.folder / "sweep.toml").write_text(SWEEP)
     (made.folder / "gpt.toml").write_text(GPT)
+    (made.folder / "federated.toml").write_text(FEDERATED)
     (made.folder / "noise").mkdir()
     (made.folder / "noise/sitecustomize.py").write_text(CHATTER)
     return made

@@ -95,6 +95,14 @@ def test_a_script_without_a_call_is_one_sentence(tmp_path: Path) -> None:
     assert command_of_script(tmp_path / "run.toml", []) is None
 
 
+def test_a_file_beside_the_script_that_hides_a_package_is_named(tmp_path: Path) -> None:
+    """Before the script is run, which would end with an error of that file's."""
+    script = script_in(tmp_path, START)
+    (tmp_path / "numpy.py").touch()
+    with pytest.raises(UsageError, match=r"numpy\.py has the name of the package numpy"):
+        command_of_script(script, [])
+
+
 def shoal(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "shoal", *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG_S)

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.config.load import dumps
 from shoal.errors import UsageError
-from shoal.experiments.lr_range import judge, overrides_of, picture, rates_between, smoothed
+from shoal.experiments.lr_range import in_characters, judge, overrides_of, rates_between, smoothed
 from shoal.optim.schedule import peak_rate, rate
 from shoal.runfile.load import load_run
 from tests.cli.project import project
@@ -78,7 +78,7 @@ def test_a_curve_says_where_it_falls_lies_and_rises() -> None:
     assert found.diverges is not None
     assert curve(found.diverges) == pytest.approx(3.0, rel=0.2)
     assert found.suggested == pytest.approx(min(found.steepest, found.lowest / 10), rel=0.05)
-    lines = picture(found)
+    lines = in_characters(found)
     marked = lines[-2].index("^") - lines[-3].index("+") - 1
     assert marked == round(63 * math.log(found.suggested / RATES[0]) / math.log(RATES[-1] / RATES[0]))
     assert sum("*" in line for line in lines) > 6

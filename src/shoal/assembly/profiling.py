@@ -252,7 +252,10 @@ def profiled(run: Run, feed: StepFeed, environ: Mapping[str, str] = os.environ) 
 def read_profile(file: Path) -> Profile:
     """What the ranks of a script have recorded. Raises `EnvironmentFault` where they ended before."""
     if not file.exists():
-        raise EnvironmentFault("the script ended before its steps were recorded: it needs a loop of some dozen steps")
+        raise EnvironmentFault(
+            "the script ended before its steps were recorded: it needs a call of shoal.train or shoal.start, and a "
+            "loop of some dozen steps"
+        )
     content = read_file(file, limit_bytes=MOST_BYTES, error=EnvironmentFault, repair="profile fewer steps")
     found = msgspec.msgpack.decode(content, type=Recorded)
     return profile_of(found.recordings, found.setup)

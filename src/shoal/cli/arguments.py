@@ -90,6 +90,13 @@ def output_file(path: Path | None) -> Path | None:
     return path
 
 
+def output_folder(path: Path | None) -> Path | None:
+    """A callback of options: `path`, where it is a folder or can become one. Raises `typer.BadParameter`."""
+    if path is not None and path.exists() and not path.is_dir():
+        raise typer.BadParameter(f"{path} is a file; give the name of a folder")
+    return path
+
+
 def picture_file(path: Path | None) -> Path | None:
     """As `output_file`, for what is drawn."""
     if path is not None and path.suffix.lower() not in PICTURES:
@@ -193,14 +200,16 @@ def command_of_script(file: Path, given: Sequence[str]) -> ScriptTarget | None:
 
 
 def require_script(file: Path) -> None:
-    """Raises `UsageError` where the script is missing."""
-    from shoal.errors import UsageError
+    """Raises `UsageError` where the script is missing, or a file beside it hides a package."""
     from shoal.files import meant
+    from shoal.installation import hidden_package
 
     if not file.is_file():
         raise UsageError(
             f"{file} is missing{meant(file)}: give a script that calls shoal.train or shoal.start, or a run file"
         )
+    if (hidden := hidden_package([str(file.resolve().parent), *sys.path])) is not None:
+        raise UsageError(hidden)
 
 
 def become_script(

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 import typer
 
-from shoal.cli.arguments import AsJson, busy
+from shoal.cli.arguments import AsJson, busy, output_file, output_folder
+from shoal.errors import UsageError
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -149,12 +150,13 @@ def export(
     Example: shoal checkpoint export runs/stdlib-gpt weights.safetensors
     """
     from shoal.checkpoint.objects import require_checkpoint
-    from shoal.errors import UsageError
 
     if integers and dtype != "saved":
         raise UsageError(f"--integers with --dtype {dtype}: integers have scales in float32; leave one of the two out")
     if integers and to == "huggingface":
         raise UsageError("--integers with --to huggingface, whose classes have no places for scales; leave one out")
+    if to == "safetensors":
+        output_file(file)
     require_checkpoint(source)
     from shoal.checkpoint.inspect import export as write
     from shoal.checkpoint.inspect import in_dtype
@@ -195,7 +197,6 @@ def _export_folder(
     from shoal.checkpoint.commit import checkpoint_in, run_directory_of
     from shoal.checkpoint.huggingface import export_folder
     from shoal.config.load import read
-    from shoal.errors import UsageError
     from shoal.models.config import Bottleneck, ModelConfig, PromptTuning
     from shoal.models.huggingface.config import TransformersConfig
     from shoal.runfile.load import load_run
@@ -223,7 +224,9 @@ def _export_folder(
 @app.command("shrink")
 def shrink(
     source: Source,
-    directory: Annotated[Path, typer.Argument(metavar="NEW_RUN_DIR", help="A new folder for the smaller model.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="NEW_RUN_DIR", help="A new folder for the smaller model.", callback=output_folder)
+    ],
     to: Annotated[
         str | None,
         typer.Option(
@@ -251,7 +254,9 @@ def shrink(
 @app.command("import")
 def import_(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A safetensors file by the model's names, or a folder.")],
-    directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A new folder for the checkpoint.")],
+    directory: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="A new folder for the checkpoint.", callback=output_folder)
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Makes the weights in a safetensors file a checkpoint, for run.warm_start in any layout.
@@ -261,6 +266,10 @@ def import_(
     Example: shoal checkpoint import weights.safetensors imported
     """
     if file.is_dir():
+        from shoal.models.huggingface.config import CONFIG_FILE
+
+        if not (file / CONFIG_FILE).is_file():
+            raise UsageError(f"{file} holds no {CONFIG_FILE}: give a folder that save_pretrained of transformers wrote")
         from shoal.checkpoint.huggingface import import_folder as read
     else:
         from shoal.checkpoint.objects import require_weights

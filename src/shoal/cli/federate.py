@@ -6,11 +6,15 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shoal.cli.arguments import AsJson, Overrides
+from shoal.standard_output import answer
+
+if TYPE_CHECKING:
+    from shoal.runfile.run_file import RunFile
 
 app = typer.Typer(no_args_is_help=True, help="Trains one model with many owners of data, who keep it.")
 
@@ -23,9 +27,7 @@ def simulate(run_file: RunFileArgument, overrides: Overrides = None, as_json: As
 
     Example: shoal federate simulate recipes/federated-digits.toml federated.kind=scaffold
     """
-    from shoal.runfile.load import load_run
-
-    loaded = load_run(run_file, overrides or ())  # a wrong file is refused before what follows imports torch
+    loaded = _load(run_file, overrides)
     from shoal.assembly.federated import simulate
 
     def show(line: str) -> None:
@@ -33,7 +35,19 @@ def simulate(run_file: RunFileArgument, overrides: Overrides = None, as_json: As
 
     result = simulate(loaded, told=show)
     if as_json:
-        print(json.dumps(result))
+        answer(json.dumps(result))
+
+
+def _load(run_file: Path, overrides: list[str] | None) -> RunFile:
+    """A run file of rounds, refused where it is wrong before anything imports torch. Raises `ConfigError`."""
+    from shoal.errors import ConfigError
+    from shoal.runfile.federated_rules import NO_TABLE
+    from shoal.runfile.load import load_run
+
+    loaded = load_run(run_file, overrides or ())
+    if loaded.federated is None:
+        raise ConfigError(NO_TABLE)
+    return loaded
 
 
 Certificates = Annotated[
@@ -97,9 +111,7 @@ def server(
 
     Example: shoal federate server recipes/federated-digits.toml --certificates certificates --port 29500
     """
-    from shoal.runfile.load import load_run
-
-    loaded = load_run(run_file, overrides or ())
+    loaded = _load(run_file, overrides)
     from shoal.assembly.federated import serve
 
     def show(line: str) -> None:
@@ -115,7 +127,7 @@ def server(
         enrolment=enrol,
     )
     if as_json:
-        print(json.dumps(result))
+        answer(json.dumps(result))
 
 
 @app.command()

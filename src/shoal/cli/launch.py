@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.arguments import coordination
+from shoal.cli.arguments import coordination, output_folder
 
 SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 """What follows the script belongs to it."""
@@ -29,7 +29,8 @@ def launch(
         str, typer.Option("--order", help="given; or measured: hosts are numbered along the best ring of their links.")
     ] = "given",
     directory: Annotated[
-        Path | None, typer.Option("--directory", metavar="DIR", help="Holds logs/; default runs/<script>.")
+        Path | None,
+        typer.Option("--directory", metavar="DIR", help="Holds logs/; default runs/<script>.", callback=output_folder),
     ] = None,
     fewest: Annotated[
         int | None,

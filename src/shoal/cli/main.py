@@ -46,6 +46,9 @@ REPAIRS = {
     errno.EDQUOT: "your share of the disk is used up; free some space, or give another place",
     errno.EROFS: "the file system is read-only; give another place",
     errno.EACCES: "you may not do that there; change the permissions, or give another place",
+    errno.EEXIST: "a file stands where a folder is to be; move it, or give another place",
+    errno.ENOTDIR: "a part of this path is a file and not a folder; move it, or give another place",
+    errno.ENAMETOOLONG: "the name is too long for this file system; give a shorter one",
 }
 """What a user can do where the system refuses a file, by the number of the error."""
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.arguments import AsJson, ClusterFile, Overrides, RunFileArgument, busy, output_file
+from shoal.cli.arguments import AsJson, ClusterFile, Overrides, RunFileArgument, busy, output_file, output_folder
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -82,7 +82,12 @@ def plan(
     ] = False,
     pictures: Annotated[
         Path | None,
-        typer.Option("--pictures", metavar="FOLDER", help="Write memory, scaling and pipeline as pictures."),
+        typer.Option(
+            "--pictures",
+            metavar="FOLDER",
+            help="Write memory, scaling and pipeline as pictures.",
+            callback=output_folder,
+        ),
     ] = None,
     operators: Annotated[
         int | None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 import typer
 
-from shoal.cli.arguments import AsJson, busy, picture_file
+from shoal.cli.arguments import AsJson, busy, output_folder, picture_file
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -149,6 +149,9 @@ def replay(
 
     Example: shoal replay runs/digits/capsule.zip
     """
+    from shoal.observe.capsule import read_capsule
+
+    read_capsule(capsule)  # a wrong file is refused before what follows imports torch
     from shoal.experiments.capsule_replay import replay_capsule
     from shoal.files import temporary_folder
 
@@ -185,13 +188,19 @@ def compress(
             help="0.1 (the share of weights that stays), 2:4, features:0.5 (also rows, columns, block), int8 or int4.",
         ),
     ] = "0.1",
-    directory: Annotated[Path | None, typer.Option("--directory", help="Its folder; default: RUN_DIR-HOW.")] = None,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--directory", help="Its folder; default: RUN_DIR-HOW.", callback=output_folder),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Prunes or rounds a trained model, trains it on for a quarter of its steps, and says what that cost.
 
     Example: shoal compress runs/digits --to 0.1
     """
+    from shoal.checkpoint.objects import require_checkpoint
+
+    require_checkpoint(run_directory)  # before what follows imports torch
     from shoal.experiments import compress as compressing
 
     folder = directory or run_directory.with_name(f"{run_directory.resolve().name}-{compressing.folder_name(to)}")

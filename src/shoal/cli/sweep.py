@@ -12,14 +12,16 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from shoal.cli.arguments import AsJson, Overrides, Verbs, busy
+from shoal.cli.arguments import AsJson, Overrides, Verbs, busy, output_folder, picture_file
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.standard_output import answer
 
 
 def sweep(
     file: Annotated[Path, typer.Argument(metavar="SWEEP.toml", help="The sweep file.")],
-    directory: Annotated[Path | None, typer.Option(help="Its folder; default: sweeps/NAME.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option(help="Its folder; default: sweeps/NAME.", callback=output_folder)
+    ] = None,
     via: Annotated[
         str | None,
         typer.Option(
@@ -89,10 +91,11 @@ def lr(
     first: Annotated[float, typer.Option("--from", help="The rate of the first step.")] = 1e-6,
     last: Annotated[float, typer.Option("--to", help="The rate of the last step, where training diverges.")] = 10.0,
     steps: Annotated[int, typer.Option(help="Steps of the test.", min=20, max=10_000)] = 100,
-    picture_file: Annotated[
-        Path | None, typer.Option("--picture", metavar="FILE.png", help="Also draw the curve there.")
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", metavar="FILE.png", help="Also draw the curve there.", callback=picture_file),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Trains a run file for a few steps while the learning rate rises, and suggests one.
 
@@ -102,22 +105,21 @@ def lr(
     """
     if not 0 < first < last <= 1000:
         raise typer.BadParameter(f"{first:g} to {last:g}: give 0 < from < to <= 1000", param_hint="--from, --to")
-    from shoal.experiments.lr_range import draw, picture, range_test
+    from shoal.experiments.lr_range import draw, in_characters, range_test
     from shoal.files import temporary_folder
 
-    with temporary_folder() as folder:
+    with temporary_folder() as folder, busy(f"training {steps} steps at rising rates"):
         found = range_test(run_file, overrides or [], first=first, last=last, steps=steps, directory=folder)
-    if picture_file is not None:
-        draw(found, picture_file)
+    if picture is not None:
+        draw(found, picture)
     if as_json:
         answer(msgspec.json.encode(found).decode())
         return
-    diverges = "not reached" if found.diverges is None else f"{found.diverges:.2g}"
-    print("\n".join(picture(found)))
-    print(
-        f"the loss falls fastest at {found.steepest:.2g}, is lowest at {found.lowest:.2g}, and is above its beginning "
-        f"from: {diverges}\nset optimizer.lr = {found.suggested:g}"
-    )
+    diverges = found.diverges
+    rises = "stays below its start" if diverges is None else f"is above its start from {diverges:.2g} on"
+    print("\n".join(in_characters(found)))
+    print(f"the loss falls fastest at {found.steepest:.2g}, is lowest at {found.lowest:.2g}, and {rises}")
+    print(f"set optimizer.lr = {found.suggested:g}")
 
 
 # `shoal ensemble`.
@@ -128,7 +130,9 @@ def ensemble(
     overrides: Overrides = None,
     members: Annotated[int, typer.Option(min=2, max=1000, help="How many; their seeds are 0, 1, ...")] = 4,
     parallel: Annotated[int, typer.Option(min=1, help="Members that are trained side by side.")] = 1,
-    directory: Annotated[Path | None, typer.Option(help="Their folder; default: ensembles/NAME.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option(help="Their folder; default: ensembles/NAME.", callback=output_folder)
+    ] = None,
     via: Annotated[
         str | None, typer.Option(help="A command that starts each member elsewhere, as of 'shoal sweep'.")
     ] = None,

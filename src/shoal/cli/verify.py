@@ -136,19 +136,19 @@ def rehearse(
     Example: shoal rehearse recipes/digits.toml --faults rank,save
     """
     from shoal.cli.arguments import command_of_script
-    from shoal.runfile.load import load_run
-
-    script = command_of_script(run_file, overrides or ())
-    # A wrong file is refused before what follows imports torch.
-    loaded = load_run(run_file, overrides or ()) if script is None else script.run_file
-    from shoal.experiments.rehearsal.rehearse import RehearsedScript, line_of, table
-    from shoal.experiments.rehearsal.rehearse import rehearse as play_all
     from shoal.experiments.rehearsal.scenarios import FAMILIES
+    from shoal.runfile.load import load_run
 
     families = FAMILIES if faults == "all" else tuple(faults.split(","))
     unknown = [family for family in families if family not in FAMILIES]
     if unknown:
         raise typer.BadParameter(f"{unknown[0]!r}: give {', '.join(FAMILIES)}, or all", param_hint="--faults")
+    script = command_of_script(run_file, overrides or ())
+    # A wrong file is refused before what follows imports torch.
+    loaded = load_run(run_file, overrides or ()) if script is None else script.run_file
+    from shoal.experiments.rehearsal.rehearse import RehearsedScript, line_of, table
+    from shoal.experiments.rehearsal.rehearse import rehearse as play_all
+
     if show:
         _list(loaded, families, only=only, every_point=every_point)
         return

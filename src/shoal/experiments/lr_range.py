@@ -11,7 +11,6 @@ The run is one of `shoal train`, in the layout of the run file, with all its ran
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.errors import EnvironmentFault, UsageError
+from shoal.launcher.children import THROWN_AWAY_S, interrupted_by_sigterm, wait_for
 from shoal.observe.events import read_events, series
 from shoal.optim.config import Schedule
 from shoal.optim.kinds import Searching
@@ -95,17 +95,15 @@ def range_test(
     own = [*overrides, *overrides_of(run_file, rates_between(first, last, steps), directory / "run")]
     load_run(file, own)
     output = directory / "output.txt"
-    with output.open("wb") as stream:
-        done = subprocess.run(
-            [sys.executable, "-m", "shoal", "train", str(file), *own],
-            stdout=stream, stderr=subprocess.STDOUT, env=os.environ, check=False,
-        )  # fmt: skip
+    command = [sys.executable, "-m", "shoal", "train", str(file), *own]
+    with output.open("wb") as stream, interrupted_by_sigterm():
+        code = wait_for(subprocess.Popen(command, stdout=stream, stderr=stream), patience_s=THROWN_AWAY_S)
     events = read_events(directory / "run")
     measured, losses = series(events, "lr")[1], series(events, "loss/train")[1]
-    if done.returncode not in _OK or not losses:
+    if code not in _OK or not losses:
         said = output.read_text(errors="replace").strip().splitlines()
         raise EnvironmentFault(
-            f"the range test ended with exit code {done.returncode} at step {len(losses)}: "
+            f"the range test ended with exit code {code} at step {len(losses)}: "
             f"{said[-1] if said else 'it said nothing'}"
         )
     one = msgspec.structs.replace(run_file.optimizer, lr=1.0)
@@ -149,7 +147,7 @@ def smoothed(losses: Sequence[float], reach: int) -> list[float]:
     return [sum(part) / len(part) for part in parts]
 
 
-def picture(found: Found, *, width: int = 64, height: int = 12) -> list[str]:
+def in_characters(found: Found, *, width: int = 64, height: int = 12) -> list[str]:
     """The smoothed loss over the logarithm of the rate, in characters; `^` below the suggested rate."""
     low, start = min(found.smoothed), found.smoothed[0]
     high = start + 0.25 * (start - low)

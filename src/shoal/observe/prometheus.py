@@ -68,7 +68,7 @@ class PrometheusSink(Sink):
             self._server, _ = start_http_server(port, addr=host, registry=registry)
         except OSError as fault:
             self._warn(
-                f"no metrics for Prometheus: {host}:{port} cannot be listened at ({fault.strerror}); training goes on, "
+                f"no metrics for Prometheus: nothing can listen at {host}:{port} ({fault.strerror}); training goes on, "
                 "and another observe.prometheus_port helps the next start"
             )
         else:

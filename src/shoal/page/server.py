@@ -166,7 +166,7 @@ def listen(host: str, port: int) -> socket.socket:
             if taken
             else "give an address of this host"
         )
-        raise kind(f"{host}:{port} cannot be listened at ({error}): {repair}") from error
+        raise kind(f"nothing can listen at {host}:{port} ({error}): {repair}") from error
     return listener
 
 
