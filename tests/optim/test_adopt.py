@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from shoal.errors import UserCodeError
-from shoal.optim.adopt import own_optimizers, slots_of, works_on
+from shoal.optim.adopt import own_optimizers
+from shoal.optim.probe import slots_of, works_on
 
 
 @pytest.mark.parametrize(

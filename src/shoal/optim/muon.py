@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.maths.counter import indices, key_of, normal
+from shoal.maths.products import product, symmetric_product
 from shoal.optim.declared import Dims
 from shoal.optim.matrix_kinds import (
     Dion,
@@ -32,7 +33,7 @@ from shoal.optim.matrix_kinds import (
     orthogonalising_flops,
     sides,
 )
-from shoal.optim.owners import WholeOptimizer, as_matrix, product, symmetric_product
+from shoal.optim.owners import WholeOptimizer, as_matrix
 
 # Newton-Schulz iterations: from a matrix to the nearest one whose singular values are all near 1.
 #
