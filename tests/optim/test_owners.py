@@ -14,6 +14,7 @@ from torch.nn import Parameter
 
 from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
+from shoal.optim import owners
 from shoal.optim.adaptive import OwnedAdafactor
 from shoal.optim.declared import Dims
 from shoal.optim.muon import OwnedDion, OwnedMuon
@@ -65,16 +66,16 @@ def there_and_back(place: TestPlace, layout: Layout, cut: bool) -> tuple[dict[st
     tensor, as in a step in which it has no gradient.
     """
     parts = parts_on(place, layout, cut)
-    owners = Owners(parts, lambda shape: float(prod(shape)), wanted=lambda name, shape: name != "d")
+    owned = Owners(parts, lambda shape: float(prod(shape)), wanted=lambda name, shape: name != "d")
     is_whole, same = list[bool](), list[bool]()
     for left_out in ("d", "db"):
         own = {o.name: o.parameter.detach() for o in parts.owned if o.name not in left_out}
-        gathered = owners.gather(own)
-        assert gathered.keys() == set(owners.mine) - {*left_out}
+        gathered = owned.gather(own).wait()
+        assert gathered.keys() == set(owned.mine) - {*left_out}
         is_whole += [torch.equal(tensor, whole_of(name)) for name, tensor in gathered.items()]
-        back = owners.scatter({name: tensor * 2 for name, tensor in gathered.items()}, own)
+        back = owned.scatter({name: tensor * 2 for name, tensor in gathered.items()}, own).wait()
         same += [back.keys() == own.keys(), *(torch.equal(back[name].view(-1), 2 * part) for name, part in own.items())]
-    return owners.owner, owners.mine, all(is_whole), all(same)
+    return owned.owner, owned.mine, all(is_whole), all(same)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -144,8 +145,9 @@ def with_gaps(kind: str, parameters: dict[str, Parameter], parts: Parts | None) 
         optimizer.step()
 
 
-def gaps_on_ranks(place: TestPlace, layout: Layout, kind: str) -> dict[str, float]:
-    """How far this rank's parts are from those of one process, by name."""
+def gaps_on_ranks(place: TestPlace, layout: Layout, kind: str, bucket: int) -> dict[str, float]:
+    """How far this rank's parts are from those of one process, by name; about `bucket` numbers travel together."""
+    owners.BUCKET_NUMEL = bucket
     alone = {name: Parameter(whole_of(name) / 100) for name in SHAPES}
     with_gaps(kind, alone, None)
     parts = parts_on(place, layout, False)
@@ -164,5 +166,6 @@ def test_what_has_no_gradient_in_a_step_is_left_alone(ranks, layout: str) -> Non
     """By its owner and by all that hold it; it goes on in a later step, as in one process."""
     chosen = LAYOUTS[layout]
     for kind in OPTIMIZERS:
-        for found in ranks(chosen.world_size, gaps_on_ranks, chosen, kind):
-            assert all(gap < SAME for gap in found.values()), (kind, found)
+        for bucket in (50, owners.BUCKET_NUMEL):
+            for found in ranks(chosen.world_size, gaps_on_ranks, chosen, kind, bucket):
+                assert all(gap < SAME for gap in found.values()), (kind, bucket, found)

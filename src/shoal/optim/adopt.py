@@ -98,14 +98,18 @@ class OwnOptimizer:
 
     def to_state(self) -> dict[str, Any]:
         """What a scheduler, or a step, may have changed in each group."""
-        names = (*SCHEDULED, *self.counts)
-        return {"groups": [{n: g[n] for n in names if _is_saved(g.get(n))} for g in self.optimizer.param_groups]}
+        every = [{n: _number(g.get(n)) for n in (*SCHEDULED, *self.counts)} for g in self.optimizer.param_groups]
+        return {"groups": [{name: each for name, each in group.items() if _is_saved(each)} for group in every]}
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Takes the saved learning rates over, and what else schedulers change."""
         names = (*SCHEDULED, *self.counts)
         for group, saved in zip(self.optimizer.param_groups, state["groups"], strict=False):
-            group.update({n: tuple(v) if isinstance(v, list) else v for n, v in saved.items() if n in names})
+            for name in (name for name in names if name in saved):
+                if isinstance(group.get(name), Tensor):  # it stays there, as PyTorch's schedulers leave it
+                    group[name].fill_(saved[name])
+                else:
+                    group[name] = tuple(saved[name]) if isinstance(saved[name], list) else saved[name]
 
 
 SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum", "max_momentum", "betas")
@@ -165,6 +169,11 @@ def _placeholder(optimizer: torch.optim.Optimizer, device: torch.device) -> Para
 
     optimizer.register_step_pre_hook(give_gradient)
     return placeholder
+
+
+def _number(value: Any) -> Any:
+    """A rate in a tensor is a number in a checkpoint."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _is_saved(value: Any) -> bool:
