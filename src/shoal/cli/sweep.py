@@ -118,6 +118,8 @@ def lr(
         f"the loss falls fastest at {found.steepest:.2g}, is lowest at {found.lowest:.2g}, and is above its beginning "
         f"from: {diverges}\nset optimizer.lr = {found.suggested:g}"
     )
+    for key, rate in found.beside.items():
+        print(f"with {key} = {rate:.2g}, which rose in proportion")
 
 
 # `shoal ensemble`.
