@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,20 @@ def test_a_run_goes_on_bitwise_with_the_same_sizes_on_all_ranks(ranks, tmp_path:
     assert first[0][0] + then[0][0] == sizes
     assert len(set(sizes)) >= 3, sizes
     assert all(torch.equal(then[0][1][name], tensor) for name, tensor in state.items())
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_the_size_it_had_in_another_world(ranks, tmp_path: Path) -> None:
+    """Steps grow on from leg to leg; when they do depends on the shares between which a world measures the noise."""
+    batch = {"global_samples": 128, "micro_samples": 2, "adaptive": {"first": 8, "readings": 6, "share": 4.0}}
+    worlds = ({"layout": {"replicate": 2}}, {"layout": {"shard": 2}, "memory": {"zero": 3}}, {})
+    sizes = list[int]()
+    for layout in worlds:
+        found = ranks(2 if layout else 1, gone_on, {"batch": batch} | layout, str(tmp_path / "moved"), 10)
+        assert all(own == found[0][0] for own, _ in found)
+        sizes += found[0][0]
+    assert len(set(sizes)) >= 3, sizes
+    assert all(size in (before, 2 * before) for before, size in pairwise(sizes)), sizes
 
 
 def reached(place: TestPlace, tables: dict[str, Any], folder: str, seed: int) -> tuple[int, int]:

@@ -10,7 +10,8 @@ import pytest
 
 from shoal.config.load import dumps
 from shoal.errors import UsageError
-from shoal.experiments.lr_range import in_characters, judge, overrides_of, rates_between, smoothed
+from shoal.experiments.lr_range import in_characters, judge, overrides_of, rates_beside, rates_between, smoothed
+from shoal.optim.matrix_kinds import Muon
 from shoal.optim.schedule import peak_rate, rate
 from shoal.runfile.load import load_run
 from tests.cli.project import project
@@ -51,6 +52,28 @@ def test_the_run_has_the_rates_whatever_its_own_schedule(tmp_path: Path, keys: s
     assert loaded.run.steps == len(RATES)
     (tmp_path / "again.toml").write_text(dumps(loaded))
     assert load_run(tmp_path / "again.toml") == loaded
+
+
+BESIDE = """kind = "muon"
+adamw_lr = 0.03
+groups = { "*.bias" = { kind = "lion" }, "body.0.*" = { kind = "sgd", lr = 0.6, momentum = 0.5 }, "*" = { rate = 2.0 } }
+"""
+
+
+def test_rates_beside_it_rise_in_proportion(tmp_path: Path) -> None:
+    """AdamW's part of Muon and groups of their own kind: else they would stand nearly still where the rate is low."""
+    file = tmp_path / "run.toml"
+    file.write_text(RUN.replace("KEYS", BESIDE))
+    before = load_run(file).optimizer
+    loaded = load_run(file, overrides_of(load_run(file), RATES, tmp_path / "there")).optimizer
+    times = 10.0 / 0.3
+    assert isinstance(loaded, Muon)
+    assert loaded.adamw_lr == pytest.approx(0.03 * times)
+    assert [loaded.groups[p].lr for p in before.groups] == [pytest.approx(r) for r in (1e-4 * times, 0.6 * times, None)]
+    assert [loaded.groups[p].rate for p in before.groups] == [1.0, 1.0, 2.0]
+    assert loaded.groups["body.0.*"].momentum == 0.5
+    wanted = {"adamw_lr": 0.003, 'groups."*.bias".lr': 1e-5, 'groups."body.0.*".lr': 0.06}
+    assert rates_beside(before, 0.03) == pytest.approx({f"optimizer.{key}": rate for key, rate in wanted.items()})
 
 
 @pytest.mark.parametrize(("kind", "why"), [("lbfgs", "length of a step"), ("schedule_free_sgd", "constant rate")])

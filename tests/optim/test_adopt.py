@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
 from shoal.errors import UserCodeError
-from shoal.optim.adopt import own_optimizers, slots_of, works_on
+from shoal.optim.adopt import OwnOptimizer, own_optimizers
+from shoal.optim.probe import slots_of, works_on
 
 
 @pytest.mark.parametrize(
@@ -73,3 +76,24 @@ def test_the_groups_get_what_this_rank_owns():
         [id(pieces["1.weight"])],
     ]
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+
+
+def test_a_rate_in_a_tensor_is_saved_and_stays_one():
+    """As `capturable` and compiled steps want it; a scheduler goes on from it."""
+    model = nn.Linear(3, 2)
+
+    def scheduled() -> tuple[OwnOptimizer, torch.optim.lr_scheduler.LRScheduler]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.5))
+        (own,) = own_optimizers([optimizer], model)
+        return own, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    (first, one), (resumed, other) = scheduled(), scheduled()
+    first.optimizer.step()
+    one.step()
+    resumed.load(json.loads(json.dumps(first.to_state())))
+    rate = resumed.optimizer.param_groups[0]["lr"]
+    assert isinstance(rate, torch.Tensor)
+    assert float(rate) == 0.25
+    other.load_state_dict(one.state_dict())
+    other.step()
+    assert float(resumed.optimizer.param_groups[0]["lr"]) == 0.125

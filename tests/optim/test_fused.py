@@ -3,12 +3,16 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import Parameter
 
+from shoal.optim.adaptive import ElementOptimizer, OwnedAdafactor
 from shoal.optim.fused import FusedAdamW, FusedSGD
+from shoal.optim.kinds import Lion
+from shoal.optim.muon import OwnedMuon
 
 Make = Callable[[list[dict]], torch.optim.Optimizer]
 PAIRS: dict[str, tuple[Make, Make]] = {
@@ -96,7 +100,10 @@ def test_no_compiler_is_imported() -> None:
     """`torch._dynamo` and sympy take longer to import than torch: neither comes with an optimizer or its step."""
     script = """
 import sys, torch
+from shoal.optim.adaptive import ElementOptimizer, OwnedAdafactor
 from shoal.optim.fused import FusedAdamW, FusedSGD
+from shoal.optim.kinds import Lion
+from shoal.optim.muon import OwnedMuon
 p = torch.nn.Parameter(torch.ones(3))
 p.grad = torch.ones(3)
 FusedAdamW([{"params": [p]}], lr=0.1, betas=(0.9, 0.95), eps=1e-8).step()
@@ -148,3 +155,31 @@ def test_a_vote_against_it_leaves_weights_and_state(name: str) -> None:
     for one, other in zip(mine, theirs, strict=True):
         assert torch.equal(one, other)
         assert all(torch.equal(own.state[one][key], peer.state[other][key]) for key in peer.state[other])
+
+
+PLAIN: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: FusedAdamW(params, lr=0.1, betas=(0.9, 0.95), eps=1e-8),
+    "muon": lambda params: OwnedMuon(params, lr=0.1),
+    "adafactor": lambda params: OwnedAdafactor(params, lr=0.1),
+    "lion": lambda params: ElementOptimizer(params, Lion(lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_parameters_are_given_in_the_forms_that_pytorch_takes(kind: str) -> None:
+    """Alone or with their names, at once or in a group that is added later, as one tensor or several; never twice."""
+    model, late, apart = torch.nn.Linear(3, 2), Parameter(torch.ones(2)), Parameter(torch.ones(()))
+    optimizer = PLAIN[kind](model.named_parameters())
+    optimizer.add_param_group({"params": late, "lr": 0.01})
+    optimizer.add_param_group({"params": iter([apart])})
+    assert {name for group in optimizer.param_groups for name in group.get("param_names", ())} == {"weight", "bias"}
+    assert [group["lr"] for group in optimizer.param_groups][-2:] == [0.01, 0.1]
+    every = [*model.parameters(), late, apart]
+    before = [p.detach().clone() for p in every]
+    for parameter in every:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert not any(torch.equal(p.detach(), was) for p, was in zip(every, before, strict=True))
+    for again in (late, [apart], [Parameter(torch.ones(3))] * 2):
+        with pytest.raises(ValueError, match="twice in the groups"):
+            optimizer.add_param_group({"params": again})

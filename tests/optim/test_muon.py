@@ -156,8 +156,8 @@ def test_a_script_builds_it_of_plain_parameters() -> None:
 def test_tf32_follows_no_gram_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its 10 bits lose small singular values there: the matrix is multiplied in every iteration."""
     taken: list[int] = []
-    iterated = muon._iterated
-    monkeypatch.setattr(muon, "_iterated", lambda x, steps: taken.append(len(steps)) or iterated(x, steps))
+    factor = muon._factor
+    monkeypatch.setattr(muon, "_factor", lambda x, steps, **how: taken.append(len(steps)) or factor(x, steps, **how))
     x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
     plain = orthogonalised(x)
     monkeypatch.setattr(muon, "_in_tf32", lambda x: True)

@@ -14,10 +14,11 @@ from torch.nn import Parameter
 
 from shoal.comm.config import WireConfig
 from shoal.comm.mesh import build_mesh
+from shoal.optim import owners
 from shoal.optim.adaptive import OwnedAdafactor
 from shoal.optim.declared import Dims
 from shoal.optim.muon import OwnedDion, OwnedMuon
-from shoal.optim.owners import Owners, dense, product, symmetric_product
+from shoal.optim.owners import Owners
 from shoal.optim.parts import Parts, PartSums
 from shoal.optim.preconditioned import OwnedShampoo, OwnedSOAP
 from shoal.state import Trained, owned_run, owned_whole
@@ -65,16 +66,16 @@ def there_and_back(place: TestPlace, layout: Layout, cut: bool) -> tuple[dict[st
     tensor, as in a step in which it has no gradient.
     """
     parts = parts_on(place, layout, cut)
-    owners = Owners(parts, lambda shape: float(prod(shape)), wanted=lambda name, shape: name != "d")
+    owned = Owners(parts, lambda shape: float(prod(shape)), wanted=lambda name, shape: name != "d")
     is_whole, same = list[bool](), list[bool]()
     for left_out in ("d", "db"):
         own = {o.name: o.parameter.detach() for o in parts.owned if o.name not in left_out}
-        gathered = owners.gather(own)
-        assert gathered.keys() == set(owners.mine) - {*left_out}
+        gathered = owned.gather(own).wait()
+        assert gathered.keys() == set(owned.mine) - {*left_out}
         is_whole += [torch.equal(tensor, whole_of(name)) for name, tensor in gathered.items()]
-        back = owners.scatter({name: tensor * 2 for name, tensor in gathered.items()}, own)
+        back = owned.scatter({name: tensor * 2 for name, tensor in gathered.items()}, own).wait()
         same += [back.keys() == own.keys(), *(torch.equal(back[name].view(-1), 2 * part) for name, part in own.items())]
-    return owners.owner, owners.mine, all(is_whole), all(same)
+    return owned.owner, owned.mine, all(is_whole), all(same)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -144,8 +145,9 @@ def with_gaps(kind: str, parameters: dict[str, Parameter], parts: Parts | None) 
         optimizer.step()
 
 
-def gaps_on_ranks(place: TestPlace, layout: Layout, kind: str) -> dict[str, float]:
-    """How far this rank's parts are from those of one process, by name."""
+def gaps_on_ranks(place: TestPlace, layout: Layout, kind: str, bucket: int) -> dict[str, float]:
+    """How far this rank's parts are from those of one process, by name; about `bucket` numbers travel together."""
+    owners.BUCKET_NUMEL = bucket
     alone = {name: Parameter(whole_of(name) / 100) for name in SHAPES}
     with_gaps(kind, alone, None)
     parts = parts_on(place, layout, False)
@@ -164,50 +166,6 @@ def test_what_has_no_gradient_in_a_step_is_left_alone(ranks, layout: str) -> Non
     """By its owner and by all that hold it; it goes on in a later step, as in one process."""
     chosen = LAYOUTS[layout]
     for kind in OPTIMIZERS:
-        for found in ranks(chosen.world_size, gaps_on_ranks, chosen, kind):
-            assert all(gap < SAME for gap in found.values()), (kind, found)
-
-
-FLOAT32 = 1e-6
-"""Of a product with some hundred terms, relative to the norm."""
-
-
-@pytest.mark.parametrize("shape", [(70, 90, 80), (3, 200, 65), (2, 3, 66, 70, 64)])
-def test_products_are_those_of_float64(shape: tuple[int, ...]) -> None:
-    """Of matrices and of stacks, however their numbers lie, by whichever library."""
-    generator = torch.Generator().manual_seed(0)
-    *stack, rows, inner, columns = shape
-    for turned_a, turned_b in ((False, False), (True, False), (False, True), (True, True)):
-        a = torch.randn(*stack, *((inner, rows) if turned_a else (rows, inner)), generator=generator)
-        b = torch.randn(*stack, *((columns, inner) if turned_b else (inner, columns)), generator=generator)
-        a, b = a.mT if turned_a else a, b.mT if turned_b else b
-        wanted = a.double() @ b.double()
-        assert float((product(a, b) - wanted).norm() / wanted.norm()) < FLOAT32
-
-
-@pytest.mark.parametrize("shape", [(600, 40), (1100, 300), (30, 50), (2, 40, 70)])
-def test_symmetric_products_are_whole(shape: tuple[int, ...]) -> None:
-    """Both halves of a @ a.mT, and of a product of two powers of a matrix, also where one half alone is computed."""
-    generator = torch.Generator().manual_seed(1)
-    a = torch.randn(shape, generator=generator)
-    wanted = a.double() @ a.double().mT
-    found = symmetric_product(a, a)
-    assert float((found - wanted).norm() / wanted.norm()) < FLOAT32
-    assert torch.equal(symmetric_product(a.mT.contiguous().mT, a), found)
-    cube = wanted @ wanted @ wanted
-    assert float((symmetric_product((wanted @ wanted).float(), found) - cube).norm() / cube.norm()) < 3 * FLOAT32
-
-
-def test_matrices_are_multiplied_without_gaps() -> None:
-    """Rows of one that lies by columns, and columns of one that lies by rows, are copied; whole ones are not."""
-    x = torch.randn(6, 8)
-    for whole in (x, x.mT, x[2:4], x.mT[:, 1:3]):
-        assert dense(whole) is whole
-    for part in (x[:, 2:4], x.mT[1:3], x.mT[:2]):
-        assert dense(part).is_contiguous()
-        assert torch.equal(dense(part), part)
-
-
-def test_a_product_of_no_matrices_is_none() -> None:
-    """Of sides that oneDNN would multiply."""
-    assert product(torch.zeros(0, 64, 70), torch.zeros(0, 70, 80)).shape == (0, 64, 80)
+        for bucket in (50, owners.BUCKET_NUMEL):
+            for found in ranks(chosen.world_size, gaps_on_ranks, chosen, kind, bucket):
+                assert all(gap < SAME for gap in found.values()), (kind, bucket, found)

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.optim.adopt import own_optimizers, slots_of, tried
+from shoal.optim.adopt import own_optimizers
+from shoal.optim.probe import slots_of, tried
 from tests.optim import coupled_optimizers as planted
 
 KNOWN = ["SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "Rprop", "ASGD"]

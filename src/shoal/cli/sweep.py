@@ -120,6 +120,8 @@ def lr(
     print("\n".join(in_characters(found)))
     print(f"the loss falls fastest at {found.steepest:.2g}, is lowest at {found.lowest:.2g}, and {rises}")
     print(f"set optimizer.lr = {found.suggested:g}")
+    for key, rate in found.beside.items():
+        print(f"with {key} = {rate:.2g}, which rose in proportion")
 
 
 # `shoal ensemble`.

@@ -10,11 +10,13 @@ The run is one of `shoal train`, in the layout of the run file, with all its ran
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -22,6 +24,7 @@ from shoal.errors import EnvironmentFault, UsageError
 from shoal.launcher.children import THROWN_AWAY_S, interrupted_by_sigterm, wait_for
 from shoal.observe.events import read_events, series
 from shoal.optim.config import Schedule
+from shoal.optim.declared import Common
 from shoal.optim.kinds import Searching
 from shoal.optim.schedule import peak_rate
 from shoal.runfile.load import load_run
@@ -42,7 +45,7 @@ class Found(msgspec.Struct, frozen=True):
     """The curve, and what it says, as values of `optimizer.lr`.
 
     `steepest`: where the loss falls fastest; `lowest`: where it is lowest; `diverges`: from where on it is above its
-    beginning, None if it never was.
+    beginning, None if it never was. `beside`: other keys of rates, with what they had there.
     """
 
     rates: list[float]
@@ -52,6 +55,7 @@ class Found(msgspec.Struct, frozen=True):
     lowest: float
     diverges: float | None
     suggested: float
+    beside: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 def rates_between(first: float, last: float, steps: int) -> list[float]:
@@ -80,11 +84,33 @@ def overrides_of(run_file: RunFile, rates: Sequence[float], directory: Path) -> 
         f"run.steps={len(rates)}",
         f"run.directory={msgspec.json.encode(str(directory)).decode()}",
         f"optimizer.lr={peak!r}",
+        *_rates_beside_of(optimizer, peak),
         *(f"schedule.{key}={msgspec.json.encode(value).decode()}" for key, value in plain.items()),
         'schedule.kind="chained"',
         f"schedule.phases=[{', '.join(phases)}]",
         "checkpoint.every_steps=0",
     ]
+
+
+def rates_beside(optimizer: Common, lr: float) -> dict[str, float]:
+    """The keys of a run file that say rates beside `optimizer.lr`, of AdamW's part and of groups with kinds of their
+    own, in their proportion to it where it is `lr`.
+    """
+    own, times = getattr(optimizer, "adamw_lr", None), lr / optimizer.lr if optimizer.lr else 1.0
+    groups = {pattern: group.table.lr * times for pattern, group in optimizer.groups.items() if group.table is not None}
+    found = {f'optimizer.groups."{pattern}".lr': rate for pattern, rate in groups.items()}
+    return found if own is None else {"optimizer.adamw_lr": own * times} | found
+
+
+def _rates_beside_of(optimizer: Common, peak: float) -> list[str]:
+    """The overrides that keep the proportion."""
+    rates, groups = rates_beside(optimizer, peak), dict[str, dict[str, Any]]()
+    for pattern, group in optimizer.groups.items():
+        said = {key: value for key, value in msgspec.to_builtins(group).items() if value is not None}
+        own = rates.get(f'optimizer.groups."{pattern}".lr')
+        groups[pattern] = said if own is None else said | {"lr": own}
+    found = [f"{key}={rate!r}" for key, rate in rates.items() if key == "optimizer.adamw_lr"]
+    return found if not groups else [*found, f"optimizer.groups={json.dumps(groups, separators=(', ', ' = '))}"]
 
 
 def range_test(
@@ -108,7 +134,8 @@ def range_test(
         )
     one = msgspec.structs.replace(run_file.optimizer, lr=1.0)
     factor, _ = peak_rate(one, global_samples=run_file.batch.global_samples)
-    return judge([rate / factor for rate in measured], losses)
+    found = judge([rate / factor for rate in measured], losses)
+    return msgspec.structs.replace(found, beside=rates_beside(run_file.optimizer, found.suggested))
 
 
 def judge(rates: Sequence[float], losses: Sequence[float]) -> Found:

@@ -62,11 +62,9 @@ class ElementOptimizer(FusedOptimizer):
     works_on: Granularity = "elements"
 
     def __init__(self, params: Iterable[Any], config: Elementwise, *, lr: float | None = None) -> None:
-        params = list(params)
-        groups = params if params and isinstance(params[0], dict) else [{"params": params}]
         own = [key for key in config.__struct_fields__ if key not in Common.__struct_fields__]
         options = {key: getattr(config, key) for key in (*own, "weight_decay")}
-        super().__init__(groups, **(options if lr is None else options | {"lr": lr}))
+        super().__init__(params, **(options if lr is None else options | {"lr": lr}))
         self.slots, self._update = config.slots, config.update
 
     def update(self, group: dict[str, Any], parameters: list[Parameter], gradients: list[Tensor]) -> None:
@@ -131,9 +129,8 @@ class OwnedAdafactor(WholeOptimizer):
         params = list(params)
         groups = params if params and isinstance(params[0], dict) else [{"params": params}]
         super().__init__(
-            [{**group, "whole": True} for group in groups], lr=lr, beta2_decay=beta2_decay, eps=eps,
-            threshold=threshold, weight_decay=weight_decay,
-        )  # fmt: skip
+            groups, whole=True, lr=lr, beta2_decay=beta2_decay, eps=eps, threshold=threshold, weight_decay=weight_decay
+        )
 
     def connect(self, parts: Parts) -> None:
         """Parameters become whole on their owners, and so do their norms."""

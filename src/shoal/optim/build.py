@@ -17,7 +17,7 @@ from shoal.config.check import implementation_of
 from shoal.config.named import find_named, users_traceback
 from shoal.errors import ConfigError, UserCodeError
 from shoal.models.roles import Widened
-from shoal.optim.adopt import Tried, fill_empty_groups, keep_numbers, slots_of, tried, works_on
+from shoal.optim.adopt import fill_empty_groups, keep_numbers
 from shoal.optim.average import keep_average, look_ahead
 from shoal.optim.config import SGD, Adagrad, AdamW, OptimizerConfig, PythonOptimizer, groups_refusal
 from shoal.optim.declared import Common, Described, Dims, Granularity, Slot
@@ -25,6 +25,7 @@ from shoal.optim.fused import FusedAdamW, FusedOptimizer, FusedSGD
 from shoal.optim.layer_statistics import SeesLayers
 from shoal.optim.mup import factor_of
 from shoal.optim.parts import SeesParts
+from shoal.optim.probe import Tried, slots_of, tried, works_on
 
 
 def build_optimizer(

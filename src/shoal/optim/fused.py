@@ -100,8 +100,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         return False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds `param_group`: a dictionary with `params`, a list of tensors, and any options of its own."""
-        self.param_groups.append({**self.defaults, **param_group, "params": list(param_group["params"])})
+        """Adds `param_group`: a dictionary with `params`, a tensor, tensors, or pairs of a name and a tensor, and any
+        options of its own. Raises `ValueError` for a parameter that is there already.
+        """
+        given = param_group["params"]
+        params = [given] if isinstance(given, Tensor) else list(given)
+        named = [p for p in params if isinstance(p, tuple)]
+        names = {"param_names": [name for name, _ in named]} if named else {}
+        params = [p for _, p in named] if named else params
+        stepped = [*(id(p) for group in self.param_groups for p in group["params"]), *map(id, params)]
+        if len(set(stepped)) < len(stepped):
+            raise ValueError("a parameter is twice in the groups of an optimizer: leave it out of one of them")
+        self.param_groups.append({**self.defaults, **param_group, **names, "params": params})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """PyTorch's, which gives all of the state the parameters' type: what has not their shape keeps its own."""

@@ -36,11 +36,12 @@ from torch.nn import Parameter
 from shoal.comm.collective import Alone, Collective
 from shoal.errors import UserCodeError
 from shoal.maths.counter import key_of
+from shoal.maths.products import product
 from shoal.optim.declared import Dims
 from shoal.optim.fused import Work
 from shoal.optim.layer_statistics import Factors, LayerStatistics, WeightSharing
 from shoal.optim.matrix_kinds import KFAC, sides
-from shoal.optim.owners import Owners, Whole, WholeOptimizer, as_matrix, product
+from shoal.optim.owners import Owners, Whole, WholeOptimizer, as_matrix
 from shoal.optim.parts import Parts
 
 _SIDES = ("rows", "columns")

@@ -30,8 +30,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from shoal.comm.collective import Alone, Collective
 from shoal.errors import UserCodeError
 from shoal.maths.counter import bits, uniform
+from shoal.maths.products import symmetric_product
 from shoal.models.roles import is_conv1d
-from shoal.optim.owners import symmetric_product
 from shoal.optim.parts import Parts, SeesParts
 from shoal.state import Trained, owned_whole
 from shoal.topology.holding import held

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.maths.counter import indices, key_of, normal
+from shoal.maths.products import product, symmetric_product
 from shoal.optim.declared import Dims
 from shoal.optim.matrix_kinds import (
     Dion,
@@ -32,7 +33,7 @@ from shoal.optim.matrix_kinds import (
     orthogonalising_flops,
     sides,
 )
-from shoal.optim.owners import WholeOptimizer, as_matrix, product, symmetric_product
+from shoal.optim.owners import WholeOptimizer, as_matrix
 
 # Newton-Schulz iterations: from a matrix to the nearest one whose singular values are all near 1.
 #
@@ -58,21 +59,24 @@ Quintic = tuple[float, float, float]
 def orthogonalised(x: Tensor, *, iterations: int = 5, polish: int = 0, dtype: torch.dtype | None = None) -> Tensor:
     """The orthogonal factor of each matrix of `x` `[..., rows, columns]`, about; computed in `dtype` (None: its own).
 
-    `polish` iterations follow with `POLISH`.
+    `iterations`, of which there is one at least, are followed by `polish` iterations with `POLISH`.
     """
     wide = x.to(dtype or x.dtype)
     tall = wide.size(-2) > wide.size(-1)
     wide = wide.mT.contiguous() if tall else wide  # products of its rows want them without gaps
-    wide = wide / torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp_(min=_TINY)
     steps = [*(QUINTIC,) * iterations, *(POLISH,) * polish]
+    if wide.dtype.itemsize == 2:
+        wide = wide / torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True).clamp_(min=_TINY)
     if wide.dtype == torch.bfloat16:
         for step in steps:
             wide = _rounded(wide, *step)
-    else:
-        length = 1 if _in_tf32(wide) else followed(*wide.shape[-2:], precision="parameter")
-        for first in range(0, len(steps), length):
-            wide = _iterated(wide, steps[first : first + length])
-    return (wide.mT if tall else wide).to(x.dtype)
+        return (wide.mT if tall else wide).to(x.dtype)
+    length = 1 if _in_tf32(wide) else followed(*wide.shape[-2:], precision="parameter")
+    for first in range(0, len(steps), length):
+        factor = _factor(wide, steps[first : first + length], normalise=first == 0)
+        is_last = first + length >= len(steps)
+        wide = product(wide.mT, factor.mT) if tall and is_last else product(factor, wide)
+    return wide.to(x.dtype)
 
 
 def _in_tf32(x: Tensor) -> bool:
@@ -87,16 +91,22 @@ def _rounded(x: Tensor, a: float, b: float, c: float) -> Tensor:
     return plus(x, plus(gram, gram, gram, beta=b, alpha=c), x, beta=a)
 
 
-def _iterated(x: Tensor, steps: Sequence[Quintic]) -> Tensor:
-    """P X, P the product of Q in `steps`, for which G is followed."""
-    gram, all_of_them = symmetric_product(x, x), None
+def _factor(x: Tensor, steps: Sequence[Quintic], *, normalise: bool) -> Tensor:
+    """P, the product of Q in `steps`, for which G is followed. `normalise`: P is that of X / |X|, over |X|, so that X
+    itself is not divided; |X|^2 is the trace of G.
+    """
+    gram, scale, found = symmetric_product(x, x), None, None
+    if normalise:
+        scale = 1 / gram.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt_().clamp_(min=_TINY)[..., None, None]
+        gram.mul_(scale * scale)
     for number, (a, b, c) in enumerate(steps):
         q = symmetric_product(gram, gram).mul_(c).add_(gram, alpha=b)
         q.diagonal(dim1=-2, dim2=-1).add_(a)
-        all_of_them = q if all_of_them is None else symmetric_product(q, all_of_them)
+        found = q if found is None else symmetric_product(q, found)
         if number + 1 < len(steps):
             gram = symmetric_product(symmetric_product(q, gram), q)
-    return x if all_of_them is None else product(all_of_them, x)
+    assert found is not None, "there are steps"
+    return found if scale is None else found.mul_(scale)
 
 
 def muon(config: Muon, groups: list[dict[str, Any]], lr: float) -> torch.optim.Optimizer:

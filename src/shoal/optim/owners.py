@@ -13,9 +13,9 @@ travel together.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
@@ -32,6 +32,8 @@ from shoal.topology.holding import Box, whole
 
 Cost = Callable[[Dims], float]
 """What the work on a tensor of this shape costs, in any unit."""
+BUCKET_NUMEL = 4 << 20
+"""Numbers that travel together, about."""
 
 
 class _Lies(NamedTuple):
@@ -40,6 +42,30 @@ class _Lies(NamedTuple):
     name: str
     box: Box
     start: int
+
+
+class _Flight(NamedTuple):
+    """Tensors of one dtype on their way: `buffer` is split over `targets` when they are there; `payload` is kept."""
+
+    handle: Handle
+    payload: Tensor
+    buffer: Tensor
+    targets: Sequence[Tensor]
+
+
+class Arriving(NamedTuple):
+    """Tensors by name, whose numbers are there after `wait`."""
+
+    tensors: dict[str, Tensor]
+    flights: Sequence[_Flight] = ()
+
+    def wait(self) -> dict[str, Tensor]:
+        """Returns when they have come."""
+        for handle, _, buffer, targets in self.flights:
+            handle.wait()
+            for target, numbers in zip(targets, buffer.split([t.numel() for t in targets]), strict=True):
+                target.copy_(numbers.view(target.shape))
+        return self.tensors
 
 
 class Owners:
@@ -67,16 +93,21 @@ class Owners:
         self.owner = _owners(self._held, self.shapes, cost)
         """The rank of the group that owns each tensor."""
         self._sources = {name: self._sources_of(name) for name in self.shapes}
-        self._travels = any(
+        self.travels = any(
             rank != self.owner[name] for name, sources in self._sources.items() for rank, _ in sources
         ) or any(name in held and self.owner[name] != rank for rank, held in enumerate(self._held) for name in held)
+        """Whether anything of a tensor is ever sent: some rank holds a part of one that another owns."""
+        names = sorted(self.shapes)
+        before = accumulate((prod(self.shapes[name]) for name in names), initial=0)
+        self.bucket_of = {name: start // BUCKET_NUMEL for name, start in zip(names, before, strict=False)}
+        """Which tensors travel together, by number, so that others may be worked on meanwhile."""
 
     @property
     def mine(self) -> list[str]:
         """The tensors that this rank owns."""
         return [name for name in sorted(self.shapes) if self.owner[name] == self._group.rank]
 
-    def gather(self, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def gather(self, parts: Mapping[str, Tensor]) -> Arriving:
         """`parts` has what this rank holds of each tensor that takes part, which all ranks that hold some of it know;
         the whole ones that it owns.
         """
@@ -94,10 +125,9 @@ class Owners:
                     sent[owner].append(_of(flat[name], lies))
                 if owner == me:
                     into[source].append(found[name][lies.box.slices])
-        self._exchange(sent, into)
-        return found
+        return Arriving(found, self._exchange(sent, into))
 
-    def scatter(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    def scatter(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> Arriving:
         """The inverse: `tensors` are the whole ones that this rank owns; flat, what it holds of each of `names`, those
         that took part.
         """
@@ -118,8 +148,7 @@ class Owners:
                         if name not in found:
                             found[name] = self._empty(name, (sum(one.box.numel for one in held[name]),))
                         into[owner].append(_of(found[name], lies))
-        self._exchange(sent, into)
-        return found
+        return Arriving(found, self._exchange(sent, into))
 
     def share(self, tensors: Mapping[str, Sequence[Tensor]]) -> None:
         """`tensors` belong to what this rank holds and takes part; those of the owner, of any shapes, become those of
@@ -134,37 +163,31 @@ class Owners:
                 if rank != owner and name in held:
                     sent[rank] += tensors[name] if me == owner else ()
                     into[owner] += tensors[name] if me == rank else ()
-        self._exchange(sent, into, {torch.promote_types(own, torch.float32) for own in self._dtypes.values()})
+        wide = {torch.promote_types(own, torch.float32) for own in self._dtypes.values()}
+        Arriving({}, self._exchange(sent, into, wide)).wait()
 
     def _exchange(
         self,
         sent: Sequence[Sequence[Tensor]],
         into: Sequence[Sequence[Tensor]],
         dtypes: Collection[torch.dtype] | None = None,
-    ) -> None:
-        """`sent[r]` become `into[me]` on rank r. A list is in the same order on both sides. `dtypes`: those of the
-        tensors, the same on all ranks; None: those of the parameters.
+    ) -> list[_Flight]:
+        """`sent[r]` become `into[me]` on rank r, when they have arrived. A list is in the same order on both sides.
+        `dtypes`: those of the tensors, the same on all ranks; None: those of the parameters.
         """
         me = self._group.rank
         for source, target in zip(sent[me], into[me], strict=True):
             target.copy_(source.view(target.shape))
-        if not self._travels:
-            return
-        handles: list[tuple[Handle, Tensor, Tensor, list[Tensor]]] = []
-        for dtype in sorted(set(self._dtypes.values()) if dtypes is None else dtypes, key=str):
+        flights: list[_Flight] = []
+        for dtype in sorted(set(self._dtypes.values()) if dtypes is None else dtypes, key=str) if self.travels else ():
             out = [[t.reshape(-1) for t in one if t.dtype == dtype] if r != me else [] for r, one in enumerate(sent)]
             back = [[t for t in one if t.dtype == dtype] if r != me else [] for r, one in enumerate(into)]
             sizes, wanted = [_numel(one) for one in out], [_numel(one) for one in back]
             payload = torch.cat([torch.empty(0, dtype=dtype, device=self._device), *(t for one in out for t in one)])
             buffer = torch.empty(sum(wanted), dtype=dtype, device=self._device)
             handle = self._group.all_to_all(buffer, payload, output_sizes=wanted, input_sizes=sizes)
-            handles.append((handle, payload, buffer, [t for one in back for t in one]))
-        for handle, _, buffer, targets in handles:
-            handle.wait()
-            at = 0
-            for target in targets:
-                target.copy_(buffer[at : at + target.numel()].view(target.shape))
-                at += target.numel()
+            flights.append(_Flight(handle, payload, buffer, [t for one in back for t in one]))
+        return flights
 
     def _empty(self, name: str, shape: Dims) -> Tensor:
         return torch.empty(shape, dtype=self._dtypes[name], device=self._device)
@@ -229,6 +252,14 @@ class Whole(NamedTuple):
     state: dict[str, Any]
 
 
+class _Moving(NamedTuple):
+    """Parts of matrices, by what their updates are multiplied, and directions or updates that come."""
+
+    each: Sequence[Work]
+    scales: Sequence[float]
+    arriving: Arriving
+
+
 class WholeOptimizer(FusedAdamW):
     """Groups that say `whole` go through `direction` and `updated`, others through AdamW.
 
@@ -245,7 +276,7 @@ class WholeOptimizer(FusedAdamW):
     _owners: Owners | None = None
 
     def __init__(self, params: Iterable[Any], **options: Any) -> None:
-        FusedOptimizer.__init__(self, _groups(params), **options)
+        FusedOptimizer.__init__(self, _groups(params), **{"whole": False, **options})
         self._shapes: dict[int, Dims] = {}
         self._names: dict[int, str] = {}
 
@@ -285,7 +316,7 @@ class WholeOptimizer(FusedAdamW):
 
     def cost(self, shape: Dims) -> float:
         """What `updated` computes for a parameter of this shape, in any unit."""
-        return float(math.prod(shape))
+        return float(prod(shape))
 
     def scales(self, parameters: list[Parameter]) -> list[float]:
         """Numbers by which updates are multiplied; they may ask something of whole parameters."""
@@ -294,35 +325,69 @@ class WholeOptimizer(FusedAdamW):
     def update_all(self, work: list[Work]) -> None:
         """Updates everything that has a gradient."""
         matrices, others = self.divided(work)
+        buckets = self._buckets([Work(one.group, [p], [g]) for one in matrices for p, g in zip(*one[1:], strict=True)])
+        if not self._travels:
+            for one in others:
+                self.update(*one)
+            for bucket in buckets:
+                self._apply(self._worked_on(self._sent(bucket)))
+            return
+        sent = [self._sent(bucket) for bucket in buckets]
         for one in others:
             self.update(*one)
-        groups = [one.group for one in matrices for _ in one.parameters]
-        held = [p for one in matrices for p in one.parameters]
-        gradients = [g for one in matrices for g in one.gradients]
-        directions = [self.direction(*each) for each in zip(groups, held, gradients, strict=True)]
-        scales = self.scales(held)
-        for group, p, update, scale in zip(groups, held, self._updates(groups, held, directions), scales, strict=True):
-            if group["weight_decay"]:
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.add_(update.view(p.shape), alpha=-group["lr"] * scale)
+        returned = [self._worked_on(bucket) for bucket in sent]  # each is on its way back while the next is worked on
+        for bucket in returned:
+            self._apply(bucket)
+
+    @property
+    def _travels(self) -> bool:
+        return self._owners is not None and self._owners.travels
+
+    def _buckets(self, each: list[Work]) -> list[list[Work]]:
+        """What of `each`, a matrix or its part, is updated together. All, where matrices ask something of each other.
+        By itself, where nothing is sent: its numbers then stay in a cache from the first pass to the last. Else what
+        travels together, also where this rank has nothing of it.
+        """
+        own = type(self)
+        if own.updates is not WholeOptimizer.updates or own.scales is not WholeOptimizer.scales:
+            return [each]
+        if self._owners is None or not self._owners.travels:
+            return [[one] for one in each]
+        numbers = self._owners.bucket_of
+        found: dict[int, list[Work]] = {number: [] for number in sorted(set(numbers.values()))}
+        for one in each:
+            found[numbers[self._name_of(one)]].append(one)
+        return list(found.values())
 
     def updates(self, own: Mapping[str, Whole]) -> dict[str, Tensor]:
         """`updated` of every matrix that this rank updates, by name. All ranks call it, whatever they own."""
         return {name: self.updated(one.group, one.direction, one.state) for name, one in own.items()}
 
-    def _updates(self, groups: list[dict[str, Any]], held: list[Parameter], directions: list[Tensor]) -> list[Tensor]:
-        """The update of each part, flat or in its shape."""
-        names = [self._names.get(id(p), str(id(p))) for p in held]
-        own = {name: (group, p) for name, group, p in zip(names, groups, held, strict=True)}
-        whole = dict(zip(names, directions, strict=True))
-        if self._owners is not None:
-            whole = self._owners.gather(whole)
+    def _sent(self, each: Sequence[Work]) -> _Moving:
+        """Directions of `each`, on their way to the owners."""
+        scales = self.scales([one.parameters[0] for one in each])
+        parts = {self._name_of(one): self.direction(one.group, *one.parameters, *one.gradients) for one in each}
+        return _Moving(each, scales, Arriving(parts) if self._owners is None else self._owners.gather(parts))
+
+    def _worked_on(self, sent: _Moving) -> _Moving:
+        """Their updates, on their way back."""
+        own, whole = {self._name_of(one): one for one in sent.each}, sent.arriving.wait()
         found = self.updates(
-            {name: Whole(own[name][0], self._widened(x), self.state[own[name][1]]) for name, x in whole.items()}
+            {n: Whole(own[n].group, self._widened(x), self.state[own[n].parameters[0]]) for n, x in whole.items()}
         )
         found = {name: update.to(whole[name].dtype) for name, update in found.items()}
-        parts = found if self._owners is None else self._owners.scatter(found, names)
-        return [parts[name] for name in names]
+        return sent._replace(arriving=Arriving(found) if self._owners is None else self._owners.scatter(found, own))
+
+    def _apply(self, returned: _Moving) -> None:
+        updates = returned.arriving.wait()
+        for one, scale in zip(returned.each, returned.scales, strict=True):
+            (p,), lr = one.parameters, one.group["lr"]
+            if one.group["weight_decay"]:
+                p.mul_(1 - lr * one.group["weight_decay"])
+            p.add_(updates[self._name_of(one)].view(p.shape), alpha=-lr * scale)
+
+    def _name_of(self, one: Work) -> str:
+        return self._names.get(id(one.parameters[0]), str(id(one.parameters[0])))
 
     def _widened(self, x: Tensor) -> Tensor:
         return x.to(torch.promote_types(x.dtype, torch.float32)) if self.decomposes else x
@@ -333,57 +398,11 @@ def as_matrix(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], -1) if x.ndim > 1 else x.reshape(1, -1)
 
 
-_LEAST_SIDE = 64
-"""Products with a shorter side take less time than the choice between libraries."""
-_BLOCK = 128
-"""Rows that are multiplied together, at least, where half of a product is left out."""
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b of matrices, or of stacks of them. Float32 on a CPU goes to oneDNN, where torch has it: torch's own way is
-    MKL, which has no AVX-512 on AMD's processors and takes twice as long there (2.1 times on an EPYC of 2024).
-    """
-    if not _fits_onednn(a, b) or not a.numel():
-        return a @ b
-    if a.ndim > 2:
-        pairs = zip(a.flatten(0, -3), b.flatten(0, -3), strict=True)
-        return torch.stack([product(*pair) for pair in pairs]).view(*a.shape[:-1], b.shape[-1])
-    return torch.ops.mkldnn._linear_pointwise(dense(a), dense(b).mT, None, "none", [], "")
-
-
-def dense(x: Tensor) -> Tensor:
-    """The matrix by rows or by columns, without gaps: with gaps oneDNN multiplies a thousand times slower."""
-    return x if x.is_contiguous() or x.mT.is_contiguous() else x.contiguous()
-
-
-def symmetric_product(a: Tensor, b: Tensor) -> Tensor:
-    """a @ b.mT where it is symmetric, as a @ a.mT is, and a product of powers of one symmetric matrix. On a CPU the
-    lower half of a large one is computed, by blocks of rows, and mirrored.
-    """
-    length = a.shape[0]
-    if a.ndim > 2 or a.device.type != "cpu" or length < 4 * _BLOCK:
-        return product(a, b.mT)
-    a, b = a.contiguous(), b.contiguous()  # blocks of rows are then without gaps
-    found, block = a.new_empty(length, length), max(_BLOCK, length // 8)
-    for start in range(0, length, block):
-        rows = product(a[start : start + block], b[: start + block].mT)
-        found[start : start + block, : start + block] = rows
-        found[:start, start : start + block] = rows[:, :start].mT
-    return found
-
-
-def _fits_onednn(a: Tensor, b: Tensor) -> bool:
-    floats = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
-    sides = (*a.shape[-2:], b.shape[-1])
-    fits = floats and a.shape[:-2] == b.shape[:-2] and min(sides) >= _LEAST_SIDE
-    return fits and torch.backends.mkldnn.is_available()
-
-
-def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    """Groups that say `whole`; of plain parameters, matrices and the rest."""
+def _groups(params: Iterable[Any]) -> list[Any]:
+    """Groups as they are; of plain parameters, or pairs of them with names, matrices are `whole`, and the rest not."""
     params = list(params)
-    if params and not isinstance(params[0], dict):
-        matrices = [p for p in params if p.ndim == 2]
-        others = [p for p in params if p.ndim != 2]
-        params = [{"params": matrices, "whole": True}, {"params": others}]
-    return [{"whole": False, **group} for group in params]
+    if not params or isinstance(params[0], dict):
+        return params
+    is_matrix = [(p[1] if isinstance(p, tuple) else p).ndim == 2 for p in params]
+    matrices, others = ([p for p, own in zip(params, is_matrix, strict=True) if own is kept] for kept in (True, False))
+    return [{"params": matrices, "whole": True}, {"params": others}]

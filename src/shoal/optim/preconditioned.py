@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shoal.maths.products import product, symmetric_product
 from shoal.optim.declared import Dims
 from shoal.optim.matrix_kinds import SOAP, Shampoo, sides
-from shoal.optim.owners import WholeOptimizer, as_matrix, product, symmetric_product
+from shoal.optim.owners import WholeOptimizer, as_matrix
 
 # Shampoo (Gupta et al., arXiv:1802.09568) by blocks, with the length of Adam's step (Shi et al., arXiv:2309.06497):
 #
