@@ -17,7 +17,7 @@ from shoal.errors import UserCodeError
 from shoal.gradients.bucket import ALIGNMENT, GradientRanks, parts_by_size, parts_by_unit, units_of
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.fully_sharded import FullyShardedGradients
-from shoal.gradients.gradients import Gradients, Groups, OfWholeParameters, global_norm, scale_all
+from shoal.gradients.gradients import Gradients, Groups, OfWholeParameters, global_norm, joint_norm_by_loop, scale_all
 from shoal.gradients.masters import MasterWeights
 from shoal.gradients.reducer import OwnGradient, check_empty
 from shoal.gradients.replicated import ReplicatedGradients
@@ -80,10 +80,12 @@ class UnsummedGradients(OfWholeParameters):
         self._gradients = self._filled()
         if self.own.open:
             self._look()
-        all_count = len(self._counted) == len(self._gradients)
-        counted = self._gradients if all_count else [self._gradients[index] for index in self._counted]
-        own = None if self._norm is None else self._norm(counted)
-        return global_norm(own, self._replica, device=self._device)
+        return self._norm_of(self._gradients)
+
+    def norm(self) -> Tensor:
+        """See `VisibleGradients`."""
+        found = gradients_of(self._parameters)
+        return self._norm_of(found) if complete(found) and not any(map(_is_sparse, found)) else super().norm()
 
     def scale(self, factor: float | Tensor) -> None:
         if self._gradients:
@@ -100,6 +102,15 @@ class UnsummedGradients(OfWholeParameters):
 
     def close(self) -> None:
         """There are no hooks."""
+
+    def _norm_of(self, gradients: Sequence[Tensor]) -> Tensor:
+        """That of the whole model, of a gradient of every parameter."""
+        all_count = len(self._counted) == len(gradients)
+        counted = gradients if all_count else [gradients[index] for index in self._counted]
+        own = joint_norm_by_loop(counted)
+        if own is None and self._norm is not None:
+            own = self._norm(counted)
+        return global_norm(own, self._replica, device=self._device)
 
     def _give_back(self) -> None:
         """What earlier microbatches have added up."""

@@ -20,11 +20,13 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from shoal.codec.kernels import load_kernels, vectors_in
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.gradients.reducer import OwnGradient
-from shoal.maths.norm import joint_norm
+from shoal.maths.norm import SHORT, joint_norm
 from shoal.state import Owned, complete, gradients_of
 from shoal.topology.holding import Ranks
 
@@ -201,17 +203,50 @@ _is_sparse, _parameter_of, _place_of = attrgetter("is_sparse"), attrgetter("para
 _IN_FLOAT32, _IN_FLOAT64 = (True, torch.float32), (True, torch.float64)
 
 
+# Many short gradients: PyTorch's call for each takes longer than its numbers do, so one loop in C goes through all that
+# are float32 on a CPU (`codec.kernels.vectors_in`). Long ones are PyTorch's, which has several threads.
+
+
 def scale_all(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiplies all of them in place, in one call. On a CPU a tensor takes a quarter of the time of a number, of which
-    PyTorch makes a tensor for each gradient, and an eighth where it is of their type; a GPU's kernel takes the number.
-    Half types would round the tensor.
+    """Multiplies all of them in place, in one call for those that are no loop's in C. On a CPU a tensor takes a quarter
+    of the time of a number, of which PyTorch makes a tensor for each gradient, and an eighth where it is of their type;
+    a GPU's kernel takes the number. Half types would round the tensor.
     """
-    places = set() if isinstance(factor, Tensor) else set(map(_place_of, gradients))
+    rest = gradients if isinstance(factor, Tensor) else _scale_short(gradients, factor)
+    places = set() if isinstance(factor, Tensor) else set(map(_place_of, rest))
     if places == {_IN_FLOAT32}:
         factor = torch.tensor(factor, dtype=torch.float32)
     elif places and places <= {_IN_FLOAT32, _IN_FLOAT64}:
         factor = torch.tensor(factor, dtype=torch.float64)
-    torch._foreach_mul_(list(gradients), factor)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]
+    if rest:
+        torch._foreach_mul_(list(rest), factor)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]
+
+
+def _scale_short(gradients: Sequence[Tensor], factor: float) -> Sequence[Tensor]:
+    """Those that are left."""
+    kernels, (short, long) = load_kernels(), _by_length(gradients)
+    if kernels is None or (found := vectors_in(short)) is None:
+        return gradients
+    kernels.multiply(found, factor)
+    increment_version(short)
+    return long
+
+
+def joint_norm_by_loop(gradients: Sequence[Tensor]) -> Tensor | None:
+    """Their joint 2-norm, a float64 scalar; None where the loop in C has none of them."""
+    kernels, (short, long) = load_kernels(), _by_length(gradients)
+    if kernels is None or (found := vectors_in(short)) is None:
+        return None
+    norm = torch.tensor(kernels.joint_norm(found), dtype=torch.float64, device="cpu")
+    return torch.hypot(norm, joint_norm(long)) if long else norm
+
+
+def _by_length(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The short ones, and the long."""
+    if max(sizes := list(map(Tensor.numel, tensors)), default=0) <= SHORT:
+        return tensors, ()
+    each = list(zip(tensors, sizes, strict=True))
+    return [t for t, numel in each if numel <= SHORT], [t for t, numel in each if numel > SHORT]
 
 
 def norm_of_owned(owned: Iterable[Owned]) -> Tensor | None:
@@ -220,7 +255,10 @@ def norm_of_owned(owned: Iterable[Owned]) -> Tensor | None:
     own = own if complete(own) else [gradient for gradient in own if gradient is not None]
     if any(map(_is_sparse, own)):
         own = [gradient._values() if gradient.is_sparse else gradient for gradient in own]
-    return joint_norm(own) if own else None
+    if not own:
+        return None
+    found = joint_norm_by_loop(own)
+    return joint_norm(own) if found is None else found
 
 
 def global_norm(own: Tensor | None, group: Collective, *, device: torch.device) -> Tensor:
