@@ -256,8 +256,8 @@ def build_forward_backward(
 
 
 def compiled(run_file: RunFile, parts: Divided, mesh: Mesh, *, loss: Loss, own_loop: bool) -> LossPrograms | None:
-    """Compiles what `run.compile` says, in place, and the loss with it, unless that is the script's own, comes in chunks
-    or asks a teacher. None where nothing is compiled that the step has to call otherwise.
+    """Compiles what `run.compile` says, in place, and the loss with it, unless that is the script's, comes in chunks or
+    asks a teacher. None where nothing is compiled that the step has to call otherwise.
     """
     said, options, model = run_file.run.compile, run_file.run.compile_options, parts.split.model
     if said is False:

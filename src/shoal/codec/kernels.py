@@ -219,19 +219,25 @@ def _floats(numbers: Sequence[float]) -> Any:
     return ctypes.byref((c_float * len(numbers))(*numbers))
 
 
-_is_cpu, _dtype_of, _layout_of = map(attrgetter, ("is_cpu", "dtype", "layout"))
+_is_cpu, _dtype_of = attrgetter("is_cpu"), attrgetter("dtype")
 
 
 def vectors_in(tensors: Sequence[Tensor]) -> Vectors | None:
     """Where they lie, if the kernels can work on all of them: float32 in the memory of a CPU, each in a row. An address
     says nothing of what is there, and a script may give a tensor other memory at any time: ask anew for each use.
     """
-    plain = bool(tensors) and set(map(type, tensors)) == {Tensor} and all(map(_is_cpu, tensors))
-    if not plain or set(map(_dtype_of, tensors)) != {torch.float32} or set(map(_layout_of, tensors)) != {torch.strided}:
+    if set(map(type, tensors)) != {Tensor} or not all(map(_is_cpu, tensors)):
         return None
-    if not all(map(Tensor.is_contiguous, tensors)):
+    if set(map(_dtype_of, tensors)) != {torch.float32} or not _in_rows(tensors):
         return None
     return Vectors(array("Q", map(Tensor.data_ptr, tensors)), array("Q", map(Tensor.numel, tensors)))
+
+
+def _in_rows(tensors: Sequence[Tensor]) -> bool:
+    try:
+        return all(map(Tensor.is_contiguous, tensors))
+    except RuntimeError:  # a sparse one has no rows
+        return False
 
 
 def kernels_for(*tensors: Tensor) -> Kernels | None:
