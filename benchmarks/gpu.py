@@ -53,7 +53,9 @@ from shoal.bench.groups import repeat
 from shoal.bench.report import machine_facts
 from shoal.bench.training_job import ENDLESS, LR, Training, training_job
 from shoal.codec.config import BlockwiseConfig, CodecConfig, SignConfig, TopKConfig
+from shoal.codec.kernels import compiled
 from shoal.codec.quantise import Quantised
+from shoal.codec.top_k import exceeding
 from shoal.config.check import implementation_of
 from shoal.config.named import GIVEN
 from shoal.engine.loop import take_step
@@ -339,6 +341,9 @@ def time_kernels(setting: Setting, *, turns: int, end_s: float) -> list[dict[str
             row["encode_in_torch_ms"] = took_ms(partial(codec.encode_in_torch, x, 0))
             row["decode_in_torch_ms"] = took_ms(partial(codec.decode_in_torch, payload, numel, torch.float32))
         rows.append(row)
+    least = torch.ones((), device=setting.device)
+    rows.append({"kernel": "top k, selection", "ms": took_ms(partial(compiled(exceeding), x, least))})
+    rows[-1]["in_torch_ms"] = took_ms(partial(exceeding, x, least))
     for name, kind in (("AdamW", FusedAdamW), ("AdamW, 8 bit", EightBitAdamW)):
         parameter = nn.Parameter(x.clone())
         parameter.grad = torch.ones_like(x)

@@ -81,6 +81,15 @@ def test_every_layout_trains_as_one_process(ranks, taught: tuple[Path, dict[str,
     assert verdict["holds"], verdict["sentence"]
 
 
+@pytest.mark.slow
+def test_compiled_blocks_learn_from_the_teacher_too(ranks, taught: tuple[Path, dict[str, Any]]) -> None:
+    """A loss that is compiled without its teacher would train, and say nothing."""
+    folder, tables = taught
+    wanted, own, _ = ranks(1, first_loss, tables, str(folder))[0]
+    found, *_ = ranks(1, first_loss, tables | {"run": {"compile": "blocks"}}, str(folder))[0]
+    assert found == pytest.approx(wanted, rel=1e-10) != own
+
+
 def refused(place: TestPlace, tables: dict[str, Any], folder: str) -> str:
     with pytest.raises(ConfigError) as found:
         opened(place, tables, folder, Path(folder) / "refused")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shoal.codec.config import CastConfig
-from shoal.codec.kernels import Kernels, compiled, kernels_for, load_kernels
+from shoal.codec import top_k
+from shoal.codec.config import CastConfig, TopKConfig
+from shoal.codec.kernels import Kernels, compiled, kernels_for, load_kernels, vectors_in
 from shoal.codec.quantise import Cast, Quantised, Rounding, Scale
+from shoal.codec.top_k import SAMPLE, TopK, exceeding
 from shoal.errors import EnvironmentFault
 
 FORMS: list[tuple[Scale, Rounding, int]] = [
@@ -108,6 +111,52 @@ def test_selection_is_that_of_torch(numel: int) -> None:
         assert torch.equal(places, wanted[:room])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_one_compiled_selection_serves_all_lengths_and_thresholds(dtype: torch.dtype) -> None:
+    """What Inductor makes of it for a GPU, here on a CPU: a program for each threshold would be one for each step."""
+    select = compiled(exceeding)
+    for number, numel in enumerate(LENGTHS[2:]):
+        x = numbers(numel).to(dtype)
+        x[[0, 1, 2]] = torch.tensor([torch.nan, torch.inf, -torch.inf], dtype=dtype)
+        with torch.compiler.set_stance("fail_on_recompile" if number else "default"):
+            for least in (0.0, 1e-3, 7.5, torch.inf, torch.nan):
+                bound = torch.tensor(least, dtype=dtype)
+                assert torch.equal(select(x, bound), exceeding(x, bound))
+
+
+def many_numbers() -> Tensor:
+    """So many that a threshold is estimated."""
+    return torch.randn(9 * SAMPLE, generator=torch.Generator().manual_seed(4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("selection", ["exact", "sampled"])
+def test_top_k_by_the_compiled_selection_sends_the_same(
+    selection: Literal["exact", "sampled"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Payload by payload, what the loop in C selects."""
+    codec, x = TopK(TopKConfig(selection=selection)), many_numbers()
+    wanted = codec.encode(x)
+    calls = []
+    monkeypatch.setattr(top_k, "kernels_for", lambda x: None)
+    monkeypatch.setattr(top_k, "compiles_for", lambda x: calls.append(x) or True)
+    for ours, theirs in zip(codec.encode(x), wanted, strict=True):
+        assert torch.equal(ours, theirs)
+    assert calls
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make gpu")
+@pytest.mark.parametrize("selection", ["exact", "sampled"])
+def test_top_k_on_a_gpu_sends_what_a_cpu_sends(selection: Literal["exact", "sampled"]) -> None:
+    """The same magnitudes: of equal ones at the border each device takes some."""
+    codec, x = TopK(TopKConfig(selection=selection)), many_numbers()
+    ours, theirs = codec.encode(x.cuda()), codec.encode(x)
+    assert torch.equal(ours[0].abs().cpu().sort().values, theirs[0].abs().sort().values)
+    assert torch.equal(codec.decode(ours, x.numel()).count_nonzero().cpu(), theirs[0].count_nonzero())
+
+
 @kernels_built
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_the_largest_magnitude_shows_what_is_not_finite(bad: float) -> None:
@@ -118,6 +167,51 @@ def test_the_largest_magnitude_shows_what_is_not_finite(bad: float) -> None:
         broken = x.clone()
         broken[place] = bad
         assert not torch.tensor(kernels.largest(broken)).isfinite()
+
+
+@kernels_built
+def test_several_vectors_are_measured_and_multiplied_at_once() -> None:
+    """The norm of all numbers in float64, also where squares of float32 would overflow; the product bit by bit."""
+    vectors = [numbers(numel, seed=numel) for numel in LENGTHS]
+    found, whole = vectors_in(vectors), torch.cat(vectors).double()
+    assert found is not None
+    assert built().joint_norm(found) == pytest.approx(float(torch.linalg.vector_norm(whole)), rel=1e-12)
+    wanted = [vector * torch.tensor(0.3) for vector in vectors]
+    built().multiply(found, 0.3)
+    assert all(map(torch.equal, vectors, wanted))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@kernels_built
+def test_the_norm_of_several_shows_what_is_not_finite(bad: float) -> None:
+    """In whichever of them."""
+    vectors = [torch.ones(7), torch.ones(70), torch.ones(0)]
+    vectors[1][69] = bad
+    found = vectors_in(vectors)
+    assert found is not None
+    assert not math.isfinite(built().joint_norm(found))
+
+
+def other_vectors() -> dict[str, Tensor]:
+    """What no loop may reach by an address."""
+    return {
+        "float64": torch.zeros(3, dtype=torch.float64),
+        "no numbers": torch.zeros(3, device="meta"),
+        "sparse": torch.eye(3).to_sparse(),
+        "with gaps": torch.zeros(6)[::2],
+        "one number, repeated": torch.zeros(1).expand(1000),
+        "turned": torch.zeros(3, 4).T,
+        "of a class of its own": nn.Parameter(torch.zeros(3)),
+    }
+
+
+@pytest.mark.parametrize("kind", other_vectors())
+def test_vectors_that_do_not_lie_in_a_row_are_left_to_torch(kind: str) -> None:
+    """Each alone, and among others."""
+    other = other_vectors()[kind]
+    assert vectors_in([other]) is None
+    assert vectors_in([torch.zeros(2), other]) is None
+    assert vectors_in([]) is None
 
 
 def test_other_vectors_are_left_to_torch() -> None:

@@ -2,8 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import Subset, TensorDataset
 
 from shoal.data.batches import read_batch
+from shoal.data.collate import collate
+from shoal.data.inputs import AsInputs, rows_of
+from shoal.data.sample import Source, leaves
 from shoal.errors import DataError, UserCodeError
 
 
@@ -52,3 +58,49 @@ def test_the_batch_is_named():
         read(Faulty(), 1, 2)
     with pytest.raises(UserCodeError, match=r"Samples 1 \.\. 2 .* OSError: disk gone"):
         read(FaultyAtOnce(), 1, 2)
+
+
+def in_tensors() -> dict[str, Source]:
+    """Data sets whose rows can be taken at once."""
+    x, tokens = torch.randn(9, 3, 2), torch.randint(50, (9, 5)).masked_fill_(torch.eye(9, 5) > 0, -100)
+    classes, weights = torch.arange(9), torch.rand(9, 5)
+    return {
+        "classes": TensorDataset(x, classes),
+        "tokens": TensorDataset(tokens, tokens),
+        "weights": TensorDataset(x.requires_grad_(), tokens, weights),
+        "weights of samples": TensorDataset(x, classes, classes),
+        "a part": Subset(TensorDataset(x, classes), torch.tensor([8, 1, 1, 0, 5, 2, 7])),  # pyright: ignore
+        "a part of a part": Subset(Subset(TensorDataset(x, tokens), range(1, 9)), [7, 0, 3, 3, 6]),
+        "inputs alone": AsInputs(TensorDataset(x, classes, tokens)),
+        "one input": AsInputs(Subset(TensorDataset(classes), [4, 4, 8, 0, 1])),
+    }
+
+
+@pytest.mark.parametrize("kind", in_tensors())
+def test_rows_of_tensors_are_read_at_once_as_one_by_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same batch, and no call for each sample."""
+    source, ids, positions = in_tensors()[kind], np.array([3, 0, 4, 4]), np.array([7, 8, 9, 2])
+    wanted = collate([source[index] for index in ids.tolist()], positions)
+    monkeypatch.setattr(TensorDataset, "__getitem__", None)
+    found = read_batch(source, ids, positions, denominator="auto").batch
+    for ours, theirs in zip(leaves(found.inputs, found.targets), leaves(wanted.inputs, wanted.targets), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        assert not ours.requires_grad
+    assert type(found.inputs) is type(wanted.inputs)
+    torch.testing.assert_close((found.weights, found.positions), (wanted.weights, wanted.positions), rtol=0, atol=0)
+
+
+def test_other_data_sets_are_read_sample_by_sample() -> None:
+    """What a class of the user's does in `__getitem__` would be left out."""
+
+    class Own(TensorDataset):
+        def __getitem__(self, index: int) -> object:
+            return tuple(2 * row for row in super().__getitem__(index))
+
+    x = torch.ones(4, 2)
+    for source in (Own(x, x), Subset(Own(x, x), [0, 1, 2])):
+        assert rows_of(source) is None
+        assert torch.equal(
+            read_batch(source, np.array([1]), np.array([0]), denominator="auto").batch.targets, 2 * x[:1]
+        )
+    assert rows_of(TensorDataset(nn.Parameter(x))) is None

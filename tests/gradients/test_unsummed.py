@@ -12,9 +12,10 @@ from shoal.comm.collective import Alone
 from shoal.errors import UserCodeError
 from shoal.gradients.build import Summing, UnsummedGradients, build_gradients
 from shoal.gradients.config import GradientsConfig
-from shoal.gradients.gradients import Gradients, scale_all
+from shoal.gradients.gradients import Gradients, norm_of_owned, scale_all
 from shoal.gradients.replicated import ReplicatedGradients
-from shoal.state import Trained
+from shoal.maths.norm import SHORT
+from shoal.state import Trained, owned_whole
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
 from tests.gradients.training import Net
@@ -77,6 +78,39 @@ def test_gradients_in_buckets_are_scaled_bucket_by_bucket(changed: str) -> None:
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def mixed() -> list[Tensor]:
+    """Gradients of which a loop in C takes some: short and long, of two types, and one that is laid out otherwise."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(3, 4), (SHORT + 1,), (), (0,), (7, SHORT)]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+@pytest.mark.parametrize("among", ["alone", "float64", "turned"])
+def test_short_gradients_are_measured_and_scaled_with_the_long(among: str) -> None:
+    """To the bits of PyTorch's product, and the norm of all numbers in float64."""
+    others = {"alone": [], "float64": [torch.ones(5, dtype=torch.float64)], "turned": [torch.randn(6, 5).T]}
+    gradients = mixed() + others[among]
+    wanted, whole = [each * 0.3 for each in gradients], torch.cat([each.double().flatten() for each in gradients])
+    parameters = [nn.Parameter(each.detach().clone()) for each in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    owned = [owned_whole(t) for t in trained(nn.ParameterList(parameters))]
+    norm = norm_of_owned(owned)
+    assert norm is not None
+    assert float(norm) == pytest.approx(float(whole.norm()), rel=1e-7)
+    scale_all(gradients, 0.3)
+    assert all(map(torch.equal, gradients, wanted))
+
+
+def test_autograd_knows_of_a_gradient_that_was_scaled() -> None:
+    """As of any write: what a script has computed with it before cannot be differentiated by mistake."""
+    weight, gradient = torch.ones(3, requires_grad=True), torch.ones(3)
+    penalty = (weight * gradient).sum()
+    scale_all([gradient], 0.5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
 
 
 def test_they_are_what_buckets_hold() -> None:

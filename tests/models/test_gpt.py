@@ -126,6 +126,26 @@ def test_rotations_keep_lengths_and_turn_products_by_distance() -> None:
     assert abs((at(query, 7) @ at(key, 5) - near).item()) > 1e-2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_compiled_rotations_turn_alike_by_real_numbers(dtype: torch.dtype) -> None:
+    """Which a compiler fuses, as it does no complex ones: the program reads the factors as pairs, and nothing else."""
+    x = torch.randn(2, 5, 3, 16, generator=torch.Generator().manual_seed(0)).to(dtype).requires_grad_()
+    factors, programs = rotations(torch.arange(5), head_size=16, base=1e4), []
+
+    def look(program: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        programs.append(program)
+        return program
+
+    found, wanted = torch.compile(rotated, backend=look)(x, factors), rotated(x, factors)
+    torch.testing.assert_close(found, wanted)
+    for ours, theirs in zip(*(torch.autograd.grad(y.square().sum(), x) for y in (found, wanted)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    named = [str(node.target) for node in programs[0].graph.nodes]
+    assert any("view_as_real" in name for name in named)
+    assert not any("view_as_complex" in name for name in named)
+
+
 def test_gradients_reach_every_parameter_and_are_right() -> None:
     """Every parameter gets a gradient, and along a random direction it is the difference quotient of the loss."""
     model, ids = gpt(kv_heads=2), tokens()

@@ -256,8 +256,8 @@ def build_forward_backward(
 
 
 def compiled(run_file: RunFile, parts: Divided, mesh: Mesh, *, loss: Loss, own_loop: bool) -> LossPrograms | None:
-    """Compiles what `run.compile` says, in place, and the loss with it unless the loop is the script's own. None where
-    nothing is compiled that the step has to call otherwise.
+    """Compiles what `run.compile` says, in place, and the loss with it, unless that is the script's, comes in chunks or
+    asks a teacher. None where nothing is compiled that the step has to call otherwise.
     """
     said, options, model = run_file.run.compile, run_file.run.compile_options, parts.split.model
     if said is False:
@@ -267,8 +267,8 @@ def compiled(run_file: RunFile, parts: Divided, mesh: Mesh, *, loss: Loss, own_l
         compile_blocks(blocks_in(model, parts.stages, mesh.layout.index("pipeline", mesh.rank)), options)
     elif own_loop:
         model.compile(**options)
-    chunked = run_file.memory.loss_chunks > 1
-    return None if own_loop or chunked else LossPrograms(model, loss, whole=whole, options=options)
+    apart = own_loop or run_file.memory.loss_chunks > 1 or run_file.distillation is not None
+    return None if apart else LossPrograms(model, loss, whole=whole, options=options)
 
 
 def _repeatable(run_file: RunFile, parts: Divided, mesh: Mesh) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, cast
 
 import torch
@@ -23,6 +23,7 @@ from shoal.models.build import draw
 from shoal.models.roles import roles_of
 from shoal.runfile.run_file import RunFile
 from shoal.sparsity.freezing import freeze
+from shoal.state import same_objects
 
 
 def require_trainable(model: nn.Module) -> None:
@@ -155,7 +156,7 @@ class FrozenParameters:
             parameter.requires_grad_(name not in state["frozen"])
 
 
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _params_of = attrgetter("requires_grad"), itemgetter("params")
 
 
 class TrainedSet:
@@ -168,7 +169,7 @@ class TrainedSet:
         own = {id(parameter) for parameter in trained.values()}
         self._others = {name: each for name, each in model.named_parameters() if id(each) not in own}
         self._frozen = list(self._others.values())
-        self._model, self._groups = model, [self._ids(optimizer) for optimizer in optimizers]
+        self._model, self._groups = model, [self._listed(optimizer) for optimizer in optimizers]
 
     def check(self, step: int) -> None:
         """Raises `UserCodeError` where parameters are to be trained now that were not at the start."""
@@ -179,20 +180,21 @@ class TrainedSet:
                 f"run has no optimizer state for it. {REPAIR}"
             )
         for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
-            if self._ids(optimizer) != groups:
+            now = optimizer.param_groups
+            if len(now) != len(groups) or not all(map(same_objects, map(_params_of, now), groups)):
                 raise UserCodeError(
                     f"step {step}: the parameters of the optimizer's groups are not those of the start "
                     f"({self._added(optimizer, groups)}), so their gradients would not be summed over ranks. {REPAIR}"
                 )
 
     @staticmethod
-    def _ids(optimizer: torch.optim.Optimizer) -> list[list[int]]:
-        return [list(map(id, group["params"])) for group in optimizer.param_groups]
+    def _listed(optimizer: torch.optim.Optimizer) -> list[list[Parameter]]:
+        return [list(group["params"]) for group in optimizer.param_groups]
 
-    def _added(self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[int]]) -> str:
-        before = {number for group in groups for number in group}
+    def _added(self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[Parameter]]) -> str:
+        before = {id(parameter) for group in groups for parameter in group}
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        added = [number for group in self._ids(optimizer) for number in group if number not in before]
+        added = [id(each) for group in self._listed(optimizer) for each in group if id(each) not in before]
         if not added:
             return "some were taken out or moved"
         return "added: " + ", ".join(names.get(number, "one that is not in the model") for number in added)

@@ -10,8 +10,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.machinery
+import math
+from array import array
 from collections.abc import Callable, Sequence
 from ctypes import c_double, c_float, c_int, c_uint64, c_void_p
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +41,8 @@ _FUNCTIONS = {
     "lamb_step": (None, (c_void_p, c_void_p, *_VECTOR, c_void_p, c_float, c_float)),
     "lars_norms": (None, (c_void_p, *_VECTOR, c_void_p)),
     "lars_step": (None, (c_void_p, c_void_p, *_VECTOR, c_float, c_float, c_float, c_float, c_int)),
+    "squares": (c_double, (c_void_p, *_VECTOR)),
+    "multiply": (None, (c_void_p, *_VECTOR, c_float)),
 }
 
 SCALES = ("largest", "norm", "mean")
@@ -56,6 +61,17 @@ class Moment(NamedTuple):
     codes: Tensor
     scales: Tensor
     form: Tensor
+
+
+class Vectors(NamedTuple):
+    """Several vectors: where each lies in memory, and how many numbers it has; both uint64 `[vectors]`."""
+
+    places: array[int]
+    sizes: array[int]
+
+    def arguments(self) -> tuple[int, int, int]:
+        """As the library takes them."""
+        return self.places.buffer_info()[0], self.sizes.buffer_info()[0], len(self.sizes)
 
 
 class Kernels:
@@ -190,9 +206,38 @@ class Kernels:
         found = self._library.shoal_codec_select(x.data_ptr(), x.numel(), least, places.data_ptr(), room)
         return places[: min(found, room)], found
 
+    def joint_norm(self, vectors: Vectors) -> float:
+        """The 2-norm of all their numbers together, added up in float64."""
+        return math.sqrt(self._library.shoal_codec_squares(*vectors.arguments()))
+
+    def multiply(self, vectors: Vectors, factor: float) -> None:
+        """Multiplies all of them in place. Autograd does not see it: whoever calls this says so."""
+        self._library.shoal_codec_multiply(*vectors.arguments(), factor)
+
 
 def _floats(numbers: Sequence[float]) -> Any:
     return ctypes.byref((c_float * len(numbers))(*numbers))
+
+
+_is_cpu, _dtype_of = attrgetter("is_cpu"), attrgetter("dtype")
+
+
+def vectors_in(tensors: Sequence[Tensor]) -> Vectors | None:
+    """Where they lie, if the kernels can work on all of them: float32 in the memory of a CPU, each in a row. An address
+    says nothing of what is there, and a script may give a tensor other memory at any time: ask anew for each use.
+    """
+    if set(map(type, tensors)) != {Tensor} or not all(map(_is_cpu, tensors)):
+        return None
+    if set(map(_dtype_of, tensors)) != {torch.float32} or not _in_rows(tensors):
+        return None
+    return Vectors(array("Q", map(Tensor.data_ptr, tensors)), array("Q", map(Tensor.numel, tensors)))
+
+
+def _in_rows(tensors: Sequence[Tensor]) -> bool:
+    try:
+        return all(map(Tensor.is_contiguous, tensors))
+    except RuntimeError:  # a sparse one has no rows
+        return False
 
 
 def kernels_for(*tensors: Tensor) -> Kernels | None:

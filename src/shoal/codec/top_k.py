@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.codec.codec import Codec, Field, Payload, TensorPlace, all_or_nothing, block_count, in_blocks
 from shoal.codec.config import BlockTopKConfig, DCTTopKConfig, DGCConfig, RandomKConfig, ScaleComConfig, TopKConfig
-from shoal.codec.kernels import kernels_for
+from shoal.codec.kernels import compiled, compiles_for, kernels_for
 from shoal.codec.stated import RUN, kept
 from shoal.maths.counter import key_of, uniform
 
@@ -28,8 +28,8 @@ def index_fields(numel: int, count: int) -> tuple[Field, Field]:
 
 def pack_indices(places: Tensor, numel: int) -> tuple[Tensor, Tensor]:
     """(numbers of places in each run, low bits) of `places`, int64 `[count]`, ascending, all below `numel`."""
-    runs = torch.bincount(places >> 16, minlength=-(-numel // RUN)).to(torch.int32)
-    return runs, (places & (RUN - 1)).to(torch.int16)
+    edges = RUN * torch.arange(-(-numel // RUN) + 1, device=places.device)
+    return torch.searchsorted(places, edges).diff().to(torch.int32), (places & (RUN - 1)).to(torch.int16)
 
 
 def unpack_indices(runs: Tensor, low: Tensor) -> Tensor:
@@ -213,8 +213,16 @@ def _select(x: Tensor, least: float, *, room: int) -> tuple[Tensor, int]:
     kernels = kernels_for(x)
     if kernels is not None:
         return kernels.select(x, least, room=room)
-    places = torch.nonzero(~(x.abs() < least)).view(-1)
+    exceed = compiled(exceeding) if compiles_for(x) else exceeding
+    places = torch.nonzero(exceed(x, torch.full((), least, dtype=x.dtype, device=x.device))).view(-1)
     return places, places.numel()
+
+
+def exceeding(x: Tensor, least: Tensor) -> Tensor:
+    """Which of the magnitudes are `least` or more, bool `[numel]`. A scalar tensor, as programs are made anew for each
+    number.
+    """
+    return ~(x.abs() < least)
 
 
 # Deep Gradient Compression: top-k of velocities, with more numbers at first.

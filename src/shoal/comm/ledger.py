@@ -189,6 +189,12 @@ class Ledger:
         """The sum over all operations."""
         return sum(self.entries.values(), Entry())
 
+    @property
+    def exposed_s(self) -> float:
+        """How long callers have stood still since the last call of `take`."""
+        with self._lock:
+            return sum((exposed_s for _, _, _, exposed_s, _ in self._sums.values()), 0.0)
+
     def take(self) -> dict[str, Entry]:
         """The entries since the last call of this method."""
         with self._lock:

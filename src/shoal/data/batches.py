@@ -21,6 +21,7 @@ from shoal.data.augment import Augmentation
 from shoal.data.collate import collate, collate_stacked
 from shoal.data.config import Denominator
 from shoal.data.cursor import Interval
+from shoal.data.inputs import rows_of
 from shoal.data.sample import Batch, BatchSource, Collates, Sample, SkipsSamples, Source, parse_sample
 from shoal.errors import DataError, ShoalError, UserCodeError
 
@@ -190,9 +191,10 @@ def read_batch(
             message names the sample id and the position.
     """
     whole = partial(where_of, ids, positions)
-    if hasattr(source, "samples_at") and (changed is None or not changed[0].changes):
+    at_once = cast(BatchSource, source).samples_at if hasattr(source, "samples_at") else rows_of(source)
+    if at_once is not None and (changed is None or not changed[0].changes):
         began(whole)
-        stacked = _guarded(cast(BatchSource, source).samples_at, ids, where=whole)
+        stacked = _guarded(at_once, ids, where=whole)
         beside = partial(collate_stacked, positions=positions, denominator=denominator)
         return BatchRead(_guarded(beside, stacked, where=whole))
     if hasattr(source, "collated"):

@@ -9,11 +9,13 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Subset, TensorDataset
 
 from shoal.data.sample import Sample, Source, as_tree
 from shoal.errors import UserCodeError
@@ -73,10 +75,11 @@ def as_rows(batch: Any, samples: int) -> Any:
 
 def unpacked(tree: Any, device: torch.device) -> Any:
     """`tree` with the values in place of what was packed, as a list where there is one for each sample; tensors on
-    `device`.
+    `device`. Itself, where nothing was.
     """
     if isinstance(tree, tuple):
-        return tuple(unpacked(branch, device) for branch in tree)
+        made = tuple(unpacked(branch, device) for branch in tree)
+        return tree if all(map(is_, made, tree)) else made
     if not isinstance(tree, dict):
         return tree
     if EACH in tree:
@@ -214,6 +217,33 @@ class AsInputs:
 _COUNTS_ONCE = (torch.zeros((), dtype=torch.int64), torch.ones(()))
 """Targets and weights of a sample that is all inputs."""
 
+Rows = Callable[[np.ndarray], Any]
+"""From the ids of samples, int64 [samples], to these side by side."""
+
+
+def rows_of(source: object) -> Rows | None:
+    """What reads many samples at once of PyTorch's `TensorDataset`, of a `Subset` of one, and of these as inputs; None
+    of others.
+    """
+    if type(source) is AsInputs:
+        within = rows_of(source.source)
+        return None if within is None else lambda ids: _all_inputs(within(ids), len(ids))
+    if type(source) is Subset:
+        within, indices = rows_of(source.dataset), source.indices
+        return None if within is None else lambda ids: within(np.array([int(indices[i]) for i in ids.tolist()]))
+    if type(source) is not TensorDataset or not all(map(_is_plain, source.tensors)):
+        return None
+    return lambda ids: tuple(tensor.detach()[torch.from_numpy(ids)] for tensor in source.tensors)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.is_cpu and tensor.layout == torch.strided
+
+
+def _all_inputs(inputs: Any, samples: int) -> Sample:
+    """`inputs` of so many samples, which have no targets and count once each."""
+    return Sample(inputs, torch.zeros(samples, dtype=torch.int64), torch.ones(samples))
+
 
 class Collated(AsInputs):
     """The same with the loop's own way to put samples side by side, as `collate_fn` of PyTorch's DataLoader. What it
@@ -234,4 +264,4 @@ class Collated(AsInputs):
     def collated(self, items: Sequence[Any]) -> Sample:
         """What `collate` makes of `items`."""
         inputs = as_tree(as_rows(self._collate(list(items)), len(items)), "batch")
-        return Sample(inputs, torch.zeros(len(items), dtype=torch.int64), torch.ones(len(items)))
+        return _all_inputs(inputs, len(items))

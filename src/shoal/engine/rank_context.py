@@ -129,7 +129,7 @@ class UpdateClock:
 
     def __init__(self, context: RankContext) -> None:
         self._ledger = context.ledger
-        self._begin_s, self._exposed_s = time.perf_counter(), self._ledger.total().exposed_s
+        self._begin_s, self._exposed_s = time.perf_counter(), self._ledger.exposed_s
 
     def seconds(self) -> float:
-        return time.perf_counter() - self._begin_s - (self._ledger.total().exposed_s - self._exposed_s)
+        return time.perf_counter() - self._begin_s - (self._ledger.exposed_s - self._exposed_s)

@@ -17,7 +17,7 @@ from shoal.errors import UserCodeError
 from shoal.gradients.bucket import ALIGNMENT, GradientRanks, parts_by_size, parts_by_unit, units_of
 from shoal.gradients.config import GradientsConfig
 from shoal.gradients.fully_sharded import FullyShardedGradients
-from shoal.gradients.gradients import Gradients, Groups, OfWholeParameters, global_norm, scale_all
+from shoal.gradients.gradients import Gradients, Groups, InLoops, OfWholeParameters, global_norm, scale_all
 from shoal.gradients.masters import MasterWeights
 from shoal.gradients.reducer import OwnGradient, check_empty
 from shoal.gradients.replicated import ReplicatedGradients
@@ -55,11 +55,12 @@ class UnsummedGradients(OfWholeParameters):
         self._device = trained[0].parameter.device if trained else torch.device("cpu")
         self._sums: list[Tensor | None] | None = None
         self._gradients: list[Tensor] = []
+        self._held: list[Tensor | None] = []
 
     def start(self) -> None:
         for parameter in self._parameters:
             parameter.grad = None
-        self._sums, self._gradients = None, []
+        self._sums, self._gradients, self._held = None, [], []
         self.own.start()
 
     @contextmanager
@@ -80,10 +81,7 @@ class UnsummedGradients(OfWholeParameters):
         self._gradients = self._filled()
         if self.own.open:
             self._look()
-        all_count = len(self._counted) == len(self._gradients)
-        counted = self._gradients if all_count else [self._gradients[index] for index in self._counted]
-        own = None if self._norm is None else self._norm(counted)
-        return global_norm(own, self._replica, device=self._device)
+        return self._norm_of(self._gradients)
 
     def scale(self, factor: float | Tensor) -> None:
         if self._gradients:
@@ -91,7 +89,8 @@ class UnsummedGradients(OfWholeParameters):
 
     @property
     def used(self) -> frozenset[str]:
-        if complete(gradients_of(self._parameters)):
+        self._held = gradients_of(self._parameters)  # or PyTorch would make objects for them anew at the next look
+        if complete(self._held):
             return self._names
         return frozenset(each.holding.name for each in self._trained if each.parameter.grad is not None)
 
@@ -100,6 +99,14 @@ class UnsummedGradients(OfWholeParameters):
 
     def close(self) -> None:
         """There are no hooks."""
+
+    def _norm_of(self, gradients: Sequence[Tensor]) -> Tensor:
+        """That of the whole model, of a gradient of every parameter."""
+        all_count = len(self._counted) == len(gradients)
+        counted = gradients if all_count else [gradients[index] for index in self._counted]
+        found = None if self._norm is None else InLoops.found(counted)
+        own = found.norm() if found is not None else None if self._norm is None else self._norm(counted)
+        return global_norm(own, self._replica, device=self._device)
 
     def _give_back(self) -> None:
         """What earlier microbatches have added up."""

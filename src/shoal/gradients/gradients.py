@@ -15,16 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
+from shoal.codec.kernels import Kernels, Vectors, load_kernels, vectors_in
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.gradients.reducer import OwnGradient
-from shoal.maths.norm import joint_norm
+from shoal.maths.norm import SHORT, joint_norm
 from shoal.state import Owned, complete, gradients_of
 from shoal.topology.holding import Ranks
 
@@ -100,6 +103,15 @@ class Gradients(Protocol):
         ...
 
 
+class Measured(NamedTuple):
+    """Gradients as they are: their 2-norm, that of the whole model, a scalar; and what multiplies them in place, to be
+    called before anything else happens to them.
+    """
+
+    norm: Tensor
+    scale: Callable[[float], None]
+
+
 @runtime_checkable
 class VisibleGradients(Gradients, Protocol):
     """`Gradients` that the code of a script may look at and change, between `reduce` and the optimizer's step."""
@@ -114,10 +126,8 @@ class VisibleGradients(Gradients, Protocol):
         """Whether the optimizers of several ranks have pieces of the gradient."""
         ...
 
-    def norm(self) -> Tensor:
-        """The 2-norm of the owned `.grad` as they are now, of the whole model, a scalar; every rank calls it where the
-        gradient is divided.
-        """
+    def measured(self) -> Measured:
+        """The owned `.grad` as they are now. Every rank calls it where the gradient is divided."""
         ...
 
     def expose(self, names: Collection[str]) -> None:
@@ -161,9 +171,12 @@ class OverReplica:
         """See `VisibleGradients`."""
         return self._replica.size > 1
 
-    def norm(self) -> Tensor:
+    def measured(self) -> Measured:
         """See `VisibleGradients`."""
-        return global_norm(norm_of_owned(self.owned), self._replica, device=self._device)
+        own = _gradients_in(self.owned)
+        found = InLoops.found(own)
+        norm, scale = (_norm_of(own), partial(scale_all, own)) if found is None else (found.norm(), found.scale)
+        return Measured(global_norm(norm, self._replica, device=self._device), scale)
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiplies what the optimizer sees: what was masked or taken away since `reduce` stays so."""
@@ -201,10 +214,55 @@ _is_sparse, _parameter_of, _place_of = attrgetter("is_sparse"), attrgetter("para
 _IN_FLOAT32, _IN_FLOAT64 = (True, torch.float32), (True, torch.float64)
 
 
+# Many short gradients: PyTorch's call for each takes longer than its numbers do, so one loop in C goes through all that
+# are float32 on a CPU (`codec.kernels.vectors_in`). Long ones are PyTorch's, which has several threads.
+
+
+class InLoops(NamedTuple):
+    """Gradients of which a loop takes the `short` ones, which lie at `vectors`; others are `long`. For the moment in
+    which they were `found`: a script may give them other memory.
+    """
+
+    kernels: Kernels
+    vectors: Vectors
+    short: Sequence[Tensor]
+    long: Sequence[Tensor]
+
+    @classmethod
+    def found(cls, gradients: Sequence[Tensor]) -> InLoops | None:
+        """None where no loop is worth it, or can reach them."""
+        sizes, short, long = list(map(Tensor.numel, gradients)), gradients, []
+        if max(sizes, default=0) > SHORT:
+            short = [each for each, numel in zip(gradients, sizes, strict=True) if numel <= SHORT]
+            long = [each for each, numel in zip(gradients, sizes, strict=True) if numel > SHORT]
+        kernels, vectors = load_kernels(), vectors_in(short)
+        return None if kernels is None or vectors is None else cls(kernels, vectors, short, long)
+
+    def norm(self) -> Tensor:
+        """Their joint 2-norm, a float64 scalar."""
+        norm = torch.tensor(self.kernels.joint_norm(self.vectors), dtype=torch.float64, device="cpu")
+        return torch.hypot(norm, joint_norm(self.long)) if self.long else norm
+
+    def scale(self, factor: float) -> None:
+        """Multiplies all of them in place."""
+        self.kernels.multiply(self.vectors, factor)
+        increment_version(self.short)
+        if self.long:
+            _scale_each(self.long, factor)
+
+
 def scale_all(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiplies all of them in place, in one call. On a CPU a tensor takes a quarter of the time of a number, of which
-    PyTorch makes a tensor for each gradient, and an eighth where it is of their type; a GPU's kernel takes the number.
-    Half types would round the tensor.
+    """Multiplies all of them in place."""
+    found = None if isinstance(factor, Tensor) else InLoops.found(gradients)
+    if found is not None and not isinstance(factor, Tensor):
+        found.scale(factor)
+    elif gradients:
+        _scale_each(gradients, factor)
+
+
+def _scale_each(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
+    """In one call. On a CPU a tensor takes a quarter of the time of a number, of which PyTorch makes a tensor for each
+    gradient, and an eighth where it is of their type; a GPU's kernel takes the number. Half types would round it.
     """
     places = set() if isinstance(factor, Tensor) else set(map(_place_of, gradients))
     if places == {_IN_FLOAT32}:
@@ -216,11 +274,20 @@ def scale_all(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
 
 def norm_of_owned(owned: Iterable[Owned]) -> Tensor | None:
     """The 2-norm of all that the optimizer of this rank has of the gradient; None where it has nothing."""
-    own = gradients_of(map(_parameter_of, owned))
-    own = own if complete(own) else [gradient for gradient in own if gradient is not None]
-    if any(map(_is_sparse, own)):
-        own = [gradient._values() if gradient.is_sparse else gradient for gradient in own]
-    return joint_norm(own) if own else None
+    own = _gradients_in(owned)
+    found = InLoops.found(own)
+    return _norm_of(own) if found is None else found.norm()
+
+
+def _gradients_in(owned: Iterable[Owned]) -> list[Tensor]:
+    found = gradients_of(map(_parameter_of, owned))
+    return found if complete(found) else [gradient for gradient in found if gradient is not None]
+
+
+def _norm_of(gradients: Sequence[Tensor]) -> Tensor | None:
+    if any(map(_is_sparse, gradients)):
+        gradients = [gradient._values() if gradient.is_sparse else gradient for gradient in gradients]
+    return joint_norm(gradients) if gradients else None
 
 
 def global_norm(own: Tensor | None, group: Collective, *, device: torch.device) -> Tensor:

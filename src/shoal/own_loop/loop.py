@@ -26,7 +26,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -192,7 +192,8 @@ class Training:
         last = self._steps.open is not None and self._steps.open.is_last
         around = players[0].backward(last=last) if len(players) == 1 else _around_all(players, last=last)
         others = [player.optimizer for player in self._players if player not in players]
-        with around, self._compute.randomness.drawing(), one_pass(joined=joined), aside(others):
+        away = aside(others) if others else nullcontext()
+        with around, self._compute.randomness.drawing(), one_pass(joined=joined), away:
             self._compute.begin_backward()
             totals[0].backward(inputs=players[0].inputs if others else None)  # pyright: ignore[reportArgumentType]
 

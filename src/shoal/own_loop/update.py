@@ -38,7 +38,7 @@ from shoal.comm.collective import Alone
 from shoal.engine.rank_context import RankContext
 from shoal.engine.updates import AgreedUpdate, AtOnce, Outcome, Work
 from shoal.errors import UserCodeError
-from shoal.gradients.gradients import VisibleGradients, scale_all
+from shoal.gradients.gradients import VisibleGradients
 from shoal.gradients.partial_gradient import PartialGradient
 from shoal.gradients.script_writes import SeenGradients
 from shoal.optim.adam_kernel import DirectAdam
@@ -48,7 +48,7 @@ from shoal.own_loop.losses import NO_WEIGHT, LossKind, check_loss
 from shoal.own_loop.objects import scaler_in
 from shoal.own_loop.open_step import OpenStep, counted, counts_of
 from shoal.own_loop.shown_optimizer import ShownGroups, StepHooks
-from shoal.state import Owned, complete, gradients_of
+from shoal.state import Owned
 
 OnUpdate = Callable[[int, Sequence[Owned]], None]
 """Called with the number of the step, and with what this rank's optimizer is about to update."""
@@ -76,13 +76,6 @@ def _placeholder(name: str, parameter: Parameter) -> PartialGradient:
     what = f"the gradient of {name} is not there before the step's last microbatch"
     nothing = torch.empty(0, dtype=parameter.grad_dtype, device=parameter.device)
     return PartialGradient(nothing, 0, parameter.shape, group=Alone(), what=what)
-
-
-def _scale(parameters: Sequence[Parameter], factor: float) -> None:
-    """Multiplies their gradients, in one call."""
-    found = gradients_of(parameters)
-    if found := found if complete(found) else [gradient for gradient in found if gradient is not None]:
-        scale_all(found, factor)
 
 
 class Player:
@@ -119,7 +112,6 @@ class Player:
         self._own_weight, self._outcomes = 0.0, 0
         self._deferred: Tensor | None = None
         self._trained, self._names, self._trained_set = trained, frozenset(trained), trained_set
-        self._owned = [owned.parameter for owned in gradients.owned]
         self._placeholders = {name: _placeholder(name, parameter) for name, parameter in trained.items()}
         self._seen = SeenGradients()
         self._norm, self._did, self._frozen = 0.0, list[str](), FrozenParameters(trained)
@@ -250,11 +242,12 @@ class Player:
         if self.agreed() is None:
             return None
         self.gradients.accept()
-        found = float(self.gradients.norm())  # anew: what is written through .data or NumPy shows nowhere else
+        measured = self.gradients.measured()  # anew: what is written through .data or NumPy shows nowhere else
+        found = float(measured.norm)
         norm = self._norm if math.isclose(found, self._norm, rel_tol=ROUNDING) else found
         factor = max_norm / (norm + CLIP_EPS)
         if factor < 1.0:
-            _scale(self._owned, factor)
+            measured.scale(factor)
         self._remember(norm * min(factor, 1.0))
         return norm
 
@@ -287,7 +280,7 @@ class Player:
             self._changed_by_hooks = named("had its gradient changed by a hook in the step before", changed)
             if changed or self.gradients.divided:
                 self.gradients.accept()
-                self._agreed = replace(self._agreed, norm=float(self.gradients.norm()))
+                self._agreed = replace(self._agreed, norm=float(self.gradients.measured().norm))
         self._remember(self._agreed.norm)
 
     def agreed(self) -> AgreedUpdate | None:

@@ -283,3 +283,18 @@ EXPORT CLONES void shoal_codec_to_bfloat16(const float *restrict x, uint64_t n, 
 EXPORT CLONES void shoal_codec_from_bfloat16(const uint16_t *restrict in, uint64_t n, float *restrict out) {
     for (uint64_t i = 0; i < n; i++) out[i] = as_float((uint32_t)in[i] << 16);
 }
+
+/* Several vectors in one call: `places[v]` holds `sizes[v]` numbers. */
+EXPORT double shoal_codec_squares(const float *const *places, const uint64_t *sizes, uint64_t vectors) {
+    double total = 0;
+    for (uint64_t v = 0; v < vectors; v++) total += sum_of_squares(places[v], sizes[v]);
+    return total;
+}
+
+CLONES static void multiply(float *x, uint64_t n, float factor) {
+    for (uint64_t i = 0; i < n; i++) x[i] *= factor;
+}
+
+EXPORT void shoal_codec_multiply(float *const *places, const uint64_t *sizes, uint64_t vectors, float factor) {
+    for (uint64_t v = 0; v < vectors; v++) multiply(places[v], sizes[v], factor);
+}
