@@ -20,6 +20,7 @@ import msgspec
 from shoal import units
 from shoal.errors import LayoutError, ShoalError
 from shoal.memory.config import BudgetChange
+from shoal.planning.mixture_prices import Price, Prices, freed
 from shoal.planning.mixtures import (
     AS_IT_IS,
     BOUNDLESS,
@@ -27,12 +28,8 @@ from shoal.planning.mixtures import (
     WORTH,
     Means,
     Mixture,
-    Price,
-    Prices,
     choices,
-    freed,
     ladder,
-    mixtures,
     part_of,
     possible,
     with_values,
@@ -95,10 +92,10 @@ class Search:
         self._prices: dict[Mixture, Price | None] = {}
         self._given_up: set[BudgetChange] = set()
         try:
-            self._priced, every = Prices(self.run_file), mixtures(self.run_file)
+            self._priced = Prices(self.run_file)
+            self._every = list(self._priced.mixtures())
         except ShoalError as why:
-            self._priced, self.unpriced, every = None, str(why), ladder(self.run_file)
-        self._every = list(every)
+            self._priced, self.unpriced, self._every = None, str(why), list(ladder(self.run_file))
 
     @property
     def tried(self) -> list[Tried]:
