@@ -25,7 +25,7 @@ from shoal.observe.facts import read_facts
 from shoal.planning import mixture_search, trial
 from shoal.planning.memory_budget import FILE_NAME, Bill, foreseen, used_by, with_budget
 from shoal.planning.mixture_prices import Prices
-from shoal.planning.mixtures import AS_IT_IS, choices, ladder, mixtures, with_values
+from shoal.planning.mixtures import AS_IT_IS, CHANGES, choices, ladder, mixtures, with_values
 from shoal.planning.trial import FirstSteps, bare, hurried, needed
 from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile
@@ -57,7 +57,7 @@ class Trials:
 def as_priced(run_file: RunFile, scale: float = 1.0) -> Callable[[RunFile], int]:
     """Peaks are what the planner says of each mixture, times `scale`."""
     prices = Prices(run_file)
-    priced = ((one, prices.of(one)) for one in prices.mixtures())
+    priced = ((one, prices.of(one)) for change in CHANGES for one in prices.mixtures(change))
     known = {dumped(run_file, one.values): price for one, price in priced if price is not None}
     return lambda tried: int(scale * known[dumped(tried, {})].size_bytes)
 
@@ -85,9 +85,10 @@ def test_the_cheapest_that_fits_is_found(tmp_path: Path, processes: int, share: 
     own = run_file_of(tmp_path, **given, memory={"budget": f"{int(plain * share * scale)} B"})
     peak, prices = as_priced(own, scale), Prices(own)
     fitting = [
-        (("nothing", "rounding").index(one.change), price.step_s, one)
-        for one in prices.mixtures()
-        if one.change != "moments" and (price := prices.of(one)) is not None
+        (place, price.step_s, one)
+        for place, change in enumerate(CHANGES[:2])
+        for one in prices.mixtures(change)
+        if (price := prices.of(one)) is not None
         if peak(with_values(own, one.values)) <= (own.memory.budget_bytes or 0)
     ]
     trials = Trials(peak)
@@ -278,13 +279,14 @@ def test_mixtures_are_those_that_the_run_can_be_with(tmp_path: Path, given: dict
     """Each once, and what the run file says itself in all of them."""
     run = {"processes": 2, "device": "cpu", **given.get("run", {})}
     own = run_file_of(tmp_path, **{**given, "run": run})
-    found = list(mixtures(own))
+    found = [one for change in CHANGES for one in mixtures(own, change)]
     assert {means.kind for one in found for means in one.means}.isdisjoint(absent)
     assert len(set(found)) == len(found)
     if "compile" not in run:
         assert all(refusal(with_values(own, one.values)) is None for one in found)
     said = run_file_of(tmp_path, memory={"recompute": "full", "offload": {"optimizer": "disk"}}, run=run)
-    assert {means.kind for one in mixtures(said) for means in one.means}.isdisjoint({"recompute", "state"})
+    kept = [one for change in CHANGES for one in mixtures(said, change)]
+    assert {means.kind for one in kept for means in one.means}.isdisjoint({"recompute", "state"})
 
 
 def test_a_plan_says_what_is_predicted_and_then_what_was_chosen(budgeted: RunFile, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def bill_of(run_file: RunFile) -> Bill:
 
 def keeping(prices: Prices) -> list[Mixture]:
     """The mixtures that keep some of what blocks save."""
-    return [one for one in prices.mixtures() if "memory.recompute_budget" in one.values]
+    return [one for one in prices.mixtures("nothing") if "memory.recompute_budget" in one.values]
 
 
 def test_what_blocks_may_keep_fills_the_room_that_whole_blocks_leave(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def _tried(run_file: RunFile, digest: str, trial: Trial) -> Bill:
     allowed = CHANGES[: CHANGES.index(run_file.memory.budget_may_change) + 1]
     if (
         search.as_it_is()
-        or any(search.fits(change, longest_s) for longest_s in search.limits(allowed) for change in allowed)
+        or any(search.fits(change, longest_s) for change, longest_s in search.rounds(allowed))
         or search.descends(allowed)
     ):
         return Bill(run_file.memory.budget or "", digest, search.tried, search.unpriced)

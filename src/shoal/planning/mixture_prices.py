@@ -87,11 +87,11 @@ class Prices:
         bill = self._bill(mixture)
         return None if bill is None else Price(self._peak(bill), bill.step_s)
 
-    def mixtures(self) -> Iterator[Mixture]:
-        """All that the run can be with, the run as it is first; behind those that compute whole blocks again those that
-        keep of them what there is room for.
+    def mixtures(self, change: BudgetChange) -> Iterator[Mixture]:
+        """Those that change so much, and no more; behind those that compute whole blocks again those that keep of them
+        what there is room for.
         """
-        for one in mixtures(self._run_file):
+        for one in mixtures(self._run_file, change):
             yield one
             if RECOMPUTE["full"] in one.means and (other := self._keeping(one)) is not None:
                 yield other
@@ -214,12 +214,11 @@ def cheapest(run_file: RunFile, prices: Prices) -> tuple[Mixture, Price] | None:
     """The one that a start would try first, of those that fit by their prices; None: none does."""
     budget, most = run_file.memory.budget_bytes or 0, CHANGES.index(run_file.memory.budget_may_change)
     found: dict[BudgetChange, tuple[Mixture, Price]] = {}
-    for one in prices.mixtures():
-        price = prices.of(one)
-        if price is None or price.size_bytes > budget or CHANGES.index(one.change) > most:
-            continue
-        if one.change not in found or price.step_s < found[one.change][1].step_s:
-            found[one.change] = one, price
+    for change in CHANGES[: most + 1]:
+        priced = ((one, prices.of(one)) for one in prices.mixtures(change))
+        fitting = [(one, price) for one, price in priced if price is not None and price.size_bytes <= budget]
+        if fitting:
+            found[change] = min(fitting, key=lambda one: one[1].step_s)
     longest_s = WORTH * min((price.step_s for change, (_, price) in found.items() if change != "moments"), default=0.0)
     within = [found[change] for change in CHANGES if change in found and found[change][1].step_s <= longest_s]
     return next(iter([*within, *found.values()]), None)

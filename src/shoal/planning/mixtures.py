@@ -116,11 +116,11 @@ def choices(run_file: RunFile) -> list[list[Means]]:
     return [own for kind in kinds if (own := [means for means in kind(run_file) if _serves(run_file, means)])]
 
 
-def mixtures(run_file: RunFile) -> Iterator[Mixture]:
-    """All that this run can be with, the run as it is first."""
+def mixtures(run_file: RunFile, change: BudgetChange) -> Iterator[Mixture]:
+    """Those that change so much, and no more, with which this run can be; the run as it is comes first."""
     for chosen in product(*([None, *own] for own in choices(run_file))):
         mixture = Mixture(tuple(means for means in chosen if means is not None))
-        if possible(run_file, mixture):
+        if mixture.change == change and possible(run_file, mixture):
             yield mixture
 
 
