@@ -108,9 +108,10 @@ class Prices:
             low, high = (share, high) if fits else (low, share)
         if low < LEAST_KEPT:
             return None
+        peak = self._peak(least.keeping(least.kept + low * more, least.step_s))
         others = (self._bill(again.recomputing(RECOMPUTE[how])) for how in ("selective", "operators"))
-        more_kept = sum(other is not None and other.kept > least.kept + low * more for other in others)
-        return again.recomputing(keeping(low * more, more_kept + 0.5))
+        weaker = sum(other is not None and self._peak(other) >= peak for other in others)
+        return again.recomputing(keeping(low * more, weaker + 0.5))
 
     def _fits(self, bill: _Bill) -> bool:
         return self._peak(bill) <= self._room
