@@ -27,7 +27,8 @@ from shoal.engine.recovery import resume
 from shoal.launcher.environment import Place
 from shoal.models.build import build, parameter_count
 from shoal.models.config import GPTConfig
-from shoal.planning.mixtures import AS_IT_IS, Prices
+from shoal.planning.mixture_prices import Prices
+from shoal.planning.mixtures import AS_IT_IS
 from shoal.runfile.rules import refusal
 from shoal.state import parts_of
 from tests.assembly.journey import Leg, travel

@@ -44,8 +44,9 @@ def test_the_peak_is_that_of_the_allocator() -> None:
 
 def test_what_does_not_fit_is_refused_with_what_holds_most() -> None:
     own, x = model(), torch.randn(8, 50, 64)
-    device = SimulatedDevice(None, advice={"parameters": "a key"})
+    device = SimulatedDevice(None)
     device.holders = lambda: {"parameters": own.parameters(), "gradients": []}
+    device.advice = {"gradients": "another", "parameters": "a key"}  # of what there is none, nothing can be freed
     device.hold(own.parameters())
     own_bytes = sum(p.nbytes for p in own.parameters())
     device.limit_bytes = device.live_bytes + (1 << 19)

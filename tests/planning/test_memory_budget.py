@@ -24,11 +24,12 @@ from shoal.observe.events import read_events
 from shoal.observe.facts import read_facts
 from shoal.planning import mixture_search, trial
 from shoal.planning.memory_budget import FILE_NAME, Bill, foreseen, used_by, with_budget
-from shoal.planning.mixtures import AS_IT_IS, Prices, choices, ladder, mixtures, with_values
-from shoal.planning.trial import FirstSteps, bare, hurried, needed, trial_of
+from shoal.planning.mixture_prices import Prices
+from shoal.planning.mixtures import AS_IT_IS, CHANGES, choices, ladder, mixtures, with_values
+from shoal.planning.trial import FirstSteps, bare, hurried, needed
 from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile
-from tests.verification.layouts import corpus, run_file_of
+from tests.verification.layouts import run_file_of
 
 MIB = 1 << 20
 TORCHRUN = Place(0, 1, 0, 1, 0, "torchrun")
@@ -56,7 +57,8 @@ class Trials:
 def as_priced(run_file: RunFile, scale: float = 1.0) -> Callable[[RunFile], int]:
     """Peaks are what the planner says of each mixture, times `scale`."""
     prices = Prices(run_file)
-    known = {dumped(run_file, one.values): price for one in mixtures(run_file) if (price := prices.of(one)) is not None}
+    priced = ((one, prices.of(one)) for change in CHANGES for one in prices.mixtures(change))
+    known = {dumped(run_file, one.values): price for one, price in priced if price is not None}
     return lambda tried: int(scale * known[dumped(tried, {})].size_bytes)
 
 
@@ -65,8 +67,8 @@ def dumped(run_file: RunFile, values: dict[str, Any]) -> tuple[Any, ...]:
     own = with_values(run_file, values)
     offload = own.memory.offload
     return (
-        own.memory.recompute, offload.optimizer, offload.activations, offload.parameters, own.memory.zero,
-        own.memory.loss_chunks, own.batch.micro_samples, own.optimizer.variant,
+        own.memory.recompute, own.memory.recompute_budget, offload.optimizer, offload.activations, offload.parameters,
+        own.memory.zero, own.memory.loss_chunks, own.batch.micro_samples, own.optimizer.variant,
     )  # fmt: skip
 
 
@@ -83,9 +85,10 @@ def test_the_cheapest_that_fits_is_found(tmp_path: Path, processes: int, share: 
     own = run_file_of(tmp_path, **given, memory={"budget": f"{int(plain * share * scale)} B"})
     peak, prices = as_priced(own, scale), Prices(own)
     fitting = [
-        (("nothing", "rounding").index(one.change), price.step_s, one)
-        for one in mixtures(own)
-        if one.change != "moments" and (price := prices.of(one)) is not None
+        (place, price.step_s, one)
+        for place, change in enumerate(CHANGES[:2])
+        for one in prices.mixtures(change)
+        if (price := prices.of(one)) is not None
         if peak(with_values(own, one.values)) <= (own.memory.budget_bytes or 0)
     ]
     trials = Trials(peak)
@@ -276,13 +279,14 @@ def test_mixtures_are_those_that_the_run_can_be_with(tmp_path: Path, given: dict
     """Each once, and what the run file says itself in all of them."""
     run = {"processes": 2, "device": "cpu", **given.get("run", {})}
     own = run_file_of(tmp_path, **{**given, "run": run})
-    found = list(mixtures(own))
+    found = [one for change in CHANGES for one in mixtures(own, change)]
     assert {means.kind for one in found for means in one.means}.isdisjoint(absent)
     assert len(set(found)) == len(found)
     if "compile" not in run:
         assert all(refusal(with_values(own, one.values)) is None for one in found)
     said = run_file_of(tmp_path, memory={"recompute": "full", "offload": {"optimizer": "disk"}}, run=run)
-    assert {means.kind for one in mixtures(said) for means in one.means}.isdisjoint({"recompute", "state"})
+    kept = [one for change in CHANGES for one in mixtures(said, change)]
+    assert {means.kind for one in kept for means in one.means}.isdisjoint({"recompute", "state"})
 
 
 def test_a_plan_says_what_is_predicted_and_then_what_was_chosen(budgeted: RunFile, tmp_path: Path) -> None:
@@ -327,19 +331,6 @@ def test_a_budget_beyond_the_machine_is_refused(tmp_path: Path) -> None:
     run = {"processes": 1, "device": "cpu"}
     with pytest.raises(ConfigError, match=r'memory\.budget = "900 TiB" is more than the .* that .* has'):
         with_budget(run_file_of(tmp_path, memory={"budget": "900 TiB"}, run=run), None)
-
-
-@pytest.mark.stress
-def test_a_real_budget_is_met(tmp_path: Path) -> None:
-    """Half of the peak: the trial's peak is the run's, as the ledger holds it to that."""
-    corpus(tmp_path)
-    model = {"kind": "gpt", "vocabulary": 61, "layers": 6, "width": 64, "heads": 4}
-    given = {"model": model, "run": {"processes": 1, "device": "cpu"}, "batch": {"sequence": 64}}
-    plain = trial_of(run_file_of(tmp_path, **given, memory={"simulate_device": "1 GiB"}))
-    assert isinstance(plain, FirstSteps)
-    budget = f"{plain.peak_bytes // 2048} KiB"
-    chosen, _ = with_budget(run_file_of(tmp_path, **given, memory={"budget": budget}), None)
-    assert not isinstance(trial_of(chosen), str)
 
 
 SCRIPT = """

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -15,9 +16,8 @@ from shoal.errors import ConfigError
 from shoal.gradients.fully_sharded import FullyShardedGradients
 from shoal.gradients.gradients import Gradients
 from shoal.memory.collector import Collector
-from shoal.memory.config import MemoryConfig
 from shoal.memory.offloaded_activations import LEAST_BYTES, SavedTensors
-from shoal.memory.recompute import Recomputed
+from shoal.memory.recompute import Recomputed, blocks_of
 from shoal.memory.simulated_device import ACTIVATIONS, SimulatedDevice
 from shoal.memory.spill_file import DiskTraffic, SpillFile, Traffic
 from shoal.memory.streamed_state import LEAST_BYTES as LEAST_STATE_BYTES
@@ -26,6 +26,8 @@ from shoal.memory.tiers import DiskTier, HostTier
 from shoal.memory.tracker import AllocatorFigures
 from shoal.optim.config import kinds_whose
 from shoal.optim.fused import FusedOptimizer
+from shoal.runfile.layout_rules import microbatch_sizes
+from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile, run_directory
 from shoal.sparsity.block_cache import CachedBlocks, KeptSamples
 from shoal.units import memory_bytes
@@ -37,7 +39,7 @@ class Tiers:
     """Of one rank in one generation. `device` is the ledger of a simulated device, None elsewhere."""
 
     def __init__(self, run_file: RunFile, device: torch.device) -> None:
-        memory = run_file.memory
+        self._run_file, memory = run_file, run_file.memory
         self._config, self._recompute, self._torch_device = memory.offload, memory.recompute, device
         self._block_cache = None if run_file.freeze is None else run_file.freeze.cache
         self._blocks: CachedBlocks | None = None
@@ -65,7 +67,7 @@ class Tiers:
                     f'memory.simulate_device = "{memory.simulate_device}" on a {device.type} device, which has memory '
                     'of its own: set run.device = "cpu", or leave it out'
                 )
-            self.device = SimulatedDevice(memory.simulated_bytes, advice=_advice(memory))
+            self.device = SimulatedDevice(memory.simulated_bytes)
 
     @property
     def moves(self) -> bool:
@@ -150,12 +152,13 @@ class Tiers:
         def holders() -> Mapping[str, Iterable[Tensor]]:
             state = [x for o in optimizers for slots in o.state.values() for x in slots.values()]
             return {
-                "parameters": [*own, *stepped],
-                "gradients": [p.grad for p in (*own, *stepped) if p.grad is not None],
+                PARAMETERS: [*own, *stepped],
+                GRADIENTS: [p.grad for p in (*own, *stepped) if p.grad is not None],
                 OPTIMIZER_STATE: [x for x in state if isinstance(x, Tensor)],
             }
 
         self.device.holders = holders
+        self.device.advice = _advice(self._run_file, model)
         self.device.hold(tensor for tensor in (*own, *stepped) if tensor.device.type == "cpu")
 
     def take_figures(self) -> dict[str, float]:
@@ -226,16 +229,49 @@ class Tiers:
         return DelayedUpdates(beside, self._torch_device, self._traffic, after=after, steps=steps, on_host=on_host)
 
 
-OPTIMIZER_STATE = "optimizer state"
+PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
+LARGE_PARTS, SMALL_PARTS = 6, 32
+"""Parts of the parameters below which moving the state, three parts at a time, frees too little; and how many to have
+then.
+"""
 
 
-def _advice(memory: MemoryConfig) -> dict[str, str]:
-    """The key that frees what holds most, where it is not set already."""
-    found = {}
-    if memory.offload.optimizer == "device":
-        found[OPTIMIZER_STATE] = 'memory.offload.optimizer = "host"'
-    if memory.recompute == "none":
-        found[ACTIVATIONS] = 'memory.recompute = "full"'
-    elif memory.offload.activations == "device":
-        found[ACTIVATIONS] = 'memory.offload.activations = "host"'
+def _advice(run_file: RunFile, model: nn.Module) -> dict[str, str]:
+    """For a holder the keys that would free some of it: such as the run can be with, and is not yet."""
+    found: dict[str, str] = {}
+    for holder, keys, changed in _changes(run_file, model):
+        if holder not in found and refusal(changed) is None:
+            found[holder] = keys
     return found
+
+
+def _changes(run_file: RunFile, model: nn.Module) -> Iterator[tuple[str, str, RunFile]]:
+    """(holder, keys, run file with them), of each holder what costs least first."""
+    replaced, memory, offload = msgspec.structs.replace, run_file.memory, run_file.memory.offload
+
+    def moved(**homes: str) -> RunFile:
+        return replaced(run_file, memory=replaced(memory, offload=replaced(offload, **homes)))
+
+    if memory.recompute != "full" and blocks_of(model):
+        again = replaced(run_file, memory=replaced(memory, recompute="full", recompute_budget=None))
+        yield ACTIVATIONS, 'memory.recompute = "full"', again
+    in_blocks = with_inner([model]) != [model]
+    if offload.activations == "device" and in_blocks:
+        yield ACTIVATIONS, 'memory.offload.activations = "host"', moved(activations="host")
+    if (half := _samples_at_once(run_file) // 2) > 0:
+        smaller = replaced(run_file, batch=replaced(run_file.batch, micro_samples=half))
+        yield ACTIVATIONS, f"batch.micro_samples = {half}", smaller
+    if offload.optimizer == "device":
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        part = f"{max(1, size // SMALL_PARTS >> 10)} KiB"
+        small = f' and memory.offload.part = "{part}"' if size < LARGE_PARTS * offload.part_bytes else ""
+        yield OPTIMIZER_STATE, f'memory.offload.optimizer = "host"{small}', moved(optimizer="host")
+    if offload.parameters == "device" and in_blocks:
+        keys = 'memory.offload = { parameters = "host", optimizer = "host" }'
+        for holder in (PARAMETERS, GRADIENTS):
+            yield holder, keys, moved(parameters="host", optimizer="host")
+
+
+def _samples_at_once(run_file: RunFile) -> int:
+    layout = run_file.layout.layout(run_file.run.processes or run_file.layout.default_processes or 1)
+    return microbatch_sizes(run_file, shares=layout.replicate * layout.shard).samples

@@ -44,14 +44,13 @@ class _Entry:
 
 
 class SimulatedDevice:
-    """The ledger of one rank. `limit_bytes` is the device's size; None: it is counted and never refused.
+    """The ledger of one rank. `limit_bytes` is the device's size; None: it is counted and never refused."""
 
-    `advice` has for a holder the key that would free it.
-    """
-
-    def __init__(self, limit_bytes: int | None, *, advice: Mapping[str, str] | None = None) -> None:
-        self.limit_bytes, self._advice = limit_bytes, advice or {}
+    def __init__(self, limit_bytes: int | None) -> None:
+        self.limit_bytes = limit_bytes
         self.holders: Holders = dict
+        self.advice: Mapping[str, str] = {}
+        """For a holder the key that would free some of it."""
         self._made_bytes, self._peak_bytes = 0, 0
         self._others_bytes, self._window_bytes = window_bytes(), 0
         """Of windows: what earlier runs of this process have not freed yet, and what is this one's."""
@@ -159,12 +158,12 @@ class SimulatedDevice:
     def _sentence(self, operator: str, short_bytes: int) -> str:
         holders = self.by_holder()
         largest = ", ".join(f"{units.memory_size(size)} {name}" for name, size in holders.items() if size > 0)
-        advised = next((name for name in holders if name in self._advice), None)
-        repair = "lower batch.micro_samples" if advised is None else f"{self._advice[advised]} frees {advised}"
+        advised = next((name for name, size in holders.items() if size > 0 and name in self.advice), None)
+        repair = "" if advised is None else f"{self.advice[advised]} frees {advised}, or "
         return (
             f"the simulated device of {units.memory_size(self.limit_bytes or 0)} is short by "
-            f"{units.memory_size(short_bytes)} in {operator}: it holds {largest}; {repair}, or raise "
-            "memory.simulate_device"
+            f"{units.memory_size(short_bytes)} in {operator}: it holds {largest}; {repair}raise "
+            "memory.simulate_device, or the memory.budget that stands for it"
         )
 
 

@@ -29,8 +29,9 @@ from shoal.launcher.environment import Place
 from shoal.memory.config import BudgetChange
 from shoal.observe.config import ObserveConfig
 from shoal.observe.facts import replace_file
+from shoal.planning.mixture_prices import Prices, cheapest, said_of
 from shoal.planning.mixture_search import Search, Trial, Tried, held, need
-from shoal.planning.mixtures import AS_IT_IS, CHANGES, Prices, cheapest, said_of, with_values
+from shoal.planning.mixtures import AS_IT_IS, CHANGES, with_values
 from shoal.planning.trial import trial_of
 from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile, run_directory
@@ -141,7 +142,7 @@ def _tried(run_file: RunFile, digest: str, trial: Trial) -> Bill:
     allowed = CHANGES[: CHANGES.index(run_file.memory.budget_may_change) + 1]
     if (
         search.as_it_is()
-        or any(search.fits(change, longest_s) for longest_s in search.limits(allowed) for change in allowed)
+        or any(search.fits(change, longest_s) for change, longest_s in search.rounds(allowed))
         or search.descends(allowed)
     ):
         return Bill(run_file.memory.budget or "", digest, search.tried, search.unpriced)

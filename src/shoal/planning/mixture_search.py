@@ -20,6 +20,7 @@ import msgspec
 from shoal import units
 from shoal.errors import LayoutError, ShoalError
 from shoal.memory.config import BudgetChange
+from shoal.planning.mixture_prices import Price, Prices, freed
 from shoal.planning.mixtures import (
     AS_IT_IS,
     BOUNDLESS,
@@ -27,12 +28,8 @@ from shoal.planning.mixtures import (
     WORTH,
     Means,
     Mixture,
-    Price,
-    Prices,
     choices,
-    freed,
     ladder,
-    mixtures,
     part_of,
     possible,
     with_values,
@@ -95,21 +92,24 @@ class Search:
         self._prices: dict[Mixture, Price | None] = {}
         self._given_up: set[BudgetChange] = set()
         try:
-            self._priced, every = Prices(self.run_file), mixtures(self.run_file)
+            self._priced = Prices(self.run_file)
         except ShoalError as why:
-            self._priced, self.unpriced, every = None, str(why), ladder(self.run_file)
-        self._every = list(every)
+            self._priced, self.unpriced = None, str(why)
+        self._every: dict[BudgetChange, list[Mixture]] = {}
 
     @property
     def tried(self) -> list[Tried]:
         """In order."""
         return list(self.found.values())
 
-    def limits(self, allowed: Sequence[BudgetChange]) -> Iterator[float]:
-        """Of the predicted step (s): first what is worth it to keep every bit, then none."""
+    def rounds(self, allowed: Sequence[BudgetChange]) -> Iterator[tuple[BudgetChange, float]]:
+        """What mixtures that are tried may change, and their longest predicted step (s): what keeps every bit while
+        that is worth it, then all such, then all. What rounds is not priced before it is needed.
+        """
+        yield "nothing", WORTH * self._cost(AS_IT_IS)[0]
         likely = [one for change in allowed[:2] for one in self._of(change) if self._may_fit(one)]
-        yield WORTH * min((self._cost(one)[0] for one in likely), default=math.inf)
-        yield math.inf
+        worth_s = WORTH * min((self._cost(one)[0] for one in likely), default=math.inf)
+        yield from ((change, longest_s) for longest_s in (worth_s, math.inf) for change in allowed)
 
     def fits(self, change: BudgetChange, longest_s: float) -> bool:
         """Whether a mixture that changes so much, and no more, does, with a step of at most `longest_s`; it is the last
@@ -124,7 +124,7 @@ class Search:
             likely = [one for one in left if self._may_fit(one)]
             if likely:
                 one = min(likely, key=self._cost)
-            elif left and change not in self._given_up:
+            elif left and longest_s == math.inf and change not in self._given_up:
                 one = min(left, key=lambda one: (self.expected(one), self._cost(one)))
                 self._given_up.add(change)
             else:
@@ -165,9 +165,11 @@ class Search:
 
     def _of(self, change: BudgetChange) -> list[Mixture]:
         """Those that change so much; without those that the planner cannot price, where it can price others."""
-        return [
-            one for one in self._every if one.change == change and (self._priced is None or self.price(one) is not None)
-        ]
+        if change not in self._every and self._priced is None:
+            self._every[change] = [one for one in ladder(self.run_file) if one.change == change]
+        elif change not in self._every and self._priced is not None:
+            self._every[change] = [one for one in self._priced.mixtures(change) if self.price(one) is not None]
+        return self._every[change]
 
     def _waiting(self, change: BudgetChange) -> Mixture | None:
         """One that fitted, and changed more than it was tried for, and no more than this."""

@@ -1,4 +1,4 @@
-"""What a budget of memory may choose from: mixtures of keys that free memory, what they change, and their price.
+"""What a budget of memory may choose from: mixtures of keys that free memory, and what they change.
 
 A mixture takes one value for each of some keys. What it may change decides when it is tried:
 
@@ -7,28 +7,21 @@ A mixture takes one value for each of some keys. What it may change decides when
     rounding    the same sums in another order: smaller microbatches, the loss in chunks, and these
     moments     the optimizer's moments in 8 bits
 
-A key that the run file sets to anything but its default stays. The price of a mixture is what the planner's closed
-forms or traces say of it (`shoal.planning.answer`), and what is moved to the host: activations leave and come once a
-microbatch, parameters come twice and gradients leave once, at the rate at which a device's memory is copied.
+A key that the run file sets to anything but its default stays. `shoal.planning.mixture_prices` says what a mixture
+costs.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from shoal import units
 from shoal.codec.config import NoCodec
-from shoal.codec.stated import Matrices
-from shoal.cost.footprint import Footprint
-from shoal.errors import ShoalError
 from shoal.memory.config import BudgetChange, OffloadConfig
 from shoal.optim.config import in_8_bits
 from shoal.optim.declared import Elementwise
@@ -50,10 +43,6 @@ ELEMENT_WISE = ("adamw", "sgd")
 """Optimizers whose update of a number needs nothing of another, beside those that say so (`Elementwise`)."""
 MOST_HALVINGS = 5
 """Of a microbatch; each size of it is traced."""
-HELD_BLOCKS, HELD_GRADIENTS = 2, 3
-"""Whose activations are on the device where they live on the host, and whose parameters; and whose gradients."""
-PASSES = 4
-"""What leaves and comes back is read and written on either way."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +50,7 @@ class Means:
     """Keys that free memory. Of one `kind`, those of more `strength` leave less on the device."""
 
     kind: str
-    strength: int
+    strength: float
     change: BudgetChange
     values: Mapping[str, Any] = field(hash=False)
 
@@ -71,11 +60,22 @@ class Means:
         return " and ".join(f"{key} = {_written(value)}" for key, value in self.values.items())
 
 
+RECOMPUTE = {
+    how: Means("recompute", strength, "nothing", {"memory.recompute": how})
+    for strength, how in enumerate(("selective", "operators", "full"), 1)
+}
+
+
 @dataclass(frozen=True)
 class Mixture:
     """At most one of each kind of means. `values` are all keys that differ from the run file's own."""
 
     means: tuple[Means, ...]
+
+    def recomputing(self, how: Means | None) -> Mixture:
+        """The same with another way of recomputation; None: without any."""
+        others = tuple(one for one in self.means if one.kind != "recompute")
+        return Mixture(others if how is None else (*others, how))
 
     @property
     def change(self) -> BudgetChange:
@@ -93,7 +93,7 @@ class Mixture:
         return {key: value for one in self.means for key, value in one.values.items()}
 
     @cached_property
-    def strengths(self) -> dict[str, int]:
+    def strengths(self) -> dict[str, float]:
         """By kind."""
         return {one.kind: one.strength for one in self.means}
 
@@ -116,11 +116,11 @@ def choices(run_file: RunFile) -> list[list[Means]]:
     return [own for kind in kinds if (own := [means for means in kind(run_file) if _serves(run_file, means)])]
 
 
-def mixtures(run_file: RunFile) -> Iterator[Mixture]:
-    """All that this run can be with, the run as it is first."""
+def mixtures(run_file: RunFile, change: BudgetChange) -> Iterator[Mixture]:
+    """Those that change so much, and no more, with which this run can be; the run as it is comes first."""
     for chosen in product(*([None, *own] for own in choices(run_file))):
         mixture = Mixture(tuple(means for means in chosen if means is not None))
-        if possible(run_file, mixture):
+        if mixture.change == change and possible(run_file, mixture):
             yield mixture
 
 
@@ -181,9 +181,14 @@ def _refused(run_file: RunFile, values: Mapping[str, Any]) -> str | None:
 
 
 def _recompute(run_file: RunFile) -> Iterator[Means]:
-    for strength, how in enumerate(("selective", "operators", "full"), 1):
-        if run_file.memory.recompute == "none":
-            yield Means("recompute", strength, "nothing", {"memory.recompute": how})
+    if run_file.memory.recompute == "none":
+        yield from RECOMPUTE.values()
+
+
+def keeping(size_bytes: float, strength: float) -> Means:
+    """Recomputation of what blocks save beyond so many bytes; how strong that is depends on the model."""
+    values = {"memory.recompute": "budget", "memory.recompute_budget": f"{int(size_bytes) >> 10} KiB"}
+    return Means("recompute", strength, "nothing", values)
 
 
 def _state(run_file: RunFile) -> Iterator[Means]:
@@ -246,121 +251,3 @@ def _chunks(run_file: RunFile) -> Iterator[Means]:
 def _moments(run_file: RunFile) -> Iterator[Means]:
     if (optimizer := in_8_bits(run_file.optimizer)) is not None:
         yield Means("moments", 1, "moments", {"optimizer.kind": optimizer.variant})
-
-
-class Price(NamedTuple):
-    """What tensors of the fullest rank take at their peak, and a step, by prediction."""
-
-    size_bytes: float
-    step_s: float
-
-
-class Prices:
-    """Of the mixtures of one run file."""
-
-    def __init__(self, run_file: RunFile, cluster: Path | None = None) -> None:
-        """On the devices of a cluster's file; None: on this machine's cores. Raises `ShoalError` where the run cannot
-        be priced.
-        """
-        from shoal.planning.answer import predictor_of  # imports torch where a model is traced
-
-        self._run_file = with_values(run_file, {**part_of(run_file), "memory.budget": None})
-        self._predictor = predictor_of(_on_device(self._run_file), cluster)
-        self._priced(self._run_file)
-
-    def of(self, mixture: Mixture) -> Price | None:
-        """None where the planner has no price for it."""
-        run_file = with_values(self._run_file, mixture.values)
-        try:
-            return self._priced(run_file)
-        except ShoalError:
-            return None
-
-    def _priced(self, run_file: RunFile) -> Price:
-        from shoal.planning.answer import tensor_bytes
-        from shoal.planning.plan_file import written_plan
-        from shoal.planning.stack import with_optimizer
-
-        on_device, offload = _on_device(run_file), run_file.memory.offload
-        predictor = with_optimizer(self._predictor, on_device)
-        plan = written_plan(on_device, predictor.cluster)
-        one = predictor.predict(plan)
-        fullest = max(one.footprints, key=tensor_bytes)
-        moved = 0.0
-        if offload.activations == "host":
-            moved += PASSES * plan.microbatches * fullest.activations
-        if offload.parameters != "device":
-            moved += PASSES * (fullest.weights + fullest.gradients) * (plan.microbatches + 0.5) / 2
-        step_s = one.step_s + moved / predictor.machine.prices(plan.world_size).memory_bytes_s
-        if offload.optimizer != "device":
-            state, matrices = predictor.stack.state, predictor.stage(plan).matrices
-            larger = _larger_parts(matrices, number_bytes=state.weight, part_bytes=offload.part_bytes)
-            most = max(fullest.optimizer, fullest.gradients / state.gradient * state.optimizer)
-            fullest = replace(fullest, optimizer=min(most, larger * fullest.optimizer))
-        return Price(self._peak(fullest, offload, first=plan.world_size == plan.microbatches == 1), step_s)
-
-    def _peak(self, one: Footprint, offload: OffloadConfig, *, first: bool) -> float:
-        """The larger of two moments: of a backward, and of the update. `first`: no gradients are there when the
-        backward begins; each block's come when what it kept goes, so that the last backward may hold more than the
-        first.
-        """
-        from shoal.planning.answer import tensor_bytes
-
-        held, last = min(1.0, HELD_BLOCKS / self._blocks), 1 - 1 / self._blocks
-        kept = one.activations * (held if offload.activations == "host" else 1.0)
-        weights, gradients, update = one.weights, one.gradients, one.weights + one.gradients + one.optimizer
-        other = tensor_bytes(one) - update - one.activations
-        if offload.optimizer == "device":
-            other += one.optimizer  # elsewhere, parts of it come for the update
-        if offload.parameters != "device":
-            weights, gradients = held * weights, min(1.0, HELD_GRADIENTS / self._blocks) * gradients
-            update = 0.0  # which is the host's
-        if first:
-            goes = kept if offload.activations == "device" else 0.0
-            gradients = max(0.0, min(gradients, last * one.gradients) - last * goes)
-        return max(other + weights + gradients + kept, update)
-
-    @cached_property
-    def _blocks(self) -> int:
-        return max(1, math.ceil(self._predictor.workload.model.layers))
-
-
-def _larger_parts(matrices: Iterable[Matrices], *, number_bytes: float, part_bytes: int) -> float:
-    """How many times as large as they should be the parts of the state are, as one parameter may be larger than a part:
-    the mean of as many as are on the device at a time.
-    """
-    from shoal.planning.stack import PARTS
-
-    sizes = [one.rows * one.columns for one in matrices for _ in range(min(PARTS, max(1, int(one.copies))))]
-    largest = sorted((max(1.0, size * number_bytes / part_bytes) for size in sizes), reverse=True)[:PARTS]
-    return sum(largest) / len(largest) if largest else 1.0
-
-
-def _on_device(run_file: RunFile) -> RunFile:
-    """What the planner prices: activations and parameters where they are computed."""
-    return with_values(run_file, {"memory.offload.activations": "device", "memory.offload.parameters": "device"})
-
-
-def cheapest(run_file: RunFile, prices: Prices) -> tuple[Mixture, Price] | None:
-    """The one that a start would try first, of those that fit by their prices; None: none does."""
-    budget, most = run_file.memory.budget_bytes or 0, CHANGES.index(run_file.memory.budget_may_change)
-    found: dict[BudgetChange, tuple[Mixture, Price]] = {}
-    for one in mixtures(run_file):
-        price = prices.of(one)
-        if price is None or price.size_bytes > budget or CHANGES.index(one.change) > most:
-            continue
-        if one.change not in found or price.step_s < found[one.change][1].step_s:
-            found[one.change] = one, price
-    longest_s = WORTH * min((price.step_s for change, (_, price) in found.items() if change != "moments"), default=0.0)
-    within = [found[change] for change in CHANGES if change in found and found[change][1].step_s <= longest_s]
-    return next(iter([*within, *found.values()]), None)
-
-
-def said_of(price: Price, plain: Price) -> str:
-    """How much longer a step takes: "+18 % of a step"."""
-    return f"{100 * (price.step_s / plain.step_s - 1):+.0f} % of a step"
-
-
-def freed(plain: Price, price: Price) -> str:
-    """Bytes that it frees, and what it costs."""
-    return f"{units.memory_size(plain.size_bytes - price.size_bytes)} for {said_of(price, plain)}"

@@ -13,6 +13,8 @@ A predictor keeps what it computed of a layer, which thousands of plans share; i
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.codec.config import NoCodec
@@ -139,6 +141,19 @@ class Predictor:
             kept=kept,
             expert=plan.layout.expert,
         )
+
+    def kept_shares(self, plan: Plan) -> Sequence[float]:
+        """What each block has, in order, of all that a rank keeps for its backward."""
+        layers = max(1, math.ceil(self.workload.model.layers))
+        return [1 / layers] * layers
+
+    @property
+    def parameter_shares(self) -> Sequence[float]:
+        """What each block has, in order, of all parameters."""
+        model = self.workload.model
+        inside = 1 - (embedding_parameters(model) + head_parameters(model)) / total_parameters(model)
+        layers = max(1, math.ceil(model.layers))
+        return [inside / layers] * layers
 
     def footprint(self, plan: Plan, rank: int) -> Footprint:
         """Memory of one pipeline rank."""

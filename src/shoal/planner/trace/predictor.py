@@ -8,7 +8,7 @@ Everything around the model (links, ZeRO, bubbles, the optimizer) has the prices
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -318,6 +318,17 @@ class TracedPredictor(Predictor):
         ranks = [self._rank(plan, units) for units in self.stages(plan).held]
         fullest = max(ranks, key=lambda one: one.total_s)
         return fullest.input_s + fullest.weight_s
+
+    def kept_shares(self, plan: Plan) -> Sequence[float]:
+        """What each block has, in order, of all that a rank keeps for its backward."""
+        trace = self.trace(plan)
+        return [trace.kept_bytes.get(block, 0) / max(1, trace.held_bytes) for block in trace.units.blocks]
+
+    @property
+    def parameter_shares(self) -> Sequence[float]:
+        """What each block has, in order, of all parameters."""
+        trace = self._trace(TracedSplit(FEW_SAMPLES))
+        return [trace.numbers(frozenset({block})) / self.parameters for block in trace.units.blocks]
 
     def footprint(self, plan: Plan, rank: int) -> Footprint:
         """Memory of one pipeline rank."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.cost.plan import Plan
-from shoal.errors import LayoutError, UserCodeError
+from shoal.errors import LayoutError, ShoalError, UserCodeError
 from shoal.memory.recompute import RecomputeKind, blocks_of, recompute
 from shoal.models.roles import DeclaresParts, DeclaresRoles, roles_of
 from shoal.parallel.pipeline.stages import balanced_cut, estimated_costs
@@ -110,7 +110,7 @@ class Subject:
     steps: Steps
     mode: FakeTensorMode
     units: Units
-    _traces: dict[TracedSplit, Trace] = field(default_factory=dict, compare=False)
+    _traces: dict[TracedSplit, Trace | ShoalError] = field(default_factory=dict, compare=False)
     _refusals: dict[int, str | None] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -124,8 +124,11 @@ class Subject:
     def of(self, split: TracedSplit) -> Trace:
         """One microbatch of one rank. Raises `UserCodeError`, and `LayoutError` for what does not divide."""
         if split not in self._traces:
-            self._traces[split] = self._traced(split)
-        return self._traces[split]
+            self._traces[split] = self._traced_or_not(split)
+        found = self._traces[split]
+        if isinstance(found, ShoalError):
+            raise found
+        return found
 
     @property
     def has_blocks(self) -> bool:
@@ -161,6 +164,13 @@ class Subject:
         except (LayoutError, UserCodeError) as error:
             return str(error)
         return None
+
+    def _traced_or_not(self, split: TracedSplit) -> Trace | ShoalError:
+        """Or why there is none, which takes as long to find out."""
+        try:
+            return self._traced(split)
+        except ShoalError as why:
+            return why
 
     def _traced(self, split: TracedSplit) -> Trace:
         group = TracedGroup(split.tensor)

@@ -1,0 +1,210 @@
+"""What mixtures are predicted to need, beside what runs of them need, and budgets that real trials meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.models.build import build, parameter_count
+from shoal.models.config import GPTConfig
+from shoal.planning.memory_budget import FILE_NAME, Bill, with_budget
+from shoal.planning.mixture_prices import ROOM, Prices, _neighbours
+from shoal.planning.mixtures import AS_IT_IS, BOUNDLESS, RECOMPUTE, Mixture, with_values
+from shoal.planning.trial import FirstSteps, trial_of
+from shoal.runfile.run_file import RunFile
+from tests.verification.layouts import corpus, run_file_of
+
+DEEP: dict[str, Any] = {"kind": "gpt", "vocabulary": 61, "layers": 6, "width": 64, "heads": 4}
+NEAR = 0.06
+"""A peak is the predicted one within so much of it."""
+
+
+def budgeted(folder: Path, budget: str | None, *, processes: int = 1, **tables: Any) -> RunFile:
+    """A GPT of six layers on tokens, or what `tables` say."""
+    given = {"model": DEEP, "batch": {"sequence": 64}, **tables}
+    memory = given.pop("memory", {}) | ({} if budget is None else {"budget": budget})
+    return run_file_of(folder, **given, memory=memory, run={"processes": processes, "device": "cpu"})
+
+
+def ran(run_file: RunFile) -> FirstSteps:
+    """Its first steps, on a device that refuses nothing."""
+    found = trial_of(with_values(run_file, {"memory.budget": None, "memory.simulate_device": BOUNDLESS}))
+    assert isinstance(found, FirstSteps), found
+    return found
+
+
+def bill_of(run_file: RunFile) -> Bill:
+    """What was tried."""
+    return msgspec.json.decode((Path(run_file.run.directory or "") / FILE_NAME).read_bytes(), type=Bill)
+
+
+def keeping(prices: Prices) -> list[Mixture]:
+    """The mixtures that keep some of what blocks save."""
+    return [one for one in prices.mixtures("nothing") if "memory.recompute_budget" in one.values]
+
+
+def test_what_blocks_may_keep_fills_the_room_that_whole_blocks_leave(tmp_path: Path) -> None:
+    """By the predicted peak; a step lies between that of whole blocks and that without recomputation."""
+    plain = Prices(budgeted(tmp_path, None)).of(AS_IT_IS)
+    assert plain is not None
+    budget = int(0.7 * plain.size_bytes)
+    prices = Prices(budgeted(tmp_path, f"{budget} B"))
+    found = keeping(prices)
+    assert found
+    for one in found:
+        own, full, none = (
+            prices.of(other) for other in (one, one.recomputing(RECOMPUTE["full"]), one.recomputing(None))
+        )
+        assert own is not None
+        assert full is not None
+        assert none is not None
+        assert 0.97 * ROOM * budget < own.size_bytes < 1.01 * ROOM * budget
+        assert full.size_bytes < own.size_bytes < none.size_bytes
+        assert none.step_s < own.step_s < full.step_s
+
+
+def test_what_keeps_more_is_weaker(tmp_path: Path) -> None:
+    """Beside the fixed lists, by what the planner says that they keep."""
+    plain = Prices(budgeted(tmp_path, None)).of(AS_IT_IS)
+    assert plain is not None
+    seen = set[float]()
+    for share in (0.5, 0.6, 0.7, 0.8, 0.9):
+        prices = Prices(budgeted(tmp_path, f"{int(share * plain.size_bytes)} B"))
+        for one in keeping(prices):
+            own, fixed = prices.of(one), prices.of(one.recomputing(RECOMPUTE["operators"]))
+            assert own is not None
+            assert fixed is not None
+            seen.add(one.strengths["recompute"])
+            weaker = one.strengths["recompute"] < RECOMPUTE["operators"].strength
+            assert weaker == (own.size_bytes > fixed.size_bytes)
+    assert len(seen) > 1
+
+
+def test_neighbours_are_those_that_have_most() -> None:
+    """Beside what is in no block, which does not move."""
+    assert _neighbours([0.1, 0.2, 0.4, 0.1], 2) == pytest.approx(0.2 + 0.6)
+    assert _neighbours([0.1, 0.2, 0.4, 0.1], 3) == pytest.approx(0.2 + 0.7)
+    assert _neighbours([0.5, 0.5], 3) == pytest.approx(1.0)
+    assert _neighbours([], 2) == 1.0
+
+
+class Unequal(nn.Module):
+    """Blocks of which each is twice as wide as the one before it; from `[batch, 64]` to logits `[batch, 61]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (64, 128, 256, 512, 1024)
+        self.blocks = nn.ModuleList([nn.Linear(a, b) for a, b in pairwise(widths)])
+        self.head = nn.Linear(widths[-1], 61)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return self.head(x)
+
+
+class Points(torch.utils.data.Dataset[tuple[Tensor, int]]):
+    """Numbers that follow from their place."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.full((64,), index / 64), index % 61
+
+
+def points() -> Points:
+    """For a run file."""
+    return Points()
+
+
+@pytest.mark.slow
+def test_parameters_of_unequal_blocks_are_those_of_the_largest_neighbours(tmp_path: Path) -> None:
+    """On the host, of a model that is traced."""
+    own = budgeted(
+        tmp_path,
+        None,
+        model={"kind": "python", "build": f"{__name__}:Unequal"},
+        data={"kind": "python", "build": f"{__name__}:points"},
+        memory={"offload": {"parameters": "host", "optimizer": "host", "part": "64 KiB"}},
+    )
+    price = Prices(own).of(AS_IT_IS)
+    assert price is not None
+    assert price.size_bytes == pytest.approx(ran(own).peak_bytes, rel=NEAR)
+
+
+@dataclass
+class Recorded:
+    """Real trials, and what they came to."""
+
+    steps: list[FirstSteps] = field(default_factory=list)
+
+    def __call__(self, run_file: RunFile) -> FirstSteps | str:
+        found = trial_of(run_file)
+        if isinstance(found, FirstSteps):
+            self.steps.append(found)
+        return found
+
+
+def own_bytes(run_file: RunFile) -> int:
+    """Of its budget."""
+    return run_file.memory.budget_bytes or 0
+
+
+@pytest.mark.slow
+def test_what_there_is_room_for_is_kept(tmp_path: Path) -> None:
+    """Where that is the cheapest: nearly the whole budget is used, and losses keep every bit."""
+    corpus(tmp_path)
+    model = {"model": DEEP | {"layers": 3, "width": 96}}
+    plain = Prices(budgeted(tmp_path, None, **model)).of(AS_IT_IS)
+    assert plain is not None
+    own, trials = budgeted(tmp_path, f"{int(0.5 * plain.size_bytes)} B", **model), Recorded()
+    with_budget(own, None, trial=trials)
+    used = bill_of(own).tried[-1]
+    assert used.values["memory.recompute"] == "budget"
+    assert used.change == "nothing"
+    assert trials.steps[-1].losses == trials.steps[0].losses
+    assert 0.85 * own_bytes(own) < trials.steps[-1].peak_bytes <= own_bytes(own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_state_of_four_times_the_budget_trains_to_the_same_bits(tmp_path: Path, processes: int) -> None:
+    """16 bytes for each parameter, divided over the ranks; held to the budget in every step."""
+    corpus(tmp_path)
+    model = DEEP | {"layers": 24, "width": 96, "feed_forward_width": 256}
+    with torch.device("meta"):
+        parameters = parameter_count(build(msgspec.convert(model, GPTConfig)))
+    own = budgeted(
+        tmp_path,
+        f"{4 * parameters // processes} B",
+        processes=processes,
+        model=model,
+        batch={"sequence": 16 * processes},
+        optimizer={"kind": "adamw", "clip_norm": None},
+        memory={"budget_may_change": "nothing"},
+    )
+    trials = Recorded()
+    chosen, _ = with_budget(own, None, trial=trials)
+    held = trial_of(chosen)
+    assert isinstance(held, FirstSteps), held
+    assert held.losses == trials.steps[0].losses
+    assert held.peak_bytes <= own_bytes(own)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("share", [0.35, 0.5, 0.75])
+def test_a_real_budget_is_met(tmp_path: Path, share: float) -> None:
+    """A share of the peak: the trial's peak is the run's, as the ledger holds it to that."""
+    corpus(tmp_path)
+    plain = ran(budgeted(tmp_path, None))
+    own = budgeted(tmp_path, f"{int(share * plain.peak_bytes)} B")
+    chosen, _ = with_budget(own, None)
+    assert not isinstance(trial_of(chosen), str)
