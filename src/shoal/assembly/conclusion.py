@@ -18,6 +18,7 @@ from shoal.assembly.run_gradients import zero_of
 from shoal.checkpoint.commit import checkpoint_in, read_manifest
 from shoal.checkpoint.load import read_into
 from shoal.checkpoint.objects import Places
+from shoal.engine.forward_backward import evaluating
 from shoal.engine.loss import call_model, described, prediction_in
 from shoal.engine.recovery import load_weights
 from shoal.errors import ConfigError, CorruptCheckpoint, DataError, UsageError
@@ -26,6 +27,7 @@ from shoal.launcher.signals import StopRequest
 from shoal.maths.counter import key_of, uniform
 from shoal.observe.facts import write_facts
 from shoal.observe.prediction import Forecast
+from shoal.observe.profile.first_step import flops_of
 from shoal.observe.sink import Sinks
 from shoal.observe.terminal import ProgressBar
 from shoal.resilience.preemption import Preemption, watching_for_preemption
@@ -141,9 +143,18 @@ OTHER_MODEL = "Leave out what changes the model: run.toml in its run directory n
 
 
 def evaluate_rank(
-    run_file: RunFile, place: Place, objects: UserObjects, *, source: Path, bar: ProgressBar | None = None
+    run_file: RunFile,
+    place: Place,
+    objects: UserObjects,
+    *,
+    source: Path,
+    bar: ProgressBar | None = None,
+    counts_flops: bool = False,
 ) -> dict[str, float]:
-    """The measurements on the held-out data, and the `step` that the weights are from. The same on every rank."""
+    """The measurements on the held-out data, and the `step` that the weights are from. The same on every rank.
+
+    `counts_flops`: as well `flops`, of the matrix products of a forward of one sample; this process is the only rank.
+    """
     bar = bar or ProgressBar()
     run = open_run(run_file, place, objects, activity=bar.update)
     bar.update("verifying and reading the checkpoint")
@@ -151,5 +162,13 @@ def evaluate_rank(
     values = run.evaluate(bar)
     if not values:
         raise DataError("this run has no held-out data to evaluate on")
+    if counts_flops:
+        values["flops"] = _flops_of_a_sample(run)
     run.mesh.world.barrier().wait()
     return {"step": step, **values}
+
+
+def _flops_of_a_sample(run: Run) -> float:
+    forward_backward, batch = run.generation.forward_backward, next(iter(run.held_out()))
+    with torch.no_grad(), evaluating(forward_backward.compute.model):
+        return flops_of(lambda: forward_backward.evaluate(batch)) / len(batch.positions)

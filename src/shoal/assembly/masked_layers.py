@@ -11,7 +11,7 @@ from shoal.errors import ConfigError
 from shoal.models.adapters import in_head
 from shoal.models.config import GPTConfig, ModelConfig
 from shoal.models.huggingface.config import TransformersConfig, config_keys
-from shoal.models.roles import Role
+from shoal.models.roles import AS_IT_IS
 from shoal.parallel.split import Split, Unsplit
 from shoal.runfile.run_file import RunFile
 from shoal.sparsity.changes import undivided
@@ -20,6 +20,14 @@ from shoal.topology.holding import Dims
 
 DENSE_KINDS = ("embedding", "head", "router", "norm", "table")
 """What stays dense unless `sparsity.layers` names it."""
+DENSE_WORDS = frozenset(
+    {
+        *("bias", "biases", "scale", "gamma", "beta", "log"),
+        *("pos", "position", "positional", "positions", "embed", "embedding", "embeddings", "token", "tokens"),
+    }
+)
+"""As well a parameter with one of them in its own name, as `relative_position_bias_table`, `cls_token` or `A_log`."""
+ROUTERS = ("gate", "router", "shared_expert_gate")
 REMOVABLE = {"features": ("*.feed_forward.*", "*.mlp.*"), "heads": ("*.attention.*", "*.self_attn.*")}
 """The layers of what can be taken out, by pattern, as Shoal's models and those of transformers call them."""
 
@@ -33,7 +41,8 @@ def masked_layers(run_file: RunFile, split: Split | Unsplit) -> dict[str, Dims]:
     assert config is not None, "there is a table [sparsity]"
     found = _candidates(config, split)
     if config.layers is None:
-        refused = {name: why for name, shape in found.items() if (why := undivided(name, shape, config)) is not None}
+        rows = {name: split.stored.get(name, AS_IT_IS).rows_shape(shape) for name, shape in found.items()}
+        refused = {name: why for name, shape in rows.items() if (why := undivided(name, shape, config)) is not None}
         if found and len(refused) == len(found):
             raise ConfigError(next(iter(refused.values())))
         found = {name: shape for name, shape in found.items() if name not in refused}
@@ -57,7 +66,8 @@ def _candidates(config: Sparse, split: Split | Unsplit) -> dict[str, Dims]:
     """What `sparsity.layers` names, or its default, whether the pattern divides it or not."""
     able = {n: shape for n, shape in split.shapes.items() if len(shape) > 1 and n not in split.frozen}
     if config.layers is None and not config.removes:
-        return {n: s for n, s in able.items() if n not in split.lookups and _is_layer(n, s, split.roles[n])}
+        layers = {name: shape for name, shape in able.items() if _is_layer(name, shape, split)}
+        return {name: shape for name, shape in layers.items() if name not in split.tied} or layers
     if config.layers is not None:
         _check_patterns(config.layers, able)
     patterns = config.layers or REMOVABLE[config.pattern]
@@ -89,9 +99,21 @@ def key_heads(model: ModelConfig) -> int:
     return found
 
 
-def _is_layer(name: str, shape: Dims, role: Role) -> bool:
-    """Position embeddings and class tokens of vision models are parameters `[1, ...]`, for all samples."""
-    return role.kind not in DENSE_KINDS and not in_head(name) and not (len(shape) > 2 and shape[0] == 1)
+def _is_layer(name: str, shape: Dims, split: Split | Unsplit) -> bool:
+    """Position embeddings and class tokens of vision models are parameters `[1, ...]`, for all samples, and factors of
+    channels or heads `[n, 1, 1]`.
+    """
+    if split.roles[name].kind in DENSE_KINDS or name in split.no_products or in_head(name):
+        return False
+    path, _, own = name.rpartition(".")
+    is_vector = len(shape) > 2 and (shape[0] == 1 or max(shape) == math.prod(shape))
+    return not is_vector and DENSE_WORDS.isdisjoint(own.split("_")) and not _routes(path, split)
+
+
+def _routes(path: str, split: Split | Unsplit) -> bool:
+    """Whether a module stands beside experts as their router does."""
+    mixture, _, own = path.rpartition(".")
+    return own in ROUTERS and any(name.startswith(f"{mixture}.experts.") for name in split.shapes)
 
 
 def _check_patterns(patterns: tuple[str, ...], able: dict[str, Dims]) -> None:

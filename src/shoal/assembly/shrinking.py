@@ -12,20 +12,21 @@ from typing import Any, NamedTuple
 import msgspec
 import tomli_w
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.assembly.masked_layers import REMOVABLE, key_heads
 from shoal.assembly.objects import UserObjects, model_of, skeleton_of
 from shoal.checkpoint.commit import checkpoint_in, checkpoints, read_manifest, run_directory_of
 from shoal.checkpoint.inspect import save_weights, shown_weights
 from shoal.checkpoint.load import read_all
+from shoal.config.load import dumps
 from shoal.engine.precision import precision_of
 from shoal.errors import ConfigError, UsageError
 from shoal.models.adapters import deployed
 from shoal.models.config import GPTConfig, ModelConfig
 from shoal.models.huggingface.build import architecture_of, check_keys, configuration_of
 from shoal.models.huggingface.config import TransformersConfig, config_keys, experts_of
-from shoal.models.roles import roles_of
+from shoal.models.roles import roles_of, stored_in
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 from shoal.sparsity.changes import top
@@ -46,7 +47,8 @@ class Smaller(NamedTuple):
 
 def shrink(source: Path, directory: Path, to: str | None = None) -> Smaller:
     """Writes the weights of the checkpoint `source`, or of a run directory's newest, without what is left out, as the
-    checkpoint of step 0 of a new run directory, and beside it the table `[model]` of the smaller model.
+    checkpoint of step 0 of a new run directory, beside it the table `[model]` of the smaller model and, last of all,
+    the run file by which `shoal evaluate` measures it.
 
     Left out is what the run has masked, or as `to` says ("heads:0.5") what has the smallest weights in each block.
     Raises `UsageError` where nothing can be taken out.
@@ -56,6 +58,11 @@ def shrink(source: Path, directory: Path, to: str | None = None) -> Smaller:
     checkpoint = checkpoint_in(source)
     run_directory = run_directory_of(checkpoint)
     run_file, manifest = load_run(run_directory / "run.toml"), read_manifest(checkpoint)
+    if not isinstance(run_file.model, GPTConfig | TransformersConfig):
+        raise UsageError(
+            f'nothing can be taken out: model.kind = "{run_file.model.variant}" has no keys that make it smaller, as a '
+            "gpt, a moe and a decoder of transformers have"
+        )
     weights = shown_weights(manifest, run_directory)
     if to is None:
         what, groups, kept = _masked(run_file, weights, read_all(manifest, run_directory, MASK), source)
@@ -63,10 +70,38 @@ def shrink(source: Path, directory: Path, to: str | None = None) -> Smaller:
         what, groups, kept = _smallest(run_file, weights, to)
     smaller, left = shrunk(weights, groups, kept)
     model, changed = _model_with(run_file.model, what, left)
+    found = _run_of(run_file, model, directory)
+    _check_fits(found, smaller, what)
     save_weights(smaller, source, directory)
     table = {key: value for key, value in msgspec.to_builtins(model).items() if value is not None}
     (directory / "model.toml").write_text(tomli_w.dumps({"model": table}))
+    (directory / "run.toml").write_text(dumps(found))
     return Smaller(what, left, model, changed)
+
+
+def _run_of(run_file: RunFile, model: ModelConfig, directory: Path) -> RunFile:
+    """What evaluates the smaller `model` as the run did."""
+    run = msgspec.structs.replace(
+        run_file.run,
+        name=directory.name,
+        directory=str(directory.resolve()),
+        warm_start=None,
+        warm_start_data=False,
+    )
+    return msgspec.structs.replace(run_file, model=model, run=run, sparsity=None)
+
+
+def _check_fits(run_file: RunFile, weights: Mapping[str, Tensor], what: str) -> None:
+    """Raises `UsageError` where the smaller model has other shapes than `weights`: something else in it, such as a norm
+    over all heads, counts what was taken out.
+    """
+    for name, parameter in _built(run_file).state_dict(keep_vars=True).items():
+        found = weights.get(name)
+        if found is not None and found.shape != parameter.shape:
+            raise UsageError(
+                f"{name} counts {what} as well, {list(parameter.shape)} in the smaller model and {list(found.shape)} "
+                "here, and is none of the layers that make or read them: they cannot be taken out of this model"
+            )
 
 
 Units = tuple[str, list[UnitGroup], list[Tensor]]
@@ -107,20 +142,28 @@ def _smallest(run_file: RunFile, weights: Mapping[str, Tensor], to: str) -> Unit
 
 def _groups(run_file: RunFile, shapes: Mapping[str, Dims], what: str, *, split_alone: bool = False) -> list[UnitGroup]:
     """`split_alone`: those layers alone that make or read units."""
-    objects, cpu = UserObjects(), torch.device("cpu")
-    model = skeleton_of(run_file, objects) or model_of(run_file, objects, device=cpu, dtype=torch.float32)
-    kinds = {name: role.kind for name, role in roles_of(model).items()}
+    model = _built(run_file)
+    roles = roles_of(model)
+    kinds, stored = {name: role.kind for name, role in roles.items()}, stored_in(model, roles)
     if split_alone:
         shapes = {name: shape for name, shape in shapes.items() if kinds[name] in ("column", "row")}
-    return unit_groups(shapes, kinds, pattern=what, heads=key_heads(run_file.model) if what == "heads" else None)
+    heads = key_heads(run_file.model) if what == "heads" else None
+    return unit_groups(shapes, kinds, pattern=what, heads=heads, stored=stored)
+
+
+def _built(run_file: RunFile) -> nn.Module:
+    """The run's model; of Shoal's own without storage."""
+    objects = UserObjects()
+    return skeleton_of(run_file, objects) or model_of(
+        run_file, objects, device=torch.device("cpu"), dtype=torch.float32
+    )
 
 
 def _model_with(model: ModelConfig, what: str, left: int) -> tuple[ModelConfig, dict[str, Any]]:
     """The table of the model with so many features, key heads or experts, and the keys that differ."""
     if isinstance(model, TransformersConfig):
         return _transformers_with(model, what, left)
-    if not isinstance(model, GPTConfig):
-        raise UsageError(f'model.kind = "{model.variant}" has no keys that make it smaller')
+    assert isinstance(model, GPTConfig), "it was asked before"
     changed: dict[str, Any] = {"feed_forward_width": left}
     if what == "heads":
         queries = left * model.heads // model.key_value_heads

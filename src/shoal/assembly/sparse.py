@@ -72,14 +72,16 @@ def build_sparse(
     assert config is not None, "there is a table [sparsity]"
     kinds = {name: split.roles[name].kind for name in layers}
     heads = key_heads(run_file.model) if config.pattern == "heads" else None
-    groups = unit_groups(layers, kinds, pattern=config.pattern, heads=heads) if config.removes else []
+    stored, groups = {name: split.stored[name] for name in layers if name in split.stored}, []
+    if config.removes:
+        groups = unit_groups(layers, kinds, pattern=config.pattern, heads=heads, stored=stored)
     stepped = [own for own in owned if own.name in layers]
     home = None  # not all references of `shoal verify` take one
     if config.packed_state and isinstance(optimizer, FusedOptimizer) and optimizer.takes_home:
         optimizer.home = home = PackedState()
     training = SparseTraining(
         MaskPlan(config, run_file.run.steps),
-        Owners(stepped, layers, group, placed.device, placed.dtype, groups),
+        Owners(stepped, layers, group, placed.device, placed.dtype, groups, stored),
         masks,
         optimizer,
         seed=run_file.run.seed,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from shoal.comm.collective import exchanged
 from shoal.comm.mesh import Mesh
@@ -27,14 +29,15 @@ from shoal.engine.forward_backward import (
     PipelinedForwardBackward,
     SequentialForwardBackward,
     as_they_are,
+    evaluating,
 )
-from shoal.engine.loss import Distillation, Loss
+from shoal.engine.loss import Distillation, Loss, call_model
 from shoal.engine.microbatches import GlobalBatch, Uniform, cut_sequences
 from shoal.engine.precision import Precision, use_float8
 from shoal.engine.randomness import Randomness
 from shoal.memory.recompute import check_recompute, recompute
 from shoal.memory.recompute_budget import Exchange
-from shoal.models.adapters import refuse_bypassed_layers
+from shoal.models.adapters import BypassWatch, refuse_bypassed_layers
 from shoal.models.config import ForeignModel
 from shoal.models.draw_watch import key_checkpoints, repeats_alike
 from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
@@ -206,8 +209,11 @@ def build_forward_backward(
     microbatching: Microbatching,
     programs: LossPrograms | None = None,
     distillation: Distillation | None = None,
+    own_loop: bool = False,
 ) -> ForwardBackward:
-    """Forward and backward of this rank's part. `programs` are what its model and the loss were compiled to."""
+    """Forward and backward of this rank's part. `programs` are what its model and the loss were compiled to; an
+    `own_loop` calls the model itself.
+    """
     model, arrange = parts.split.model, microbatching.uniform or as_they_are
     draws = draws_of(run_file, model, one_at_a_time=parts.table is None)
     if draws is not None:
@@ -236,16 +242,15 @@ def build_forward_backward(
     first = mesh.layout.index("tensor", mesh.rank) == 0
     if table is None:
         compute_gradients_with_losses(compute)
-        if run_file.run.compile is False:  # a mode cannot look into a program
-            refuse_bypassed_layers(model, table="adapter" if run_file.quantisation is None else "quantisation")
-    if table is None or parts.stages is None:
+    stages = _refuse_bypassed_layers(run_file, parts, compute, own_loop=own_loop)
+    if table is None or stages is None:
         return SequentialForwardBackward(compute, arrange, counts=first)
     pipeline = mesh.axis("pipeline")
     back = mesh.axis("pipeline", lane="back") if mesh.device.type == "cuda" else pipeline
     return PipelinedForwardBackward(
         compute,
         table,
-        parts.stages,
+        stages,
         arrange,
         group=pipeline,
         back=back,
@@ -253,6 +258,71 @@ def build_forward_backward(
         splits=run_file.memory.recompute not in ("operators", "full", "budget") and run_file.memory.loss_chunks == 1,
         codec=run_file.pipeline.stage_codec,
     )
+
+
+# Layers with adapters or rounded weights that a model passes by (`shoal.models.adapters.BypassWatch`) are refused in a
+# first forward. No mode can look into a program: what is compiled is computed once more before that, as it is, in
+# evaluation and without gradients, so that the step itself computes and draws what any other does.
+
+
+def _refuse_bypassed_layers(run_file: RunFile, parts: Divided, compute: Compute, *, own_loop: bool) -> Stages | None:
+    """The stages of `parts`, which look at what they compute first."""
+    model, is_compiled = parts.split.model, run_file.run.compile is not False
+    table = "adapter" if run_file.quantisation is None else "quantisation"
+    watch = BypassWatch(model, table=table)
+    if not watch.layers:
+        return parts.stages
+    look = partial(_look, watch, model, compute.device)
+    if parts.stages is not None:
+        watched = (replace(p, run=_watched(p.run, watch, look if is_compiled else None)) for p in parts.stages.parts)
+        return replace(parts.stages, parts=tuple(watched))
+    if model._compiled_call_impl is not None:
+        model._compiled_call_impl = _looking(model, look)
+    elif is_compiled and not own_loop:
+        compute.first.append(lambda inputs: look(partial(call_model, model, inputs)))
+    else:
+        refuse_bypassed_layers(model, table=table)
+    return None
+
+
+Look = Callable[[Callable[[], object]], None]
+"""Of a forward that it computes."""
+
+
+def _look(watch: BypassWatch, model: nn.Module, device: torch.device, forward: Callable[[], object]) -> None:
+    devices = [] if device.type == "cpu" else [device]
+    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices), watch:
+        forward()
+
+
+def _watched(run: Callable[[Any, Any], Tensor], watch: BypassWatch, look: Look | None) -> Callable[[Any, Any], Tensor]:
+    """A part of a chain that goes through `watch` when it runs first, or through a `look` before that."""
+    is_first = [True]
+
+    def watched(x: Any, context: Any) -> Tensor:
+        if not is_first:
+            return run(x, context)
+        is_first.clear()
+        if look is None:
+            with watch:
+                return run(x, context)
+        look(partial(run, x, context))
+        return run(x, context)
+
+    return watched
+
+
+def _looking(model: nn.Module, look: Look) -> Callable[..., Any]:
+    """What calls a model that is compiled as a whole, with a `look` before the first call."""
+    compiled = model._compiled_call_impl
+    assert compiled is not None, "it is compiled"
+
+    def first(*args: Any, **named: Any) -> Any:
+        model._compiled_call_impl = compiled
+        look(partial(model._call_impl, *args, **named))
+        return compiled(*args, **named)
+
+    return first
 
 
 def compiled(run_file: RunFile, parts: Divided, mesh: Mesh, *, loss: Loss, own_loop: bool) -> LossPrograms | None:

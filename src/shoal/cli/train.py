@@ -166,6 +166,9 @@ def evaluate(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[key=value]...", help="Keys that replace the run's.")
     ] = None,
+    flops: Annotated[
+        bool, typer.Option("--flops", help="Say the operations of a forward of one sample, too; one process, eager.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Evaluates a checkpoint's weights on the held-out data, without training.
@@ -185,7 +188,8 @@ def evaluate(
         raise UsageError(
             f"{source} holds no run{meant(source)}: give a run directory, such as runs/NAME, or a checkpoint in one"
         )
-    loaded = load_run(folder / "run.toml", overrides or ())
+    alone = ["run.processes=1", "run.compile=false"] if flops else []
+    loaded = load_run(folder / "run.toml", [*(overrides or ()), *alone])
     require_nameable({"model": loaded.model, "data": loaded.data, "loss": loaded.loss}, folder)
 
     def rank(run_file: RunFile, place: Place) -> None:
@@ -194,7 +198,7 @@ def evaluate(
         from shoal.observe.terminal import ProgressBar, open_progress_bar
 
         with open_progress_bar(sys.stderr) if place.rank == 0 else ProgressBar() as bar:
-            values = evaluate_rank(run_file, place, UserObjects(), source=source, bar=bar)
+            values = evaluate_rank(run_file, place, UserObjects(), source=source, bar=bar, counts_flops=flops)
         if place.rank == 0:
             answer(
                 json.dumps(values) if as_json else "  ".join(f"{name} {value:.6g}" for name, value in values.items())
@@ -207,6 +211,7 @@ def evaluate(
         "evaluate",
         str(source),
         *(overrides or ()),
+        *(["--flops"] if flops else []),
         *(["--json"] if as_json else []),
     ]
     raise typer.Exit(

@@ -135,7 +135,7 @@ class Compute:
     for losses that couple samples (None: this process computes all of them); `programs` are what model and loss were
     compiled to, None: they are called as they are; `announces` are called before each forward of a step with the
     weights of this rank's part of its samples, `looks` behind it with outputs, targets, weights and positions, and
-    `on_backward` before each backward;
+    `on_backward` before each backward, and those in `first` before the first forward alone, with its inputs;
     `distillation` adds a teacher's part to losses that are trained on.
     """
 
@@ -151,6 +151,7 @@ class Compute:
     announces: list[Callable[[Tensor], None]] = field(default_factory=list)
     looks: list[Callable[[Any, Any, Tensor, Tensor], None]] = field(default_factory=list)
     on_backward: list[Callable[[], None]] = field(default_factory=list)
+    first: list[Callable[[Any], None]] = field(default_factory=list)
     distillation: Distillation | None = None
     frozen: Sequence[nn.Module] = field(init=False)
     buffers: StepBuffers = field(init=False)
@@ -208,6 +209,8 @@ class Compute:
     def loss_sum(self, microbatch: Microbatch) -> Tensor:
         """`sum(losses * weights)` of a prepared microbatch, of which a backward follows."""
         batch, programs = microbatch.batch, self.programs
+        if self.first:
+            self._look_first(batch)
         if programs is None:
             outputs, losses = self.losses(batch)
             self.look(outputs, batch)
@@ -215,6 +218,12 @@ class Compute:
         with self.coupled(), self.precision.autocast(self.device):
             inputs = self.precision.cast(batch.inputs)
             return programs.loss_sum(inputs, batch.targets, batch.weights, ones=microbatch.ones)
+
+    def _look_first(self, batch: Batch) -> None:
+        with self.coupled(), self.precision.autocast(self.device):
+            for look in self.first:
+                look(self.precision.cast(batch.inputs))
+        self.first.clear()
 
     def look(self, outputs: Any, batch: Batch) -> None:
         """Shows the outputs of a forward to whoever asked for them, before its backward."""

@@ -49,16 +49,19 @@ _PATTERN = re.compile(r"(?P<pattern>features|heads|experts|rows|columns|block):(
 
 class Side(msgspec.Struct, frozen=True):
     """One of the two models: its run directory, what an evaluation measures, weights that are not zero, and the bytes
-    of a file that holds those alone."""
+    of a file that holds those alone; `flops` are those of the matrix products of a forward of one sample."""
 
     directory: str
     evaluation: dict[str, float]
     weights: int
     bytes: int
+    flops: float
 
 
 class Compressed(msgspec.Struct, frozen=True):
-    """`after` beside `before`. `smaller` is the run directory of the model without what was taken out in the end."""
+    """`after` beside `before`. `smaller` is the run directory of the model without what was taken out in the end, which
+    is what `after` measures then.
+    """
 
     to: str
     steps: int
@@ -79,7 +82,10 @@ def compress(source: Path, to: str, directory: Path, overrides: Sequence[str] = 
     start, fewer = checkpoint, []
     if to.startswith("experts:"):
         start = directory.with_name(f"{directory.name}-start").resolve()
-        fewer = [f"model.{key}={json.dumps(value)}" for key, value in _once(checkpoint, start, to).changed.items()]
+        fewer = [f"model.{key}={json.dumps(value)}" for key, value in _anew(checkpoint, start, to).changed.items()]
+    elif to.startswith(("features:", "heads:")):
+        with TemporaryDirectory(prefix="shoal-") as folder:  # what cannot be taken out is told before it is trained
+            shrink(checkpoint, Path(folder), to)
     keys = [*keys_of(to, before), *fewer, f"run.warm_start={json.dumps(str(start.resolve()))}",
             f"run.name={json.dumps(f'{before.run.name}-{folder_name(to)}')}", *overrides]  # fmt: skip
     keys.append(f"run.directory={json.dumps(str(directory.resolve()))}")
@@ -90,25 +96,21 @@ def compress(source: Path, to: str, directory: Path, overrides: Sequence[str] = 
     smaller = None
     if after.sparsity is not None and after.sparsity.removes:
         smaller = directory.with_name(f"{directory.name}-smaller").resolve()
-        if not smaller.exists():
-            _once(directory, smaller)
+        if not (smaller / "run.toml").exists():
+            _anew(directory, smaller)
     return Compressed(
         to,
         after.run.steps,
         _side(run_directory, before, record["directory"]),
-        _side(directory.resolve(), after, record["directory"], counted=smaller),
+        _side(smaller or directory.resolve(), after, record["directory"]),
         None if smaller is None else str(smaller),
     )
 
 
-def _once(source: Path, smaller: Path, to: str | None = None) -> Smaller:
-    """`shrink`, whole or not at all; what is there from an interrupted call is made anew."""
-    part = smaller.with_name(f".{smaller.name}.part")
-    shutil.rmtree(part, ignore_errors=True)
-    found = shrink(source, part, to)
+def _anew(source: Path, smaller: Path, to: str | None = None) -> Smaller:
+    """`shrink`, whatever an interrupted call has left there."""
     shutil.rmtree(smaller, ignore_errors=True)
-    part.rename(smaller)
-    return found
+    return shrink(source, smaller, to)
 
 
 def folder_name(to: str) -> str:
@@ -149,6 +151,7 @@ def sentences(found: Compressed) -> list[str]:
     """A line a figure, before and after."""
     names = [name for name in found.before.evaluation if name != "step" and name in found.after.evaluation]
     rows = [(name, f"{found.before.evaluation[name]:.6g}", f"{found.after.evaluation[name]:.6g}") for name in names]
+    rows.append(("FLOPs of a sample", f"{found.before.flops:.4g}", f"{found.after.flops:.4g}"))
     rows.append(("weights", f"{found.before.weights:,}", f"{found.after.weights:,}"))
     rows.append(("bytes", f"{found.before.bytes:,}", f"{found.after.bytes:,}"))
     widths = [max(len(row[place]) for row in [*rows, ("", "before", "after")]) for place in range(3)]
@@ -156,13 +159,15 @@ def sentences(found: Compressed) -> list[str]:
              for name, one, other in [("", "before", "after"), *rows]]  # fmt: skip
     if found.smaller is not None:
         lines.append(f"{found.smaller} is the model without the {found.to.partition(':')[0]} that were taken out")
-    elif not found.to.startswith(("int", "experts")):
+    elif found.to.startswith("int"):
+        lines.append("bytes are those of packed integers and their scales; products stay those of floating numbers")
+    elif not found.to.startswith("experts"):
         lines.append("bytes are those of the weights that are not zero and a bit for each; products stay dense")
     return lines
 
 
-def _side(directory: Path, run_file: RunFile, started_in: str, *, counted: Path | None = None) -> Side:
-    checkpoint = checkpoint_in(counted or directory)
+def _side(directory: Path, run_file: RunFile, started_in: str) -> Side:
+    checkpoint = checkpoint_in(directory)
     weights, quantisation = weights_of(checkpoint), run_file.quantisation
     stored = weights if quantisation is None else _integers(directory, started_in)
     masked = {name.removeprefix(MASK) for name in read_all(read_manifest(checkpoint), checkpoint.parents[1], MASK)}
@@ -175,8 +180,8 @@ def _side(directory: Path, run_file: RunFile, started_in: str, *, counted: Path 
             size += -(-tensor.numel() * quantisation.bits // 8)
         else:
             size += tensor.numel() * tensor.element_size()
-    said = _run(["evaluate", str(directory), "run.processes=1", "--json"], started_in)
-    return Side(str(directory), json.loads(said), sum(kept.values()), size)
+    said = json.loads(_run(["evaluate", str(directory), "--flops", "--json"], started_in))
+    return Side(str(directory), said, sum(kept.values()), size, said.pop("flops"))
 
 
 def _integers(directory: Path, started_in: str) -> dict[str, Tensor]:

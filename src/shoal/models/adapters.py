@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from shoal.config.check import implementation_of
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UserCodeError
 from shoal.models.config import AdapterConfig, BitFit, Bottleneck, DoRA, LoRA, PromptTuning, QuantisationConfig
 from shoal.models.roles import ZEROS, Normal, Role
 
@@ -198,35 +198,46 @@ def _replace(model: nn.Module, by: Mapping[nn.Linear, AdaptedLinear]) -> None:
 # place does nothing there.
 
 
-def refuse_bypassed_layers(model: nn.Module, *, table: str) -> None:
-    """From now on the first forward of `model` raises `ConfigError` where it has computed with the weight of a layer of
-    `table` ("adapter" or "quantisation") that it did not call.
+class BypassWatch:
+    """Looks at what is computed inside: a forward of `model`, or of parts of it. Raises `ConfigError` in the end where
+    that has used the weight of a layer of `table` ("adapter" or "quantisation") in a product and not called the layer.
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, AdaptedLinear)}
-    if not layers:
-        return
-    called, uses = set[nn.Module](), _Products()
-    inside, hooks = ExitStack(), ExitStack()
 
-    def begin(module: nn.Module, args: Any) -> None:
-        uses.watch(layer.weight for layer in layers.values())
-        inside.enter_context(uses)
+    def __init__(self, model: nn.Module, *, table: str) -> None:
+        self.layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, AdaptedLinear)}
+        self._model, self._table = type(model).__name__, table
+        self._inside, self._called, self._uses = ExitStack(), set[nn.Module](), _Products(())
 
-    def end(module: nn.Module, args: Any, output: Any) -> None:
-        inside.close()
-        if output is None:  # it has raised; the next one is the first
-            return
-        hooks.close()
-        for name, layer in layers.items():
-            if layer not in called and id(layer.weight) in uses.taken:
+    def __enter__(self) -> None:
+        self._called, self._uses = set(), _Products(layer.weight for layer in self.layers.values())
+        for layer in self.layers.values():
+            self._inside.callback(layer.register_forward_pre_hook(lambda layer, _: self._called.add(layer)).remove)
+        self._inside.enter_context(self._uses)
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        self._inside.close()
+        called, taken = self._called, self._uses.taken
+        self._uses = _Products(())
+        for name, layer in self.layers.items():
+            if kind is None and layer not in called and id(layer.weight) in taken:
                 raise ConfigError(
-                    f"{table}.layers: {type(model).__name__} computes with the weight of {name} and does not call the "
-                    f"layer, so that [{table}] would have no effect there: name layers without it"
+                    f"{self._table}.layers: {self._model} computes with the weight of {name} and does not call the "
+                    f"layer, so that [{self._table}] would have no effect there: name layers without it"
                 )
 
-    for layer in layers.values():
-        hooks.callback(layer.register_forward_pre_hook(lambda layer, _: called.add(layer)).remove)
-    hooks.callback(model.register_forward_pre_hook(begin).remove)
+
+def refuse_bypassed_layers(model: nn.Module, *, table: str) -> None:
+    """From now on the first forward of `model` that does not raise goes through a `BypassWatch`."""
+    watch, hooks = BypassWatch(model, table=table), ExitStack()
+    if not watch.layers:
+        return
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if output is not None:
+            hooks.close()
+        watch.__exit__(None if output is not None else UserCodeError)
+
+    hooks.callback(model.register_forward_pre_hook(lambda module, args: watch.__enter__()).remove)
     hooks.callback(model.register_forward_hook(end, always_call=True).remove)
 
 
@@ -241,19 +252,15 @@ _PRODUCTS = frozenset(
 
 
 class _Products(TorchFunctionMode):
-    """Inside, `taken` are the ids of the watched weights that products take, as they are or with others in a tensor. A
+    """Inside, `taken` are the ids of the `weights` that products take, as they are or with others in a tensor. A
     weight of which no more than a norm is computed is that of a layer which this forward may have left out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__()
         self.taken = set[int]()
-        self._within: dict[int, set[int]] = {}
+        self._within = {id(weight): {id(weight)} for weight in weights}
         self._made: list[Tensor] = []  # kept, so that no other tensor gets the id of one
-
-    def watch(self, weights: Iterable[Tensor]) -> None:
-        """These too."""
-        self._within.update((id(weight), {id(weight)}) for weight in weights)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **kwargs or {})

@@ -101,6 +101,56 @@ def is_conv1d(layer: nn.Module) -> bool:
     return (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
+@dataclass(frozen=True)
+class Stored:
+    """How the matrices of a parameter lie in it, where it is not one, `[outputs, inputs, ...]`.
+
+    `stacked`: several, along a dimension of their own, `[matrices, outputs, inputs]`; `groups`: as many, one after the
+    other along the first dimension; `turned`: with inputs before outputs.
+    """
+
+    turned: bool = False
+    stacked: bool = False
+    groups: int = 1
+
+    def as_rows(self, weight: Tensor) -> Tensor:
+        """`[outputs of all matrices, inputs, ...]`."""
+        each = weight if self.stacked else weight.unflatten(0, (self.groups, -1))
+        return (each.transpose(1, 2) if self.turned else each).flatten(0, 1)
+
+    def as_stored(self, rows: Tensor, shape: Sequence[int]) -> Tensor:
+        """What `as_rows` has made of a parameter of `shape`, as it was."""
+        each = rows.unflatten(0, (self.matrices(shape), -1))
+        return (each.transpose(1, 2) if self.turned else each).reshape(*shape)
+
+    def matrices(self, shape: Sequence[int]) -> int:
+        """How many a parameter of `shape` holds."""
+        return shape[0] if self.stacked else self.groups
+
+    def rows_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """That of what `as_rows` makes of it."""
+        return tuple(self.as_rows(torch.empty(*shape, device="meta")).shape)
+
+
+AS_IT_IS = Stored()
+"""One matrix, `[outputs, inputs, ...]`."""
+
+
+def stored_in(model: nn.Module, roles: Mapping[str, Role]) -> dict[str, Stored]:
+    """The parameters of `model`, whose `roles` these are, that are not one matrix `[outputs, inputs, ...]`."""
+    found = {name: Stored(stacked=True) for name, role in roles.items() if role.kind == "expert"}
+    for path, module in model.named_modules():
+        if is_conv1d(module):
+            found[f"{path}.weight"] = Stored(turned=True)
+        elif isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d):
+            found[f"{path}.weight".lstrip(".")] = Stored(turned=True, groups=module.groups)
+        elif hasattr(module, "_is_expert_parallel"):  # experts of transformers
+            each = Stored(turned=bool(getattr(module, "is_transposed", False)), stacked=True)
+            found |= {f"{path}.{name}": each for name, _ in module.named_parameters(recurse=False)}
+    dims = {name: parameter.ndim for name, parameter in model.named_parameters()}
+    return {name: each for name, each in found.items() if dims.get(name, 0) > (2 if each.stacked else 1)}
+
+
 def tables_in(model: nn.Module) -> dict[str, EmbeddingTable]:
     """The tables of a model, by the first names of their weights. Raises `UserCodeError` for a tied weight."""
     found = {f"{name}.weight".lstrip("."): m for name, m in model.named_modules() if isinstance(m, EmbeddingTable)}

@@ -141,6 +141,27 @@ class SparseAttention(CausalAttention):
         """As `CausalAttention`."""
         return self._whole(query, key, value, documents)
 
+    def of_last(self, query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None = None) -> Tensor:
+        """The same for the last tokens of sequences, whose keys and values are all there, as in generation.
+
+        Raises `UserCodeError` for a cache that is longer than its sequences.
+        """
+        length = key.shape[2]
+        if documents is not None and documents.shape[1] != length:
+            raise UserCodeError(
+                f"the cache has room for {length} tokens, of which {documents.shape[1]} are there, and attention under "
+                "a mask of [model.attention] cannot tell which: generate with a cache that grows, or use_cache=False"
+            )
+        places = torch.arange(length, device=query.device)
+        queries = places[-query.shape[2] :, None]
+        seen_at = _seen_at(self.config, kept_blocks(self.config, -(-length // self.config.block)), query.device)
+        seen = seen_at(queries, queries, queries, places).expand(len(query), 1, -1, -1)
+        if documents is not None:
+            seen = seen & (documents[:, None, -query.shape[2] :, None] == documents[:, None, None])
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=seen, enable_gqa=query.shape[1] != key.shape[1]
+        )
+
 
 def gathered_blocks(
     config: SparseAttentionConfig, blocks: int, rows: Sequence[int], *, device: torch.device

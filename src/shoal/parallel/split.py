@@ -23,7 +23,7 @@ from shoal.comm.collective import Collective
 from shoal.comm.mesh import Mesh
 from shoal.errors import LayoutError, UserCodeError
 from shoal.models.keyed_draws import Inside
-from shoal.models.roles import EmbeddingTable, Role, roles_of, tables_in
+from shoal.models.roles import EmbeddingTable, Role, Stored, roles_of, stored_in, tables_in
 from shoal.parallel.context_cores import ContextKind, check_context, put_context
 from shoal.parallel.expert import ExpertGroups, ExpertPart, split_experts
 from shoal.parallel.pipeline.stages import Stages
@@ -181,7 +181,8 @@ class Split:
     that are not trained, `buffers` the names of its buffers that are saved; `holdings` are of the parameters of this
     rank, by the names that they have here. `vocabulary` says how the logits are split over `tensor`, where they are;
     `columns` and `rows` what layers do to the features, see `TensorPlan`. Of the unsplit model's parameters, `tied` are
-    those that several modules use, and `lookups` those of `nn.Embedding`s.
+    those that several modules use, `no_products` those of embeddings and norms, which are no matrices of products, and
+    `stored` those that are not one matrix `[outputs, inputs, ...]`.
     """
 
     model: nn.Module
@@ -194,7 +195,8 @@ class Split:
     columns: Mapping[str, Inside] = field(default_factory=dict)
     rows: frozenset[str] = frozenset()
     tied: frozenset[str] = frozenset()
-    lookups: frozenset[str] = frozenset()
+    no_products: frozenset[str] = frozenset()
+    stored: Mapping[str, Stored] = field(default_factory=dict)
 
     @property
     def held(self) -> list[tuple[Holding, Parameter]]:
@@ -249,7 +251,7 @@ def split_model(
         holdings[name] = _holding(mesh, unsplit, name, tensor.parts.get(name), experts.get(name), places)
     return Split(
         model, unsplit.shapes, unsplit.roles, unsplit.frozen, unsplit.buffers, holdings, tensor.vocabulary,
-        tensor.columns, tensor.rows, unsplit.tied, unsplit.lookups,
+        tensor.columns, tensor.rows, unsplit.tied, unsplit.no_products, unsplit.stored,
     )  # fmt: skip
 
 
@@ -262,7 +264,8 @@ class Unsplit:
     frozen: frozenset[str]
     buffers: frozenset[str]
     first: dict[str, str]
-    lookups: frozenset[str]
+    no_products: frozenset[str]
+    stored: dict[str, Stored]
 
     @property
     def tied(self) -> frozenset[str]:
@@ -277,9 +280,14 @@ class Unsplit:
         saved = set(model.state_dict(keep_vars=True))
         buffers = frozenset(name for name, _ in model.named_buffers() if name in saved)
         frozen = frozenset(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-        embeddings = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
-        lookups = frozenset(first[f"{name}.weight"] for name in embeddings)
-        return cls(shapes, roles_of(model), frozen, buffers, first, lookups)
+        roles = roles_of(model)
+        no_products = frozenset(
+            first[f"{path}.{name}".lstrip(".")]
+            for path, module in model.named_modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) or "Norm" in type(module).__name__
+            for name, _ in module.named_parameters(recurse=False)
+        )
+        return cls(shapes, roles, frozen, buffers, first, no_products, stored_in(model, roles))
 
 
 def _grid(mesh: Mesh, rows: int) -> Grid:

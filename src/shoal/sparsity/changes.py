@@ -19,6 +19,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -123,14 +124,14 @@ def units_in(shape: Dims, config: Sparse) -> int:
 
 
 def check_divides(name: str, shape: Dims, config: Sparse) -> None:
-    """Raises `ConfigError` where the pattern does not divide the layer `name` of `shape`."""
+    """Raises `ConfigError` where the pattern does not divide the layer `name`, of `shape` as rows."""
     refused = undivided(name, shape, config)
     if refused is not None:
         raise ConfigError(refused)
 
 
 def undivided(name: str, shape: Dims, config: Sparse) -> str | None:
-    """Why the pattern does not divide the layer `name` of `shape`, and what to do; None where it does."""
+    """Why the pattern does not divide the layer `name`, of `shape` as rows, and what to do; None where it does."""
     height, width, kept = shape[0], math.prod(shape[1:]), config.kept_of
     if kept is not None and width % kept[1]:
         return (
@@ -141,6 +142,11 @@ def undivided(name: str, shape: Dims, config: Sparse) -> str | None:
         return (
             f"sparsity.transposable: {name} is {' x '.join(map(str, shape))}, which tiles of 4 x 4 do not divide; "
             "leave it out of sparsity.layers, or leave transposable out"
+        )
+    if config.pattern in ("rows", "columns") and units_in(shape, config) == 1:
+        return (
+            f'sparsity.pattern = "{config.pattern}": {name} has one, which is all of it; leave it out of '
+            "sparsity.layers, or use another pattern"
         )
     rows, columns = config.block
     if config.pattern == "block" and (height % rows or width % columns):
@@ -229,12 +235,15 @@ class MaskPlan:
         return self.config.drop / 2 * (1 + math.cos(math.pi * min(1.0, step / self.end)))
 
 
-def erk(shapes: Mapping[str, tuple[int, ...]], density: float) -> dict[str, float]:
-    """The density of each layer of `shapes`, so that all of them together have `density`.
+def erk(
+    shapes: Mapping[str, tuple[int, ...]], density: float, matrices: Mapping[str, int] = MappingProxyType({})
+) -> dict[str, float]:
+    """The density of each layer of `shapes`, so that all of them together have `density`; `matrices`: of how many such
+    shapes a layer is, where that is not one.
 
     Layers whose share would be above 1 stay dense, and the others have what is left.
     """
-    numbers = {name: math.prod(shape) for name, shape in shapes.items()}
+    numbers = {name: math.prod(shape) * matrices.get(name, 1) for name, shape in shapes.items()}
     raw = {name: sum(shape) / math.prod(shape) for name, shape in shapes.items()}
     dense: set[str] = set()
     while True:
@@ -328,10 +337,11 @@ class MaskChanges:
 
     def counts(self, density: float) -> dict[str, int]:
         """Units of each layer that are kept. Raises `ConfigError` where that is none."""
-        config, shapes = self.config, self.owners.shapes
-        sizes = {name: group.size for group in self.owners.groups for name in group.dims}
+        config, owners = self.config, self.owners
+        shapes = {name: owners.rows_shape(name) for name in owners.shapes}
+        sizes = {name: group.size for group in owners.groups for name in group.dims}
         numbers = {name: sizes.get(name) or units_in(shape, config) for name, shape in shapes.items()}
-        shares = erk(shapes, density) if config.distribution == "erk" else dict.fromkeys(shapes, density)
+        shares = self._erk(density) if config.distribution == "erk" else dict.fromkeys(shapes, density)
         counts = {name: round(shares[name] * number) for name, number in numbers.items()}
         empty = next((name for name, count in counts.items() if count == 0), None)
         if empty is not None and config.kept_of is None:
@@ -341,22 +351,39 @@ class MaskChanges:
             )
         return counts
 
+    def _erk(self, density: float) -> dict[str, float]:
+        """Of a layer of several matrices, that of one of them."""
+        shapes, matrices = {}, {}
+        for name, stored in self.owners.shapes.items():
+            number = matrices[name] = self.owners.form(name).matrices(stored)
+            rows, *others = self.owners.rows_shape(name)
+            shapes[name] = (rows // number, *others)
+        return erk(shapes, density, matrices)
+
     def _largest(self, scores: NewMasks, density: float) -> NewMasks:
-        config, shapes = self.config, self.owners.shapes
+        if self.config.removes:
+            return self._removable(scores, density)
+        rows = {name: self.owners.form(name).as_rows(each) for name, each in scores.items()}
+        return self._as_stored(self._largest_rows(rows, density))
+
+    def _as_stored(self, rows: NewMasks) -> NewMasks:
+        shapes = self.owners.shapes
+        return {name: self.owners.form(name).as_stored(mask, shapes[name]) for name, mask in rows.items()}
+
+    def _largest_rows(self, scores: NewMasks, density: float) -> NewMasks:
+        config = self.config
         if config.kept_of is not None:
             kept, of = config.kept_of
             number = max(kept, round(density * of))
             if config.transposable:
                 return {name: of_every_tile(each, number) for name, each in scores.items()}
             return {name: of_every(each, number, of) for name, each in scores.items()}
-        if config.removes:
-            return self._removable(scores, density)
         flat, counts = {name: units(each, config) for name, each in scores.items()}, self.counts(density)
         if config.distribution == "global":
             found = self.owners.largest(flat, sum(counts.values()))
         else:
             found = {name: top(each, counts[name]) for name, each in flat.items()}
-        return {name: spread(mask, shapes[name], config) for name, mask in found.items()}
+        return {name: spread(mask, self.owners.rows_shape(name), config) for name, mask in found.items()}
 
     def _removable(self, scores: NewMasks, density: float) -> NewMasks:
         found = {}
@@ -369,13 +396,14 @@ class MaskChanges:
     def _moved(self, weights: NewMasks, growth: NewMasks, step: int) -> NewMasks:
         found, config = {}, self.config
         for name, weight in weights.items():
-            shape = self.owners.shapes[name]
-            whole = self.masks.whole(name, shape)
+            whole, form = self.masks.whole(name, self.owners.shapes[name]), self.owners.form(name)
             assert whole is not None, "a run that starts sparse has masks"
-            kept = units(whole.to(weight.dtype), config) > 0
-            count = int(self.plan.moved(step) * int(kept.sum()))
-            found[name] = spread(moved(kept, units(weight, config), units(growth[name], config), count), shape, config)
-        return found
+            kept, size, growing = (
+                units(form.as_rows(each), config) for each in (whole.to(weight.dtype), weight, growth[name])
+            )
+            count = int(self.plan.moved(step) * int((kept > 0).sum()))
+            found[name] = spread(moved(kept > 0, size, growing, count), self.owners.rows_shape(name), config)
+        return self._as_stored(found)
 
     def _mine(self) -> list[str]:
         return [name for name in self.owners.shapes if self.owners.owns(name)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch import Tensor
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import AllReduce, Segment
 from shoal.errors import ConfigError, UsageError
+from shoal.models.roles import AS_IT_IS, Stored
 from shoal.state import Owned, is_counted
 from shoal.topology.holding import Box, Dims, Holding
 
@@ -79,10 +81,13 @@ class Masks:
 
 @dataclass(frozen=True)
 class UnitGroup:
-    """The layers that share `size` units, each with the dim along which these lie, of one length in a layer."""
+    """The layers that share `size` units, each with the dim along which these lie, of one length in a layer. Weights of
+    those in `turned` have inputs before outputs.
+    """
 
     dims: Mapping[str, int]
     size: int
+    turned: frozenset[str] = frozenset()
 
     @property
     def leader(self) -> str:
@@ -91,10 +96,15 @@ class UnitGroup:
 
 
 def unit_groups(
-    shapes: Mapping[str, Dims], kinds: Mapping[str, str], *, pattern: str, heads: int | None = None
+    shapes: Mapping[str, Dims],
+    kinds: Mapping[str, str],
+    *,
+    pattern: str,
+    heads: int | None = None,
+    stored: Mapping[str, Stored] = MappingProxyType({}),
 ) -> list[UnitGroup]:
     """The groups that the layers of `shapes` make, by the modules that hold them; `kinds` are their roles. `heads`, for
-    `pattern = "heads"`: how many key heads there are.
+    `pattern = "heads"`: how many key heads there are. `stored`: see `Owners`.
 
     Raises `ConfigError` for a layer that is in no group.
     """
@@ -103,17 +113,19 @@ def unit_groups(
         by_module.setdefault(name.rpartition(".")[0].rpartition(".")[0], []).append(name)
     found = []
     for names in by_module.values():
-        dims = {name: dim for name in names if (dim := {"column": 0, "row": 1}.get(kinds[name])) is not None}
+        made = {name: kinds[name] == "column" for name in names if kinds[name] in ("column", "row")}
+        turned = frozenset(name for name in made if stored.get(name, AS_IT_IS).turned)
+        dims = {name: int(made[name] == (name in turned)) for name in made}
         lengths = {shapes[name][dim] for name, dim in dims.items()}
         sizes = lengths if heads is None else {heads}
         divided = all(length % size == 0 for length in lengths for size in sizes)
-        if len(dims) < len(names) or len(sizes) != 1 or set(dims.values()) != {0, 1} or not divided:
+        if len(dims) < len(names) or len(sizes) != 1 or set(made.values()) != {True, False} or not divided:
             example = "*.attention.*" if heads else "*.feed_forward.*"
             raise ConfigError(
                 f'sparsity.pattern = "{pattern}": {names[0]} is not of layers that make and read the same {pattern}, '
                 f'declared as "column" and "row"; name those in sparsity.layers, such as "{example}"'
             )
-        found.append(UnitGroup(dims, sizes.pop()))
+        found.append(UnitGroup(dims, sizes.pop(), turned))
     return found
 
 
@@ -181,7 +193,7 @@ def shrunk(
             places = units.repeat_interleave(weights[name].shape[dim] // group.size).nonzero().flatten()
             found[name] = weights[name].index_select(dim, places).contiguous()
             bias = f"{name.removesuffix('.weight')}.bias"
-            if dim == 0 and bias in weights and bias not in group.dims:
+            if (dim == 1) == (name in group.turned) and bias in weights and bias not in group.dims:
                 found[bias] = weights[bias].index_select(0, places).contiguous()
     return found, left.pop()
 
@@ -205,7 +217,8 @@ Values = Callable[[Owned], Tensor]
 @dataclass(frozen=True)
 class Owners:
     """`owned` are the parts of layers that this rank steps, `shapes` all layers of the unsplit model in its order, the
-    same on all ranks of `group`. Numbers are of `dtype`, on `device`. Layers of one of `groups` have one owner.
+    same on all ranks of `group`. Numbers are of `dtype`, on `device`. Layers of one of `groups` have one owner; those
+    of `stored` are not one matrix `[outputs, inputs, ...]`.
     """
 
     owned: Sequence[Owned]
@@ -214,6 +227,15 @@ class Owners:
     device: torch.device
     dtype: torch.dtype
     groups: Sequence[UnitGroup] = ()
+    stored: Mapping[str, Stored] = field(default_factory=dict)
+
+    def form(self, name: str) -> Stored:
+        """How the matrices of the layer `name` lie in it."""
+        return self.stored.get(name, AS_IT_IS)
+
+    def rows_shape(self, name: str) -> Dims:
+        """That of the layer as rows, `[outputs, inputs, ...]`."""
+        return self.form(name).rows_shape(self.shapes[name])
 
     def owns(self, name: str) -> bool:
         """Whether this rank decides the mask of the layer `name`."""

@@ -177,8 +177,8 @@ class SparseTraining:
             )
         self._stale, self._masked, self._density = True, False, (-1, 1.0)
         self._changes = MaskChanges(plan, owners, masks, seed, self._measured, ticket=ticket)
-        for name, shape in owners.shapes.items():
-            check_divides(name, shape, self._config)
+        for name in owners.shapes:
+            check_divides(name, owners.rows_shape(name), self._config)
         self._changes.counts(self._config.final_density)
 
     @property

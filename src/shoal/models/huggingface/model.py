@@ -115,10 +115,13 @@ def attend(
     documents = _documents_of(attention_mask)
     masked = documents is None and attention_mask is not None and attention_mask.numel() > 0
     core = module.get_submodule(CORE)
-    length = query.shape[2] * getattr(getattr(core, "group", None), "size", 1)
-    if (others.get("sliding_window") or 0) >= length:  # a window of all tokens is none
+    cached = query.shape[2] != key.shape[2]  # `generate`: the last tokens alone are new
+    length = key.shape[2] * getattr(getattr(core, "group", None), "size", 1)
+    if not cached and (others.get("sliding_window") or 0) >= length:  # a window of all tokens is none
         others = others | {"sliding_window": None}
     changed = [name for name in _CHANGES if others.get(name) is not None]
+    if cached and not isinstance(core, SparseAttention):
+        changed.append("a cache")
     if not masked and not changed and not dropout:
         wanted = query.shape[-1] ** -0.5 if scaling is None else scaling
         width = value.shape[-1]
@@ -127,7 +130,8 @@ def attend(
         scale = query.shape[-1] ** -0.5
         if wanted != scale:
             query = query * (wanted / scale)
-        return core(query, key, value, documents)[..., :width].transpose(1, 2).contiguous(), None
+        attended = core.of_last if cached else core
+        return attended(query, key, value, documents)[..., :width].transpose(1, 2).contiguous(), None
     if type(core) is not CausalAttention:
         what = changed[0] if changed else "an attention mask" if masked else f"attention dropout ({dropout})"
         sparse = isinstance(core, SparseAttention)
@@ -138,9 +142,19 @@ def attend(
         )
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    if documents is not None:
+        attention_mask, masked = _mask_of(documents, query.shape[2], window=others.get("sliding_window")), True
     return sdpa_attention_forward(  # type: ignore[return-value]
         module, query, key, value, attention_mask if masked else None, dropout=dropout, scaling=scaling, **others
     )
+
+
+def _mask_of(documents: Tensor, queries: int, *, window: int | None) -> Tensor:
+    """Which tokens each of the last `queries` sees of its own document `[batch, seq]`, `[batch, 1, queries, seq]`."""
+    places = torch.arange(documents.shape[1], device=documents.device)
+    distance = places[-queries:, None] - places
+    near = (distance >= 0) & (distance < (window or documents.shape[1]))
+    return (near & (documents[:, -queries:, None] == documents[:, None]))[:, None]
 
 
 def _of_one_width(*tensors: Tensor) -> list[Tensor]:

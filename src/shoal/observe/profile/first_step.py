@@ -340,6 +340,17 @@ ENOUGH_S = 0.01
 """Seconds of microbatches that are recorded of a step."""
 
 
+def flops_of(call: Callable[[], object]) -> float:
+    """Operations of the matrix products, convolutions and attentions that `call` computes."""
+    recording = _Recording()
+    recording.start()
+    try:
+        call()
+    finally:
+        events = recording.end()
+    return work_of(events).hardware_flops
+
+
 class StepLook:
     """Looks at one step: the first that is taken, or under a compiler the second. `found` is what it saw.
 
