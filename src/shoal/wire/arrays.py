@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.comm.shm.core import DTYPES
+from shoal.comm.shm.core import BYTES, DTYPES, MOVED, mark_of
 from shoal.errors import UsageError
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -92,6 +92,19 @@ def reduction_numbers(dtype: np.dtype[Any], op: str) -> int:
         rule = "a mean is one of floating-point numbers" if op == "avg" else f"the wire reduces {', '.join(DTYPES)}"
         raise UsageError(f"{dtype} cannot be reduced by {op!r}: {rule}; convert the array")
     return DTYPES[name]
+
+
+@functools.lru_cache(maxsize=256)
+def dtype_number(dtype: np.dtype[Any]) -> int:
+    """By which ranks see that they mean the same numbers; `BYTES` of a dtype that the core does not know."""
+    return MOVED.get(dtype.name, BYTES) if dtype.isnative else BYTES
+
+
+@functools.lru_cache(maxsize=4096)
+def mark(dtype: np.dtype[Any], shape: tuple[int, ...], codec: str = "") -> int:
+    """The same on all ranks whose arrays, and codecs, are alike."""
+    unknown = codec or dtype_number(dtype) == BYTES
+    return mark_of(shape, what=f"{codec} {dtype}" if unknown else "")
 
 
 def combine(arrays: Sequence[Array], op: str, *, out: Array) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from shoal.comm.ledger import Ledger, Sent
 from shoal.errors import UsageError
-from shoal.wire.arrays import Array, readable, reduction_numbers, writable
+from shoal.wire.arrays import Array, mark, readable, reduction_numbers, writable
 from shoal.wire.codecs import Codec
 
 Reduction = Literal["sum", "avg", "max", "min", "product"]
@@ -25,16 +25,19 @@ _REDUCTIONS = ("sum", "avg", "max", "min", "product")
 
 
 class Transport(Protocol):
-    """Arrays in one piece between ranks. Each call says what this rank sent, and raises `CollectiveError`."""
+    """Arrays in one piece between ranks. Each call says what this rank sent, and raises `CollectiveError`.
+
+    `mark` says what else of the arrays is alike on all ranks (`arrays.mark`); 0: nothing.
+    """
 
     rank: int
     size: int
 
-    def all_reduce(self, send: Array, receive: Array, op: str) -> Sent: ...
-    def reduce_scatter(self, send: Array, receive: Array, op: str) -> Sent: ...
-    def all_gather(self, send: Array, receive: Array) -> Sent: ...
-    def broadcast(self, array: Array, root: int) -> Sent: ...
-    def all_to_all(self, send: Sequence[Array], receive: Sequence[Array]) -> Sent: ...
+    def all_reduce(self, send: Array, receive: Array, op: str, mark: int = 0) -> Sent: ...
+    def reduce_scatter(self, send: Array, receive: Array, op: str, mark: int = 0) -> Sent: ...
+    def all_gather(self, send: Array, receive: Array, mark: int = 0) -> Sent: ...
+    def broadcast(self, array: Array, root: int, mark: int = 0) -> Sent: ...
+    def all_to_all(self, send: Sequence[Array], receive: Sequence[Array], mark: int = 0) -> Sent: ...
     def send(self, array: Array, to: int, tag: int) -> Sent: ...
     def receive(self, array: Array, source: int, tag: int) -> Sent: ...
     def barrier(self) -> Sent: ...
@@ -67,7 +70,7 @@ class Group:
         else:
             reduction_numbers(send.dtype, op)
             begin_s = time.perf_counter()
-            sent = self._transport.all_reduce(send, receive, op)
+            sent = self._transport.all_reduce(send, receive, op, mark(send.dtype, send.shape))
             self.ledger.made("all_reduce", sent, time.perf_counter() - begin_s)
         then()
         return receive if out is None else out
@@ -79,7 +82,8 @@ class Group:
         reduction_numbers(send.dtype, op)
         self._check_blocks("reduce_scatter", send)
         receive, then = writable(out, like=send, shape=(send.shape[0] // self.size, *send.shape[1:]))
-        self._book("reduce_scatter", lambda: self._transport.reduce_scatter(send, receive, op))
+        like = mark(send.dtype, send.shape)
+        self._book("reduce_scatter", lambda: self._transport.reduce_scatter(send, receive, op, like))
         then()
         return receive if out is None else out
 
@@ -87,7 +91,7 @@ class Group:
         """The ranks' arrays `[...]`, which are alike, as `[size, ...]`."""
         send = readable(array)
         receive, then = writable(out, like=send, shape=(self.size, *send.shape))
-        self._book("all_gather", lambda: self._transport.all_gather(send, receive))
+        self._book("all_gather", lambda: self._transport.all_gather(send, receive, mark(send.dtype, send.shape)))
         then()
         return receive if out is None else out
 
@@ -98,7 +102,7 @@ class Group:
         receive, then = writable(out, like=send, shape=send.shape)
         if self.rank == root:
             np.copyto(receive, send)
-        self._book("broadcast", lambda: self._transport.broadcast(receive, root))
+        self._book("broadcast", lambda: self._transport.broadcast(receive, root, mark(send.dtype, send.shape)))
         then()
         return receive if out is None else out
 
@@ -109,7 +113,7 @@ class Group:
             raise UsageError(f"all_to_all of {list(send.shape)}: it takes one row for each of {self.size} ranks")
         receive, then = writable(out, like=send, shape=send.shape)
         blocks = (list(send.reshape(self.size, -1)), list(receive.reshape(self.size, -1)))
-        self._book("all_to_all", lambda: self._transport.all_to_all(*blocks))
+        self._book("all_to_all", lambda: self._transport.all_to_all(*blocks, mark(send.dtype, send.shape)))
         then()
         return receive if out is None else out
 
@@ -158,7 +162,8 @@ class Group:
             raise UsageError(f"{op!r} of {send.dtype} through a codec: it sums float32 or float64; leave the codec out")
         payload = codec.encode(send.reshape(-1))
         everyone = np.empty((self.size, payload.nbytes), np.uint8)
-        self._book("all_reduce", lambda: self._transport.all_gather(payload, everyone))
+        like = mark(send.dtype, send.shape, type(codec).__name__)
+        self._book("all_reduce", lambda: self._transport.all_gather(payload, everyone, like))
         total = codec.decode(everyone[0], send.size, send.dtype)
         for row in everyone[1:]:
             total += codec.decode(row, send.size, send.dtype)
@@ -194,19 +199,19 @@ class Alone:
 
     rank, size = 0, 1
 
-    def all_reduce(self, send: Array, receive: Array, op: str) -> Sent:
+    def all_reduce(self, send: Array, receive: Array, op: str, mark: int = 0) -> Sent:
         return _copied(send, receive)
 
-    def reduce_scatter(self, send: Array, receive: Array, op: str) -> Sent:
+    def reduce_scatter(self, send: Array, receive: Array, op: str, mark: int = 0) -> Sent:
         return _copied(send, receive)
 
-    def all_gather(self, send: Array, receive: Array) -> Sent:
+    def all_gather(self, send: Array, receive: Array, mark: int = 0) -> Sent:
         return _copied(send, receive)
 
-    def broadcast(self, array: Array, root: int) -> Sent:
+    def broadcast(self, array: Array, root: int, mark: int = 0) -> Sent:
         return Sent()
 
-    def all_to_all(self, send: Sequence[Array], receive: Sequence[Array]) -> Sent:
+    def all_to_all(self, send: Sequence[Array], receive: Sequence[Array], mark: int = 0) -> Sent:
         return _copied(send[0], receive[0])
 
     def send(self, array: Array, to: int, tag: int) -> Sent:
