@@ -5,7 +5,8 @@
                    (Patarasuk and Yuan, JPDC 69(2), 2009), in two steps instead of a ring's 2 (n-1)
     others         direct
 
-A frame is a head (what is called, tag, bytes) and its content; ends that mean different calls say so. Both ends of a
+A frame is a head (what is called, tag, bytes) and its content; ends that mean different calls say so. Who expects the
+content of a root sends it a head alone, so that two which take each other for the root do not wait. Both ends of a
 connection have proved that they know the job's token (`launcher.handshake`); the content is neither encrypted nor
 interpreted. A rank takes in whatever arrives while it sends, so that two ranks may send to each other at once.
 
@@ -41,6 +42,8 @@ SERVICE = b"wire"
 MOST_MESSAGE_BYTES = 1 << 36
 ONE_SHOT_BYTES = 4096
 """Up to so many, each rank sends its whole vector to all: one step instead of two."""
+_REMEMBERED = 64
+"""Collectives whose call another rank may name late."""
 _LOOK_S, _DOOR_S = 0.1, 0.5
 """How often who waits for messages looks at the clock; and who waits for connections, whether others still do."""
 _SENDABLE, _ARRIVED = select.POLLOUT, select.POLLIN | select.POLLHUP | select.POLLERR
@@ -108,7 +111,7 @@ class Tcp:
     ) -> None:  # fmt: skip
         self.rank, self.size, self._timeout_s = rank, (size := len(hosts)), timeout_s
         self._hosts, self._calls, self._process = tuple(hosts), 0, os.getpid()
-        self._own = _Call(Kind.BARRIER), 0  # the collective under way, or the last one, and its bytes
+        self._made: dict[int, tuple[_Call, int]] = {}  # the last collectives and their bytes, by number
         self._failed = ""  # why, once a call has: what is under way then belongs to no later one
         key = handshake.key_for(token, SERVICE)
         with sockets.listen_at(address, 0, one_host=True) as listener:
@@ -150,7 +153,7 @@ class Tcp:
         call = _Call(Kind.BROADCAST, dtype_number(array.dtype), root=root, mark=mark)
         if self.rank == root:
             return self._move(dict.fromkeys(self._peers, array), {}, call)
-        return self._move({}, {root: array}, call)
+        return self._move({root: np.empty(0, np.uint8)}, {root: array}, call)
 
     def all_to_all(self, send: Sequence[Array], receive: Sequence[Array], mark: int = 0) -> Sent:
         if receive[self.rank].nbytes != send[self.rank].nbytes:
@@ -201,17 +204,18 @@ class Tcp:
             raise
 
     def _moved(self, send: Mapping[int, Array], receive: Mapping[int, Array], call: _Call, tag: int) -> Sent:
-        size = next(iter((*send.values(), *receive.values()))).nbytes
+        size = max(array.nbytes for array in (*send.values(), *receive.values()))
         if call.kind != Kind.SEND:
             self._calls = tag = self._calls + 1
-            self._own = call, size
+            self._made[tag] = call, size
+            self._made.pop(tag - _REMEMBERED, None)
         key, end_s = (call.kind == Kind.SEND, tag), time.monotonic() + self._timeout_s
         for rank, array in receive.items():
             self._ask(rank, key, (call, _bytes_of(array)))
         for rank, peer in self._peers.items():
             if call.kind != Kind.SEND and key in peer.stash:
-                theirs, content = peer.stash[key][0]
-                self._refuse(rank, _Head(theirs, tag, len(content)))
+                theirs, content = peer.stash.pop(key)[0]
+                self._check_unasked(rank, _Head(theirs, tag, len(content)))
         for rank, array in send.items():
             content = _bytes_of(array)
             self._peers[rank].outgoing += (memoryview(_Head(call, tag, len(content)).packed()), content)
@@ -288,7 +292,7 @@ class Tcp:
             )
         ours = self._peers[rank].asked.get(head.key)
         if ours is None and head.call.kind != Kind.SEND and head.tag <= self._calls:
-            self._refuse(rank, head)
+            self._check_unasked(rank, head)
         if ours is None:
             return head, memoryview(bytearray(head.size)), 0
         self._check(rank, (ours[0], len(ours[1])), head.call, head.size)
@@ -297,8 +301,10 @@ class Tcp:
     def _arrived(self, rank: int, head: _Head, memory: memoryview) -> None:
         peer = self._peers[rank]
         peer.arriving, ours = None, peer.asked.pop(head.key, None)
-        if ours is None:
+        if ours is None and (head.call.kind == Kind.SEND or head.tag > self._calls):
             peer.stash[head.key].append((head.call, memory))
+        elif ours is None:
+            self._check_unasked(rank, head)
         elif ours[1] is not memory:  # asked for while it arrived
             self._check(rank, (ours[0], len(ours[1])), head.call, len(memory))
             ours[1][:] = memory
@@ -317,16 +323,23 @@ class Tcp:
         if (call, size) == ours:
             return
         fault = Fault.WRONG_SIZE if call == ours[0] else Fault.DISAGREE
+        if call.root != ours[0].root:
+            size = size or ours[1]  # of a head alone
         raise CollectiveError(self._sentence(fault, rank, ours[0].signature(ours[1]), call.signature(size)))
 
     def _sentence(self, fault: Fault, rank: int, ours: Signature, theirs: Signature | None = None) -> str:
         named = {"own": self.rank, "timeout_s": self._timeout_s, "over": "TCP"}
-        return sentence(fault, rank, ours, ours if theirs is None else theirs, **named)
+        return sentence(fault, rank, ours, theirs or Signature(), **named)
 
-    def _refuse(self, rank: int, head: _Head) -> None:
-        """`rank` sends in a collective in which this one expects nothing: both are roots, say."""
-        if head.tag == self._calls:
-            self._check(rank, self._own, head.call, head.size)
+    def _check_unasked(self, rank: int, head: _Head) -> None:
+        """`rank` sends in a collective in which nothing is expected of it. A head alone says which call it is in; else
+        both are roots, say.
+        """
+        alone = head.size == 0 and head.call.kind == Kind.BROADCAST
+        if (own := self._made.get(head.tag)) is not None:
+            self._check(rank, own, head.call, own[1] if alone else head.size)
+        if alone:
+            return
         root = f" with root {head.call.root}" if head.call.kind == Kind.BROADCAST else ""
         raise CollectiveError(
             f"rank {rank} of the group called {Kind(head.call.kind).name.lower()}{root} where rank {self.rank} "
