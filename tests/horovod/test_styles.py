@@ -195,6 +195,7 @@ def test_sparse_gradients_train_as_dense_ones(options: dict[str, Any]) -> None:
 
 def as_documented(rank: int) -> dict[str, Any]:
     """Calls with their arguments in Horovod's order, and by Horovod's names of them."""
+    hvd.init()
     x, fp16 = torch.full((2, 3), float(rank + 1)), hvd.Compression.fp16
     lists = [torch.nn.Parameter(torch.full((2,), float(rank))), torch.nn.Parameter(torch.full((3,), float(rank)))]
     hvd.broadcast_parameters(lists, 1)  # of a list, whose first has two rows

@@ -67,6 +67,92 @@ def test_every_call_gives_what_numpy_gives(transport: str) -> None:
         assert calls >= 13
 
 
+ODD_ARRAYS = """
+import ml_dtypes, threading
+from shoal.errors import UsageError
+n, me, result = group.size, group.rank, {}
+
+def every(make):
+    return [make(np.random.default_rng(r)) for r in range(n)]
+
+def note(name, found, wanted):
+    result[name] = bool(np.array_equal(np.asarray(found), np.asarray(wanted)) and np.shape(found) == np.shape(wanted))
+
+for name in "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64 complex64".split():
+    dtype = np.dtype(getattr(ml_dtypes, name, None) or name)
+    xs = every(lambda draw: draw.integers(0, 3, (n, 3)).astype(dtype))
+    note(f"sum {name}", group.all_reduce(xs[me]), np.sum(xs, axis=0, dtype=dtype))
+    note(f"gather {name}", group.all_gather(xs[me]), np.stack(xs))
+    note(f"exchange {name}", group.all_to_all(xs[me]), np.stack([x[me] for x in xs]))
+    note(f"root {name}", group.broadcast(xs[me], root=1), xs[1])
+for name in (">f4", ">i8", "M8[s]", "U5", "V7"):
+    xs = every(lambda draw: draw.integers(0, 3, (n, 3)).astype(name) if name != "V7" else np.zeros((n, 3), "V7"))
+    note(f"gather {name}", group.all_gather(xs[me]), np.stack(xs))
+    note(f"exchange {name}", group.all_to_all(xs[me]), np.stack([x[me] for x in xs]))
+xs = every(lambda draw: draw.integers(-9, 10, (8, n * 600)).astype(float))
+total, x = sum(xs), xs[me]
+note("Fortran", group.all_reduce(np.asfortranarray(x)), total)
+note("strides", group.all_reduce(x[::-2, 3::5]), total[::-2, 3::5])
+note("matrix", group.all_reduce(np.matrix(x)), total)
+note("0-d", group.all_reduce(x[0, 0]), total[0, 0])
+note("nothing", group.all_gather(np.zeros((0, 3))), np.zeros((n, 0, 3)))
+fixed = x.copy()
+fixed.flags.writeable = False
+note("read-only", group.all_reduce(fixed), total)
+whole = np.asfortranarray(x)
+group.all_reduce(whole, out=whole)
+note("Fortran in place", whole, total)
+part = np.zeros((16, n * 1200))
+part[::2, 1::2] = x
+group.all_reduce(part[::2, 1::2], out=part[::2, 1::2])
+note("strides in place", part[::2, 1::2], total)
+note("beside it", [part[1::2].any(), part[:, ::2].any()], [False, False])
+
+def within(call, sent, size, place):
+    "Into memory that what is sent lies in, `place` numbers after it."
+    memory = np.zeros(4 * sent.size)
+    begin = 2 * sent.size
+    given, out = memory[begin : begin + sent.size], memory[begin + place : begin + place + size]
+    given[:] = sent.reshape(-1)
+    return call(given, out).copy()
+
+long = [np.arange(400_000.0) * (r + 1) for r in range(n)]
+shares = [block.reshape(n, -1) for block in long]
+for place in (0, 1, -1, 100_000, -100_000):
+    note(f"sum at {place}", within(lambda x, o: group.all_reduce(x, out=o), long[me], 400_000, place), sum(long))
+    given = long[me].size // n
+    found = within(lambda x, o: group.reduce_scatter(x, out=o), long[me], given, place)
+    note(f"scatter at {place}", found, sum(long)[given * me : given * (me + 1)])
+    found = within(lambda x, o: group.all_to_all(x.reshape(n, -1), out=o.reshape(n, -1)), long[me], 400_000, place)
+    note(f"exchange at {place}", found.reshape(n, -1), np.stack([share[me] for share in shares]))
+    memory = np.zeros(n * 400_000 + 400_000)
+    memory[100_000 + place : 500_000 + place] = long[me]
+    found = group.all_gather(memory[100_000 + place : 500_000 + place], out=memory[: n * 400_000].reshape(n, -1))
+    note(f"gather at {place}", found, np.stack(long))
+own = np.zeros((n, 400_000))
+own[me] = long[me]
+note("gather in place", group.all_gather(own[me], out=own), np.stack(long))
+own = long[me].copy()
+note("scatter in place", group.reduce_scatter(own, out=own[given * me : given * (me + 1)]),
+     sum(long)[given * me : given * (me + 1)])
+group.barrier()
+group._turn.acquire()
+try:
+    group.barrier()
+except UsageError as error:
+    result["threads"] = str(error) == f"barrier while another thread of rank {me} uses the group: take turns"
+group._turn.release()
+result = [name for name, holds in result.items() if not holds] + [len(result)]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", HOSTS)
+def test_odd_arrays_give_what_numpy_gives(transport: str) -> None:
+    """Every dtype, byte orders, strides, results in the memory that is sent."""
+    assert run(4, ODD_ARRAYS, hosts=HOSTS[transport]) == [[98]] * 4
+
+
 BITS = """
 import ml_dtypes
 from hashlib import sha256

@@ -34,7 +34,7 @@ def as_array(given: Any) -> Array:
     if isinstance(given, np.ma.MaskedArray):
         raise UsageError("a masked array cannot be sent: its mask would be lost; give its filled(...) and its mask")
     if isinstance(given, np.ndarray):
-        return given
+        return given if type(given) is np.ndarray else np.asarray(given)  # a matrix has no flat form
     for look in (_by_dlpack, _by_buffer, _by_bits, _by_array):
         if (found := look(given)) is not None:
             return found
@@ -73,6 +73,14 @@ def writable(given: Any, *, like: Array, shape: Sequence[int]) -> tuple[Array, C
         return target, _nothing
     flat = np.empty(shape, like.dtype)
     return flat, lambda: np.copyto(target, flat)
+
+
+def apart(send: Array, receive: Array, *, at: int = 0) -> Array:
+    """`send`, or a copy where `receive` lies in its memory, which would be overwritten before it is sent. `at`, in
+    bytes from the beginning of `send`, is where `receive` may begin: what a call does in place.
+    """
+    in_place = address(receive) - address(send) == at
+    return send if in_place or not np.may_share_memory(send, receive) else send.copy()
 
 
 def address(array: Array) -> int:

@@ -133,7 +133,7 @@ class Tcp:
         if send.nbytes <= ONE_SHOT_BYTES:
             everyone = np.empty((self.size, *send.shape), send.dtype)
             sent = self._gathered(send, everyone, call)
-            combine(list(everyone), op, out=receive)
+            combine(list(everyone.reshape(self.size, -1)), op, out=receive)
             return sent
         parts = _parts(send.reshape(-1), self.size)
         sent = self._reduced(parts, out := np.empty_like(parts[self.rank]), op, call)
