@@ -6,14 +6,15 @@
 
 Keras runs on TensorFlow or on JAX here (KERAS_BACKEND). A loop of one's own over `tf.GradientTape` calls
 `all_reduce_gradients`. Under `tf.function` the exchange is a `tf.numpy_function`, on the CPU; all gradients of a step
-go as one vector for each dtype, so that one call a step is ordered.
+go as one vector for each dtype, so that one call a step is ordered. Of sparse gradients (`tf.IndexedSlices`) all ranks
+get the rows of each, as Keras's optimizers treat them otherwise than dense ones.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from shoal.errors import MissingExtra, UsageError
@@ -43,13 +44,16 @@ def local_rank() -> int:
     return world().local_rank
 
 
-def all_reduce_gradients(gradients: Sequence[Any], group: Group | None = None, *, op: Reduction = "avg") -> list[Any]:
+def all_reduce_gradients(
+    gradients: Sequence[Any], group: Group | None = None, *, op: Reduction = "avg", sparse_as_dense: bool = False
+) -> list[Any]:
     """The mean of the ranks' gradients: TensorFlow's tensors, also within a `tf.function`, or JAX's arrays.
 
-    A gradient that is None stays None; it has to be on all ranks.
+    A gradient that is None stays None; it has to be on all ranks. A sparse one, of "avg" or "sum", stays sparse unless
+    `sparse_as_dense`.
     """
     given = [gradient for gradient in gradients if gradient is not None]
-    reduced = iter(_reduced(given, world() if group is None else group, op))
+    reduced = iter(_reduced(given, world() if group is None else group, op, sparse_as_dense=sparse_as_dense))
     return [None if gradient is None else next(reduced) for gradient in gradients]
 
 
@@ -65,17 +69,18 @@ class Compression:
     bf16: str | None = "bfloat16"
 
 
-_PIECES = ("name", "device_dense", "device_sparse", "sparse_as_dense", "num_groups", "groups")
+_PIECES = ("name", "device_dense", "device_sparse", "num_groups", "groups")
 """Of Horovod's arguments: where gradients are summed, and in which pieces; their means are the same."""
 
 
 def DistributedOptimizer(
     optimizer: Any, name: str | None = None, *, group: Group | None = None, op: Reduction = Average,
     compression: str | None = Compression.none, backward_passes_per_step: int = 1,
-    average_aggregated_gradients: bool = False, **pieces: Any,
+    average_aggregated_gradients: bool = False, sparse_as_dense: bool = False, **pieces: Any,
 ) -> Any:  # fmt: skip
     """`optimizer`, of Keras, which averages (`op`) gradients over all ranks before it applies them; of its class, under
-    whose name it is saved. `name` and `pieces` are Horovod's, and change nothing here.
+    whose name it is saved. `sparse_as_dense`: sparse gradients are made dense first. `name` and `pieces` are Horovod's,
+    and change nothing here.
 
     `backward_passes_per_step`: Keras adds up that many means of batches, and divides by their number. Raises
     `UsageError` for a sum of them (`average_aggregated_gradients` false), for other arguments, and for a `name` that is
@@ -96,12 +101,12 @@ def DistributedOptimizer(
                 "average_aggregated_gradients=True, and multiply the learning rate where a sum is meant"
             )
         settings["gradient_accumulation_steps"] = backward_passes_per_step
-    return _averaging(type(optimizer), group, op, compression).from_config(settings)
+    return _averaging(type(optimizer), group, op, compression, sparse_as_dense).from_config(settings)
 
 
 def load_model(
     filepath: Any, *, group: Group | None = None, op: Reduction = Average, compression: str | None = Compression.none,
-    **named: Any,
+    sparse_as_dense: bool = False, **named: Any,
 ) -> Any:  # fmt: skip
     """A saved Keras model, whose optimizer goes on where it was, averaging gradients over all ranks; a model without
     one (`compile=False`) as it is. `named` goes to `keras.models.load_model`.
@@ -109,20 +114,20 @@ def load_model(
     model = _keras().models.load_model(filepath, **named)
     if getattr(model, "optimizer", None) is None:
         return model
-    model.optimizer.__class__ = _averaging(type(model.optimizer), group, op, compression)
+    model.optimizer.__class__ = _averaging(type(model.optimizer), group, op, compression, sparse_as_dense)
     return model
 
 
-def _averaging(base: Any, group: Group | None, op: Reduction, compression: str | None) -> Any:
+def _averaging(base: Any, group: Group | None, op: Reduction, compression: str | None, sparse_as_dense: bool) -> Any:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         return base.apply(self, reduced(list(grads)), trainable_variables)
 
     def reduced(gradients: list[Any]) -> list[Any]:
         if compression is None:
-            return all_reduce_gradients(gradients, group, op=op)
+            return all_reduce_gradients(gradients, group, op=op, sparse_as_dense=sparse_as_dense)
         cast = _keras().ops.cast
         short = [None if each is None else cast(each, compression) for each in gradients]
-        found = all_reduce_gradients(short, group, op=op)
+        found = all_reduce_gradients(short, group, op=op, sparse_as_dense=sparse_as_dense)
         return [None if each is None else cast(each, like.dtype) for each, like in zip(found, gradients, strict=True)]
 
     return type(base.__name__, (base,), {"apply": apply, "__module__": base.__module__})
@@ -144,6 +149,11 @@ class callbacks:
         """Before the first batch, weights and optimizer become those of `root_rank`."""
 
         def on_train_begin(self: Any, logs: Any = None) -> None:
+            if _keras().backend.backend() == "tensorflow" and self.model.jit_compile:
+                raise UsageError(
+                    "compile(jit_compile=True): XLA compiles no exchange between ranks on TensorFlow; leave it out, or "
+                    "set KERAS_BACKEND to jax"
+                )
             self.model.optimizer.build(self.model.trainable_variables)
             broadcast_variables([*self.model.variables, *self.model.optimizer.variables], root_rank)
 
@@ -236,19 +246,44 @@ def _schedule(name: str, methods: dict[str, Any], momentum_correction: bool | No
     return _callback(name, on_train_begin=on_train_begin, **methods)
 
 
-def _reduced(given: list[Any], group: Group, op: Reduction) -> list[Any]:
+def _reduced(given: list[Any], group: Group, op: Reduction, *, sparse_as_dense: bool) -> list[Any]:
     if not given or not _is_tensorflow(given[0]):
         return list(all_reduce_tree(given, group, op=op))
     tensorflow: Any = sys.modules["tensorflow"]
-    dense = [tensorflow.convert_to_tensor(gradient) for gradient in given]
+    stays = not sparse_as_dense and op in (Average, Sum)
+    kept = [stays and isinstance(each, tensorflow.IndexedSlices) for each in given]
+    sparse = [each for each, is_kept in zip(given, kept, strict=True) if is_kept]
+    dense = [tensorflow.convert_to_tensor(each) for each, is_kept in zip(given, kept, strict=True) if not is_kept]
+    rows = [part for each in sparse for part in (each.values, each.indices)]
 
     def exchange(*arrays: Any) -> list[Any]:
-        return fused(arrays, lambda flat: group.all_reduce(flat, op, out=flat))
+        reduced = fused(arrays[: len(dense)], lambda flat: group.all_reduce(flat, op, out=flat))
+        return [*reduced, *_all_rows(arrays[len(dense) :], group, op)]
 
-    found = tensorflow.numpy_function(exchange, dense, [each.dtype for each in dense])
-    for tensor, whole in zip(found, dense, strict=True):
+    found = tensorflow.numpy_function(exchange, [*dense, *rows], [each.dtype for each in (*dense, *rows)])
+    for tensor, whole in zip(found, dense, strict=False):
         tensor.set_shape(whole.shape)
-    return list(found)
+    slices, reduced = _as_slices(tensorflow, sparse, found[len(dense) :]), iter(found[: len(dense)])
+    return [next(slices if is_kept else reduced) for is_kept in kept]
+
+
+def _all_rows(parts: Sequence[Any], group: Group, op: Reduction) -> list[Any]:
+    """Of values `[rows, ...]` and indices `[rows]` in turn, those of all ranks; values by the number of ranks."""
+    numpy: Any = importlib.import_module("numpy")
+    found = []
+    for place, part in enumerate(parts):
+        came = group.all_to_all_uneven([part.reshape(-1)] * group.size)
+        whole = numpy.concatenate(came).reshape(-1, *part.shape[1:])
+        found.append(whole / part.dtype.type(group.size) if op == Average and place % 2 == 0 else whole)
+    return found
+
+
+def _as_slices(tensorflow: Any, sparse: Sequence[Any], parts: Sequence[Any]) -> Iterator[Any]:
+    for number, each in enumerate(sparse):
+        values, indices = parts[2 * number], parts[2 * number + 1]
+        values.set_shape([None, *each.values.shape[1:]])
+        indices.set_shape([None])
+        yield tensorflow.IndexedSlices(values, indices, each.dense_shape)
 
 
 def _is_tensorflow(value: Any) -> bool:

@@ -140,6 +140,20 @@ def test_another_algorithm_is_no_change_of_the_link(ranks, longer: float) -> Non
         assert len([line for line in lines if "has changed" in line]) == 2
 
 
+def test_on_a_link_that_is_back_nothing_is_measured_or_searched(ranks) -> None:
+    """What was chosen on it is used again, at once; on one that is neither of those before, links are measured."""
+    back: Sequence[Step] = [*SLOWER, *[(0.01, QUIET_S)] * STEPS]
+    for chosen, _, lines in ranks(4, followed, back, [FLAT, FLAT, TWO_HOSTS]):
+        first = chosen[STEPS - 1][:2]
+        begins = next(at for at, step in enumerate(chosen) if at > len(SLOWER) and step[0] != "hierarchical")
+        assert {step[:2] for step in chosen[begins:]} == {first}
+        assert "as it was before, and so are algorithms with buckets of" in lines[-1]
+    third = [*SLOWER, *[(0.3, 0.05)] * STEPS]
+    for chosen, _, lines in ranks(4, followed, third, [FLAT, FLAT, TWO_HOSTS, TWO_HOSTS]):
+        assert chosen[-1][0] == "hierarchical"
+        assert "as it was before" not in " ".join(lines)
+
+
 def test_a_wait_that_grew_for_another_reason_changes_nothing(ranks) -> None:
     """One all-reduce is timed, once: the link takes what it took."""
     steps: Sequence[Step] = [(0.01, QUIET_S)] * STEPS + [(1.0, QUIET_S)] * STEPS

@@ -17,7 +17,8 @@ from torch import nn
 
 from shoal.errors import CollectiveError
 from shoal.horovod import operations as operations_module
-from shoal.horovod.engine import Begun, Engine, Handle, HorovodInternalError, Word, conflict, fused, ready
+from shoal.horovod.engine import Engine, Handle, HorovodInternalError
+from shoal.horovod.negotiation import Begun, Word, conflict, fused, ready
 from shoal.horovod.process import Timeline
 from tests.forkserver import forkserver
 from tests.ports import free_port

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+import shoal.horovod as hvd
+from shoal.horovod.negotiation import Begun, Word, missing
 from tests.horovod.test_horovod import on_ranks
+from tests.waiting import wait_until
 
 
 def differentiates(rank: int) -> dict[str, list[float]]:
@@ -187,6 +191,67 @@ def test_sparse_gradients_train_as_dense_ones(options: dict[str, Any]) -> None:
     sparse = on_ranks(2, partial(embeds, **options))
     assert sparse[0] == sparse[1]
     assert sparse[0] == pytest.approx(dense[0], rel=1e-12)
+
+
+def as_documented(rank: int) -> dict[str, Any]:
+    """Calls with their arguments in Horovod's order, and by Horovod's names of them."""
+    hvd.init()
+    x, fp16 = torch.full((2, 3), float(rank + 1)), hvd.Compression.fp16
+    lists = [torch.nn.Parameter(torch.full((2,), float(rank))), torch.nn.Parameter(torch.full((3,), float(rank)))]
+    hvd.broadcast_parameters(lists, 1)  # of a list, whose first has two rows
+    rows = torch.full((4,), float(rank + 1), requires_grad=True)
+    found = hvd.reducescatter(rows, "rows", hvd.Compression.none, hvd.Sum)
+    (found * torch.tensor([1.0, 10.0]) * (rank + 1)).sum().backward()
+    handle = hvd.allreduce_async(x, name=f"of {rank}")
+    wait_until(lambda: "waits in" in handle.missing(handle.begun.name))
+    said = [handle.missing(handle.begun.name)]
+    os.environ |= {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.01", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "0.01"}
+    with pytest.raises(hvd.HorovodInternalError) as raised:
+        hvd.synchronize(handle)
+    os.environ["HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"] = ""
+    said.append(str(raised.value))
+    return {
+        "sum": hvd.allreduce(x, None, "s", fp16, hvd.Sum, 2.0).tolist(),
+        "group": [each.tolist() for each in hvd.grouped_allreduce([x, x], None, "g", fp16, hvd.Sum, 1.0, 0.5)],
+        "async": hvd.synchronize(hvd.allreduce_async(x, None, "a", hvd.Max)).tolist(),
+        "gather": [len(each) for each in hvd.synchronize(hvd.grouped_allgather_async([x, x[:1]], "t"))],
+        "objects": [hvd.broadcast_object(obj=rank, root_rank=1), hvd.allgather_object(obj=rank)],
+        "parameters": [each.tolist() for each in lists], "rows": found.tolist(), "gradient": rows.grad.tolist(),
+        "stalled": said,
+    }  # fmt: skip
+
+
+def test_arguments_are_horovods() -> None:
+    """In its order and by its names; and a call that one rank alone has begun names who has not."""
+    for rank, found in enumerate(on_ranks(2, as_documented)):
+        assert found["sum"] == [[6.0] * 3] * 2
+        assert found["group"] == [[[1.5] * 3] * 2] * 2
+        assert found["async"] == [[2.0] * 3] * 2
+        assert found["gather"] == [4, 2]
+        assert found["objects"] == [1, [0, 1]]
+        assert found["parameters"] == [[1.0] * 2, [1.0] * 3]
+        assert found["rows"] == [3.0, 3.0]
+        assert found["gradient"] == [2.0, 20.0, 4.0, 40.0]
+        missing, raised = found["stalled"]
+        assert f"rank {1 - rank} has not begun it, and waits in " in missing
+        assert raised.startswith(f"allreduce.of {rank} has waited for 0.01 s: ")
+        assert raised.endswith("; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is 0.01")
+
+
+def test_who_is_waited_for_is_named() -> None:
+    """Calls of other names wait for each other for ever: who misses which is said."""
+    words = [Word((Begun("a", "allreduce"),)), Word((Begun("b", "allreduce"),)), Word(joined=True), *[Word()] * 5]
+    assert missing(words, "a") == (
+        "rank 1 has not begun it, and waits in b; rank 3 has not begun it; rank 4 has not begun it; rank 5 has not "
+        "begun it; nor have 2 others"
+    )
+    assert missing((), "a") == "other ranks have not begun it"
+
+
+@pytest.mark.parametrize(("name", "instead"), [("run", "shoal launch"), ("colour", "docs/horovod.md")])
+def test_what_is_not_there_is_refused_in_a_sentence(name: str, instead: str) -> None:
+    with pytest.raises(AttributeError, match=f"shoal.horovod has no '{name}': .*{instead}"):
+        getattr(hvd, name)
 
 
 def normalises(rank: int) -> tuple[list[list[float]], dict[str, list[Any]], str]:

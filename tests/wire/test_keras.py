@@ -146,3 +146,71 @@ def test_horovods_arguments_do_what_they_say() -> None:
         assert (name == "short") == (not np.allclose(ours, wanted, atol=1e-6))
     assert refused[0].startswith("Keras averages the gradients of 2 passes")
     assert refused[1] == "DistributedOptimizer knows no colour: leave it out"
+
+
+SPARSE = """
+os.environ |= {"KERAS_BACKEND": "tensorflow", "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+import keras, tensorflow as tf
+import shoal.keras as hvd
+hvd.world = lambda: group
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+flat = lambda model: np.concatenate([each.ravel() for each in model.get_weights()]).tolist()
+
+def model(optimizer, **named):
+    keras.utils.set_random_seed(1)
+    layers = [keras.layers.Input((5,), dtype="int32"), keras.layers.Embedding(50, 8), keras.layers.Flatten(),
+              keras.layers.Dense(4)]
+    found = keras.Sequential(layers)
+    found.compile(optimizer=optimizer, loss=loss, **named)
+    return found
+
+draw = np.random.default_rng(0)
+x, y = draw.integers(0, 50, (32, 5)), draw.integers(0, 4, 32)
+share = slice(group.rank * 16, (group.rank + 1) * 16)
+adam = keras.optimizers.Adam
+result = []
+for named in ({}, {"sparse_as_dense": True}):
+    ours = model(hvd.DistributedOptimizer(adam(0.01), **named))
+    ours.fit(x[share], y[share], batch_size=16, epochs=4, shuffle=False, verbose=0)
+    result.append(flat(ours))
+alone = model(adam(0.01))
+alone.fit(x, y, batch_size=32, epochs=4, shuffle=False, verbose=0)
+result.append(flat(alone))
+
+ours, sgd, seen = model("sgd"), keras.optimizers.SGD(0.1), []
+
+@tf.function
+def step(x, y):
+    with tf.GradientTape() as tape:
+        value = loss(y, ours(x))
+    gradients = hvd.all_reduce_gradients(tape.gradient(value, ours.trainable_variables))
+    seen.append(type(gradients[0]).__name__)
+    sgd.apply_gradients(zip(gradients, ours.trainable_variables))
+
+for _ in range(3):
+    step(tf.constant(x[share][: 16 - 4 * group.rank]), tf.constant(y[share][: 16 - 4 * group.rank]))
+result += [flat(ours), seen]
+compiled = model(hvd.DistributedOptimizer(sgd), jit_compile=True)
+try:
+    compiled.fit(x[share], y[share], verbose=0, callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+except hvd.UsageError as error:
+    result.append(str(error))
+"""
+
+
+@pytest.mark.stress
+def test_sparse_gradients_of_tensorflow_train_as_in_one_process() -> None:
+    """Adam of Keras squares each row of a sparse gradient by itself: made dense, it takes other steps. Ranks may have
+    other numbers of rows. What XLA would have to compile is refused.
+    """
+    for package in ("keras", "tensorflow"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    first, second = run_codes([PRELUDE + SPARSE + EPILOGUE] * 2)
+    assert first == second
+    ours, dense, alone, by_tape, seen, refused = first
+    assert np.allclose(ours, alone, atol=CLOSE)
+    assert not np.allclose(dense, alone, atol=CLOSE)
+    assert np.isfinite(by_tape).all()
+    assert seen == ["IndexedSlices"]
+    assert refused.startswith("compile(jit_compile=True): XLA compiles no exchange between ranks on TensorFlow")

@@ -3,7 +3,7 @@
     ledger     two hosts of one rank train in four layouts: the ledger's bytes beside the kernel's counters
     rate       two hosts of one rank: how much of a link's rate an all-reduce gets
     levels     two hosts of two ranks: a ring over all ranks beside a hierarchy, and the ratio of their closed forms
-    topology   hosts and slow links that the probe has to find, and the order of a ring over them
+    topology   hosts and slow links that the probe has to find, and the orders of a ring and of a tree over them
     priority   two hosts of one rank: gradients that leave in order beside gradients that leave by priority
 
 Every part has labs of its own, and its ranks measure it in one of them. With `--network kernel` hosts are network
@@ -111,7 +111,18 @@ def _labs(part: str, rates_mbit: list[int]) -> dict[str, Lab]:
         "three-hosts-of-two": _lab(hosts=3, ranks_per_host=2, rate_mbit=TOPOLOGY_MBIT),
         "detour": _lab(slow, hosts=3, ranks_per_host=[2, 1, 1], rate_mbit=TOPOLOGY_MBIT),
         "four-hosts-of-two": _lab(slow, hosts=4, ranks_per_host=2, rate_mbit=TOPOLOGY_MBIT),
+        "torus-of-eight": _lab(_torus_links(2, 4), hosts=8, rate_mbit=SLOW_MBIT),
     }
+
+
+def _torus_links(rows: int, columns: int) -> list[dict[str, Any]]:
+    """Fast ones between the neighbours in a torus, host r x columns + c in row r and column c."""
+    pairs = set[tuple[int, ...]]()
+    for host in range(rows * columns):
+        row, column = divmod(host, columns)
+        for other in ((row + 1) % rows * columns + column, row * columns + (column + 1) % columns):
+            pairs.add(tuple(sorted((host, other))))
+    return [{"between": list(pair), "rate_mbit": TOPOLOGY_MBIT} for pair in sorted(pairs)]
 
 
 def _lab(links: list[dict[str, Any]] | None = None, **table: Any) -> Lab:

@@ -8,6 +8,7 @@ import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -23,7 +24,7 @@ from shoal.bench.training_job import corpus_file, gpt_run_file, start_training, 
 from shoal.collectives import algorithms
 from shoal.collectives.table import CollectiveTable, relabelled
 from shoal.comm.algorithms import execute
-from shoal.comm.algorithms.choose import bytes_between
+from shoal.comm.algorithms.choose import bytes_between, tree_order, walk_s
 from shoal.comm.algorithms.group import probe
 from shoal.comm.collective import Collective
 from shoal.comm.ledger import Entry, Ledger
@@ -158,7 +159,8 @@ def _levels_checks(turns: Turns, rows: list[dict[str, Any]], forms: Mapping[str,
 #
 # Ranks are renumbered at random, so that their numbers say nothing about their hosts. The probe sees only messages, and
 # what it finds is compared with the lab's file. The order of the ring is compared with the best of all orders: by the
-# seconds that the planted links would take (`pace`), and with few ranks by the measured time of an all-reduce in each.
+# seconds that the planted links would take (`pace`), and with few ranks by the measured time of an all-reduce in each;
+# that of a tree by the seconds of a broadcast (`walk_s`). Links say which ranks share a host where one has two.
 
 
 PROBE_BYTES, REPEATS = 256 << 10, 7
@@ -182,6 +184,8 @@ def measure_topology(lab: Lab, place: Place, *, name: str) -> Result | None:
     order = best_order(found, size=RING_BYTES / lab.ranks)
     timed = _times_by_order(group, clock) if lab.ranks <= FEW_RANKS else {}
     sent = _bytes_ratio(order, group, clock, planted, leads=place.local_rank == 0)
+    if len(set(planted.hosts)) == planted.ranks:
+        found = replace(found, hosts=planted.hosts)
     return _result(name, planted, found, order, timed, sent) if place.rank == 0 else None
 
 
@@ -246,10 +250,12 @@ def _result(
         "pace_worst_to_best": round(max(paces.values()) / min(paces.values()), 4),
         "kernel_to_closed_form": round(sent, 4),
     }
+    row["tree_to_best"] = round(tree := tree_to_best(found, planted), 4)
     same = row["hosts_planted"] == row["hosts_found"] and row["slow_planted"] == row["slow_found"]
     checks = [
         check(f"{name}: hosts and slow links found (slow: less than 1/{SLOW:g} of the best)", float(same), 1.0),
         check(f"{name}: the ring's order against the best of all", ratio, ORDER_WITHIN, at_most=True),
+        check(f"{name}: the tree's order against the best of all", tree, ORDER_WITHIN, at_most=True),
         check(f"{name}: bytes between hosts against the closed form", abs(sent - 1), ORDER_BYTES_WITHIN, at_most=True),
     ]
     if timed:
@@ -259,6 +265,17 @@ def _result(
             check(f"{name}: measured time of that order against the best", measured, ORDER_WITHIN, at_most=True)
         )
     return {"rows": [row], "checks": checks}
+
+
+def tree_to_best(found: Links, planted: Links) -> float:
+    """Seconds of a broadcast on the planted links, by a binomial tree in the order that is found on the measured ones,
+    over those in the best of all orders.
+    """
+    ranks = planted.ranks
+    (tree,) = (table for table in algorithms.tables("broadcast", ranks) if table.name == "binomial")
+    order = tree_order(tree, RING_BYTES, found, begun=[tuple(range(ranks))])
+    seconds = {o: walk_s(relabelled(tree, o), RING_BYTES, planted) for o in _orders(ranks)}
+    return seconds[order] / min(seconds.values())
 
 
 def _orders(ranks: int) -> list[tuple[int, ...]]:

@@ -8,7 +8,8 @@ With every step ranks agree on the shortest wait among them, that of the rank th
 alone. Where it is not what it was (`Alarm`), and in each `REGULAR`th step, they time one all-reduce. A link has changed
 if that takes `CHANGED` times as long as when they chose last, or as short, beyond what processors explain; if the
 difference over all bytes of a step is a notable part of the step; and if the timings of the next steps say so too
-(`CONFIRMED`). Then they choose again. So a step pays for a message of 24 bytes; a wait that changed for another reason,
+(`CONFIRMED`). Then they choose again; on a link that is back, as its all-reduce says, what they had chosen on it, and
+nothing is measured or searched. So a step pays for a message of 24 bytes; a wait that changed for another reason,
 for an all-reduce or two; and a link that changed, for the measurements of its pairs, some all-reduces more, and some
 steps with buckets of other sizes. Ranks that share memory have no link, and watch none.
 
@@ -78,6 +79,10 @@ class Search(Protocol):
         ...
 
 
+KNOWN_LINKS = 4
+"""Those that a run comes back to."""
+
+
 class Step(NamedTuple):
     """What ranks agree on: the shortest wait among them, and the most seconds and bytes."""
 
@@ -91,6 +96,14 @@ class Timing(NamedTuple):
 
     seconds: float
     for_core_s: float
+
+
+class Chosen(NamedTuple):
+    """What was chosen on a link, by label of the group, the bytes of a bucket, and what an all-reduce took by it."""
+
+    usual: Timing
+    followed: Mapping[str, Followed]
+    size: int | None
 
 
 def unexplained_s(now: Timing, usual: Timing) -> float:
@@ -141,6 +154,7 @@ class LinkWatch:
         self._usual: Timing | None = None
         self._was_searching = self._rang = False
         self._timings: list[Timing] = []
+        self._left: list[Chosen] = []  # on links that were others, the last one first
         self._unlooked = 0  # steps since the last timing
         self._lines: list[str] = []
         self._before, self._begun_s = ledger.total(), clock()
@@ -219,7 +233,7 @@ class LinkWatch:
         if changed and len(self._timings) < CONFIRMED:
             return
         if changed:
-            self._choose_anew(usual.seconds, min(self._timings).seconds)
+            self._choose_anew(usual, min(self._timings).seconds)
             now = min(self._timed() for _ in range(CONFIRMED))  # by what was chosen now
         another = changed or CHANGED * now.seconds < usual.seconds  # or processors were busier when `usual` was found
         self._looked(usual=now if another else usual)
@@ -229,14 +243,37 @@ class LinkWatch:
         self._usual, self._unlooked = usual, 0
         self._timings.clear()
 
-    def _choose_anew(self, usual_s: float, now_s: float) -> None:
-        found = self._measured_anew()
-        self._lines.append(
-            f"the link has changed: {PROBE_BYTES >> 10} KiB took {1e3 * usual_s:.1f} ms and take {1e3 * now_s:.1f}"
-            + "".join(f"; {line}" for line in found)
-        )
-        if self._search is not None:
-            self._search.again()
+    def _choose_anew(self, usual: Timing, now_s: float) -> None:
+        left = Chosen(usual, {label: group.followed for label, (_, _, group) in self._groups().items()}, self._size())
+        if (back := self._known(left)) is None:
+            found = self._measured_anew()
+            if self._search is not None:
+                self._search.again()
+        else:
+            size = "" if back.size is None else f" with buckets of {back.size >> 20} MiB"
+            found = [f"it is as it was before, and so are algorithms{size}"]
+        took = f"{PROBE_BYTES >> 10} KiB took {1e3 * usual.seconds:.1f} ms and take {1e3 * now_s:.1f}"
+        self._lines.append("; ".join([f"the link has changed: {took}", *found]))
+        self._left = [left, *(each for each in self._left if each is not back)][:KNOWN_LINKS]
+
+    def _known(self, left: Chosen) -> Chosen | None:
+        """What was chosen on a link which this one is again, and is used from now on; else that of `left` stays."""
+        for chosen in self._left:
+            if chosen.followed.keys() == left.followed.keys():
+                self._use(chosen)
+                if _alike(self._timed(), chosen.usual):
+                    return chosen
+        self._use(left)
+        return None
+
+    def _use(self, chosen: Chosen) -> None:
+        for label, (_, _, group) in self._groups().items():
+            group.follow(chosen.followed[label])
+        if self._search is not None and chosen.size is not None:
+            self._search.use(chosen.size)
+
+    def _size(self) -> int | None:
+        return None if self._search is None else self._search.size
 
     def _measured_anew(self) -> list[str]:
         """Each set of ranks measures its links once, for all groups of these ranks; what they choose."""
@@ -303,10 +340,13 @@ BUCKET = "bucket bytes"
 
 def _has_changed(now: Timing, usual: Timing, step: Step) -> bool:
     """Whether an all-reduce takes another time than it did, which over a step's bytes is a notable part of it."""
-    by_s = unexplained_s(now, usual)
-    of_step_s = abs(by_s) * max(1.0, step.sent_bytes / PROBE_BYTES)
-    factor = (usual.seconds + by_s) / max(usual.seconds, 1e-9)
-    return not 1 / CHANGED < factor < CHANGED and of_step_s > NOTABLE * step.step_s
+    of_step_s = abs(unexplained_s(now, usual)) * max(1.0, step.sent_bytes / PROBE_BYTES)
+    return not _alike(now, usual) and of_step_s > NOTABLE * step.step_s
+
+
+def _alike(now: Timing, usual: Timing) -> bool:
+    factor = (usual.seconds + unexplained_s(now, usual)) / max(usual.seconds, 1e-9)
+    return 1 / CHANGED < factor < CHANGED
 
 
 def _chosen_anew(seam: Seam, group: AlgorithmGroup, size_bytes: int) -> str:

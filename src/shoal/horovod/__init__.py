@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -21,7 +22,6 @@ from shoal.horovod.engine import Handle, HorovodInternalError
 from shoal.horovod.operations import (
     Adasum,
     Average,
-    Compression,
     Max,
     Min,
     Product,
@@ -43,6 +43,7 @@ from shoal.horovod.operations import (
     broadcast_async_,
     broadcast_object,
     grouped_allgather,
+    grouped_allgather_async,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
@@ -62,6 +63,7 @@ from shoal.horovod.optimizer import (
     sparse_allreduce_async,
 )
 from shoal.horovod.process import ProcessSet, process
+from shoal.horovod.values import Compression
 
 __all__ = [
     "Adasum",
@@ -104,6 +106,7 @@ __all__ = [
     "gloo_built",
     "gloo_enabled",
     "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_allreduce_async",
@@ -212,6 +215,19 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 def stop_timeline() -> None:
     """Completes the file of `start_timeline`."""
     process().timeline.stop()
+
+
+_ELSEWHERE = {
+    "run": "start the ranks with `shoal launch -n 4 script.py`",
+    "mpi_ops": "its functions are in shoal.horovod itself",
+    "tensorflow": "use shoal.keras",
+    "keras": "use shoal.keras",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    instead = _ELSEWHERE.get(name, "docs/horovod.md has a table of what there is, and what stands in for the rest")
+    raise AttributeError(f"shoal.horovod has no {name!r}: {instead}")
 
 
 def nccl_built() -> bool:

@@ -7,13 +7,14 @@ is summed in float32 and rounded once.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,103 +23,15 @@ from torch import Tensor
 
 from shoal.comm.exchanges.adasum import adasum
 from shoal.errors import CollectiveError, ShoalError
+from shoal.horovod.negotiation import WORDS, Begun, Kind, Word, conflict, fused, missing, ready
 from shoal.horovod.timeline import Timeline
 from shoal.wire import Group
-
-# Which of the calls that ranks have begun can be carried out now, and in which order: the same answer on all ranks.
-#
-# Ranks begin calls by name, in any order: gradients become ready in another order on each. In a round every rank tells
-# what it has begun; a call that all have begun is carried out, in the order of the lowest rank that still trains. A
-# rank that has joined has no more data: it takes part in all calls, with zeros (Sergeev and Del Balso, "Horovod: fast
-# and easy distributed deep learning in TensorFlow", arXiv:1802.05799, section 3; `join` is of later versions). Pure
-# functions.
-
-
-Kind = Literal["allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "barrier"]
-
-
-class Begun(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank has begun. A group has a shape for each tensor; `splits` are the rows for each rank of `alltoall`."""
-
-    name: str
-    kind: Kind
-    dtypes: tuple[str, ...] = ()
-    shapes: tuple[tuple[int, ...], ...] = ()
-    op: str = "sum"
-    root: int = 0
-    prescale: float = 1.0
-    postscale: float = 1.0
-    device: str = "cpu"
-    splits: tuple[int, ...] = ()
-
-
-class Word(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank says in a round."""
-
-    begun: tuple[Begun, ...] = ()
-    joined: bool = False
-
-
-WORDS = msgspec.msgpack.Decoder(Word)
-
-
-def ready(words: Sequence[Word]) -> list[str]:
-    """The names of the calls that all ranks which have not joined have begun, in the order of the lowest of them."""
-    at_work = [word for word in words if not word.joined]
-    if not at_work:
-        return []
-    others = [{call.name for call in word.begun} for word in at_work[1:]]
-    return [call.name for call in at_work[0].begun if all(call.name in names for names in others)]
-
-
-def conflict(calls: Mapping[int, Begun], size: int) -> str | None:
-    """Why the calls of one name, by rank, do not fit together; None where they do."""
-    first_rank, first = next(iter(calls.items()))
-    for rank, call in calls.items():
-        if (difference := _difference(first, call)) is not None:
-            return f"{first.name}: {difference} on ranks {first_rank} and {rank}: begin the same call on all ranks"
-    if len(calls) < size and first.kind in ("broadcast", "alltoall"):
-        return f"{first.name}: {first.kind} after a rank has joined: it has nothing to give; call it before join"
-    return None
-
-
-def fused(calls: Sequence[Begun], *, most_bytes: int, sizes: Sequence[int]) -> list[list[int]]:
-    """Which of `calls`, of so many bytes each, are summed as one vector: neighbours, if alike, up to `most_bytes`."""
-    found: list[list[int]] = []
-    total = 0
-    for place, (call, size) in enumerate(zip(calls, sizes, strict=True)):
-        before = calls[found[-1][0]] if found else None
-        if before is not None and _alike(before, call) and total + size <= most_bytes:
-            found[-1].append(place)
-            total += size
-        else:
-            found.append([place])
-            total = size
-    return found
-
-
-def _alike(one: Begun, other: Begun) -> bool:
-    of = [(c.kind, set(c.dtypes), c.op, c.prescale, c.postscale, c.device) for c in (one, other)]
-    return of[0] == of[1] and one.kind == "allreduce" and len(set(one.dtypes)) == 1 and one.op != "adasum"
-
-
-def _difference(one: Begun, other: Begun) -> str | None:
-    if one.kind == "allgather" or one.kind == "alltoall":
-        shapes = [tuple(shape[1:] for shape in call.shapes) for call in (one, other)]
-    else:
-        shapes = [call.shapes for call in (one, other)]
-    pairs = {
-        "kind": (one.kind, other.kind), "dtype": (one.dtypes, other.dtypes), "shape": tuple(shapes),
-        "reduction": (one.op, other.op), "root": (one.root, other.root), "device": (one.device, other.device),
-        "scale": ((one.prescale, one.postscale), (other.prescale, other.postscale)),
-    }  # fmt: skip
-    return next((f"{what} {a} and {b}" for what, (a, b) in pairs.items() if a != b), None)
-
 
 CYCLE_S = 0.001
 """How long a rank waits after a round in which no call was ready."""
 WORD_BYTES = 1 << 14
-_STALL_S = 60.0
+_STALL_CHECK, _STALL_SHUTDOWN = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+_STALL_S, _LATE_S = 60.0, 5.0
 
 
 class HorovodInternalError(CollectiveError):
@@ -134,17 +47,25 @@ class Handle:
     future: Future[Any] = field(default_factory=Future)
     begin_s: float = field(default_factory=time.perf_counter)
     undo: Callable[[Any], Any] = lambda result: result
+    missing: Callable[[str], str] = lambda name: "other ranks have not begun it"
 
     def wait(self) -> Any:
-        """Its result. Says every minute that it is still waited for; raises what went wrong."""
+        """Its result. Says every minute (HOROVOD_STALL_CHECK_TIME_SECONDS) that it is still waited for, and for whom;
+        raises what went wrong, and `HorovodInternalError` after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, if there are any.
+        """
+        look_s, most_s = (float(os.environ.get(name) or 0) for name in (_STALL_CHECK, _STALL_SHUTDOWN))
+        look_s, waited_s = look_s or _STALL_S, 0.0
         while True:
             try:
-                return self.undo(self.future.result(_STALL_S))
+                return self.undo(self.future.result(look_s))
             except TimeoutError:
                 if self.future.done():
                     raise
-                line = f"{self.begun.name} has waited for {_STALL_S:g} s: other ranks have not begun it\n"
-                print(line, end="", flush=True)  # with its end: ranks that share a terminal write at once
+            waited_s += look_s
+            line = f"{self.begun.name} has waited for {waited_s:g} s: {self.missing(self.begun.name)}"
+            if 0 < most_s <= waited_s:
+                raise HorovodInternalError(f"{line}; {_STALL_SHUTDOWN} is {most_s:g}")
+            print(line + "\n", end="", flush=True)  # with its end: ranks that share a terminal write at once
 
 
 class Engine:
@@ -157,6 +78,7 @@ class Engine:
         self._changed = threading.Condition()
         self._join: Future[int] | None = None
         self._order: list[int] = []  # ranks that have joined, the first one first
+        self._words, self._round_s = list[Word](), 0.0  # of the last round that is over, and when this one began
         self._over = False
         self.failure: ShoalError | None = None
         self._thread = threading.Thread(target=self._work, name="shoal-horovod", daemon=True)
@@ -177,6 +99,7 @@ class Engine:
                     f"a call of the name {handle.begun.name!r} is under way: wait for it, or name it otherwise"
                 )
             self._pending[handle.begun.name] = handle
+            handle.missing = self._missing
             self._changed.notify()
         return handle
 
@@ -186,6 +109,11 @@ class Engine:
             self._join = Future()
             self._changed.notify()
         return self._join.result()
+
+    def _missing(self, name: str) -> str:
+        """Which ranks have not begun the call, and what they wait in instead."""
+        late = time.perf_counter() - self._round_s > _LATE_S
+        return missing(() if late else self._words, name)
 
     def close(self) -> None:
         """Ends the thread and the group; other ranks that wait for this one are told."""
@@ -213,7 +141,8 @@ class Engine:
     def _round(self, mine: Word) -> bool:
         """Whether anything was carried out."""
         self.timeline.cycle()
-        words = self._exchange(mine)
+        self._round_s = time.perf_counter()
+        self._words = words = self._exchange(mine)
         for rank, word in enumerate(words):
             if word.joined and rank not in self._order:
                 self._order.append(rank)

@@ -12,56 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import UsageError
-from shoal.horovod.engine import Begun, Handle, Kind
+from shoal.horovod.engine import Handle
+from shoal.horovod.negotiation import Begun, Kind
 from shoal.horovod.process import ProcessSet, process
-from shoal.horovod.values import decode, encode
-
-# `Compression`: what a gradient becomes on the wire.
-
-
-class Compressor:
-    """Sends tensors as they are. A subclass changes both methods."""
-
-    @staticmethod
-    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
-        """What is sent, and what `decompress` needs to know."""
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Tensor, context: Any) -> Tensor:
-        """The inverse."""
-        return tensor
-
-
-class _Cast(Compressor):
-    dtype: torch.dtype
-
-    @classmethod
-    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (tensor.to(cls.dtype) if tensor.is_floating_point() else tensor), tensor.dtype
-
-    @classmethod
-    def decompress(cls, tensor: Tensor, context: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return tensor.to(context)
-
-
-class FP16(_Cast):
-    """Floating-point tensors as float16."""
-
-    dtype = torch.float16
-
-
-class BF16(_Cast):
-    """Floating-point tensors as bfloat16, which has float32's range."""
-
-    dtype = torch.bfloat16
-
-
-class Compression:
-    """The choices, by Horovod's names."""
-
-    none, fp16, bf16 = Compressor, FP16, BF16
-
+from shoal.horovod.values import Compression, Compressor, decode, encode
 
 Average, Sum, Min, Max, Product, Adasum = "avg", "sum", "min", "max", "product", "adasum"
 """Reductions. Adasum adds what is orthogonal and averages what is parallel (`engine.adaptive_sum`)."""
@@ -140,11 +94,12 @@ def grouped_allreduce_(tensors: Sequence[Tensor], *given: Any, **named: Any) -> 
 
 
 def grouped_allreduce(
-    tensors: Sequence[Tensor], *given: Any, compression: type[Compressor] = Compression.none, **named: Any
+    tensors: Sequence[Tensor], average: bool | None = None, name: str | None = None,
+    compression: type[Compressor] = Compression.none, *given: Any, **named: Any,
 ) -> list[Tensor]:  # fmt: skip
     """The sums or means of the ranks' tensors, sent as `compression` says."""
     pairs = [compression.compress(tensor) for tensor in tensors]
-    found = synchronize(grouped_allreduce_async([small for small, _ in pairs], *given, **named))
+    found = synchronize(grouped_allreduce_async([small for small, _ in pairs], average, name, *given, **named))
     return [compression.decompress(each, context) for each, (_, context) in zip(found, pairs, strict=True)]
 
 
@@ -170,8 +125,8 @@ def allreduce_(tensor: Tensor, *given: Any, **named: Any) -> Tensor:
 
 
 def allreduce(
-    tensor: Tensor, average: bool | None = None, name: str | None = None, *given: Any,
-    compression: type[Compressor] = Compression.none, **named: Any,
+    tensor: Tensor, average: bool | None = None, name: str | None = None,
+    compression: type[Compressor] = Compression.none, *given: Any, **named: Any,
 ) -> Tensor:  # fmt: skip
     """The mean (or, by `op`, the sum, ...) of the ranks' tensors, which are of one shape. It has a gradient: the same
     reduction of the gradient.
@@ -185,7 +140,7 @@ class _AllReduce(torch.autograd.Function):
         context: Any, tensor: Tensor, average: Any, name: Any, compression: type[Compressor], given: Any, named: Any
     ) -> Tensor:
         context.how = (average, name and f"{name}.gradient", compression, given, named)
-        return grouped_allreduce([tensor], average, name, *given, compression=compression, **named)[0]
+        return grouped_allreduce([tensor], average, name, compression, *given, **named)[0]
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -230,9 +185,16 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet | None = None
 ) -> list[Tensor]:
     """`allgather` of each of them, in one call."""
+    return synchronize(grouped_allgather_async(tensors, name, process_set))
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet | None = None
+) -> Handle:
+    """See `grouped_allgather`."""
     if any(tensor.ndim == 0 for tensor in tensors):
         raise UsageError("allgather of a tensor without dimensions: ranks are joined along the first; use tensor[None]")
-    return synchronize(_begin("allgather", name, list(tensors), process_set))
+    return _begin("allgather", name, list(tensors), process_set)
 
 
 def broadcast_async_(
@@ -328,33 +290,56 @@ def alltoall_async(
 
 
 def reducescatter(
-    tensor: Tensor, op: str | None = None, name: str | None = None, process_set: ProcessSet | None = None
-) -> Tensor:
-    """This rank's rows of the mean of the ranks' tensors; lower ranks have one more where they cannot be divided."""
-    return synchronize(reducescatter_async(tensor, op, name, process_set))
+    tensor: Tensor, name: str | None = None, compression: type[Compressor] = Compression.none,
+    op: str | None = None, process_set: ProcessSet | None = None, **scales: float,
+) -> Tensor:  # fmt: skip
+    """This rank's rows of the mean of the ranks' tensors; lower ranks have one more where they cannot be divided. Its
+    gradient is Horovod's: the ranks' rows, of a sum times the number of ranks.
+    """
+    small, context = compression.compress(tensor)
+    found = _ReduceScatter.apply(small, name, op, process_set, scales)
+    return compression.decompress(found, context)  # pyright: ignore[reportArgumentType]
 
 
-def reducescatter_async(
-    tensor: Tensor, op: str | None = None, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
-    """See `reducescatter`."""
-    return _first(grouped_reducescatter_async([tensor], op, name, process_set))
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        context: Any, tensor: Tensor, name: str | None, op: str | None, process_set: ProcessSet | None, scales: Any
+    ) -> Tensor:
+        context.op, context.how = op, (_of_gradient(name), process_set)
+        return synchronize(reducescatter_async(tensor, name, op, process_set, **scales))
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        _, process_set = context.how
+        whole = allgather(gradient, *context.how)
+        return whole * (process_set or ProcessSet()).size() if context.op == Sum else whole, None, None, None, None
+
+
+def reducescatter_async(tensor: Tensor, *given: Any, **named: Any) -> Handle:
+    """See `grouped_reducescatter_async`."""
+    return _first(grouped_reducescatter_async([tensor], *given, **named))
 
 
 def grouped_reducescatter(
-    tensors: Sequence[Tensor], op: str | None = None, name: str | None = None, process_set: ProcessSet | None = None
-) -> list[Tensor]:
-    """See `reducescatter`."""
-    return synchronize(grouped_reducescatter_async(tensors, op, name, process_set))
+    tensors: Sequence[Tensor], name: str | None = None, compression: type[Compressor] = Compression.none,
+    op: str | None = None, process_set: ProcessSet | None = None, **scales: float,
+) -> list[Tensor]:  # fmt: skip
+    """`reducescatter` of each of them, in one call."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    found = synchronize(grouped_reducescatter_async([small for small, _ in pairs], name, op, process_set, **scales))
+    return [compression.decompress(each, context) for each, (_, context) in zip(found, pairs, strict=True)]
 
 
 def grouped_reducescatter_async(
-    tensors: Sequence[Tensor], op: str | None = None, name: str | None = None, process_set: ProcessSet | None = None
-) -> Handle:
-    """See `reducescatter`."""
+    tensors: Sequence[Tensor], name: str | None = None, op: str | None = None, process_set: ProcessSet | None = None,
+    prescale_factor: float = 1.0, postscale_factor: float = 1.0,
+) -> Handle:  # fmt: skip
+    """See `grouped_reducescatter`."""
     own, op = [tensor.detach().clone() for tensor in tensors], _reduction(None, op)
     _check_numbers(op, own)
-    return _begin("reducescatter", name, own, process_set, op=op)
+    scales = {"prescale": prescale_factor, "postscale": postscale_factor}
+    return _begin("reducescatter", name, own, process_set, op=op, **scales)
 
 
 def barrier(process_set: ProcessSet | None = None) -> None:
@@ -371,7 +356,7 @@ def join(device: int = -1, process_set: ProcessSet | None = None) -> int:
 
 
 def broadcast_object(
-    value: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = None
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Any:
     """What `root_rank` passes, on every rank: numbers, strings, tensors, and lists and dictionaries of them.
 
@@ -380,7 +365,7 @@ def broadcast_object(
     place, size = process().there(), torch.zeros(1, dtype=torch.int64)
     content = torch.zeros(0, dtype=torch.uint8)
     if place.rank == root_rank:
-        content = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+        content = torch.frombuffer(bytearray(encode(obj)), dtype=torch.uint8)
         size[0] = content.numel()
     size = broadcast(size, root_rank, name and f"{name}.size", process_set)
     if place.rank != root_rank:
@@ -388,9 +373,9 @@ def broadcast_object(
     return decode(bytes(broadcast(content, root_rank, name and f"{name}.content", process_set).numpy()))
 
 
-def allgather_object(value: Any, name: str | None = None, process_set: ProcessSet | None = None) -> list[Any]:
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet | None = None) -> list[Any]:
     """What each rank passes, in rank order; see `broadcast_object`."""
-    content = torch.frombuffer(bytearray(encode(value)), dtype=torch.uint8)
+    content = torch.frombuffer(bytearray(encode(obj)), dtype=torch.uint8)
     sizes = allgather(torch.tensor([content.numel()]), name and f"{name}.size", process_set)
     whole = allgather(content, name and f"{name}.content", process_set)
     return [decode(bytes(piece.numpy())) for piece in whole.split(sizes.tolist())]

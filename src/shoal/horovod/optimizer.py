@@ -21,8 +21,6 @@ from shoal.horovod.engine import Handle
 from shoal.horovod.operations import (
     Adasum,
     Average,
-    Compression,
-    Compressor,
     Max,
     Sum,
     allgather_async,
@@ -33,7 +31,7 @@ from shoal.horovod.operations import (
     synchronize,
 )
 from shoal.horovod.process import ProcessSet, process
-from shoal.horovod.values import to_device
+from shoal.horovod.values import Compression, Compressor, to_device
 
 Named = Iterable[tuple[str, Tensor]]
 
@@ -311,10 +309,11 @@ def abandon_gradients(optimizer: torch.optim.Optimizer) -> None:
         optimizer.reduction.abandon()
 
 
-def broadcast_parameters(params: Mapping[str, Tensor] | Named, root_rank: int = 0) -> None:
-    """All tensors of a `state_dict()` or of `named_parameters()` become those of `root_rank`."""
-    pairs = params.items() if isinstance(params, Mapping) else params
-    for name, tensor in pairs:
+def broadcast_parameters(params: Mapping[str, Tensor] | Named | Iterable[Tensor], root_rank: int = 0) -> None:
+    """All tensors of a `state_dict()`, of `named_parameters()` or of `parameters()` become those of `root_rank`."""
+    given = list(params.items() if isinstance(params, Mapping) else params)
+    for place, each in enumerate(given):
+        name, tensor = (str(place), each) if isinstance(each, Tensor) else each
         if isinstance(tensor, Tensor):
             broadcast_(tensor, root_rank, f"parameters.{name}")
 

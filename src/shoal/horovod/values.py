@@ -1,4 +1,5 @@
-"""Values between ranks without pickle: MessagePack for what holds them, safetensors for tensors.
+"""What travels between ranks: values without pickle, MessagePack for what holds them, safetensors for tensors; and
+`Compression`, what a gradient becomes.
 
 Numbers, strings, bytes, None, tensors, and lists, tuples and dictionaries of them; tuples and whole-number keys come
 back as they were.
@@ -72,3 +73,47 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, (list, tuple)):
         return type(value)(to_device(each, device) for each in value)
     return value
+
+
+class Compressor:
+    """Sends tensors as they are. A subclass changes both methods."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        """What is sent, and what `decompress` needs to know."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Tensor, context: Any) -> Tensor:
+        """The inverse."""
+        return tensor
+
+
+class _Cast(Compressor):
+    dtype: torch.dtype
+
+    @classmethod
+    def compress(cls, tensor: Tensor) -> tuple[Tensor, Any]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (tensor.to(cls.dtype) if tensor.is_floating_point() else tensor), tensor.dtype
+
+    @classmethod
+    def decompress(cls, tensor: Tensor, context: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tensor.to(context)
+
+
+class FP16(_Cast):
+    """Floating-point tensors as float16."""
+
+    dtype = torch.float16
+
+
+class BF16(_Cast):
+    """Floating-point tensors as bfloat16, which has float32's range."""
+
+    dtype = torch.bfloat16
+
+
+class Compression:
+    """The choices, by Horovod's names."""
+
+    none, fp16, bf16 = Compressor, FP16, BF16

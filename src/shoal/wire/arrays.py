@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.comm.shm.core import DTYPES
+from shoal.comm.shm.core import BYTES, DTYPES, MOVED, mark_of
 from shoal.errors import UsageError
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -34,7 +34,7 @@ def as_array(given: Any) -> Array:
     if isinstance(given, np.ma.MaskedArray):
         raise UsageError("a masked array cannot be sent: its mask would be lost; give its filled(...) and its mask")
     if isinstance(given, np.ndarray):
-        return given
+        return given if type(given) is np.ndarray else np.asarray(given)  # a matrix has no flat form
     for look in (_by_dlpack, _by_buffer, _by_bits, _by_array):
         if (found := look(given)) is not None:
             return found
@@ -75,6 +75,14 @@ def writable(given: Any, *, like: Array, shape: Sequence[int]) -> tuple[Array, C
     return flat, lambda: np.copyto(target, flat)
 
 
+def apart(send: Array, receive: Array, *, at: int = 0) -> Array:
+    """`send`, or a copy where `receive` lies in its memory, which would be overwritten before it is sent. `at`, in
+    bytes from the beginning of `send`, is where `receive` may begin: what a call does in place.
+    """
+    in_place = address(receive) - address(send) == at
+    return send if in_place or not np.may_share_memory(send, receive) else send.copy()
+
+
 def address(array: Array) -> int:
     """Where its memory begins."""
     return array.__array_interface__["data"][0]
@@ -92,6 +100,19 @@ def reduction_numbers(dtype: np.dtype[Any], op: str) -> int:
         rule = "a mean is one of floating-point numbers" if op == "avg" else f"the wire reduces {', '.join(DTYPES)}"
         raise UsageError(f"{dtype} cannot be reduced by {op!r}: {rule}; convert the array")
     return DTYPES[name]
+
+
+@functools.lru_cache(maxsize=256)
+def dtype_number(dtype: np.dtype[Any]) -> int:
+    """By which ranks see that they mean the same numbers; `BYTES` of a dtype that the core does not know."""
+    return MOVED.get(dtype.name, BYTES) if dtype.isnative else BYTES
+
+
+@functools.lru_cache(maxsize=4096)
+def mark(dtype: np.dtype[Any], shape: tuple[int, ...], codec: str = "") -> int:
+    """The same on all ranks whose arrays, and codecs, are alike."""
+    unknown = codec or dtype_number(dtype) == BYTES
+    return mark_of(shape, what=f"{codec} {dtype}" if unknown else "")
 
 
 def combine(arrays: Sequence[Array], op: str, *, out: Array) -> None:

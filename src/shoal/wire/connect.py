@@ -13,17 +13,25 @@ from typing import NamedTuple
 import numpy as np
 
 from shoal.comm.ledger import Sent
+from shoal.comm.packing import MANY, packed, unpacked
 from shoal.comm.shm.core import CoreMissing
 from shoal.comm.shm.host import Apart, host_identity
-from shoal.errors import UsageError
+from shoal.errors import CollectiveError, UsageError
 from shoal.launcher import sockets
 from shoal.launcher.environment import ALONE, FIRST_PORT, LOOPBACK, PORTS, STORE_FD, Place, master_from, place_from
-from shoal.launcher.store.connection import StoreConnection, meet_over_mpi, mpi_is_there, reach_store
+from shoal.launcher.store.connection import (
+    StoreConnection,
+    StoreLate,
+    StoreLost,
+    meet_over_mpi,
+    mpi_is_there,
+    reach_store,
+)
 from shoal.launcher.store.messages import job_token
 from shoal.wire.arrays import Array
 from shoal.wire.group import Alone, Group, Transport
 from shoal.wire.memory import SharedMemory
-from shoal.wire.tcp import StoreBoard, Tcp
+from shoal.wire.tcp import Tcp
 
 # Where the ranks of any launcher meet, without torch: one store, hosted by rank 0.
 #
@@ -99,28 +107,28 @@ class TwoLevels:
         self.rank, self.size = flat.rank, flat.size
         self._flat, self._inside, self._across = flat, inside, across
 
-    def all_reduce(self, send: Array, receive: Array, op: str) -> Sent:
+    def all_reduce(self, send: Array, receive: Array, op: str, mark: int = 0) -> Sent:
         mates = self._inside.size
         each = -(-send.size // mates)
         padded = np.zeros(each * mates, send.dtype)
         padded[: send.size] = send.reshape(-1)
         part = np.empty(each, send.dtype)
-        sent = [self._inside.reduce_scatter(padded, part, op), self._across.all_reduce(part, part, op)]
-        sent.append(self._inside.all_gather(part, padded))
+        sent = [self._inside.reduce_scatter(padded, part, op, mark), self._across.all_reduce(part, part, op, mark)]
+        sent.append(self._inside.all_gather(part, padded, mark))
         receive.reshape(-1)[...] = padded[: send.size]
         return Sent(sum(s.inside_bytes for s in sent), sum(s.between_bytes for s in sent))
 
-    def reduce_scatter(self, send: Array, receive: Array, op: str) -> Sent:
-        return self._flat.reduce_scatter(send, receive, op)
+    def reduce_scatter(self, send: Array, receive: Array, op: str, mark: int = 0) -> Sent:
+        return self._flat.reduce_scatter(send, receive, op, mark)
 
-    def all_gather(self, send: Array, receive: Array) -> Sent:
-        return self._flat.all_gather(send, receive)
+    def all_gather(self, send: Array, receive: Array, mark: int = 0) -> Sent:
+        return self._flat.all_gather(send, receive, mark)
 
-    def broadcast(self, array: Array, root: int) -> Sent:
-        return self._flat.broadcast(array, root)
+    def broadcast(self, array: Array, root: int, mark: int = 0) -> Sent:
+        return self._flat.broadcast(array, root, mark)
 
-    def all_to_all(self, send: Sequence[Array], receive: Sequence[Array]) -> Sent:
-        return self._flat.all_to_all(send, receive)
+    def all_to_all(self, send: Sequence[Array], receive: Sequence[Array], mark: int = 0) -> Sent:
+        return self._flat.all_to_all(send, receive, mark)
 
     def send(self, array: Array, to: int, tag: int) -> Sent:
         return self._flat.send(array, to, tag)
@@ -135,6 +143,70 @@ class TwoLevels:
         """Ends all three."""
         for transport in (self._flat, self._inside, self._across):
             transport.close()
+
+
+# `StoreBoard`: small messages between ranks through the job's store, as `shoal.comm.board` has them, without torch.
+#
+# Keys and values are those of a `Board` over a `PrefixStore`, so that ranks with and without torch meet under one key.
+
+_ONE_PART = b"1\n"  # see `shoal.comm.board`: a message says first in how many parts it comes
+
+
+class StoreBoard:
+    """`timeout_s` bounds each call. All methods raise `CollectiveError` where the store is gone, or a rank late."""
+
+    def __init__(self, connection: StoreConnection, prefix: str, *, timeout_s: float) -> None:
+        self._connection, self._prefix, self.timeout_s = connection, prefix, timeout_s
+
+    def under(self, prefix: str) -> StoreBoard:
+        """The same board for keys below `prefix`."""
+        return StoreBoard(self._connection, f"{self._prefix}/{prefix}", timeout_s=self.timeout_s)
+
+    def publish(self, key: str, value: bytes) -> None:
+        """Makes `value`, up to a few MB, readable under `key`."""
+        try:
+            self._connection.ask("set", [f"{self._prefix}/{key}"], [_ONE_PART + value])
+        except StoreLost as error:
+            raise CollectiveError(_lost(error)) from None
+
+    def published(self, key: str) -> bool:
+        """Whether there is something under `key` now."""
+        try:
+            return self._connection.ask("check", [f"{self._prefix}/{key}"]).found
+        except StoreLost as error:
+            raise CollectiveError(_lost(error)) from None
+
+    def all_gather(self, key: str, text: str, *, rank: int, ranks: Sequence[int]) -> tuple[str, ...]:
+        """What each of `ranks` passes as `text`, in their order; `rank` is this one's place among them."""
+        keys = [f"{self._prefix}/{key}/{place}" for place in range(len(ranks))]
+        self.publish(f"{key}/{rank}", text.encode())
+        try:
+            return tuple(value.decode() for value in self._values(key, keys, rank))
+        except StoreLost as error:
+            raise CollectiveError(_lost(error)) from None
+        except StoreLate:
+            missing = [f"rank {name}" for name, place in zip(ranks, keys, strict=True) if not self._there(place)]
+            raise CollectiveError(
+                f"rank {ranks[rank]} waited {self.timeout_s:g} s for {', '.join(missing[:8]) or 'the others'} of "
+                f"{len(ranks)} ranks: they are dead, stopped or slow to start; see their logs"
+            ) from None
+
+    def _values(self, key: str, keys: Sequence[str], rank: int) -> list[bytes]:
+        """From many ranks on, rank 0 reads all values and publishes them once, packed, as `shoal.comm.board` does."""
+        if len(keys) >= MANY and rank != 0:
+            (whole,) = self._connection.get_all([f"{self._prefix}/{key}/all"], timeout_s=self.timeout_s)
+            return unpacked(whole.removeprefix(_ONE_PART))
+        values = [v.removeprefix(_ONE_PART) for v in self._connection.get_all(keys, timeout_s=self.timeout_s)]
+        if len(keys) >= MANY:
+            self.publish(f"{key}/all", packed(values))
+        return values
+
+    def _there(self, key: str) -> bool:
+        return self._connection.ask("check", [key]).found
+
+
+def _lost(error: StoreLost) -> str:
+    return f"the job's store is gone ({error}): rank 0, which hosts it, has ended; see its log"
 
 
 TIMEOUT_S = 300.0

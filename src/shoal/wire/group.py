@@ -8,16 +8,17 @@ array that is sent. Threads of a rank take turns: the group is not for two at on
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from shoal.comm.ledger import Ledger, Sent
 from shoal.errors import UsageError
-from shoal.wire.arrays import Array, readable, reduction_numbers, writable
+from shoal.wire.arrays import Array, apart, mark, readable, reduction_numbers, writable
 from shoal.wire.codecs import Codec
 
 Reduction = Literal["sum", "avg", "max", "min", "product"]
@@ -25,16 +26,19 @@ _REDUCTIONS = ("sum", "avg", "max", "min", "product")
 
 
 class Transport(Protocol):
-    """Arrays in one piece between ranks. Each call says what this rank sent, and raises `CollectiveError`."""
+    """Arrays in one piece between ranks. Each call says what this rank sent, and raises `CollectiveError`.
+
+    `mark` says what else of the arrays is alike on all ranks (`arrays.mark`); 0: nothing.
+    """
 
     rank: int
     size: int
 
-    def all_reduce(self, send: Array, receive: Array, op: str) -> Sent: ...
-    def reduce_scatter(self, send: Array, receive: Array, op: str) -> Sent: ...
-    def all_gather(self, send: Array, receive: Array) -> Sent: ...
-    def broadcast(self, array: Array, root: int) -> Sent: ...
-    def all_to_all(self, send: Sequence[Array], receive: Sequence[Array]) -> Sent: ...
+    def all_reduce(self, send: Array, receive: Array, op: str, mark: int = 0) -> Sent: ...
+    def reduce_scatter(self, send: Array, receive: Array, op: str, mark: int = 0) -> Sent: ...
+    def all_gather(self, send: Array, receive: Array, mark: int = 0) -> Sent: ...
+    def broadcast(self, array: Array, root: int, mark: int = 0) -> Sent: ...
+    def all_to_all(self, send: Sequence[Array], receive: Sequence[Array], mark: int = 0) -> Sent: ...
     def send(self, array: Array, to: int, tag: int) -> Sent: ...
     def receive(self, array: Array, source: int, tag: int) -> Sent: ...
     def barrier(self) -> Sent: ...
@@ -51,7 +55,7 @@ class Group:
     def __init__(self, transport: Transport, hosts: Sequence[str], *, local_rank: int = 0) -> None:
         self.rank, self.size, self.local_rank = transport.rank, transport.size, local_rank
         self.hosts, self.ledger = tuple(hosts), Ledger()
-        self._transport, self.closed = transport, False
+        self._transport, self.closed, self._turn = transport, False, threading.Lock()
 
     def all_reduce(self, array: Any, op: Reduction = "sum", *, out: Any = None, codec: Codec | None = None) -> Array:
         """The sum, mean, ... of the ranks' arrays, element by element: the same bits on all ranks.
@@ -66,9 +70,8 @@ class Group:
             self._coded(send, receive, op, codec)
         else:
             reduction_numbers(send.dtype, op)
-            begin_s = time.perf_counter()
-            sent = self._transport.all_reduce(send, receive, op)
-            self.ledger.made("all_reduce", sent, time.perf_counter() - begin_s)
+            send = send if out is None else apart(send, receive)
+            self._book("all_reduce", self._transport.all_reduce, send, receive, op, mark(send.dtype, send.shape))
         then()
         return receive if out is None else out
 
@@ -79,7 +82,8 @@ class Group:
         reduction_numbers(send.dtype, op)
         self._check_blocks("reduce_scatter", send)
         receive, then = writable(out, like=send, shape=(send.shape[0] // self.size, *send.shape[1:]))
-        self._book("reduce_scatter", lambda: self._transport.reduce_scatter(send, receive, op))
+        send = send if out is None else apart(send, receive, at=self.rank * receive.nbytes)
+        self._book("reduce_scatter", self._transport.reduce_scatter, send, receive, op, mark(send.dtype, send.shape))
         then()
         return receive if out is None else out
 
@@ -87,7 +91,8 @@ class Group:
         """The ranks' arrays `[...]`, which are alike, as `[size, ...]`."""
         send = readable(array)
         receive, then = writable(out, like=send, shape=(self.size, *send.shape))
-        self._book("all_gather", lambda: self._transport.all_gather(send, receive))
+        send = send if out is None else apart(send, receive, at=-self.rank * send.nbytes)
+        self._book("all_gather", self._transport.all_gather, send, receive, mark(send.dtype, send.shape))
         then()
         return receive if out is None else out
 
@@ -98,7 +103,7 @@ class Group:
         receive, then = writable(out, like=send, shape=send.shape)
         if self.rank == root:
             np.copyto(receive, send)
-        self._book("broadcast", lambda: self._transport.broadcast(receive, root))
+        self._book("broadcast", self._transport.broadcast, receive, root, mark(send.dtype, send.shape))
         then()
         return receive if out is None else out
 
@@ -108,8 +113,9 @@ class Group:
         if send.ndim == 0 or send.shape[0] != self.size:
             raise UsageError(f"all_to_all of {list(send.shape)}: it takes one row for each of {self.size} ranks")
         receive, then = writable(out, like=send, shape=send.shape)
+        send = send.copy() if out is not None and np.may_share_memory(send, receive) else send
         blocks = (list(send.reshape(self.size, -1)), list(receive.reshape(self.size, -1)))
-        self._book("all_to_all", lambda: self._transport.all_to_all(*blocks))
+        self._book("all_to_all", self._transport.all_to_all, *blocks, mark(send.dtype, send.shape))
         then()
         return receive if out is None else out
 
@@ -127,20 +133,20 @@ class Group:
 
     def exchange(self, send: Sequence[Array], receive: Sequence[Array]) -> None:
         """`send[q]` to rank q, and what it sends into `receive[q]`: NumPy arrays in one piece, of known sizes."""
-        self._book("all_to_all", lambda: self._transport.all_to_all(send, receive))
+        self._book("all_to_all", self._transport.all_to_all, send, receive)
 
     def send(self, array: Any, *, to: int, tag: int = 0) -> None:
         """To rank `to`, which receives an array of the same size with the same tag."""
         self._check_peer("send", to, tag)
         content = readable(array)
-        self._book("send", lambda: self._transport.send(content, to, tag))
+        self._book("send", self._transport.send, content, to, tag)
 
     def receive(self, out: Any, *, source: int, tag: int = 0) -> Any:
         """Writes what rank `source` sends into `out`, and returns it."""
         self._check_peer("receive", source, tag)
         like = readable(out)
         target, then = writable(out, like=like, shape=like.shape)
-        self._book("receive", lambda: self._transport.receive(target, source, tag))
+        self._book("receive", self._transport.receive, target, source, tag)
         then()
         return out
 
@@ -158,7 +164,8 @@ class Group:
             raise UsageError(f"{op!r} of {send.dtype} through a codec: it sums float32 or float64; leave the codec out")
         payload = codec.encode(send.reshape(-1))
         everyone = np.empty((self.size, payload.nbytes), np.uint8)
-        self._book("all_reduce", lambda: self._transport.all_gather(payload, everyone))
+        like = mark(send.dtype, send.shape, type(codec).__name__)
+        self._book("all_reduce", self._transport.all_gather, payload, everyone, like)
         total = codec.decode(everyone[0], send.size, send.dtype)
         for row in everyone[1:]:
             total += codec.decode(row, send.size, send.dtype)
@@ -166,10 +173,18 @@ class Group:
             total /= self.size
         receive.reshape(-1)[...] = total
 
-    def _book(self, operation: str, call: Any) -> None:
-        begin_s = time.perf_counter()
-        sent = call()
-        self.ledger.made(operation, sent, time.perf_counter() - begin_s)
+    def _book(self, operation: str, call: Callable[..., Sent], *given: Any) -> None:
+        """Makes the call, and counts it. Raises `UsageError` where another thread is in one: on other ranks their order
+        may be the other one.
+        """
+        if not self._turn.acquire(blocking=False):
+            raise UsageError(f"{operation} while another thread of rank {self.rank} uses the group: take turns")
+        try:
+            begin_s = time.perf_counter()
+            sent = call(*given)
+            self.ledger.made(operation, sent, time.perf_counter() - begin_s)
+        finally:
+            self._turn.release()
 
     def _check_blocks(self, operation: str, array: Array) -> None:
         if array.ndim == 0 or array.shape[0] % self.size:
@@ -194,19 +209,19 @@ class Alone:
 
     rank, size = 0, 1
 
-    def all_reduce(self, send: Array, receive: Array, op: str) -> Sent:
+    def all_reduce(self, send: Array, receive: Array, op: str, mark: int = 0) -> Sent:
         return _copied(send, receive)
 
-    def reduce_scatter(self, send: Array, receive: Array, op: str) -> Sent:
+    def reduce_scatter(self, send: Array, receive: Array, op: str, mark: int = 0) -> Sent:
         return _copied(send, receive)
 
-    def all_gather(self, send: Array, receive: Array) -> Sent:
+    def all_gather(self, send: Array, receive: Array, mark: int = 0) -> Sent:
         return _copied(send, receive)
 
-    def broadcast(self, array: Array, root: int) -> Sent:
+    def broadcast(self, array: Array, root: int, mark: int = 0) -> Sent:
         return Sent()
 
-    def all_to_all(self, send: Sequence[Array], receive: Sequence[Array]) -> Sent:
+    def all_to_all(self, send: Sequence[Array], receive: Sequence[Array], mark: int = 0) -> Sent:
         return _copied(send[0], receive[0])
 
     def send(self, array: Array, to: int, tag: int) -> Sent:

@@ -27,7 +27,7 @@ from shoal.comm.shm.core import (
 )
 from shoal.comm.shm.host import Meeting, find_mates
 from shoal.errors import CollectiveError
-from shoal.wire.arrays import Array, address, reduction_numbers
+from shoal.wire.arrays import Array, address, dtype_number, reduction_numbers
 
 _PATIENCE_S = 0.1  # before a look whether somebody has pressed Ctrl-C
 
@@ -60,24 +60,26 @@ class SharedMemory:
         """Ends the group: later calls of the others say that this rank has left."""
         self._end()
 
-    def all_reduce(self, send: Array, receive: Array, op: str) -> Sent:
-        self._reduce(Kind.ALL_REDUCE, send, receive, op, send.nbytes)
+    def all_reduce(self, send: Array, receive: Array, op: str, mark: int = 0) -> Sent:
+        self._reduce(Kind.ALL_REDUCE, send, receive, op, send.nbytes, mark)
         return Sent(2 * send.nbytes * (self.size - 1) // self.size)
 
-    def reduce_scatter(self, send: Array, receive: Array, op: str) -> Sent:
-        self._reduce(Kind.REDUCE_SCATTER, send, receive, op, receive.nbytes)
+    def reduce_scatter(self, send: Array, receive: Array, op: str, mark: int = 0) -> Sent:
+        self._reduce(Kind.REDUCE_SCATTER, send, receive, op, receive.nbytes, mark)
         return Sent(receive.nbytes * (self.size - 1))
 
-    def all_gather(self, send: Array, receive: Array) -> Sent:
-        self._collective(Kind.ALL_GATHER, send, receive, count=send.nbytes)
+    def all_gather(self, send: Array, receive: Array, mark: int = 0) -> Sent:
+        dtype = dtype_number(send.dtype)
+        self._collective(Kind.ALL_GATHER, send, receive, count=send.nbytes, dtype=dtype, mark=mark)
         return Sent(send.nbytes * (self.size - 1))
 
-    def broadcast(self, array: Array, root: int) -> Sent:
-        self._collective(Kind.BROADCAST, array, array, count=array.nbytes, root=root)
+    def broadcast(self, array: Array, root: int, mark: int = 0) -> Sent:
+        dtype = dtype_number(array.dtype)
+        self._collective(Kind.BROADCAST, array, array, count=array.nbytes, dtype=dtype, root=root, mark=mark)
         return Sent(array.nbytes * (self.size - 1) if self.rank == root else 0)
 
-    def all_to_all(self, send: Sequence[Array], receive: Sequence[Array]) -> Sent:
-        what = Signature(Kind.ALL_TO_ALL, BYTES, 0, 0, 0)
+    def all_to_all(self, send: Sequence[Array], receive: Sequence[Array], mark: int = 0) -> Sent:
+        what = Signature(Kind.ALL_TO_ALL, dtype_number(send[0].dtype), 0, 0, 0, mark)
         handle = self._core.shoal_start_lists(self._open(), byref(what), *_list(send), *_list(receive), True)
         self._finish(handle, (send, receive))
         return Sent(sum(block.nbytes for rank, block in enumerate(send) if rank != self.rank))
@@ -94,22 +96,22 @@ class SharedMemory:
         self._message(Kind.RECV, array, source, tag)
         return Sent()
 
-    def _reduce(self, kind: Kind, send: Array, receive: Array, op: str, count: int) -> None:
+    def _reduce(self, kind: Kind, send: Array, receive: Array, op: str, count: int, mark: int) -> None:
         dtype = reduction_numbers(send.dtype, op)
-        self._collective(kind, send, receive, count=count, dtype=dtype, reduction=REDUCTIONS.index(op))
+        self._collective(kind, send, receive, count=count, dtype=dtype, reduction=REDUCTIONS.index(op), mark=mark)
 
     def _collective(
         self, kind: Kind, send: Array | None, receive: Array | None, *, count: int, dtype: int = BYTES,
-        reduction: int = 0, root: int = 0,
+        reduction: int = 0, root: int = 0, mark: int = 0,
     ) -> None:  # fmt: skip
         if self._call is None:
-            what = Signature(kind, dtype, reduction, root, count)
+            what = Signature(kind, dtype, reduction, root, count, mark)
             addresses = (0 if array is None else address(array) for array in (send, receive))
             self._finish(self._core.shoal_start(self._open(), byref(what), *addresses, True), (send, receive))
             return
         left: list[int | None] = []
         try:
-            self._call(self._open(), kind, dtype, reduction, root, 0, _memory(send), _memory(receive), count, left)
+            self._call(self._open(), kind, dtype, reduction, root, mark, _memory(send), _memory(receive), count, left)
         except BaseException:
             self._leave(left[0] if left else None, (send, receive))
             raise
@@ -117,7 +119,8 @@ class SharedMemory:
             self._finish(left[0], (send, receive))
 
     def _message(self, kind: Kind, array: Array, peer: int, tag: int) -> None:
-        handle = self._core.shoal_message(self._open(), kind, address(array), array.nbytes, peer, tag, False)
+        dtype, at = dtype_number(array.dtype), address(array)
+        handle = self._core.shoal_message(self._open(), kind, dtype, at, array.nbytes, peer, tag, False)
         if handle:
             self._core.shoal_limit(handle, self._timeout_s)
         self._finish(handle, array)

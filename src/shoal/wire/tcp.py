@@ -5,7 +5,8 @@
                    (Patarasuk and Yuan, JPDC 69(2), 2009), in two steps instead of a ring's 2 (n-1)
     others         direct
 
-A frame is a head (what is called, tag, bytes) and its content; ends that mean different calls say so. Both ends of a
+A frame is a head (what is called, tag, bytes) and its content; ends that mean different calls say so. Who expects the
+content of a root sends it a head alone, so that two which take each other for the root do not wait. Both ends of a
 connection have proved that they know the job's token (`launcher.handshake`); the content is neither encrypted nor
 interpreted. A rank takes in whatever arrives while it sends, so that two ranks may send to each other at once.
 
@@ -21,87 +22,28 @@ import struct
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from shoal.comm.ledger import Sent
-from shoal.comm.packing import MANY, packed, unpacked
-from shoal.comm.shm.core import BYTES, DTYPES, REDUCTIONS, Fault, Kind, Signature, sentence
+from shoal.comm.shm.core import BYTES, REDUCTIONS, Fault, Kind, Signature, sentence
 from shoal.errors import CollectiveError
 from shoal.launcher import handshake, sockets
-from shoal.launcher.store.connection import StoreConnection, StoreLate, StoreLost
-from shoal.wire.arrays import Array, combine, reduction_numbers
+from shoal.wire.arrays import Array, combine, dtype_number, reduction_numbers
 
-# `StoreBoard`: small messages between ranks through the job's store, as `shoal.comm.board` has them, without torch.
-#
-# Keys and values are those of a `Board` over a `PrefixStore`, so that ranks with and without torch meet under one key.
+if TYPE_CHECKING:
+    from shoal.wire.connect import StoreBoard
 
-_ONE_PART = b"1\n"  # see `shoal.comm.board`: a message says first in how many parts it comes
-
-
-class StoreBoard:
-    """`timeout_s` bounds each call. All methods raise `CollectiveError` where the store is gone, or a rank late."""
-
-    def __init__(self, connection: StoreConnection, prefix: str, *, timeout_s: float) -> None:
-        self._connection, self._prefix, self.timeout_s = connection, prefix, timeout_s
-
-    def under(self, prefix: str) -> StoreBoard:
-        """The same board for keys below `prefix`."""
-        return StoreBoard(self._connection, f"{self._prefix}/{prefix}", timeout_s=self.timeout_s)
-
-    def publish(self, key: str, value: bytes) -> None:
-        """Makes `value`, up to a few MB, readable under `key`."""
-        try:
-            self._connection.ask("set", [f"{self._prefix}/{key}"], [_ONE_PART + value])
-        except StoreLost as error:
-            raise CollectiveError(_lost(error)) from None
-
-    def published(self, key: str) -> bool:
-        """Whether there is something under `key` now."""
-        try:
-            return self._connection.ask("check", [f"{self._prefix}/{key}"]).found
-        except StoreLost as error:
-            raise CollectiveError(_lost(error)) from None
-
-    def all_gather(self, key: str, text: str, *, rank: int, ranks: Sequence[int]) -> tuple[str, ...]:
-        """What each of `ranks` passes as `text`, in their order; `rank` is this one's place among them."""
-        keys = [f"{self._prefix}/{key}/{place}" for place in range(len(ranks))]
-        self.publish(f"{key}/{rank}", text.encode())
-        try:
-            return tuple(value.decode() for value in self._values(key, keys, rank))
-        except StoreLost as error:
-            raise CollectiveError(_lost(error)) from None
-        except StoreLate:
-            missing = [f"rank {name}" for name, place in zip(ranks, keys, strict=True) if not self._there(place)]
-            raise CollectiveError(
-                f"rank {ranks[rank]} waited {self.timeout_s:g} s for {', '.join(missing[:8]) or 'the others'} of "
-                f"{len(ranks)} ranks: they are dead, stopped or slow to start; see their logs"
-            ) from None
-
-    def _values(self, key: str, keys: Sequence[str], rank: int) -> list[bytes]:
-        """From many ranks on, rank 0 reads all values and publishes them once, packed, as `shoal.comm.board` does."""
-        if len(keys) >= MANY and rank != 0:
-            (whole,) = self._connection.get_all([f"{self._prefix}/{key}/all"], timeout_s=self.timeout_s)
-            return unpacked(whole.removeprefix(_ONE_PART))
-        values = [v.removeprefix(_ONE_PART) for v in self._connection.get_all(keys, timeout_s=self.timeout_s)]
-        if len(keys) >= MANY:
-            self.publish(f"{key}/all", packed(values))
-        return values
-
-    def _there(self, key: str) -> bool:
-        return self._connection.ask("check", [key]).found
-
-
-def _lost(error: StoreLost) -> str:
-    return f"the job's store is gone ({error}): rank 0, which hosts it, has ended; see its log"
-
-
+VERSION = 2
+"""Of the frames; ranks say theirs before they connect."""
 SERVICE = b"wire"
 """What the key of these connections is derived for (`handshake.key_for`)."""
 MOST_MESSAGE_BYTES = 1 << 36
 ONE_SHOT_BYTES = 4096
 """Up to so many, each rank sends its whole vector to all: one step instead of two."""
+_REMEMBERED = 64
+"""Collectives whose call another rank may name late."""
 _LOOK_S, _DOOR_S = 0.1, 0.5
 """How often who waits for messages looks at the clock; and who waits for connections, whether others still do."""
 _SENDABLE, _ARRIVED = select.POLLOUT, select.POLLIN | select.POLLHUP | select.POLLERR
@@ -114,6 +56,11 @@ class _Call(NamedTuple):
     dtype: int = BYTES
     reduction: int = 0
     root: int = 0
+    mark: int = 0
+
+    def signature(self, size: int) -> Signature:
+        """Of so many bytes."""
+        return Signature(self.kind, self.dtype, self.reduction, self.root, size, self.mark)
 
 
 class _Head(NamedTuple):
@@ -132,7 +79,7 @@ class _Head(NamedTuple):
         return _HEAD.pack(*self.call, self.tag, self.size)
 
 
-_HEAD = struct.Struct("!BBBiqQ")
+_HEAD = struct.Struct("!BBBiQqQ")
 _Part = tuple[_Call, memoryview]
 """A call, and the memory of what one rank sends in it."""
 
@@ -164,11 +111,13 @@ class Tcp:
     ) -> None:  # fmt: skip
         self.rank, self.size, self._timeout_s = rank, (size := len(hosts)), timeout_s
         self._hosts, self._calls, self._process = tuple(hosts), 0, os.getpid()
-        self._own = _Call(Kind.BARRIER), 0  # the collective under way, or the last one, and its bytes
+        self._made: dict[int, tuple[_Call, int]] = {}  # the last collectives and their bytes, by number
+        self._failed = ""  # why, once a call has: what is under way then belongs to no later one
         key = handshake.key_for(token, SERVICE)
         with sockets.listen_at(address, 0, one_host=True) as listener:
-            here = f"{address} {listener.getsockname()[1]}"
+            here = f"{address} {listener.getsockname()[1]} {VERSION}"
             doors = board.all_gather("doors", here, rank=rank, ranks=range(size))
+            _check_versions(doors, rank)
             self._peers = {q: _Peer(_knock(doors[q], rank, q, key)) for q in range(rank)}
             self._peers |= _let_in(listener, rank, size, key, board)
         self._poll = select.poll()
@@ -179,12 +128,12 @@ class Tcp:
         for peer in self._peers.values():
             peer.connection.close()
 
-    def all_reduce(self, send: Array, receive: Array, op: str) -> Sent:
-        call = _reduction(Kind.ALL_REDUCE, send, op)
+    def all_reduce(self, send: Array, receive: Array, op: str, mark: int = 0) -> Sent:
+        call = _reduction(Kind.ALL_REDUCE, send, op, mark)
         if send.nbytes <= ONE_SHOT_BYTES:
             everyone = np.empty((self.size, *send.shape), send.dtype)
             sent = self._gathered(send, everyone, call)
-            combine(list(everyone), op, out=receive)
+            combine(list(everyone.reshape(self.size, -1)), op, out=receive)
             return sent
         parts = _parts(send.reshape(-1), self.size)
         sent = self._reduced(parts, out := np.empty_like(parts[self.rank]), op, call)
@@ -193,34 +142,34 @@ class Tcp:
         again = self._exchange([out] * self.size, into, call)
         return Sent(sent.inside_bytes + again.inside_bytes, sent.between_bytes + again.between_bytes)
 
-    def reduce_scatter(self, send: Array, receive: Array, op: str) -> Sent:
+    def reduce_scatter(self, send: Array, receive: Array, op: str, mark: int = 0) -> Sent:
         parts = list(send.reshape(self.size, -1))
-        return self._reduced(parts, receive.reshape(-1), op, _reduction(Kind.REDUCE_SCATTER, send, op))
+        return self._reduced(parts, receive.reshape(-1), op, _reduction(Kind.REDUCE_SCATTER, send, op, mark))
 
-    def all_gather(self, send: Array, receive: Array) -> Sent:
-        return self._gathered(send, receive, _Call(Kind.ALL_GATHER, _dtype_number(send)))
+    def all_gather(self, send: Array, receive: Array, mark: int = 0) -> Sent:
+        return self._gathered(send, receive, _Call(Kind.ALL_GATHER, dtype_number(send.dtype), mark=mark))
 
-    def broadcast(self, array: Array, root: int) -> Sent:
-        call = _Call(Kind.BROADCAST, _dtype_number(array), root=root)
+    def broadcast(self, array: Array, root: int, mark: int = 0) -> Sent:
+        call = _Call(Kind.BROADCAST, dtype_number(array.dtype), root=root, mark=mark)
         if self.rank == root:
             return self._move(dict.fromkeys(self._peers, array), {}, call)
-        return self._move({}, {root: array}, call)
+        return self._move({root: np.empty(0, np.uint8)}, {root: array}, call)
 
-    def all_to_all(self, send: Sequence[Array], receive: Sequence[Array]) -> Sent:
+    def all_to_all(self, send: Sequence[Array], receive: Sequence[Array], mark: int = 0) -> Sent:
         if receive[self.rank].nbytes != send[self.rank].nbytes:
             raise CollectiveError(f"rank {self.rank} sends itself {send[self.rank].nbytes} bytes and expects others")
         receive[self.rank].reshape(-1)[...] = send[self.rank].reshape(-1)
-        return self._exchange(send, receive, _Call(Kind.ALL_TO_ALL))
+        return self._exchange(send, receive, _Call(Kind.ALL_TO_ALL, dtype_number(send[0].dtype), mark=mark))
 
     def barrier(self) -> Sent:
         nothing = np.empty(0, np.uint8)
         return self._exchange([nothing] * self.size, [nothing] * self.size, _Call(Kind.BARRIER))
 
     def send(self, array: Array, to: int, tag: int) -> Sent:
-        return self._move({to: array}, {}, _Call(Kind.SEND), tag)
+        return self._move({to: array}, {}, _Call(Kind.SEND, dtype_number(array.dtype)), tag)
 
     def receive(self, array: Array, source: int, tag: int) -> Sent:
-        return self._move({}, {source: array}, _Call(Kind.SEND), tag)
+        return self._move({}, {source: array}, _Call(Kind.SEND, dtype_number(array.dtype)), tag)
 
     def _gathered(self, send: Array, receive: Array, call: _Call) -> Sent:
         blocks = list(receive.reshape(self.size, -1))
@@ -240,19 +189,33 @@ class Tcp:
         return self._move({q: send[q] for q in self._peers}, {q: receive[q] for q in self._peers}, call)
 
     def _move(self, send: Mapping[int, Array], receive: Mapping[int, Array], call: _Call, tag: int = 0) -> Sent:
-        """Sends and receives until both are done; the bytes that were sent. `tag` is a message's."""
+        """Sends and receives until both are done; the bytes that were sent. `tag` is a message's. A call that fails, or
+        is interrupted, is the last one: others hear that this rank is gone.
+        """
         if os.getpid() != self._process:
             raise CollectiveError("a group can be used by the process that made it only")
+        if self._failed:
+            raise CollectiveError(f"an earlier call of this group has failed ({self._failed}): make another group")
+        try:
+            return self._moved(send, receive, call, tag)
+        except BaseException as error:
+            self._failed = str(error) or type(error).__name__
+            self.close()
+            raise
+
+    def _moved(self, send: Mapping[int, Array], receive: Mapping[int, Array], call: _Call, tag: int) -> Sent:
+        size = max(array.nbytes for array in (*send.values(), *receive.values()))
         if call.kind != Kind.SEND:
             self._calls = tag = self._calls + 1
-            self._own = call, next(iter((*send.values(), *receive.values()))).nbytes
+            self._made[tag] = call, size
+            self._made.pop(tag - _REMEMBERED, None)
         key, end_s = (call.kind == Kind.SEND, tag), time.monotonic() + self._timeout_s
         for rank, array in receive.items():
             self._ask(rank, key, (call, _bytes_of(array)))
         for rank, peer in self._peers.items():
             if call.kind != Kind.SEND and key in peer.stash:
-                theirs, content = peer.stash[key][0]
-                self._refuse(rank, _Head(theirs, tag, len(content)))
+                theirs, content = peer.stash.pop(key)[0]
+                self._check_unasked(rank, _Head(theirs, tag, len(content)))
         for rank, array in send.items():
             content = _bytes_of(array)
             self._peers[rank].outgoing += (memoryview(_Head(call, tag, len(content)).packed()), content)
@@ -260,9 +223,7 @@ class Tcp:
             if (gone := next((rank for rank in late if self._peers[rank].over), None)) is not None:
                 raise CollectiveError(f"Connection closed by peer: rank {gone} of the group is gone")
             if not self._wait(end_s) and time.monotonic() > end_s:
-                raise CollectiveError(
-                    f"TCP: Timed out after {self._timeout_s:g} s waiting for rank {late[0]} of the group"
-                )
+                raise CollectiveError(self._sentence(Fault.TIMED_OUT, late[0], call.signature(size)))
         inside = sum(array.nbytes for rank, array in send.items() if self._hosts[rank] == self._hosts[self.rank])
         return Sent(inside, sum(array.nbytes for array in send.values()) - inside)
 
@@ -331,7 +292,7 @@ class Tcp:
             )
         ours = self._peers[rank].asked.get(head.key)
         if ours is None and head.call.kind != Kind.SEND and head.tag <= self._calls:
-            self._refuse(rank, head)
+            self._check_unasked(rank, head)
         if ours is None:
             return head, memoryview(bytearray(head.size)), 0
         self._check(rank, (ours[0], len(ours[1])), head.call, head.size)
@@ -340,8 +301,10 @@ class Tcp:
     def _arrived(self, rank: int, head: _Head, memory: memoryview) -> None:
         peer = self._peers[rank]
         peer.arriving, ours = None, peer.asked.pop(head.key, None)
-        if ours is None:
+        if ours is None and (head.call.kind == Kind.SEND or head.tag > self._calls):
             peer.stash[head.key].append((head.call, memory))
+        elif ours is None:
+            self._check_unasked(rank, head)
         elif ours[1] is not memory:  # asked for while it arrived
             self._check(rank, (ours[0], len(ours[1])), head.call, len(memory))
             ours[1][:] = memory
@@ -360,13 +323,23 @@ class Tcp:
         if (call, size) == ours:
             return
         fault = Fault.WRONG_SIZE if call == ours[0] else Fault.DISAGREE
-        own, theirs = Signature(*ours[0], ours[1]), Signature(*call, size)
-        raise CollectiveError(sentence(fault, rank, own, theirs, own=self.rank, timeout_s=self._timeout_s))
+        if call.root != ours[0].root:
+            size = size or ours[1]  # of a head alone
+        raise CollectiveError(self._sentence(fault, rank, ours[0].signature(ours[1]), call.signature(size)))
 
-    def _refuse(self, rank: int, head: _Head) -> None:
-        """`rank` sends in a collective in which this one expects nothing: both are roots, say."""
-        if head.tag == self._calls:
-            self._check(rank, self._own, head.call, head.size)
+    def _sentence(self, fault: Fault, rank: int, ours: Signature, theirs: Signature | None = None) -> str:
+        named = {"own": self.rank, "timeout_s": self._timeout_s, "over": "TCP"}
+        return sentence(fault, rank, ours, theirs or Signature(), **named)
+
+    def _check_unasked(self, rank: int, head: _Head) -> None:
+        """`rank` sends in a collective in which nothing is expected of it. A head alone says which call it is in; else
+        both are roots, say.
+        """
+        alone = head.size == 0 and head.call.kind == Kind.BROADCAST
+        if (own := self._made.get(head.tag)) is not None:
+            self._check(rank, own, head.call, own[1] if alone else head.size)
+        if alone:
+            return
         root = f" with root {head.call.root}" if head.call.kind == Kind.BROADCAST else ""
         raise CollectiveError(
             f"rank {rank} of the group called {Kind(head.call.kind).name.lower()}{root} where rank {self.rank} "
@@ -374,13 +347,8 @@ class Tcp:
         )
 
 
-def _reduction(kind: Kind, array: Array, op: str) -> _Call:
-    return _Call(kind, reduction_numbers(array.dtype, op), REDUCTIONS.index(op))
-
-
-def _dtype_number(array: Array) -> int:
-    """By which ranks see that they mean the same numbers; `BYTES` of a dtype that the core does not know."""
-    return DTYPES.get(array.dtype.name, BYTES)
+def _reduction(kind: Kind, array: Array, op: str, mark: int) -> _Call:
+    return _Call(kind, reduction_numbers(array.dtype, op), REDUCTIONS.index(op), mark=mark)
 
 
 def _unpacked(head: bytearray) -> _Head:
@@ -409,8 +377,17 @@ def _push(peer: _Peer) -> None:
             peer.outgoing[0] = peer.outgoing[0][sent:]
 
 
+def _check_versions(doors: Sequence[str], rank: int) -> None:
+    for other, door in enumerate(doors):
+        if (version := (door.split(" ")[2:] or ["1"])[0]) != str(VERSION):
+            raise CollectiveError(
+                f"rank {other} speaks version {version} of the wire, rank {rank} version {VERSION}: run one version of "
+                "Shoal everywhere"
+            )
+
+
 def _knock(door: str, rank: int, other: int, key: bytes) -> socket.socket:
-    address, _, port = door.partition(" ")
+    address, port, _ = door.split(" ")
     try:
         connection = sockets.connected(address, int(port))
         handshake.shake_hands(connection, key, which=f"the token of this job, as rank {other} has it")

@@ -12,7 +12,7 @@ import importlib
 import importlib.machinery
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_bool, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from enum import IntEnum
 from pathlib import Path
@@ -27,6 +27,13 @@ DTYPES = {
     )
 }
 """The core's numbers of what it can reduce, by the names that torch and NumPy share."""
+MOVED = DTYPES | {
+    name: BYTES + 1 + number
+    for number, name in enumerate(
+        ("complex64", "complex128", "uint16", "uint32", "uint64", "complex32", "float8_e4m3fn", "float8_e5m2")
+    )
+}
+"""And of what it only moves, by which ranks see that they mean the same numbers; `BYTES` stand for any other."""
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
 
 
@@ -46,9 +53,8 @@ class CallState(IntEnum):
 class Fault(IntEnum):
     """Why a call failed."""
 
-    NO_FAULT, PEER_DEAD, PEER_LEFT, PEER_FAILED, TIMED_OUT, DISAGREE, WRONG_SIZE, CLOSED, NO_MEMORY, UNSHARED = range(
-        10
-    )
+    NO_FAULT, PEER_DEAD, PEER_LEFT, PEER_FAILED, TIMED_OUT, DISAGREE = range(6)
+    WRONG_SIZE, CLOSED, NO_MEMORY, UNSHARED, EARLIER = range(6, 11)
 
 
 class Settings(Structure):
@@ -94,24 +100,60 @@ def core_settings(size: int, *, timeout_s: float, threads: int) -> Settings:
     return Settings(_PLACES, _PLACE_BYTES, _RING_BYTES, one_shot_bytes, spins, spare_core, timeout_s)
 
 
+# `mark` of a `Signature`: the shape of an array, so that [2, 3] is not summed into [3, 2]. The first 4 bits have the
+# number of dimensions, and one; the other 60 are divided among them. A shape that does not fit gives a hash, and so
+# does a dtype that has no number here.
+
+_HASHED, _SHAPE_BITS = 15, 60
+
+
+def mark_of(shape: Sequence[int], *, what: str = "") -> int:
+    """Never 0, which says nothing. `what`: whatever else of the arrays has to be alike, where it has no number."""
+    most = len(shape)
+    each = _SHAPE_BITS // max(1, most)
+    if what or most + 1 >= _HASHED or any(length >> each for length in shape):
+        text = f"{what} {list(shape)}".encode()
+        return _HASHED << _SHAPE_BITS | zlib.crc32(text) << 28 | zlib.adler32(text) >> 4
+    packed = 0
+    for length in shape:
+        packed = packed << each | length
+    return (most + 1) << _SHAPE_BITS | packed
+
+
+def _shape(mark: int) -> str:
+    """Empty where the mark is a hash, or says nothing."""
+    if (most := (mark >> _SHAPE_BITS) - 1) < 0 or most + 1 == _HASHED:
+        return ""
+    each = _SHAPE_BITS // max(1, most)
+    return f" of shape {[mark >> each * place & (1 << each) - 1 for place in reversed(range(most))]}"
+
+
 class CoreMissing(Exception):
     """Why there is no core, for people."""
 
 
-def sentence(fault: Fault, rank: int, ours: Signature, theirs: Signature, *, own: int, timeout_s: float) -> str:
+def sentence(
+    fault: Fault, rank: int, ours: Signature, theirs: Signature, *, own: int, timeout_s: float,
+    over: str = "shared memory",
+) -> str:  # fmt: skip
     """Why a call of rank `own` failed, because of `rank`."""
+    mine, other = _named(ours), _named(theirs)
+    if mine == other:  # it is the arrays, then
+        mine += _shape(ours.mark)
+        other += _shape(theirs.mark) or " of arrays of another shape, dtype or codec"
     return {
         Fault.PEER_DEAD: f"Connection closed by peer: rank {rank} of the group is gone",
         Fault.PEER_LEFT: f"rank {rank} of the group has closed it",
         Fault.PEER_FAILED: f"another rank of the group gave up on rank {rank}",
-        Fault.TIMED_OUT: f"shared memory: Timed out after {timeout_s:g} s waiting for rank {rank} of the group",
-        Fault.DISAGREE: f"rank {own} called {_named(ours)}, rank {rank} of the group {_named(theirs)}: all ranks must "
+        Fault.TIMED_OUT: f"{over}: Timed out after {timeout_s:g} s waiting for rank {rank} of the group, in {mine}",
+        Fault.DISAGREE: f"rank {own} called {mine}, rank {rank} of the group {other}: all ranks must "
         "make the same calls in the same order",
         Fault.WRONG_SIZE: f"rank {rank} of the group sends {theirs.bytes} bytes, rank {own} expects {ours.bytes}",
         Fault.CLOSED: "this group is closed",
         Fault.UNSHARED: f"rank {rank} of the group has not allocated the memory of this call, or another size: all "
         "ranks must allocate the same in the same order",
         Fault.NO_MEMORY: "no memory for a message that nobody has asked for yet",
+        Fault.EARLIER: f"an earlier call of this group has failed because of rank {rank}: make another group",
     }.get(fault, f"shared memory failed ({fault.name})")
 
 
@@ -120,8 +162,8 @@ _ROOTED = (Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER)
 
 
 def _named(call: Signature) -> str:
-    kind, dtypes = Kind(call.kind), list(DTYPES)
-    numbers = dtypes[call.dtype] if call.dtype < BYTES else ""
+    kind = Kind(call.kind)
+    numbers = next((name for name, number in MOVED.items() if number == call.dtype), "")
     how = f" ({REDUCTIONS[call.reduction]} of {numbers})" if kind in _REDUCING else numbers and f" in {numbers}"
     root = f" with root {call.root}" if kind in _ROOTED else ""
     where = f" at byte {call.offset} of shared allocation {call.window}" if call.window else ""
@@ -140,7 +182,7 @@ _FUNCTIONS = {
     "address": (c_void_p, [c_void_p]),
     "peer": (c_void_p, [c_void_p, c_void_p, c_uint64, c_int]),
     "release": (None, [c_void_p]),
-    "message": (c_void_p, [c_void_p, c_int, c_void_p, c_uint64, c_int, c_int64, c_bool]),
+    "message": (c_void_p, [c_void_p, c_int, c_int, c_void_p, c_uint64, c_int, c_int64, c_bool]),
     "wait": (c_int, [c_void_p, c_double, c_bool]),
     "leave": (None, [c_void_p]),
     "limit": (None, [c_void_p, c_double]),

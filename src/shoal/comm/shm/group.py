@@ -34,9 +34,9 @@ from shoal.comm.c10d_forms import (
     ranged,
     untraced,
 )
-from shoal.comm.shm.core import DTYPES, REDUCTIONS, Kind, core_settings, load_core
+from shoal.comm.shm.core import BYTES, DTYPES, REDUCTIONS, Kind, core_settings, load_core
 from shoal.comm.shm.host import find_mates
-from shoal.comm.shm.transport import Transport
+from shoal.comm.shm.transport import Transport, number_of
 
 Finish = list[Callable[[], object]]
 
@@ -164,8 +164,8 @@ class CoreGroup(dist.ProcessGroup):
             raise ValueError(f"all_gather of {_shown(input)} into {_shown(output)}: it takes one block for each rank")
         finish: Finish = []
         return self._transport.collective(
-            Kind.ALL_GATHER, input.contiguous(), _writable(output, finish), count=input.nbytes, sync=_sync(opts),
-            outputs=[output], finish=finish,
+            Kind.ALL_GATHER, input.contiguous(), _writable(output, finish), count=input.nbytes,
+            dtype=number_of(input), sync=_sync(opts), outputs=[output], finish=finish,
         )  # fmt: skip
 
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -196,8 +196,8 @@ class CoreGroup(dist.ProcessGroup):
         if self.rank() == opts.rootRank:
             self._check_blocks("scatter", blocks, output)
         return self._transport.collective_of_lists(
-            Kind.SCATTER, blocks, [_writable(output, finish)], count=output.nbytes, root=opts.rootRank,
-            sync=_sync(opts), outputs=[output], finish=finish,
+            Kind.SCATTER, blocks, [_writable(output, finish)], count=output.nbytes, dtype=number_of(output),
+            root=opts.rootRank, sync=_sync(opts), outputs=[output], finish=finish,
         )  # fmt: skip
 
     @ranged("reduce_scatter")
@@ -242,8 +242,9 @@ class CoreGroup(dist.ProcessGroup):
         receive, send = _split(target, out_sizes, self.size()), _split(source, in_sizes, self.size())
         self._check_exchange(receive, send)
         return self._transport.collective_of_lists(
-            Kind.ALL_TO_ALL, send, receive, count=0, sync=_sync(opts), outputs=[output], finish=finish
-        )
+            Kind.ALL_TO_ALL, send, receive, count=0, dtype=number_of(input), sync=_sync(opts), outputs=[output],
+            finish=finish,
+        )  # fmt: skip
 
     def alltoall_base(
         self, output: Tensor, input: Tensor, out_sizes: Sequence[int], in_sizes: Sequence[int], opts: Any = None
@@ -256,7 +257,7 @@ class CoreGroup(dist.ProcessGroup):
         finish: Finish = []
         return self._transport.collective_of_lists(
             Kind.ALL_TO_ALL, [block.contiguous() for block in inputs], [_writable(o, finish) for o in outputs],
-            count=0, sync=_sync(opts), outputs=outputs, finish=finish,
+            count=0, dtype=_common(inputs), sync=_sync(opts), outputs=outputs, finish=finish,
         )  # fmt: skip
 
     @ranged("send")
@@ -303,8 +304,8 @@ class CoreGroup(dist.ProcessGroup):
         finish: Finish = []
         flat, root = _writable(tensor, finish, copy=True), checked_root(opts.rootRank, self.size())
         return self._transport.collective(
-            Kind.BROADCAST, flat, flat, count=flat.nbytes, root=root, sync=_sync(opts), outputs=[tensor],
-            finish=finish,
+            Kind.BROADCAST, flat, flat, count=flat.nbytes, dtype=number_of(tensor), root=root, sync=_sync(opts),
+            outputs=[tensor], finish=finish,
         )  # fmt: skip
 
     def _gathered(self, kind: Kind, outputs: Sequence[Tensor], own: Tensor, opts: Any, root: int = 0) -> Any:
@@ -312,8 +313,8 @@ class CoreGroup(dist.ProcessGroup):
             self._check_blocks(kind.name.lower(), outputs, own)
         finish: Finish = []
         return self._transport.collective_of_lists(
-            kind, [own.contiguous()], [_writable(output, finish) for output in outputs], count=own.nbytes, root=root,
-            sync=_sync(opts), outputs=list(outputs), finish=finish,
+            kind, [own.contiguous()], [_writable(output, finish) for output in outputs], count=own.nbytes,
+            dtype=number_of(own), root=root, sync=_sync(opts), outputs=list(outputs), finish=finish,
         )  # fmt: skip
 
     def _reduce_scattered(self, output: Tensor, blocks: Sequence[Tensor], numbers: tuple[int, int], opts: Any) -> Any:
@@ -385,6 +386,11 @@ def _reducible(tensor: Tensor, reduce_op: Any) -> tuple[int, int] | None:
 def _all_reducible(tensors: Sequence[Tensor], reduce_op: Any) -> list[tuple[int, int]] | None:
     numbers = [_reducible(tensor, reduce_op) for tensor in tensors]
     return None if None in numbers else numbers  # pyright: ignore[reportReturnType]
+
+
+def _common(tensors: Sequence[Tensor]) -> int:
+    """The core's number of the dtype of all of them."""
+    return number_of(tensors[0]) if len({tensor.dtype for tensor in tensors}) == 1 else BYTES
 
 
 def _writable(tensor: Tensor, finish: Finish, *, copy: bool = False) -> Tensor:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from shoal.comm.c10d_forms import SmallWorks, readable, untraced
 from shoal.comm.seam_work import FutureThreads, complete
-from shoal.comm.shm.core import BYTES, CallState, Core, Fault, Kind, Settings, Signature, load_call, sentence
+from shoal.comm.shm.core import BYTES, MOVED, CallState, Core, Fault, Kind, Settings, Signature, load_call, sentence
 from shoal.comm.shm.host import HostMates, create_segment, window_name
 from shoal.errors import CollectiveError
 
@@ -317,7 +317,8 @@ class Transport:
     ) -> CoreWork:
         """`peer` -1: from whoever sends."""
         self._check()
-        handle = self._core.shoal_message(self._handle, kind, _pointer(tensor), tensor.nbytes, peer, tag, False)
+        dtype, at = number_of(tensor), _pointer(tensor)
+        handle = self._core.shoal_message(self._handle, kind, dtype, at, tensor.nbytes, peer, tag, False)
         return self._work(handle, Kept([tensor], tensor, finish), in_order=False)
 
     def _check(self) -> None:
@@ -385,6 +386,14 @@ class Transport:
                 key = next(iter(self._under_way))
                 if not self._under_way[key].is_completed():  # else it is gone
                     self._under_way.move_to_end(key)
+
+
+_NUMBERS = {getattr(torch, name): number for name, number in MOVED.items()}
+
+
+def number_of(tensor: Tensor) -> int:
+    """The core's number of its dtype, by which ranks see that they mean the same; `BYTES` where there is none."""
+    return _NUMBERS.get(tensor.dtype, BYTES)
 
 
 def _let_go(memory: Tensor) -> None:

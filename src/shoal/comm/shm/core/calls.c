@@ -91,8 +91,9 @@ EXPORT op *shoal_start_lists(group *g, const signature *what, char *const *send,
     return submit(call, wait_at_once, g->settings.place_bytes);
 }
 
-EXPORT op *shoal_message(group *g, int kind, char *data, uint64_t bytes, int peer, int64_t tag, bool wait_at_once) {
-    signature what = {.kind = (uint32_t)kind, .dtype = BYTES, .root = peer, .bytes = bytes};
+EXPORT op *shoal_message(group *g, int kind, int dtype, char *data, uint64_t bytes, int peer, int64_t tag,
+                         bool wait_at_once) {
+    signature what = {.kind = (uint32_t)kind, .dtype = (uint32_t)dtype, .root = peer, .bytes = bytes};
     op *message = new_op(g, &what);
     if (message == NULL) return NULL;
     message->peer = peer, message->tag = tag;

@@ -13,6 +13,9 @@
        reduce-scatter  -  | reduce my block of all ranks' memory into the output
        all-gather      -  | read the others' blocks in their memory
 
+   Who brings nothing signs too. Ranks that wait for each other compare what they have called; where there is a root some
+   need not wait, and of any two the one that comes later compares, with what the other has signed by then.
+
    A rank touches the others' memory after all have brought, and before it has reduced; a call is over when all have
    reduced. So a rank's memory is its own before a call and after it. Such a call takes one turn, whose place stays
    empty; those that follow each other need not wait for the end of the one before: `step_ahead`.
@@ -32,6 +35,10 @@ static uint64_t pieces(uint64_t count, uint64_t chunk) { return count <= chunk ?
 
 static bool is_reduction(const op *call) { return call->what.kind <= REDUCE_SCATTER; }
 static bool in_two_stages(const op *call) { return is_reduction(call) || call->window != NULL; }
+static bool has_root(const op *call) {
+    uint32_t kind = call->what.kind;
+    return kind == REDUCE || kind == BROADCAST || kind == GATHER || kind == SCATTER;
+}
 static bool has_blocks(const op *call) {
     return call->what.kind == REDUCE_SCATTER || call->what.kind == SCATTER || call->what.kind == ALL_TO_ALL;
 }
@@ -79,17 +86,22 @@ static void start(op *call) {
     call->base = g->turn;
     call->started = true;
     if (call->window != NULL) g->turn += call->turns;
-    call->cursors[BROUGHT] = brings(call, g->rank) ? 0 : call->turns;
     if (call->what.kind == ALL_TO_ALL && call->send_bytes[g->rank] != call->receive_bytes[g->rank]) {
         call->theirs.bytes = call->send_bytes[g->rank];
         fail(call, WRONG_SIZE, g->rank);
     }
 }
 
+/* A rank that gives no mark says nothing about it. */
+static bool alike(signature ours, signature theirs) {
+    if (ours.mark == 0 || theirs.mark == 0) ours.mark = theirs.mark = 0;
+    return memcmp(&ours, &theirs, sizeof ours) == 0;
+}
+
 static bool disagrees(op *call, int rank) {
     place_header *theirs = place_header_of(call->group, rank, call->base);
     call->theirs = theirs->signature;
-    if (memcmp(&call->theirs, &call->what, sizeof call->what) != 0) return fail(call, DISAGREE, rank), true;
+    if (!alike(call->what, call->theirs)) return fail(call, DISAGREE, rank), true;
     if (call->what.kind != ALL_TO_ALL) return false;
     call->theirs.bytes = theirs->blocks[call->group->rank];
     return call->theirs.bytes != call->receive_bytes[rank] ? fail(call, WRONG_SIZE, rank), true : false;
@@ -235,6 +247,15 @@ static bool agreed(op *call, uint64_t index) {
     return true;
 }
 
+/* Whether all that have come by now call the same; in the order of the fence, one of any two ranks sees the other. */
+static bool agreed_so_far(op *call) {
+    group *g = call->group;
+    atomic_thread_fence(memory_order_seq_cst);
+    for (int rank = 0; rank < g->size; rank++)
+        if (rank != g->rank && reached(g, rank, BROUGHT, call->base + 1) && disagrees(call, rank)) return false;
+    return true;
+}
+
 /* Who has called has shared its memory before: what is not here by then will not come. */
 static bool mapped(op *call) {
     int missing;
@@ -290,9 +311,15 @@ static bool try_bring(op *call, want *blocked) {
     uint64_t index = call->cursors[BROUGHT], turn = call->base + index, places = call->group->settings.places;
     if (index == call->turns) return false;
     if (turn >= places && !all_reached(call, TAKEN, turn - places + 1, blocked)) return false;
-    bring(call, index);
-    done_with(call, BROUGHT);
-    return true;
+    if (brings(call, call->group->rank)) {
+        bring(call, index);
+        done_with(call, BROUGHT);
+    } else {
+        sign(call);
+        call->cursors[BROUGHT] = call->turns;
+        publish(call->group, BROUGHT, call->base + call->turns);
+    }
+    return index > 0 || !has_root(call) || agreed_so_far(call);
 }
 
 bool step(op *call, want *blocked) {

@@ -41,7 +41,7 @@ enum field { BROUGHT, REDUCED, TAKEN, FIELDS };
 enum life { ALIVE, LEFT, FAILED };
 enum outcome { PENDING, DONE, BROKEN, FOREIGN };
 enum fault {
-    NO_FAULT, PEER_DEAD, PEER_LEFT, PEER_FAILED, TIMED_OUT, DISAGREE, WRONG_SIZE, CLOSED, NO_MEMORY, UNSHARED
+    NO_FAULT, PEER_DEAD, PEER_LEFT, PEER_FAILED, TIMED_OUT, DISAGREE, WRONG_SIZE, CLOSED, NO_MEMORY, UNSHARED, EARLIER
 };
 
 #define ANY_SOURCE (-1)
@@ -59,7 +59,7 @@ typedef struct { /* what a call is, as far as its ranks must agree */
     uint32_t kind, dtype, reduction;
     int32_t root;
     uint64_t bytes;
-    uint64_t mark; /* the caller's own: whatever else has to be alike */
+    uint64_t mark; /* the caller's own: whatever else has to be alike; 0: nothing */
     uint64_t window, offset; /* of a call in memory that all ranks have mapped: which (else 0), and where in it */
 } signature;
 
@@ -131,6 +131,7 @@ typedef struct op {
 typedef struct stray { /* a message that came before it was asked for */
     struct stray *next;
     int source;
+    uint32_t dtype;
     int64_t tag;
     uint64_t bytes;
     bool whole;
@@ -140,6 +141,7 @@ typedef struct stray { /* a message that came before it was asked for */
 
 typedef struct { /* what is on its way from one rank */
     bool active;
+    uint32_t dtype;
     int64_t tag;
     uint64_t bytes, moved;
     op *target;

@@ -1,6 +1,6 @@
 /* Messages between two ranks: a stream in a ring of the sender's, which goes on whatever the collectives do.
 
-   A message is a line (tag, bytes) and its content, rounded up to lines. To one rank, messages go in the order of the
+   A message is a line (tag, bytes, dtype) and its content, rounded up to lines. To one rank, messages go in the order of the
    calls. What arrives belongs to the first receive that asked for its source and tag; if there is none, but others
    are asked for, it is put aside, so that tags may be asked for in any order. While nothing is asked for it stays in
    the ring, and a sender of more than the ring holds waits.
@@ -69,6 +69,7 @@ static bool send_some(op *message) {
     if (message->moved == 0) {
         char line[LINE] = {0};
         memcpy(line, &message->tag, 8), memcpy(line + 8, &message->send_bytes[0], 8);
+        memcpy(line + 16, &message->what.dtype, 4);
         ring_copy(g, ring, head, line, LINE, true);
         message->moved = LINE, head += LINE, space -= LINE;
     }
@@ -104,14 +105,16 @@ static op *asked_for(group *g, int source, int64_t tag) {
     return NULL;
 }
 
-/* The receive gets this message; one of another size fails, and so does the group: its content has no place to go. */
-static bool claim(op *asked, int source, uint64_t bytes) {
+/* The receive gets this message; one of another size or dtype fails, and so does the group: its content has no place
+   to go. BYTES stand for any dtype. */
+static bool claim(op *asked, int source, uint64_t bytes, uint32_t dtype) {
     take_out(&asked->group->asked, asked);
     asked->peer = source;
-    asked->theirs = (signature){.kind = SEND, .dtype = BYTES, .bytes = bytes};
-    if (asked->receive_bytes[0] == bytes) return true;
-    over(asked, WRONG_SIZE, source);
-    return false;
+    asked->theirs = (signature){.kind = SEND, .dtype = dtype, .bytes = bytes};
+    int fault = asked->receive_bytes[0] != bytes ? WRONG_SIZE : NO_FAULT;
+    if (dtype != asked->what.dtype && dtype != BYTES && asked->what.dtype != BYTES) fault = DISAGREE;
+    if (fault != NO_FAULT) over(asked, fault, source);
+    return fault == NO_FAULT;
 }
 
 static stray *put_aside(group *g, int source, const incoming *in) {
@@ -121,7 +124,7 @@ static stray *put_aside(group *g, int source, const incoming *in) {
         fail_group(g, NO_MEMORY, g->rank);
         return NULL;
     }
-    s->source = source, s->tag = in->tag, s->bytes = in->bytes;
+    s->source = source, s->tag = in->tag, s->bytes = in->bytes, s->dtype = in->dtype;
     while (*end != NULL) end = &(*end)->next;
     return *end = s;
 }
@@ -136,9 +139,10 @@ static bool begin_incoming(group *g, int from, uint64_t tail, uint64_t there) {
     char line[LINE];
     ring_copy(g, ring_of(g, from, g->rank), tail, line, LINE, false);
     *in = (incoming){.active = true};
-    memcpy(&in->tag, line, 8), memcpy(&in->bytes, line + 8, 8);
+    memcpy(&in->tag, line, 8), memcpy(&in->bytes, line + 8, 8), memcpy(&in->dtype, line + 16, 4);
     in->target = asked_for(g, from, in->tag);
-    bool placed = in->target != NULL ? claim(in->target, from, in->bytes) : (in->stray = put_aside(g, from, in)) != NULL;
+    bool placed = in->target != NULL ? claim(in->target, from, in->bytes, in->dtype)
+                                     : (in->stray = put_aside(g, from, in)) != NULL;
     if (!placed) *in = (incoming){0};
     return placed;
 }
@@ -227,7 +231,7 @@ void post_message(op *message) {
     append(&g->asked, message);
     for (stray *s = g->strays; s != NULL; s = s->next) {
         if (s->claimed != NULL || !matches(message, s->source, s->tag)) continue;
-        if (claim(message, s->source, s->bytes)) s->claimed = message;
+        if (claim(message, s->source, s->bytes, s->dtype)) s->claimed = message;
         hand_over(g);
         return;
     }

@@ -115,11 +115,12 @@ int peer_fault(group *g, int rank, int *culprit) {
     return gone(g->streams[rank], POLLRDHUP) || gone(g->processes[rank], POLLIN) ? PEER_DEAD : NO_FAULT;
 }
 
-/* What the group failed of, for good; NO_FAULT while it is well. */
+/* What the group failed of, for good; NO_FAULT while it is well. What is wrong with one call is EARLIER for others. */
 int group_fault(const group *g, int *culprit) {
     uint32_t failure = atomic_load(&g->failure);
+    int fault = (int)(failure & 0xff);
     *culprit = (int)(failure >> 8) - 1;
-    return (int)(failure & 0xff);
+    return fault == DISAGREE || fault == WRONG_SIZE || fault == UNSHARED ? EARLIER : fault;
 }
 
 /* The first failure is the group's; the peers learn of it at once. */
