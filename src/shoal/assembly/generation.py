@@ -82,7 +82,7 @@ def build_generation(
         connect_norms(model, mesh.axis("replicate", "shard", lane="statistics"))
     forward_backward = build_forward_backward(
         run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan,
-        programs=programs, distillation=workload.distillation,
+        programs=programs, distillation=workload.distillation, own_loop=bool(workload.optimizers),
     )  # fmt: skip
     sync = build_sync(run_file.sync, mesh)
     if workload.optimizers and run_file.optimizer.sends_momentum:

@@ -15,7 +15,7 @@ import copy
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +24,9 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_leaves
 
 from shoal.errors import UserCodeError
-from shoal.optim.declared import Granularity, Slot, counter
+from shoal.optim.declared import Granularity, Slot
 from shoal.optim.layer_statistics import SeesLayers
+from shoal.optim.slots import has_stepped, slot_of, state_of_whole
 
 # Whether an optimizer updates each parameter by itself, found by trying.
 #
@@ -75,7 +76,13 @@ def tried(optimizer: torch.optim.Optimizer) -> Tried:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         before = torch.random.get_rng_state()
-        together = _stepped_elements(optimizer, chosen)
+        try:
+            together = _stepped_elements(optimizer, chosen)
+        except Exception as error:
+            raise UserCodeError(
+                f"{type(optimizer).__name__} cannot step other parameters than its own ({error}), as the pieces that a "
+                "rank has of them: what it keeps of a parameter belongs into its state, where checkpoints find it"
+            ) from error
         counts = tuple(sorted({name for each in together for name in each.counts}))
         attributes = together[0].attributes
         if not torch.equal(before, torch.random.get_rng_state()):
@@ -223,14 +230,14 @@ def works_on(optimizer: torch.optim.Optimizer) -> Granularity:
     return "elements" if known else "matrices"
 
 
-def check_fresh(optimizer: Any, names: Mapping[int, str]) -> None:
-    """Raises `UserCodeError` unless `optimizer` has taken no step, and steps parameters that have `names`, by id."""
+def check_own(optimizer: Any, names: Mapping[int, str]) -> None:
+    """Raises `UserCodeError` unless it steps parameters that have `names`, by id, and its steps so far can be kept."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserCodeError(f"the optimizer is of type {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
-    if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
+    if has_stepped(optimizer) and hasattr(optimizer, "slots"):
         raise UserCodeError(
-            "the optimizer has taken steps already; hand it over as it was built: a resumed run gets its state from "
-            "the checkpoint"
+            f"{type(optimizer).__name__} has taken steps already, and its state of layers is not taken over: hand it "
+            "over as it was built; a resumed run gets its state from the checkpoint"
         )
     if any(number not in names for number in _stepped_by(optimizer)):
         raise UserCodeError(
@@ -262,7 +269,7 @@ def _stepped_by(optimizer: torch.optim.Optimizer) -> list[int]:
 class OwnOptimizer:
     """A user's optimizer before the model is divided. `groups` are the names of the parameters of each group; it
     `couples` if the update of one depends on the gradients of others; `counts` are numbers of a group that steps
-    change.
+    change; `taken` is the state of steps that it took before, by slot and parameter.
     """
 
     optimizer: torch.optim.Optimizer
@@ -271,6 +278,7 @@ class OwnOptimizer:
     works_on: Granularity
     couples: bool = False
     counts: Sequence[str] = ()
+    taken: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -314,19 +322,20 @@ SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum"
 
 
 def own_optimizers(optimizers: Sequence[Any], model: nn.Module) -> list[OwnOptimizer]:
-    """Raises `UserCodeError` unless together they can train `model`: fresh ones, each parameter by one of them, and
-    with state that a checkpoint can hold (`slots_of`).
+    """Raises `UserCodeError` unless together they can train `model`: each parameter by one of them, and with state
+    that a checkpoint can hold (`slots_of`).
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
-        check_fresh(optimizer, names)
+        check_own(optimizer, names)
     _check_shares(optimizers, model)
     return [_own(optimizer, names) for optimizer in optimizers]
 
 
 def _own(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OwnOptimizer:
     groups = [[names[id(p)] for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
-    own = OwnOptimizer(optimizer, groups, slots_of(optimizer), works_on(optimizer))
+    taken = state_of_whole(optimizer, names) if has_stepped(optimizer) else {}
+    own = OwnOptimizer(optimizer, groups, slots_of(optimizer), works_on(optimizer), taken=taken)
     known = type(optimizer).__module__.startswith("torch.optim") and own.works_on == "elements"
     if known or isinstance(optimizer, SeesLayers):  # one that sees layers cannot step without
         return own
@@ -395,28 +404,8 @@ def slots_of(optimizer: torch.optim.Optimizer) -> tuple[Slot, ...]:
         for probe, state in _stepped(optimizer, number, probes):
             for name, value in state.items():
                 if value is not None:
-                    found[name] = _slot_of(optimizer, probe, name, value)
+                    found[name] = slot_of(optimizer, probe, name, value)
     return tuple(found.values())
-
-
-def _slot_of(optimizer: torch.optim.Optimizer, probe: Parameter, name: str, value: Any) -> Slot:
-    """How a checkpoint holds `value`, which a step on `probe` has left in the state."""
-    said = f"{type(optimizer).__name__} keeps '{name}'"
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return replace(counter(name), python_number=True)
-    if not isinstance(value, Tensor):
-        raise UserCodeError(
-            f"{said} of type {type(value).__name__} for a parameter; Shoal's checkpoints hold tensors and numbers: "
-            "keep it as one of these"
-        )
-    if value.shape == probe.shape:
-        return Slot(name)
-    if value.numel() == 1:
-        return counter(name)
-    raise UserCodeError(
-        f"{said} of shape {tuple(value.shape)} for a parameter of {tuple(probe.shape)}; Shoal's checkpoints hold state "
-        "of the parameter's shape, or one number"
-    )
 
 
 def _unlike(groups: Sequence[Mapping[str, Any]]) -> list[int]:
@@ -444,6 +433,3 @@ def _stepped(
             "update, and gives it none"
         ) from error
     return [(probe, clone.state.get(probe, {})) for probe in probes]
-
-
-# The groups of an optimizer that steps pieces, as a script sees them between two steps.
