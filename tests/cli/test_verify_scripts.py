@@ -70,7 +70,7 @@ FAULTS = {
     "a sum for a mean": (LOSS, "F.cross_entropy(call(inputs), targets, reduction='sum')"),
     "a loss that couples samples": (LOSS, "call(inputs).std()"),
     "weights changed by the rank's number": ("zero_grad()", "zero_grad(); model[0].weight.data.mul_(1 + run.rank)"),
-    "random numbers of the loop": ("call(inputs)", "call(inputs + torch.randn_like(inputs))"),
+    "random numbers of the loop": ("call(inputs)", "call(inputs + torch.poisson(torch.ones_like(inputs)))"),
     "a rank with a target of its own": (LOSS, f"{LOSS} * (1 + run.rank)"),
 }  # fmt: skip
 

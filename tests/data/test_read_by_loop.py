@@ -1,5 +1,6 @@
 """The loop reads quick small steps itself: the same as threads, no further ahead, and only where it loses nothing."""
 
+import re
 import signal
 import threading
 import time
@@ -50,7 +51,7 @@ def read_by_loop(fed: Feed, source: WhoReads) -> int:
     raise AssertionError("ten steps that counted as quick, and threads read them all")
 
 
-def nothing_is_lost(kind: Callable[[int], Any], error: type[BaseException]) -> None:
+def nothing_is_lost(kind: Callable[[int], Any], error: type[BaseException]) -> str:
     """What `kind` raises while the loop reads the sample `at` comes out of `next`, and all samples come behind it."""
     source, order = kind(400), Order(400, seed=7)
     with feed(source) as fed:
@@ -59,10 +60,11 @@ def nothing_is_lost(kind: Callable[[int], Any], error: type[BaseException]) -> N
         fed.next()
         fed.next()
         source.at = int(order.ids(np.array([position + 9]))[0])
-        with pytest.raises(error):
+        with pytest.raises(error) as raised:
             fed.next()
         taken = [i for _ in range(5) for i in ids_of(fed.next().microbatches)]
     assert taken == order.ids(np.arange(position, position + 20)).tolist()
+    return str(raised.value)
 
 
 def test_quick_small_steps_are_read_by_the_loop_when_it_asks_for_them(monkeypatch: pytest.MonkeyPatch):
@@ -194,6 +196,23 @@ def test_what_a_handler_raises_in_a_read_is_raised_there_and_no_step_is_lost(mon
         nothing_is_lost(Signalled, Late)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_what_fails_once_is_told_with_its_sample_as_by_a_thread(monkeypatch: pytest.MonkeyPatch):
+    """A time-out of a disk is no time-out of the script's."""
+    monkeypatch.setattr(QUICK_S, 1000.0)
+
+    class Flaky(WhoReads):
+        at = -1
+
+        def __getitem__(self, index: int) -> tuple[int, int]:
+            if index == self.at:
+                self.at = -1
+                raise TimeoutError("the disk")
+            return super().__getitem__(index)
+
+    said = nothing_is_lost(Flaky, UserCodeError)
+    assert re.fullmatch(r"Sample \d+ at position \d+: the data source raised TimeoutError: the disk\. Mend .*", said)
 
 
 def test_after_a_few_slow_reads_by_the_loop_threads_read_all(monkeypatch: pytest.MonkeyPatch):

@@ -35,7 +35,7 @@ def gradients(*, repeats: bool, reentrant: bool = False) -> list[Tensor]:
     model, x = Net(repeats=repeats, reentrant=reentrant), torch.randn(5, 8, requires_grad=True)
     key_checkpoints()
     mode = KeyedDraws(model, seed=1)
-    mode.begin(1, torch.arange(5) * 7919, tokens=8)
+    mode.begin(1, lambda: torch.arange(5) * 7919, tokens=8)
     torch.manual_seed(int(repeats))
     with mode:
         loss = model(x).square().mean()

@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode, _get_current_function_mode_stack
+from torch.utils.checkpoint import checkpoint
 
 from shoal.engine.batch_statistics import StepBuffers
 from shoal.engine.randomness import Randomness
 from shoal.models import draw_watch
-from shoal.models.draw_watch import generators_in_use, seed_all_devices
+from shoal.models.draw_watch import generators_in_use, key_checkpoints, seed_all_devices
 from shoal.models.keyed_draws import KeyedDraws
 from shoal.own_loop.steps import DrawsBySample
 
@@ -144,3 +146,68 @@ def test_generators_are_those_of_whatever_accelerator_is_in_use(monkeypatch: pyt
     seed_all_devices(8)
     assert seeds == [7]
     assert len(asked) == 1  # it is a look at the driver: none where no device is in use
+
+
+def drawing_loop(samples: list[int], model: nn.Module) -> tuple[DrawsBySample, Randomness]:
+    """A loop around `model`, before a microbatch of the samples at these positions."""
+    torch.manual_seed(len(samples))
+    randomness = randomness_of(model, may_sleep=True)
+    compute: Any = SimpleNamespace(randomness=randomness, buffers=StepBuffers(model))
+    draws = DrawsBySample([model], compute, inside=lambda: True)
+    randomness.step(1)
+    randomness.microbatch(torch.tensor(samples))
+    return draws, randomness
+
+
+def drawn_past_the_forward(samples: list[int], model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """What a loop draws for samples, and for all of them: between two forwards, and behind the last backward."""
+    draws, randomness = drawing_loop(samples, model)
+    with draws.loop():
+        x = torch.ones(len(samples), 6)
+        noise = torch.randn_like(x)
+        model(x)
+        times, dropped = torch.randint(0, 1000, (len(samples),)), model.get_submodule("0")(x)
+        level, order = torch.rand(()), torch.randperm(7)
+        with randomness.beside_loop():
+            torch.rand(3)
+        randomness.end_samples()
+        weights = torch.randn(4, 3)
+    assert not _get_current_function_mode_stack()
+    assert not randomness.unkeyed(torch.device("cpu"))
+    return [noise, times, dropped], [level, order, weights]
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.Linear(6, 6)], ids=["draws", "draws nothing"])
+def test_what_a_loop_draws_past_the_forward_is_keyed(layer: nn.Module) -> None:
+    """On the samples where it has a row for each, whatever the model does; else the same beside any of them."""
+    model = nn.Sequential(layer)
+    own, of_all = drawn_past_the_forward([0, 1, 2, 3], model)
+    for part in ([0, 1], [2, 3], [3]):
+        own_part, of_all_part = drawn_past_the_forward(part, model)
+        assert all(torch.equal(whole[part], each) for whole, each in zip(own, own_part, strict=True))
+        assert all(map(torch.equal, of_all, of_all_part))
+    assert not torch.equal(own[0][0], own[0][1])
+
+
+def test_a_checkpointed_part_that_a_loop_calls_repeats_its_draws() -> None:
+    """Its gradient is that of the mask of its forward."""
+    draws, randomness = drawing_loop([0, 1], model := nn.Sequential(nn.Dropout(0.5)))
+    key_checkpoints()
+    x = torch.ones(2, 64, requires_grad=True)
+    with draws.loop():
+        torch.rand(())
+        out = checkpoint(lambda x: model.get_submodule("0")(F.dropout(x, 0.3)), x, use_reentrant=False)
+        torch.rand(())
+        with randomness.beside_loop(), randomness.drawing():
+            out.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, out.detach())
+
+
+def test_a_loop_that_is_left_inside_of_another_mode_leaves_that_one() -> None:
+    draws, _ = drawing_loop([0, 1], nn.Sequential(nn.Dropout(0.5)))
+    draws.enter_loop()
+    with BaseTorchFunctionMode() as other:
+        draws.close()
+        assert _get_current_function_mode_stack() == [other]
+    assert not _get_current_function_mode_stack()

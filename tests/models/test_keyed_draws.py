@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ LAWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], fl
     "cauchy_": (lambda x: x.cauchy_(2.0, 3.0), lambda x: ((x - 2) / 3).atan(), 0.0, 0.91),
     "log_normal_": (lambda x: x.log_normal_(1.0, 0.5), lambda x: x.log(), 1.0, 0.5),
     "geometric_": (lambda x: x.geometric_(0.25), lambda x: x, 4.0, 3.5),
+    "multinomial": (lambda x: torch.multinomial(x[:, :4] + torch.arange(4), NUMBERS, True), lambda x: x, 7 / 3, 0.75),
 }
 """The draw, a function of it, and that function's mean and deviation."""
 
@@ -47,7 +49,7 @@ def drawn(draw: Callable[[Tensor], Tensor], samples: list[int]) -> Tensor:
     torch.manual_seed(len(samples))
     model = Draws(draw)
     mode = KeyedDraws(model, seed=3)
-    mode.begin(1, torch.tensor(samples) * 7919, tokens=5)
+    mode.begin(1, lambda: torch.tensor(samples) * 7919, tokens=5)
     with mode:
         found = model(torch.zeros(len(samples), NUMBERS))
     assert mode.unkeyed == set()
@@ -78,9 +80,9 @@ def test_rows_of_tokens_are_those_of_their_sample(samples: list[int]) -> None:
 @pytest.mark.parametrize(
     ("draw", "name"),
     [
-        (lambda x: torch.multinomial(x + 1, 2), "multinomial"),
-        (lambda x: (x + 1).multinomial(2), "multinomial"),
-        (lambda x: torch.randperm(5), "randperm"),
+        (lambda x: torch.multinomial(torch.ones(5), 2), "multinomial"),
+        (lambda x: torch.randperm(len(x)), "randperm"),
+        (lambda x: torch._standard_gamma(x + 1), "_standard_gamma"),
         (lambda x: torch.poisson(x + 1), "poisson"),
         (lambda x: torch.nn.functional.rrelu(x - 1, training=True), "rrelu"),
     ],
@@ -88,7 +90,7 @@ def test_rows_of_tokens_are_those_of_their_sample(samples: list[int]) -> None:
 def test_what_cannot_be_keyed_is_named(draw: Callable[[Tensor], Tensor], name: str) -> None:
     model = Draws(draw)
     mode = KeyedDraws(model, seed=3)
-    mode.begin(1, torch.tensor([0, 1]), tokens=0)
+    mode.begin(1, lambda: torch.tensor([0, 1]), tokens=0)
     with mode:
         model(torch.zeros(2, 8))
     assert mode.unkeyed == {name}
@@ -153,7 +155,7 @@ def test_what_is_drawn_for_a_parameter_knows_no_samples(draw: Callable[[Tensor],
     mode = KeyedDraws(model, seed=3)
     found = []
     for samples in (3, 4, 5):
-        mode.begin(1, torch.arange(samples) * 7919, tokens=5)
+        mode.begin(1, partial(torch.arange, samples), tokens=5)
         with mode:
             found.append(model(torch.zeros(samples, 4)).detach())
     assert all(torch.equal(each, found[0]) for each in found)
@@ -173,8 +175,25 @@ def test_what_is_drawn_for_samples_knows_them_whatever_its_deviation_is() -> Non
     model = Encoder()
     mode, found = KeyedDraws(model, seed=3), []
     for samples in (3, 5):
-        mode.begin(1, torch.arange(samples) * 7919, tokens=5)
+        mode.begin(1, partial(torch.arange, samples), tokens=5)
         with mode:
             found.append(model(torch.zeros(samples, 4)).detach())
     assert torch.equal(found[1][:3], found[0])
     assert len(found[1].unique(dim=0)) == 5
+
+
+def test_several_of_a_row_without_replacement_are_those_of_its_rates() -> None:
+    """The same for a row in any batch; none twice, none that has no rate, and the first by its rate."""
+    rates = torch.tensor([0.0, 1.0, 2.0, 5.0, 0.0]).expand(400, 5)
+    whole = drawn(lambda x: torch.multinomial(rates[: len(x) * 100], 3), [0, 1, 2, 3])
+    part = drawn(lambda x: torch.multinomial(rates[: len(x) * 100], 3), [1, 3]).view(2, 100, 3)
+    assert torch.equal(whole.view(4, 100, 3)[[1, 3]], part)
+    assert all(sorted(row) == [1, 2, 3] for row in whole.tolist())
+    shares = whole[:, 0].bincount(minlength=4) / 400
+    assert (shares - rates[0, :4] / 8).abs().max() < FAR
+
+
+def test_a_permutation_is_the_same_in_any_batch() -> None:
+    orders = [drawn(lambda x: torch.randperm(9), samples) for samples in ([0, 1, 2], [4])]
+    assert torch.equal(*orders)
+    assert sorted(orders[0].tolist()) == list(range(9))

@@ -18,6 +18,7 @@ WEIGHTS = [
     torch.ones(8, 3, requires_grad=True),
     torch.ones(3, requires_grad=True),
 ]
+TASKS = torch.ones(SAMPLES, requires_grad=True)
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 MEANS: dict[str, Loss] = {
@@ -29,6 +30,9 @@ MEANS: dict[str, Loss] = {
     "times a reciprocal": lambda out, y: out.square().sum() * (1 / len(out)),
     "sums of features, averaged": lambda out, y: out.square().sum(1).mean(),
     "a stack of losses": lambda out, y: torch.stack([F.cross_entropy(out, y)] * SAMPLES).sum(),
+    "a stack of losses, weighed": lambda out, y: (
+        TASKS.neg().exp() * torch.stack([F.cross_entropy(out, y)] * SAMPLES) + TASKS
+    ).sum(),
     "a masked mean with as many of each sample": lambda out, y: (out * masked(out, 2)).sum() / masked(out, 2).sum(),
     "a small penalty on outputs": lambda out, y: F.cross_entropy(out, y) + 1e-4 * out.square().sum(),
     "a penalty on weights": lambda out, y: F.cross_entropy(out, y) + 0.01 * sum(p.abs().sum() for p in WEIGHTS),

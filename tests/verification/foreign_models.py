@@ -246,7 +246,7 @@ class Sampling(nn.Module):
         self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        drawn = torch.multinomial(torch.ones(len(tokens), VOCABULARY), 1)
+        drawn = torch.poisson(torch.ones(len(tokens), 1)).long().clamp(max=VOCABULARY - 1)
         return self.head(self.embedding(tokens) + self.embedding(drawn))
 
 

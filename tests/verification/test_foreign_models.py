@@ -116,11 +116,11 @@ def test_draws_that_nothing_keys_are_named_by_verify_and_in_training(ranks, tmp_
     tables = {"model": foreign("sampling"), **REPLICATE}
     verdict, *_ = ranks(2, verified, tables, str(tmp_path), False, 1)
     assert not verdict["holds"]
-    assert "This need not be a mistake: the model calls multinomial, which draws from" in verdict["sentence"]
+    assert "This need not be a mistake: the model calls poisson" in verdict["sentence"]
     assert "--exact" not in verdict["sentence"]
-    assert any("multinomial" in note for note in verdict["notes"])
+    assert any("poisson" in note for note in verdict["notes"])
     for said in ranks(2, news_of_two_steps, tables, str(tmp_path)):
-        assert "the model calls multinomial" in said[0]
+        assert "the model calls poisson" in said[0]
         assert said[1] == ""
 
 

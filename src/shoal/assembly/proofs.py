@@ -75,8 +75,9 @@ COMPILED = (
     "on the layout; with run.compile = false dropout and the common random functions do not"
 )
 UNKEYED = (
-    "the model calls {}, which draws from PyTorch's generator and knows no samples: what it draws depends on the "
-    "layout. Draw by torch.rand, torch.randn or dropout instead, or in the data, where results must not depend on it"
+    "the model calls {}, or the loop around it, which draws from PyTorch's generator and knows no samples: what it "
+    "draws depends on the layout. Draw by torch.rand, torch.randn or dropout instead, or in the data, where results "
+    "must not depend on it"
 )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from shoal.engine.growing_batch import BatchGrowth
 from shoal.engine.precision import LossScaler
 from shoal.engine.save_policy import Watch
 from shoal.engine.state import (
+    OPTIMIZER,
     FactsSection,
     HeldWeight,
     ModelSection,
@@ -36,9 +37,10 @@ from shoal.optim.build import build_optimizer
 from shoal.optim.declared import Slot
 from shoal.optim.parts import SeesParts
 from shoal.optim.schedule import peak_rate
+from shoal.optim.slots import pack_slots
 from shoal.runfile.run_file import RunFile
 from shoal.runfile.training_rules import width_key
-from shoal.state import Owned, Section, boxes_in
+from shoal.state import Owned, Section, boxes_in, targets_of
 from shoal.topology.holding import Holding
 
 
@@ -97,6 +99,8 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
         adopted = [_connected(o.adopt(stepped), run_file, generation) for o in own]
         only = [None if len(own) == 1 else o.names for o in own]
         optimizers = [section(a, o.slots, names) for a, o, names in zip(adopted, own, only, strict=True)]
+        for each, brought in zip(optimizers, own, strict=True):
+            _begin_with(each, brought.taken)
         left_out = []
         _refuse_own(run_file)
     watch = Watch(run_file.checkpoint.keep_best, run_file.run.stop_when)
@@ -106,6 +110,16 @@ def build_state(run_file: RunFile, generation: Generation, workload: Workload, s
     growth = None if batch.adaptive is None else BatchGrowth(batch.adaptive, largest=batch.global_samples)
     rest = [*optimizers[1:], FactsSection("scaler", scaler), *others]
     return TrainState(model, optimizers[0], progress, rest, watch, growth)
+
+
+@torch.no_grad()
+def _begin_with(section: OptimizerSection, whole: Mapping[str, Tensor]) -> None:
+    """The optimizer has this state of whole parameters, by slot and parameter; of each, what this rank steps."""
+    saved = {f"{OPTIMIZER}{key}": value for key, value in whole.items()}
+    for name, held in section.targets({name: value.dtype for name, value in saved.items()}).items():
+        for target in targets_of(held):
+            target.tensor.copy_(saved[name][target.box.slices])
+    pack_slots(section.optimizer)
 
 
 def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:

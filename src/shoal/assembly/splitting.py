@@ -117,14 +117,20 @@ def held_at_once(run_file: RunFile, mesh: Mesh, microbatches: int) -> int:
 # What keys the random numbers of a run's model.
 
 
-def draws_of(run_file: RunFile, model: nn.Module, *, one_at_a_time: bool = True) -> KeyedDraws | None:
+def draws_of(
+    run_file: RunFile, model: nn.Module, *, one_at_a_time: bool = True, own_loop: bool = False
+) -> KeyedDraws | None:
     """The mode that keys what a user's module draws; None for Shoal's own, for one that draws nothing, and for one that
-    is compiled.
+    is compiled. An `own_loop` may draw beside a model that draws nothing, which is called without the mode.
     """
-    if not isinstance(run_file.model, ForeignModel) or run_file.run.compile or draws_nothing(model):
+    nothing = draws_nothing(model)
+    if not isinstance(run_file.model, ForeignModel) or run_file.run.compile or (nothing and not own_loop):
         return None
     key_checkpoints()
-    return KeyedDraws(model, seed=run_file.run.seed, one_at_a_time=one_at_a_time)
+    draws = KeyedDraws(model, seed=run_file.run.seed, one_at_a_time=one_at_a_time)
+    if nothing:
+        draws.sleep()
+    return draws
 
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -215,7 +221,7 @@ def build_forward_backward(
     `own_loop` calls the model itself.
     """
     model, arrange = parts.split.model, microbatching.uniform or as_they_are
-    draws = draws_of(run_file, model, one_at_a_time=parts.table is None)
+    draws = draws_of(run_file, model, one_at_a_time=parts.table is None, own_loop=own_loop)
     if draws is not None:
         draws.slices = _slices(parts, mesh, sequence_parallel=run_file.layout.sequence_parallel)
     randomness = Randomness(

@@ -1,7 +1,8 @@
 """Samples side by side as one batch.
 
 Samples whose first dims differ in length are padded with zeros on the right; the weight of the padding is 0 (see
-`denominator`). Everything else about them must agree, so that a batch does not depend on which samples meet in it.
+`denominator`). In a loop of the user's own nothing knows of a padding, and none is made. Everything else about them
+must agree, so that a batch does not depend on which samples meet in it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.data.config import Denominator
+from shoal.data.inputs import PACKED
 from shoal.data.sample import Batch, Sample, Tree, describe, parse_sample
 from shoal.errors import UserCodeError
 
@@ -116,7 +118,7 @@ def collate(samples: Sequence[Any], positions: np.ndarray, *, denominator: Denom
         UserCodeError: a sample is of a wrong form, or does not fit beside the first.
     """
     parsed = [parse_sample(sample) for sample in samples]
-    inputs = _stack([sample.inputs for sample in parsed], "inputs")
+    inputs = _stack([sample.inputs for sample in parsed], "inputs", pads=all(sample.pads for sample in parsed))
     targets = _stack([sample.targets for sample in parsed], "targets")
     given = _stack_weights([sample.weights for sample in parsed])
     lengths = _lengths([sample.targets for sample in parsed], weighted=given is not None)
@@ -150,11 +152,12 @@ def _leaves(tree: Tree) -> list[Tensor]:
     return [leaf for branch in branches for leaf in _leaves(branch)]
 
 
-def _stack(trees: Sequence[Tree], name: str) -> Tree:
+def _stack(trees: Sequence[Tree], name: str, *, pads: bool = True) -> Tree:
     """Stacks leaf by leaf, with a new leading dim; refuses trees of different structure."""
     first = trees[0]
     if isinstance(first, Tensor):
-        return _stack_leaves([tree for tree in trees if isinstance(tree, Tensor)], name, expected=len(trees))
+        leaves = [tree for tree in trees if isinstance(tree, Tensor)]
+        return _stack_leaves(leaves, name, expected=len(trees), pads=pads)
     for tree in trees:
         if type(tree) is not type(first) or _names(tree) != _names(first):
             raise UserCodeError(
@@ -162,8 +165,12 @@ def _stack(trees: Sequence[Tree], name: str) -> Tree:
                 "other keys: return the same structure for every sample."
             )
     if isinstance(first, dict):
-        return {key: _stack([_branch(tree, key) for tree in trees], f"{name}[{key!r}]") for key in first}
-    return tuple(_stack([_branch(tree, i) for tree in trees], f"{name}[{i}]") for i in range(len(first)))
+        return {
+            key: _stack([_branch(tree, key) for tree in trees], f"{name}[{key!r}]", pads=pads or key in PACKED)
+            for key in first
+        }
+    branches = ([_branch(tree, i) for tree in trees] for i in range(len(first)))
+    return tuple(_stack(each, f"{name}[{i}]", pads=pads) for i, each in enumerate(branches))
 
 
 def _names(tree: Tree) -> set[Any]:
@@ -174,7 +181,7 @@ def _branch(tree: Any, key: str | int) -> Tree:
     return tree[key]
 
 
-def _stack_leaves(leaves: Sequence[Tensor], name: str, *, expected: int) -> Tensor:
+def _stack_leaves(leaves: Sequence[Tensor], name: str, *, expected: int, pads: bool = True) -> Tensor:
     first = leaves[0]
     if len(leaves) != expected:
         raise UserCodeError(f"The data set's {name} are a tensor in some samples only: return the same for every one.")
@@ -186,6 +193,13 @@ def _stack_leaves(leaves: Sequence[Tensor], name: str, *, expected: int) -> Tens
                 f"The data set's {name} are {first.dtype} {tuple(first.shape)} in one sample and {leaf.dtype} "
                 f"{tuple(leaf.shape)} in another: only the length of the first dim may differ."
             )
+    if not pads:
+        other = next(leaf for leaf in leaves if leaf.shape != first.shape)
+        raise UserCodeError(
+            f"The data set's {name} are of shape {tuple(first.shape)} in one sample, {tuple(other.shape)} in another, "
+            "which no DataLoader puts side by side by itself: hand over one with a collate_fn that does, as by "
+            "torch.nn.utils.rnn.pad_sequence, or pad them in the data set."
+        )
     return torch.nn.utils.rnn.pad_sequence(list(leaves), batch_first=True)
 
 

@@ -24,7 +24,9 @@ every step.
 from __future__ import annotations
 
 import math
+import signal
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -349,13 +351,15 @@ class Feed:
 
     def _raise_if_not_the_samples(self, error: BaseException) -> None:
         """Raises what a signal brought into a read by the loop: what ends the process, or what a handler of the script
-        raises, which the same read does not raise again.
+        raises. What the same read does not raise again is raised as a thread would have met it.
         """
-        while isinstance(error, UserCodeError) and error.__cause__ is not None:
-            error = error.__cause__
+        cause = error
+        while isinstance(cause, UserCodeError) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        if not isinstance(cause, Exception) or _is_of_a_handler(cause):
+            raise cause
         _, again = self._following()
-        if isinstance(error, Exception):
-            self._own_reader = self._fill(again, self._own_reader)
+        self._own_reader = self._fill(again, self._own_reader)
         if again.error is None:
             raise error
 
@@ -401,6 +405,13 @@ class Feed:
             slot.part = stand_in
             read = reader.read(stand_in)
             yield replace(read, batch=padding_like(read.batch, len(stand_in)), skipped=())
+
+
+def _is_of_a_handler(error: BaseException) -> bool:
+    """Whether a handler of signals raised it, or what that called."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers} - {None}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _in_a_mode() -> bool:

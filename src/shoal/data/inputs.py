@@ -35,7 +35,7 @@ from shoal.errors import UserCodeError
 # one for the batch, and `CLASS` beside the fields of a dataclass.
 
 
-EACH, EACH_OF_TUPLE, WHOLE, CLASS = "\0each", "\0each of a tuple", "\0whole", "\0class"
+EACH, EACH_OF_TUPLE, WHOLE, CLASS = PACKED = "\0each", "\0each of a tuple", "\0whole", "\0class"
 _HEAD_BYTES, _ALIGNED_BYTES = 16, 16
 
 
@@ -211,7 +211,7 @@ class AsInputs:
     def __getitem__(self, index: int) -> Sample:
         item = self.source[index]
         inputs = as_tree(item if item is None else hosted(item), "sample")  # None is a part, but no sample
-        return Sample(inputs, *_COUNTS_ONCE)
+        return Sample(inputs, *_COUNTS_ONCE, pads=False)
 
 
 _COUNTS_ONCE = (torch.zeros((), dtype=torch.int64), torch.ones(()))

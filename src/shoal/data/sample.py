@@ -65,11 +65,12 @@ class SkipsSamples(Protocol):
 
 @dataclass(frozen=True)
 class Sample:
-    """A sample, or several stacked ones, as tensors."""
+    """A sample, or several stacked ones, as tensors. `pads`: its inputs may be made as long as those of others."""
 
     inputs: Tree
     targets: Tree
     weights: Tensor | None
+    pads: bool = True
 
 
 @dataclass(frozen=True)

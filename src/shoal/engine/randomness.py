@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import UserCodeError
 from shoal.maths.counter import bits, key_of
-from shoal.models.draw_watch import SleepingDraws, generators_in_use, seed_all_devices
+from shoal.models.draw_watch import DrawWatch, SleepingDraws, generators_in_use, seed_all_devices
 from shoal.models.keyed_draws import KeyedDraws
 from shoal.models.layers import KeyedDropout, set_sample_keys
 
@@ -59,20 +60,48 @@ class Randomness:
         if self._keyed:
             set_sample_keys(self._keyed, bits(self._sample_key, positions))
         if self.sleeping is not None:
-            step, draws = self._step, self.sleeping.draws
-            self.sleeping.begin(lambda: draws.begin(step, bits(self._sample_key, positions), tokens=tokens))
+            self.sleeping.forwards = 0
+            self.sleeping.draws.begin(self._step, lambda: bits(self._sample_key, positions), tokens=tokens)
 
     def drawing(self) -> AbstractContextManager[Any]:
         """Around a forward, and every backward, which may repeat one."""
         return nullcontext() if self.draws is None or self.draws.asleep else self.draws
+
+    def beside_loop(self) -> AbstractContextManager[None]:
+        """Around what is no part of what a script's own loop draws: a backward, an update."""
+        return nullcontext() if self.draws is None else self.draws.outside_loop()
+
+    def end_samples(self) -> None:
+        """All gradients of a step are there: see `KeyedDraws.end_samples`."""
+        if self.draws is not None:
+            self.draws.end_samples()
+
+    def seed_alike(self, what: str) -> None:
+        """From here to the next step every rank draws the same from PyTorch's generators."""
+        for generator in generators_in_use():
+            generator.manual_seed(key_of(self._seed, "alike", self._step, what))
+
+    @contextmanager
+    def updating(self, *, in_pieces: bool) -> Iterator[None]:
+        """Around the step of a script's optimizer: what it draws is the same on every rank. Raises `UserCodeError`
+        where it draws for pieces of parameters, and so other numbers than for whole ones.
+        """
+        with self.beside_loop():
+            self.seed_alike("update")
+            watch = DrawWatch() if in_pieces else None
+            yield
+        if watch is not None and watch.drew():
+            raise UserCodeError(
+                f"step {self._step}: the optimizer draws random numbers in its step, and under ZeRO each rank would "
+                "draw those of its own pieces of parameters, others than one process: use layout.replicate"
+            )
 
     @contextmanager
     def alike(self, what: str) -> Iterator[None]:
         """Inside, every rank draws the same from PyTorch's generators, and other numbers for every step and `what`."""
         generators = generators_in_use()
         states = [generator.get_state() for generator in generators]
-        for generator in generators:
-            generator.manual_seed(key_of(self._seed, "alike", self._step, what))
+        self.seed_alike(what)
         try:
             yield
         finally:

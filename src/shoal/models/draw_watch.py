@@ -82,16 +82,8 @@ class SleepingDraws:
 
     def __init__(self, draws: KeyedDraws, *, may_sleep: bool) -> None:
         self.draws, self.may_sleep = draws, may_sleep
-        self._begin: Callable[[], None] = lambda: None
-        self._begun = True
         self.forwards = 0
         """Of this microbatch, so far."""
-
-    def begin(self, begin: Callable[[], None]) -> None:
-        """A microbatch follows, of which `begin` tells the mode: now, or when it is woken."""
-        self._begin, self._begun, self.forwards = begin, not self.draws.asleep, 0
-        if self._begun:
-            begin()
 
     def __call__(self, forward: Callable[[], T], *, take_back: Callable[[], None], repeatable: Callable[[], bool]) -> T:
         """What `forward` returns. `take_back` undoes what it changed beside its result; `repeatable` is asked after it
@@ -128,9 +120,6 @@ class SleepingDraws:
         self.may_sleep = False
         if self.draws.asleep:
             self.draws.wake()
-        if not self._begun:
-            self._begin()
-            self._begun = True
 
 
 # Draws of a forward that a user's model repeats in the backward, by `torch.utils.checkpoint`.

@@ -11,6 +11,9 @@ draw in this call. So a stage of a pipeline and a repeated forward draw what the
 samples is found by its length: dim 0, else a dim 0 of all tokens, else dim 1, else a dim 0 that holds several rows of
 each. A tensor without them, such as a weight, is drawn from (seed, step, layer): the same on every rank. On ranks that
 hold a part of a sample, `Extent`s say where their slices stand in the whole.
+
+A loop of a script's own may draw past its model's forward: noise, time steps, a part of the model that it calls by
+itself. Of these draws the loop is the layer (`enter_loop`), and their number is the order in which it makes them.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import UserCodeError
@@ -72,12 +76,19 @@ class _Call:
     entered_here: bool = False
 
 
+LOOP = "\0loop"
+"""What draws past the model's forward."""
+
+SampleKeys = Callable[[], Tensor]
+"""Gives the key of each sample of a forward, int64 `[samples]`: asked for where something is drawn."""
+
+
 @dataclass(frozen=True)
 class Moment:
     """The state of `KeyedDraws` between two draws of a forward."""
 
     step: int
-    keys: Tensor | None
+    keys: SampleKeys | None
     tokens: int
     sequence: Mapping[int, Extent]
     calls: Sequence[_Call]
@@ -102,9 +113,10 @@ class KeyedDraws(TorchFunctionMode):
         self.slices = Slices()
         self.unkeyed: set[str] = set()
         self.drew = 0
-        self._keys: Tensor | None = None
+        self._keys_of: SampleKeys | None = None
         self._step, self._tokens, self._entered, self._replays = 0, 0, 0, 0
         self._calls: list[_Call] = []
+        self._loop, self._of_samples = _Call(LOOP, 0), True
         self._counts: dict[str, int] = {}
         self._sequence: Mapping[int, Extent] = {}
         self._hooks: list[RemovableHandle] = []
@@ -132,16 +144,47 @@ class KeyedDraws(TorchFunctionMode):
             self._hooks.append(module.register_forward_pre_hook(self._before(name)))
             self._hooks.append(module.register_forward_hook(self._after(name), always_call=True))
 
-    def begin(self, step: int, sample_keys: Tensor, *, tokens: int) -> None:
-        """A forward follows, of samples with these keys, int64 `[samples]`, of which this rank gets so many tokens."""
-        self._step, self._keys, self._tokens = step, sample_keys, tokens
-        self._calls, self._counts = [], {}
+    def begin(self, step: int, sample_keys: SampleKeys, *, tokens: int) -> None:
+        """A forward follows, of samples with these keys, of which this rank gets so many tokens."""
+        self._step, self._keys_of, self._tokens = step, cache(sample_keys), tokens
+        self._calls, self._counts, self._loop, self._of_samples = [], {}, _Call(LOOP, 0), True
         self._sequence = {} if self.slices.sequence is None else self.slices.sequence(tokens)
 
     def moment(self) -> Moment:
         """Where this forward stands: what `replaying` goes back to."""
         calls = [replace(call) for call in self._calls]
-        return Moment(self._step, self._keys, self._tokens, self._sequence, calls, dict(self._counts))
+        return Moment(self._step, self._keys_of, self._tokens, self._sequence, calls, dict(self._counts))
+
+    @property
+    def in_loop(self) -> bool:
+        """Is a script's own loop under way, past its model's forward?"""
+        return bool(self._calls) and self._calls[0].module == LOOP
+
+    def enter_loop(self) -> None:
+        """What follows is drawn by a script's own loop."""
+        self.__enter__()
+        self._calls = [self._loop]
+
+    def leave_loop(self) -> None:
+        """The loop calls its model, or what draws nothing that has to be keyed."""
+        self._loop, self._calls = self._calls[0], []
+        self.__exit__(None, None, None)
+
+    def end_samples(self) -> None:
+        """What the loop draws from here to the next forward is for weights and gradients, whatever its shape."""
+        self._of_samples = False
+
+    @contextmanager
+    def outside_loop(self) -> Iterator[None]:
+        """Around what is no part of a loop's own draws, where a loop is under way."""
+        if not self.in_loop:
+            yield
+            return
+        self.leave_loop()
+        try:
+            yield
+        finally:
+            self.enter_loop()
 
     @contextmanager
     def replaying(self, moment: Moment) -> Iterator[None]:
@@ -178,7 +221,8 @@ class KeyedDraws(TorchFunctionMode):
             self._after("")(self._model, (), None)
 
     def _go_to(self, moment: Moment) -> None:
-        self._step, self._keys, self._tokens, self._sequence = moment.step, moment.keys, moment.tokens, moment.sequence
+        self._step, self._keys_of, self._tokens = moment.step, moment.keys, moment.tokens
+        self._sequence = moment.sequence
         self._calls, self._counts = [replace(call) for call in moment.calls], dict(moment.counts)
 
     def __enter__(self) -> KeyedDraws:
@@ -187,12 +231,18 @@ class KeyedDraws(TorchFunctionMode):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._entered -= 1
-        super().__exit__(kind, error, trace)
+        above = []  # a loop is left inside of modes that the script has entered meanwhile
+        while (mode := _pop_mode()) is not self:
+            above.append(mode)
+        for mode in reversed(above):
+            _push_mode(mode)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # what a script compiles by itself draws from PyTorch's generator
+            return func(*args, **kwargs)
         handler = HANDLERS.get(func)
-        if handler is None or self._keys is None or not self._model.training:
+        if handler is None or self._keys_of is None or not self._model.training:
             return func(*args, **kwargs)
         if func in BODIES:
             with self:
@@ -203,7 +253,7 @@ class KeyedDraws(TorchFunctionMode):
 
     def _before(self, name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
-            if not self._entered:
+            if not self._entered or self.in_loop:
                 return
             count = self._counts.get(name, 0)
             if _in_backward() and not self._replays:
@@ -218,7 +268,7 @@ class KeyedDraws(TorchFunctionMode):
 
     def _after(self, name: str) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if not self._entered or not self._calls:
+            if not self._entered or not self._calls or self.in_loop:
                 return
             if self._calls.pop().entered_here:
                 self.__exit__(None, None, None)
@@ -238,19 +288,27 @@ class KeyedDraws(TorchFunctionMode):
             raise _repeated(f"the module {call.module}")
         key = key_of(self._seed, "draw", call.module, call.number, call.draws)
         call.draws += 1
-        assert self._keys is not None
-        dim, inner = self._samples_of(shape) if samples else (None, tuple(shape))
+        of_samples = samples and (self._of_samples or not self.in_loop)
+        dim, inner = self._samples_of(shape) if of_samples else (None, tuple(shape))
         index = self._index(inner, device)
         if dim is None:
             return bits(key_of(key, "step", self._step), index)
-        keys = bits(self._keys.to(device), torch.full_like(self._keys, key, device=device))
+        samples_keys = self._sample_keys().to(device)
+        keys = bits(samples_keys, torch.full_like(samples_keys, key))
         drawn = bits(keys.view(-1, *[1] * len(inner)), index[None])
         return drawn.movedim(0, dim).reshape(shape)
 
+    def _sample_keys(self) -> Tensor:
+        assert self._keys_of is not None
+        return self._keys_of()
+
+    def counts_samples(self, length: int) -> bool:
+        """Are there as many samples in this forward?"""
+        return length == len(self._sample_keys())
+
     def _samples_of(self, shape: Sequence[int]) -> tuple[int | None, tuple[int, ...]]:
         """Which dimension counts the samples, and the shape of one; None where nothing does."""
-        assert self._keys is not None
-        samples = len(self._keys)
+        samples = len(self._sample_keys())
         if shape and shape[0] == samples:
             return 0, tuple(shape[1:])
         if len(shape) > 1 and shape[1] == samples and not self._are_rows(shape[0]):
@@ -263,8 +321,7 @@ class KeyedDraws(TorchFunctionMode):
         """Are that many rows those of the tokens of all samples, whole or in slices? Of one sample there is no telling,
         and no need: its tokens stand in dim 0 either way.
         """
-        assert self._keys is not None
-        samples = len(self._keys)
+        samples = len(self._sample_keys())
         return samples > 1 and length in {samples * tokens for tokens in (self._tokens, *self._sequence)}
 
     def _index(self, inner: Sequence[int], device: torch.device) -> Tensor:

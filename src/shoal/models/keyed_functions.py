@@ -27,6 +27,10 @@ class Draws(Protocol):
         """See `KeyedDraws.bits_for`."""
         ...
 
+    def counts_samples(self, length: int) -> bool:
+        """See `KeyedDraws.counts_samples`."""
+        ...
+
 
 def _scaled_mask(mode: Draws, x: Tensor, p: float, shape: Sequence[int] | None = None) -> Tensor:
     """1 / (1 - p) where an element stays, else 0."""
@@ -207,6 +211,37 @@ def _integers(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
     return low + (drawn >> 1).remainder(high - low)
 
 
+def _multinomial(
+    mode: Draws, func: Any, input: Tensor, num_samples: int, replacement: bool = False, **kwargs: Any
+) -> Tensor:
+    """Each row by the inverse of its distribution function; several without replacement are the first of exponential
+    waiting times at rates `input` (Efraimidis and Spirakis, 2006).
+    """
+    out = func(input, num_samples, replacement, **kwargs)
+    if any(value is not None for value in kwargs.values()):
+        return out
+    rates = input.detach().double()
+    if replacement or num_samples == 1:
+        reached = rates.cumsum(-1)
+        drawn = _uniform(mode.bits_for(out.shape, device=out.device), rates)
+        found = torch.searchsorted(reached, drawn * reached[..., -1:], right=True)
+        return out.copy_(found.clamp(max=input.shape[-1] - 1))
+    if input.ndim == 1:  # of the batch's samples, or of what is none: each rank sees its own
+        mode.unkeyed.add("multinomial")
+    waits = -_uniform(mode.bits_for(input.shape, device=out.device, samples=input.ndim > 1), rates).log() / rates
+    return out.copy_(waits.topk(num_samples, -1, largest=False).indices)
+
+
+def _permutation(mode: Draws, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """The same for every sample. One of as many as there are samples may be of the batch, of which ranks have parts."""
+    out = func(*args, **kwargs)
+    if kwargs.get("generator") is not None:
+        return out
+    if mode.counts_samples(len(out)):
+        mode.unkeyed.add(func.__name__)
+    return out.copy_(mode.bits_for(out.shape, device=out.device, samples=False).argsort())
+
+
 def _generator_draw(mode: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
     mode.unkeyed.add(func.__name__)
     return func(*args, **kwargs)
@@ -237,7 +272,11 @@ HANDLERS: Mapping[Any, Any] = types.MappingProxyType(
         **dict.fromkeys(BODIES, _dropout),
         **dict.fromkeys((torch.rand, torch.rand_like), _drawn(lambda drawn, out, args, kwargs: _uniform(drawn, out))),
         **dict.fromkeys((torch.randn, torch.randn_like), _drawn(_normal)),
-        **dict.fromkeys((torch.randperm, torch.multinomial, Tensor.multinomial, torch.poisson), _generator_draw),
+        **dict.fromkeys((torch.multinomial, Tensor.multinomial), _multinomial),
+        torch.randperm: _permutation,
+        **dict.fromkeys(
+            (torch.poisson, torch.binomial, torch._standard_gamma, torch._sample_dirichlet), _generator_draw
+        ),
         **dict.fromkeys((F.feature_alpha_dropout, torch.rrelu, F.rrelu), _generator_draw),
         F.alpha_dropout: _alpha_dropout,
         F.scaled_dot_product_attention: _attention,

@@ -9,7 +9,7 @@ needs to see together, is found by trying (`shoal.optim.probe`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,16 +20,17 @@ from shoal.errors import UserCodeError
 from shoal.optim.declared import Granularity, Slot
 from shoal.optim.layer_statistics import SeesLayers
 from shoal.optim.probe import slots_of, start_adagrad, tried, works_on
+from shoal.optim.slots import has_stepped, state_of_whole
 
 
-def check_fresh(optimizer: Any, names: Mapping[int, str]) -> None:
-    """Raises `UserCodeError` unless `optimizer` has taken no step, and steps parameters that have `names`, by id."""
+def check_own(optimizer: Any, names: Mapping[int, str]) -> None:
+    """Raises `UserCodeError` unless it steps parameters that have `names`, by id, and its steps so far can be kept."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserCodeError(f"the optimizer is of type {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
-    if any(float(state.get("step", 1)) != 0 for state in optimizer.state.values()):
+    if has_stepped(optimizer) and hasattr(optimizer, "slots"):
         raise UserCodeError(
-            "the optimizer has taken steps already; hand it over as it was built: a resumed run gets its state from "
-            "the checkpoint"
+            f"{type(optimizer).__name__} has taken steps already, and its state of layers is not taken over: hand it "
+            "over as it was built; a resumed run gets its state from the checkpoint"
         )
     if any(number not in names for number in _stepped_by(optimizer)):
         raise UserCodeError(
@@ -61,7 +62,7 @@ def _stepped_by(optimizer: torch.optim.Optimizer) -> list[int]:
 class OwnOptimizer:
     """A user's optimizer before the model is divided. `groups` are the names of the parameters of each group; it
     `couples` if the update of one depends on the gradients of others; `counts` are numbers of a group that steps
-    change.
+    change; `taken` is the state of steps that it took before, by slot and parameter.
     """
 
     optimizer: torch.optim.Optimizer
@@ -70,6 +71,7 @@ class OwnOptimizer:
     works_on: Granularity
     couples: bool = False
     counts: Sequence[str] = ()
+    taken: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def names(self) -> list[str]:
@@ -117,19 +119,20 @@ SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "momentum", "base_momentum"
 
 
 def own_optimizers(optimizers: Sequence[Any], model: nn.Module) -> list[OwnOptimizer]:
-    """Raises `UserCodeError` unless together they can train `model`: fresh ones, each parameter by one of them, and
-    with state that a checkpoint can hold (`slots_of`).
+    """Raises `UserCodeError` unless together they can train `model`: each parameter by one of them, and with state
+    that a checkpoint can hold (`slots_of`).
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for optimizer in optimizers:
-        check_fresh(optimizer, names)
+        check_own(optimizer, names)
     _check_shares(optimizers, model)
     return [_own(optimizer, names) for optimizer in optimizers]
 
 
 def _own(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> OwnOptimizer:
     groups = [[names[id(p)] for p in group["params"] if p.requires_grad] for group in optimizer.param_groups]
-    own = OwnOptimizer(optimizer, groups, slots_of(optimizer), works_on(optimizer))
+    taken = state_of_whole(optimizer, names) if has_stepped(optimizer) else {}
+    own = OwnOptimizer(optimizer, groups, slots_of(optimizer), works_on(optimizer), taken=taken)
     known = type(optimizer).__module__.startswith("torch.optim") and own.works_on == "elements"
     if known or isinstance(optimizer, SeesLayers):  # one that sees layers cannot step without
         return own

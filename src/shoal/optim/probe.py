@@ -201,7 +201,13 @@ def tried(optimizer: torch.optim.Optimizer) -> Tried:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         before = torch.random.get_rng_state()
-        together = _stepped_elements(optimizer, chosen)
+        try:
+            together = _stepped_elements(optimizer, chosen)
+        except Exception as error:
+            raise UserCodeError(
+                f"{type(optimizer).__name__} cannot step other parameters than its own ({error}), as the pieces that a "
+                "rank has of them: what it keeps of a parameter belongs into its state, where checkpoints find it"
+            ) from error
         counts = tuple(sorted({name for each in together for name in each.counts}))
         attributes = together[0].attributes
         if not torch.equal(before, torch.random.get_rng_state()):

@@ -8,7 +8,7 @@ memory of their own: blocks begin where a rank's part does, and so only numbers 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -66,6 +66,25 @@ def named_slots(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str
         for slot, value in tree_map_only(StoredElsewhere, _read, dict(optimizer.state.get(parameter, {}))).items()
         if isinstance(value, Tensor | Quantised) or slot in numbers
     }
+
+
+def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it has state of steps before, its own or loaded."""
+    return any(float(state.get("step", 1)) != 0 for state in optimizer.state.values() if state)
+
+
+def state_of_whole(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:
+    """Copies of the state of the parameters that it trains and that have `names`, by id: as `named_slots`, but with all
+    numbers, and moments in the type of their parameter.
+    """
+    found: dict[str, Tensor] = {}
+    for parameter, state in optimizer.state.items():
+        for slot, value in state.items() if parameter.requires_grad and id(parameter) in names else ():
+            if value is not None:
+                whole = torch.as_tensor(value).detach()
+                kind = parameter if whole.shape == parameter.shape and whole.is_floating_point() else whole
+                found[f"{slot}/{names[id(parameter)]}"] = whole.to(kind.dtype, copy=True)
+    return found
 
 
 def make_slots(

@@ -54,8 +54,9 @@ LIKELY = (
 )
 """What a difference that is no rounding comes from, most often."""
 DREW = (
-    "the loop draws random numbers, and outside of the model's forward each rank draws others: draw them in the "
-    "forward, or from a generator that is seeded by what they are for"
+    "the script draws random numbers that are not keyed on samples (a permutation of the batch, numbers of Python's "
+    "random or of NumPy), and each rank draws others: draw by functions of PyTorch, or from a generator that is seeded "
+    "by what they are for"
 )
 
 

@@ -55,10 +55,13 @@ from shoal.own_loop.update import Player, Update
 
 class Training:
     """One rank of a run whose loop is the script's. `shoal.start` makes it; use it as a context manager, or call
-    `close` at the end. With a `comparison`, the process ends after the steps that are compared.
+    `close` at the end. With a `comparison`, the process ends after the steps that are compared. `compiled`: so is what
+    the loop calls.
     """
 
-    def __init__(self, run: Run, job: Job, stack: ExitStack, comparison: Comparison | None = None) -> None:
+    def __init__(
+        self, run: Run, job: Job, stack: ExitStack, comparison: Comparison | None = None, *, compiled: bool = False
+    ) -> None:
         self._run, self._job, self._stack, self._comparison = run, job, stack, comparison
         self._compute = run.step.compute
         lockstep = run.step.lockstep
@@ -68,13 +71,16 @@ class Training:
             lambda own: meet("sum() or mean()", lockstep, device=device, number=own),
             on_update=None if comparison is None else comparison.before_update,
         )
-        self._steps = OwnSteps(run, job, self._players, after_step=None if comparison is None else self._compare)
         models = list(self.model) if isinstance(self.model, nn.ModuleList) else [self.model]
-        self._closed = False
-        self._doubted_in: int | None = None
         mixed = run.workload.precision.mixed
         self._casts = [] if mixed is None else [cast for each in models for cast in cast_at_borders(each, mixed)]
-        self._draws = DrawsBySample(models, self._compute, inside=lambda: self._steps.open is not None)
+        self._draws = DrawsBySample(
+            models, self._compute, inside=lambda: self._steps.open is not None, keys_loop=not compiled
+        )
+        after_step = None if comparison is None else self._compare
+        self._steps = OwnSteps(run, job, self._players, self._draws, after_step=after_step)
+        self._closed = False
+        self._doubted_in: int | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -193,7 +199,8 @@ class Training:
         around = players[0].backward(last=last) if len(players) == 1 else _around_all(players, last=last)
         others = [player.optimizer for player in self._players if player not in players]
         away = aside(others) if others else nullcontext()
-        with around, self._compute.randomness.drawing(), one_pass(joined=joined), away:
+        randomness = self._compute.randomness
+        with randomness.beside_loop(), around, randomness.drawing(), one_pass(joined=joined), away:
             self._compute.begin_backward()
             totals[0].backward(inputs=players[0].inputs if others else None)  # pyright: ignore[reportArgumentType]
 

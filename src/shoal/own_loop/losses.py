@@ -146,7 +146,7 @@ def _term_of(node: Any, name: str, factor: float, counted: float | None) -> _Ter
     reduction = getattr(node, "_saved_reduction", None)
     if name == "SumBackward0":
         numbers, of = prod(node._saved_self_sym_sizes), [each for each, _ in node.next_functions if each is not None]
-        of_losses = any(each.name() == "StackBackward0" for each in of)
+        of_losses = _are_stacked(of, numbers)
         return _Term("other" if of_losses or _is_of_weights(of, numbers) else "sum", numbers, factor, counted)
     if name == "MeanBackward0":
         return _Term("mean", factor=factor)
@@ -158,6 +158,20 @@ def _term_of(node: Any, name: str, factor: float, counted: float | None) -> _Ter
         return _Term("sum", numbers, factor) if reduction == SUM else _Term("mean", numbers, factor, float(total))
     own = None if reduction is None else _saved(node, "self")
     return _Term("other") if own is None else _Term("sum" if reduction == SUM else "mean", own.numel(), factor)
+
+
+def _are_stacked(nodes: list[Any], numbers: int) -> bool:
+    """Whether that many numbers were put side by side, as losses of several tasks are before they are weighed."""
+    open_nodes = list(nodes)
+    for _ in range(MOST_NODES):
+        if not open_nodes:
+            return False
+        node = open_nodes.pop()
+        if node.name() == "StackBackward0" and len(node.next_functions) == numbers:
+            return True
+        if node.name().split("Backward")[0] in ("Add", "Sub", "Mul", "Div", "Neg"):
+            open_nodes += [each for each, _ in node.next_functions if each is not None]
+    return False
 
 
 def _is_of_weights(nodes: list[Any], numbers: int) -> bool:

@@ -26,7 +26,7 @@ class OpenStep:
 
     def __init__(self, work: Work, batches: Sequence[Batch], *, scale: float, optimizers: int) -> None:
         self.work, self.batches = work, batches
-        self._scale, self._index, self._optimizers = scale, -1, optimizers
+        self._scale, self._index, self._optimizers, self._gradients = scale, -1, optimizers, 0
         self._committed = True
         self._microbatch: Microbatch | None = None
 
@@ -49,6 +49,11 @@ class OpenStep:
     def factor(self, kind: LossKind = "mean") -> float:
         """What a loss of weight 1 is multiplied by before the backward, as far as it is known."""
         return self._scale / self.work.tally.wait().denominator if kind == "mean" else self._scale
+
+    def has_gradient(self) -> bool:
+        """The gradient of an optimizer is there: whether those of all are."""
+        self._gradients += 1
+        return self._gradients == self._optimizers
 
     def updated(self, *, committed: bool) -> bool:
         """An optimizer has made its update: whether it was the last, and all of them are `committed`."""

@@ -14,8 +14,8 @@ import math
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -62,10 +62,11 @@ class PlainTraining:
 
     rank, world_size = 0, 1
 
-    def __init__(self, run_file: RunFile, objects: UserObjects, check: ScriptCheck) -> None:
+    def __init__(self, run_file: RunFile, objects: UserObjects, check: ScriptCheck, *, compiled: bool = False) -> None:
         require_trainable(objects.model)
         if check.exact:
             objects.model.double()
+            _widen_state(objects.optimizers)
         save_file(state_of(objects.model), check.initial)
         run_file = _with_norms_of_pytorch(run_file)
         self.device = settle(run_file, ALONE, os.environ)
@@ -74,7 +75,7 @@ class PlainTraining:
         )
         self.model: nn.Module = work.model
         self._run_file, self._work, self._check = run_file, work, check
-        draws = draws_of(run_file, work.model)
+        draws = draws_of(run_file, work.model, own_loop=True)
         randomness = Randomness(work.model, seed=run_file.run.seed, replica=0, draws=draws)
         self._compute = Compute(work.model, work.loss, work.precision, self.device, randomness)
         self._feed, data = _whole_steps(run_file, work.data.train, order_of(run_file, work.data)), work.data
@@ -83,17 +84,17 @@ class PlainTraining:
         self._open: Microbatch | None = None
         parameters = dict(work.model.named_parameters())
         self._players = [
-            _Player(own.optimizer, {name: parameters[name] for name in own.names}) for own in work.optimizers
+            _Player(own.optimizer, {name: parameters[name] for name in own.names}, randomness)
+            for own in work.optimizers
         ]
         for seeing in self._seeing:
             watch_alone(seeing, work.model, seed=run_file.run.seed)
             self._compute.announces.append(seeing.microbatch)
         models = list(self.model) if isinstance(self.model, nn.ModuleList) else [self.model]
-        self._draws = DrawsBySample(models, self._compute, inside=lambda: self._open is not None)
-        self._closed, self._random, self._drew = False, "", False
-        for model in models:
-            model.register_forward_pre_hook(lambda *_: self._look(), prepend=True)
-            model.register_forward_hook(lambda *_: self._look_away(), always_call=True)
+        self._draws = DrawsBySample(
+            models, self._compute, inside=lambda: self._open is not None, keys_loop=not compiled
+        )
+        self._closed, self._generators, self._keyed = False, "", draws is not None and not compiled
         check.samples.write_text("\n".join(_samples_of(data, run_file)), encoding="utf-8")
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -153,13 +154,14 @@ class PlainTraining:
         total, *_ = [player.joined(loss, leader=players[0], terms=terms) for player in players]
         if more:
             return
-        self._look()
         others = [player.optimizer for player in self._players if player not in players]
-        with self._compute.randomness.drawing(), one_pass(joined=joined), aside(others):
+        randomness = self._compute.randomness
+        with randomness.beside_loop(), randomness.drawing(), one_pass(joined=joined), aside(others):
             total.backward(inputs=list(players[0].trained.values()) if others else None)
-        self._look_away()
         for player in players:
             player.computed(float(total.detach()), self.steps_done + 1, kind=kind)
+        if all(player.backwards and player.deferred is None for player in self._players):
+            randomness.end_samples()
 
     def step(self, *, clip_norm: float | None = None, optimizer: torch.optim.Optimizer | None = None) -> Update | None:
         player = self._player(optimizer)
@@ -275,21 +277,22 @@ class PlainTraining:
         self._position += len(fed.interval)
         self._open = self._compute.prepared(batch)
         self._compute.announce(self._open, lambda: 1.0)
-        self._drew = False
-        self._look_away()
+        self._generators = self._generators_now()
+        self._draws.enter_loop()
         return self._given(self._open.batch)
 
-    def _look(self) -> None:
-        """Has the loop drawn random numbers of its own? What models draw in their forwards is keyed on the samples."""
-        self._drew |= self._random != _generators()
-
-    def _look_away(self) -> None:
-        self._random = _generators()
+    def _generators_now(self) -> str:
+        """The state of those that the script may draw from and that no sample's key decides."""
+        draws = self._compute.randomness.draws
+        unkeyed = torch.get_rng_state().numpy().tobytes() if draws is None or not self._keyed else sorted(draws.unkeyed)
+        return repr((unkeyed, random.getstate(), np.random.get_state(legacy=False)))
 
     def _one_pass(self, given: Any) -> Iterator[Any]:
         """The step's only microbatch, of which each pass draws the same."""
         if self._open is not None:
+            self._draws.leave_loop()
             self._compute.announce(self._open, lambda: 1.0)
+            self._draws.enter_loop()
         yield given
 
     def _given(self, batch: Batch) -> Any:
@@ -297,6 +300,7 @@ class PlainTraining:
 
     def _end_step(self) -> None:
         """Leaves what the step came to, if one is open; the process ends after the last."""
+        self._draws.leave_loop()
         if self._open is None:
             return
         self._open, self.steps_done = None, self.steps_done + 1
@@ -307,8 +311,8 @@ class PlainTraining:
             raise UserCodeError(f"step {self.steps_done}: the optimizer's step() was not called")
         gradients = {f"gradient/{name}": each for player in self._players for name, each in player.taken.items()}
         state = {f"state/{name}": each for name, each in state_of(self.model).items()}
-        self._look()
-        said = {"loss": repr(done.loss), "norm": repr(done.grad_norm), "drew": json.dumps(self._drew)}
+        drew = self._generators != self._generators_now()
+        said = {"loss": repr(done.loss), "norm": repr(done.grad_norm), "drew": json.dumps(drew)}
         save_file(gradients | state, self._check.step(self.steps_done), said)
         if self.steps_done == self._steps:
             self._leave()
@@ -316,6 +320,7 @@ class PlainTraining:
     def _leave(self) -> NoReturn:
         """The comparison ends here, whatever the script would do next."""
         self._closed = True
+        self._draws.close()
         self._feed.close()
         sys.exit(0)
 
@@ -323,14 +328,18 @@ class PlainTraining:
 class _Player:
     """One optimizer of the loop. `taken` are copies of the gradients that it made its update from."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, trained: Mapping[str, nn.Parameter], randomness: Randomness
+    ) -> None:
         self.optimizer, self.trained = optimizer, trained
+        self._randomness, self._stepping = randomness, ExitStack()
         self.deferred: Tensor | None = None
         self.loss = self.norm = self.terms = 0.0
         self.stepped, self.backwards, self.taken = False, False, dict[str, Tensor]()
         self.leader = self
         """The first of the optimizers whose gradients its backward computes."""
         optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(lambda *_: self._stepping.close())
 
     def begin(self) -> None:
         """A step begins, without gradients."""
@@ -362,6 +371,15 @@ class _Player:
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.stepped = True
         self.taken = {name: stored(p.grad) for name, p in self.trained.items() if p.grad is not None}
+        self._stepping.enter_context(self._randomness.updating(in_pieces=False))
+
+
+def _widen_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """The moments of steps taken before, in the type that their parameters have now."""
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            moments = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
+            state.update({name: each.to(parameter.dtype) for name, each in moments.items() if each.is_floating_point()})
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:
@@ -402,8 +420,3 @@ def _whole_steps(run_file: RunFile, source: Any, order: Any) -> Feed:
     batch = run_file.batch
     share = StepShare(batch.global_samples, epoch=epoch, micro_samples=batch.global_samples, schedule=batch.schedule)
     return Feed(source, order, share, denominator=batch.denominator, prefetch_steps=1)
-
-
-def _generators() -> str:
-    """The state of the generators that a script may draw from."""
-    return repr((torch.get_rng_state().numpy().tobytes(), random.getstate(), np.random.get_state(legacy=False)))

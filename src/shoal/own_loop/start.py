@@ -40,6 +40,7 @@ from shoal.own_loop.loop import Training
 from shoal.own_loop.objects import (
     check_alone,
     data_of_script,
+    is_compiled,
     is_endless,
     objects_of,
     order_of_loader,
@@ -196,8 +197,8 @@ def start_own_loop(
     try:
         stack.enter_context(_marked(run_file, place, os.environ))
         compared = None if check is None else partial(Comparison, check=check, notes=notes)
-        said = [*unread_arguments(loader), *narrow]
-        return _training(run_file, place, given, stack, said=said, compared=compared)
+        said, compiled = [*unread_arguments(loader), *narrow], is_compiled(objects["model"])
+        return _training(run_file, place, given, stack, said=said, compared=compared, compiled=compiled)
     except BaseException:
         stack.__exit__(*sys.exc_info())  # leaves with the exit code and the sentence of the error
         raise
@@ -206,7 +207,7 @@ def start_own_loop(
 def _plain(run_file: RunFile, objects: Mapping[str, Any], data: Any, check: ScriptCheck) -> Training:
     """The loop in plain PyTorch, which has the calls of a `Training` (a test compares them)."""
     given = objects_of(objects, data_named(run_file) if data is None else data)
-    return cast(Training, PlainTraining(run_file, given, check))
+    return cast(Training, PlainTraining(run_file, given, check, compiled=is_compiled(objects["model"])))
 
 
 def _training(
@@ -217,6 +218,7 @@ def _training(
     *,
     said: Sequence[str] = (),
     compared: Callable[[Run], Comparison] | None = None,
+    compiled: bool = False,
 ) -> Training:
     directory = run_directory(run_file)
     if place.rank == 0 and place.launcher != "shoal":
@@ -239,7 +241,8 @@ def _training(
     stack.callback(job.saver.close)
     opened.mesh.ledger.take()  # what the start sent belongs to no step
     sinks.start(run_start(opened))
-    training = Training(opened, job, stack, None if compared is None else compared(opened))
+    comparison = None if compared is None else compared(opened)
+    training = Training(opened, job, stack, comparison, compiled=compiled)
     atexit.register(gc.freeze)  # the interpreter's last collection takes down torch, object by object: half a second
     atexit.register(_close_at_exit, training, stack)
     return training

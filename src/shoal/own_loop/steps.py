@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -100,12 +100,18 @@ class OwnSteps:
     """
 
     def __init__(
-        self, run: Run, job: Job, players: Sequence[Player], *, after_step: Callable[[int, Outcome], None] | None = None
+        self,
+        run: Run,
+        job: Job,
+        players: Sequence[Player],
+        draws: DrawsBySample,
+        *,
+        after_step: Callable[[int, Outcome], None] | None = None,
     ) -> None:
         self.open: OpenStep | None = None
         self.pending: PendingStep | None = None
         self._run, self._job, self._players = run, replace(job, feed=profiled(run, job.feed)), players
-        self._compute = run.step.compute
+        self._compute, self._draws = run.step.compute, draws
         self._each = self._opened()
         self._leaving, self._after_step = False, after_step
         self._with_targets = not isinstance(run.workload.data.train, AsInputs)
@@ -152,7 +158,7 @@ class OwnSteps:
             for player in self._players:
                 player.enter()
             self._compute.announce(step.microbatch, lambda: step.factor())
-            with self._compute.coupled():
+            with self._compute.coupled(), self._draws.loop():
                 yield self.given_of(step.microbatch.batch)
             computed = [player.leave() for player in self._players]
             if not any(computed):
@@ -222,23 +228,28 @@ class OwnSteps:
         self.open = self.pending = None
 
 
-# Random numbers of a model that a script calls itself: keyed on the samples, as under `shoal train`.
+# Random numbers of a loop of a script's own, and of the model that it calls: keyed on the samples.
 #
 # Hooks around the models' forwards enter the keyed draws (`shoal.models.keyed_draws`) and leave them. A model that
 # draws nothing is called without them, as under `shoal train` (`shoal.models.draw_watch`), if it is one model, called
-# once a microbatch, and changes no buffers: a forward that has drawn after all can then be repeated.
+# once a microbatch, and changes no buffers: a forward that has drawn after all can then be repeated. Between its
+# forwards, its backward and its update the loop itself is under them: it calls little, and may draw anything.
 
 
 class DrawsBySample:
-    """Keys what `models` draw while they train, where `inside` says that a step is open. `compute` is how a rank calls
-    them under `shoal train`. Call `close` to give the models back.
+    """Keys what `models` draw while they train, where `inside` says that a step is open, and between `enter_loop` and
+    `leave_loop` what the loop draws, unless it calls compiled programs (`keys_loop`), which no mode can look into.
+    `compute` is how a rank calls them under `shoal train`. Call `close` to give the models back.
     """
 
-    def __init__(self, models: Sequence[nn.Module], compute: Compute, *, inside: Callable[[], bool]) -> None:
+    def __init__(
+        self, models: Sequence[nn.Module], compute: Compute, *, inside: Callable[[], bool], keys_loop: bool = True
+    ) -> None:
         self._sleeping, self._buffers, self._inside = compute.randomness.sleeping, compute.buffers, inside
         self._open: list[_Forward] = []
-        self._hooks = ExitStack()
-        if self._sleeping is None:
+        self._keys_loop, self._hooks = keys_loop, ExitStack()
+        self._looks = self._sleeping is not None and not self._sleeping.draws.asleep
+        if self._sleeping is None or not (self._looks or keys_loop):
             return
         if len(models) > 1:
             self._sleeping.may_sleep = False
@@ -251,19 +262,45 @@ class DrawsBySample:
             ):
                 self._hooks.callback(handle.remove)
 
+    def enter_loop(self) -> None:
+        """The loop is given a microbatch."""
+        if self._sleeping is not None and self._keys_loop:
+            self._sleeping.draws.enter_loop()
+
+    def leave_loop(self) -> None:
+        """It asks for the next, or ends."""
+        if self._sleeping is not None and self._sleeping.draws.in_loop:
+            self._sleeping.draws.leave_loop()
+
+    @contextmanager
+    def loop(self) -> Iterator[None]:
+        """Around what the loop does with a microbatch."""
+        self.enter_loop()
+        try:
+            yield
+        finally:
+            self.leave_loop()
+
     def close(self) -> None:
         """Takes the hooks off the models."""
+        self.leave_loop()
         self._hooks.close()
 
     def _before(self, module: nn.Module, inputs: object) -> None:
         sleeping = self._sleeping
-        if sleeping is None or not module.training or not self._inside():
+        if sleeping is None:
+            return
+        if left := sleeping.draws.in_loop:
+            sleeping.draws.leave_loop()
+        if not self._looks or not module.training or not self._inside():
+            self._open.append(_Forward(None, entered=False, left=left))
             return
         sleeping.forwards += 1
         if sleeping.forwards > 1 or self._buffers.moving:
             sleeping.stay()
-        self._open.append(_Forward(DrawWatch() if sleeping.may_sleep else None, entered=not sleeping.draws.asleep))
-        if self._open[-1].entered:
+        watch, entered = DrawWatch() if sleeping.may_sleep else None, not sleeping.draws.asleep
+        self._open.append(_Forward(watch, entered=entered, left=left))
+        if entered:
             sleeping.draws.__enter__()
 
     def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
@@ -283,12 +320,19 @@ class DrawsBySample:
             return module.forward(*args, **kwargs)
 
     def _after(self, module: nn.Module, inputs: object, outputs: object) -> None:
-        if self._sleeping is not None and self._open and self._open.pop().entered:
+        if self._sleeping is None or not self._open:
+            return
+        forward = self._open.pop()
+        if forward.entered:
             self._sleeping.draws.__exit__(None, None, None)
+        if forward.left:
+            self._sleeping.draws.enter_loop()
 
 
 class _Forward:
-    """A forward under way. `watch` is None where the draws are there to stay; `entered`: it runs under them."""
+    """A forward under way. `watch` is None where the draws are there to stay; `entered`: it runs under them; `left`: it
+    is called by a loop that is under them.
+    """
 
-    def __init__(self, watch: DrawWatch | None, *, entered: bool) -> None:
-        self.watch, self.entered = watch, entered
+    def __init__(self, watch: DrawWatch | None, *, entered: bool, left: bool) -> None:
+        self.watch, self.entered, self.left = watch, entered, left

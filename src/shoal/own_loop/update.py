@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -121,6 +121,7 @@ class Player:
         self._alone, self._direct = context.lockstep.size == 1, DirectAdam(optimizer)
         self._sends = isinstance(optimizer, SeesParts)
         self._hooks = StepHooks(optimizer, self._before_step, self._after_step)
+        self._randomness, self._stepping = context.forward_backward.compute.randomness, ExitStack()
 
     @property
     def update(self) -> Update | None:
@@ -276,12 +277,14 @@ class Player:
         self.gradients.expose(used)
         self._changed_by_hooks = []
         if hooked:
-            changed = self._script_hooks.call(hooked, self._context.forward_backward.compute.randomness.alike)
+            changed = self._script_hooks.call(hooked, self._randomness.alike)
             self._changed_by_hooks = named("had its gradient changed by a hook in the step before", changed)
             if changed or self.gradients.divided:
                 self.gradients.accept()
                 self._agreed = replace(self._agreed, norm=float(self.gradients.measured().norm))
         self._remember(self._agreed.norm)
+        if step.has_gradient():
+            self._randomness.end_samples()
 
     def agreed(self) -> AgreedUpdate | None:
         """What all ranks have agreed on; None before the last backward of the step. Raises `UserCodeError` where this
@@ -327,6 +330,8 @@ class Player:
             self._done = [(group, group["params"]) for group in optimizer.param_groups]
             for group, _ in self._done:
                 group["params"] = []
+        if agreed is not None:
+            self._stepping.enter_context(self._randomness.updating(in_pieces=self.gradients.divided))
 
     def _give_back(self) -> None:
         """What the optimizer was not to see in its step."""
@@ -337,6 +342,7 @@ class Player:
         self._withheld, self._done = [], []
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._stepping.close()
         self._give_back()
         if self._agreed is not None:
             self.outcome = self.policy.conclude(self._context, self._agreed)
