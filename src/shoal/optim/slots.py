@@ -8,7 +8,7 @@ memory of their own: blocks begin where a rank's part does, and so only numbers 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
