@@ -104,8 +104,10 @@ class UnsummedGradients(OfWholeParameters):
         """That of the whole model, of a gradient of every parameter."""
         all_count = len(self._counted) == len(gradients)
         counted = gradients if all_count else [gradients[index] for index in self._counted]
-        found = None if self._norm is None else InLoops.found(counted)
-        own = found.norm() if found is not None else None if self._norm is None else self._norm(counted)
+        if self._norm is None:
+            return global_norm(None, self._replica, device=self._device)
+        found = InLoops.found(counted)
+        own = self._norm(counted) if found is None else found.norm()
         return global_norm(own, self._replica, device=self._device)
 
     def _give_back(self) -> None:
