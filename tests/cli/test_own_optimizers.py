@@ -40,6 +40,7 @@ run.close()
 OPTIMIZERS = {
     "lamb": "LayerwiseAdam(model.parameters(), lr=0.05)",
     "muon": "OwnedMuon(model.parameters(), lr=0.02)",
+    "muon, a group each": "OwnedMuon([{'params': p, 'whole': p.ndim > 1} for p in model.parameters()], lr=0.02)",
     "lars": "LayerwiseSGD(model.parameters(), coefficient=0.1)",
     "lion": "ElementOptimizer(model.parameters(), Lion(lr=0.01))",
     "adan": "ElementOptimizer(model.parameters(), Adan(lr=0.01))",
@@ -59,7 +60,7 @@ FLOAT64 = 'precision.kind="float64"'
 SAME = 1e-9
 OTHER_BASIS = 2e-2
 """Gradients of lower rank than their matrix have eigenvectors that last bits decide; 4e-3 was seen."""
-FEW = [("lamb", "ZeRO-1"), ("muon", "replicate")]
+FEW = [("lamb", "ZeRO-1"), ("muon", "replicate"), ("muon, a group each", "ZeRO-1")]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch import Tensor, nn
 
+from shoal.comm.collective import Alone
+from shoal.errors import UserCodeError
 from shoal.optim.layer_statistics import LayerStatistics
 from shoal.runfile.rules import refusal
 from tests.assembly.journey import Leg, travel
@@ -112,6 +116,21 @@ def test_factors_of_some_samples_would_be_found(ranks, folder: Path, layout: str
     verdict, *_ = ranks(world, verified_with_own_factors, {"optimizer": KFAC} | tables, str(folder))
     assert not verdict["holds"]
     assert any(row["quantity"] == "weight" and not row["holds"] for row in verdict["rows"])
+
+
+TOKENS = torch.arange(8)
+
+
+@pytest.mark.parametrize(("module", "inputs"), [(nn.Embedding(8, 3), TOKENS), (nn.Embedding(8, 3), TOKENS[None]),
+                                                (nn.Linear(2, 3), torch.ones(1, 4, 2))], ids=str)  # fmt: skip
+def test_rows_that_samples_share_are_refused(module: nn.Module, inputs: Tensor) -> None:
+    """As those of learned positions: the square of a sum over samples is another in every division of the batch."""
+    statistics = LayerStatistics({"positions": module}, Alone(), "expand", 100)
+    statistics.begin()
+    for samples, shared in ((1, False), (6, True)):
+        statistics.microbatch(torch.ones(samples))
+        with pytest.raises(UserCodeError, match=r"of positions gives .* share them") if shared else nullcontext():
+            module(inputs).sum().backward()
 
 
 JOURNEY = [("ZeRO-3", EXPAND), ("one", EXPAND), ("replicate", ALL), ("pipeline", EXPAND), ("ZeRO-1", EXPAND)]

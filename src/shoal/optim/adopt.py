@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from shoal.errors import UserCodeError
 from shoal.optim.declared import Granularity, Slot
+from shoal.optim.fused import FusedOptimizer
 from shoal.optim.layer_statistics import SeesLayers
 from shoal.optim.probe import slots_of, start_adagrad, tried, works_on
 from shoal.optim.slots import has_stepped, state_of_whole
@@ -91,8 +92,8 @@ class OwnOptimizer:
         self.optimizer.state.clear()
         for group, names in zip(self.optimizer.param_groups, self.groups, strict=True):
             whole, group["params"] = group["params"], [p for name in names for p in pieces.get(name, ())]
-            if self.works_on == "matrices" and whole and not group["params"]:
-                group["params"] = [_placeholder(self.optimizer, whole[0].device)]
+            if self.works_on == "matrices" and whole:
+                _fill(self.optimizer, group, whole[0].device)
         if isinstance(self.optimizer, torch.optim.Adagrad):
             start_adagrad(self.optimizer)
         keep_numbers(self.optimizer, self.slots)
@@ -157,13 +158,17 @@ def keep_numbers(optimizer: torch.optim.Optimizer, slots: Sequence[Slot]) -> Non
 def fill_empty_groups(optimizer: torch.optim.Optimizer) -> None:
     """Gives groups without parameters something to step."""
     for group in optimizer.param_groups:
-        group["params"] = group["params"] or [_placeholder(optimizer, torch.device("cpu"))]
+        _fill(optimizer, group, torch.device("cpu"))
+
+
+def _fill(optimizer: torch.optim.Optimizer, group: dict[str, Any], device: torch.device) -> None:
+    """Not every optimizer can step nothing; Shoal's own can, and know the parameters of all ranks by their names."""
+    if not group["params"] and not isinstance(optimizer, FusedOptimizer):
+        group["params"] = [_placeholder(optimizer, device)]
 
 
 def _placeholder(optimizer: torch.optim.Optimizer, device: torch.device) -> Parameter:
-    """What a rank steps in a group of which it owns nothing, with a gradient of 0: not every optimizer can step
-    nothing. No checkpoint holds it.
-    """
+    """What a rank steps in a group of which it owns nothing, with a gradient of 0. No checkpoint holds it."""
     placeholder = Parameter(torch.zeros(1, 1, device=device))
     zeros = torch.zeros_like(placeholder)
 

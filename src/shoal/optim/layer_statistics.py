@@ -17,7 +17,7 @@ Samples that weigh nothing are no rows. Sums are added up in the backward: a for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
@@ -338,6 +338,8 @@ def _rows(name: str, module: nn.Module, inputs: Tensor, gradient: Tensor, weight
     if gradient.ndim == 1:  # of a single row, without a batch
         inputs, gradient = inputs[None], gradient[None]
     lead = gradient.shape[:-1]
+    if weights is not None:
+        _check_own_rows(name, module, weights, lead)
     every = torch.ones(lead, dtype=torch.bool, device=gradient.device)
     real = every if weights is None else _real(name, weights, lead)
     by_sample = (lead[0], -1) if len(lead) > 1 else (lead[0], 1)
@@ -345,6 +347,21 @@ def _rows(name: str, module: nn.Module, inputs: Tensor, gradient: Tensor, weight
     return _Rows(
         inputs.reshape(*by_sample, *width), gradient.reshape(*by_sample, gradient.shape[-1]), real.reshape(by_sample)
     )
+
+
+def _check_own_rows(name: str, module: nn.Module, weights: Tensor, lead: Sequence[int]) -> None:
+    """Raises `UserCodeError` where samples share a layer's output `[*lead, width]`, as that of learned positions: what
+    comes back is a sum over the samples of a microbatch, and squares of sums depend on how a batch is divided.
+    """
+    samples = len(weights)
+    in_front = len(lead) > 1 and lead[0] == 1 and samples not in lead
+    without_batch = isinstance(module, nn.Embedding) and len(lead) == 1 and lead[0] % samples
+    if samples > 1 and (in_front or without_batch):
+        raise UserCodeError(
+            f'optimizer.kind = "kfac": the layer of {name} gives {list(lead)} rows to a batch of {samples} samples, '
+            "which share them: their gradients come as one sum. Add the name to optimizer.adamw, or in a script give "
+            "it to a group without `whole`"
+        )
 
 
 def _real(name: str, weights: Tensor, lead: Iterable[int]) -> Tensor:

@@ -5,7 +5,7 @@
 A rank that holds the whole of a tensor can own it without a message. Of several that hold it (replicas that make the
 same updates), and of those that hold a part where none holds the whole (tensor parallelism), the one with the least
 work so far owns it, dearest tensors first (Graham's LPT rule). So work is divided over replicas, over ZeRO's ranks and
-over tensor ranks alike, and what travels is one all-to-all before the work and one after it.
+over tensor ranks alike, and what travels is an all-to-all before the work and one after it, bucket by bucket.
 
 Every number has one source, its owner if it holds it, and goes back to all ranks that hold it. Tensors of one dtype
 travel together.
