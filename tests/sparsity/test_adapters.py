@@ -297,9 +297,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "compiled": {"run": {"compile": True}},
     "compiled blocks": {"run": {"compile": "blocks"}},
     "pipeline": {"layout": {"pipeline": 2}},
-    "pipeline, compiled blocks": {
-        "layout": {"pipeline": 2}, "run": {"compile": "blocks"},
-    },
 }  # fmt: skip
 
 
