@@ -60,6 +60,7 @@ class Owned:
     parameter: Parameter
     holding: Holding
     regions: tuple[Region, ...]
+    is_piece: bool = False
 
     @property
     def gradient(self) -> Tensor:
@@ -103,12 +104,13 @@ def boxes_in(holding: Holding, tensor: Tensor) -> Iterator[tuple[Box, Tensor]]:
 def owned_whole(trained: Trained, piece: Parameter | None = None) -> Owned:
     """All that this rank holds of a parameter, as it stands in the model or in `piece`, which has its shape."""
     holding = trained.holding
-    return Owned(holding.name, trained.parameter if piece is None else piece, holding, regions_of(holding))
+    own = trained.parameter if piece is None else piece
+    return Owned(holding.name, own, holding, regions_of(holding), is_piece=piece is not None)
 
 
 def owned_run(holding: Holding, piece: Parameter, start: int, stop: int) -> Owned:
     """The elements `start` .. `stop` of what this rank holds of a parameter; `piece` is one-dimensional."""
-    return Owned(holding.name, piece, holding, tuple(regions_of_run(regions_of(holding), start, stop)))
+    return Owned(holding.name, piece, holding, tuple(regions_of_run(regions_of(holding), start, stop)), is_piece=True)
 
 
 def regions_of_run(regions: Iterable[Region], start: int, stop: int) -> Iterator[Region]:
@@ -143,6 +145,8 @@ def owned_gradients(owned: Iterable[Owned]) -> Iterator[tuple[str, Box, Tensor]]
 
 def is_counted(own: Owned) -> bool:
     """Whether this rank is the first of its replica that holds these numbers."""
+    if not own.is_piece:
+        return own.holding.counts
     return own.holding.rank == min(same_piece(own.holding, own.holding.holders))
 
 

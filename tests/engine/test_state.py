@@ -28,8 +28,8 @@ from shoal.engine.state import (
 )
 from shoal.errors import CorruptCheckpoint, UsageError
 from shoal.optim.config import AdamW
-from shoal.state import Owned, Target, owned_run, targets_of
-from shoal.topology.holding import AlongTensor, Box, held, whole
+from shoal.state import Owned, Target, Trained, is_counted, owned_run, owned_whole, targets_of
+from shoal.topology.holding import AlongTensor, Box, held, held_expert, whole
 from shoal.topology.layout import Layout
 from tests.checkpoint.states import on_ranks, saver_for
 from tests.waiting import HANG_S
@@ -308,3 +308,14 @@ def test_a_parameter_that_no_rank_holds_is_refused_before_anything_is_written(tm
         state.model.held = [weight for weight in state.model.held if weight.name != "up.bias"]
     with pytest.raises(UsageError, match=r"no rank holds any of model/up\.bias"):
         save(tmp_path, states)
+
+
+def test_experts_that_ranks_of_a_tensor_group_hold_whole_are_counted_once() -> None:
+    """Their gradient is a sum over these ranks, as that of pieces is, which are each another part."""
+    counted, pieces = [], []
+    for rank in range(2):
+        holding = held_expert(Layout(tensor=2), rank, "up", (4, 2, 2))
+        experts = Parameter(torch.zeros(4, 2, 2))
+        counted.append(is_counted(owned_whole(Trained(holding, experts))))
+        pieces.append(is_counted(owned_run(holding, Parameter(torch.zeros(8)), 8 * rank, 8 * rank + 8)))
+    assert (counted, pieces) == ([True, False], [True, True])

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from shoal.checkpoint.inspect import weights_of
 from shoal.errors import UsageError
@@ -91,6 +92,10 @@ def test_features_are_taken_out_and_both_models_are_measured(trained: Path) -> N
     name = "blocks.0.feed_forward.up.weight"
     assert 2 * small[name].shape[0] == whole[name].shape[0]
     assert found["after"]["bytes"] == sum(each.numel() * each.element_size() for each in small.values())
+    before, after = found["before"], found["after"]
+    assert before["flops"] - after["flops"] == 2 * 32 * (numbers(whole) - numbers(small))  # of 32 tokens
+    masked = programs.run(["-m", "shoal", "evaluate", "runs/gpt-features-0.5", "--json"], cwd=trained)
+    assert json.loads(masked.stdout)["loss/eval"] == pytest.approx(after["evaluation"]["loss/eval"], rel=1e-6)
     again = ["-m", "shoal", "compress", "runs/gpt", "--to", "features:0.5"]
     same = programs.run([*again, "run.steps=4", "--json"], cwd=trained)
     assert json.loads(same.stdout) == found
@@ -98,6 +103,10 @@ def test_features_are_taken_out_and_both_models_are_measured(trained: Path) -> N
     assert (other.returncode, "compressed in another way" in other.stderr) == (2, True)
     said = programs.run(["-m", "shoal", "evaluate", "runs/gpt", "--json"], cwd=trained)
     assert json.loads(said.stdout) == found["before"]["evaluation"]
+
+
+def numbers(weights: dict[str, Tensor]) -> int:
+    return sum(each.numel() for each in weights.values())
 
 
 @pytest.mark.slow

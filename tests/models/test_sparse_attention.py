@@ -18,7 +18,7 @@ from shoal.models.huggingface.config import TransformersConfig
 from shoal.models.layers import CausalAttention
 from shoal.models.sparse_attention import SparseAttention, kept_blocks, takes_flex
 from shoal.runfile.layout_rules import layout_refusal
-from tests.models.huggingface.architectures import BERT, GPT2, LLAMA
+from tests.models.huggingface.architectures import BERT, FURTHER, GPT2, LLAMA, QWEN2
 from tests.sync.steps import ADAM, gap, train
 from tests.verification.layouts import GPT, corpus, run_file_of, verified
 
@@ -186,16 +186,23 @@ GIVEN: dict[str, tuple[dict[str, Tensor], Tensor]] = {
     "padded": ({"attention_mask": PADDING}, PADDING),
     "packed": ({"position_ids": RESTARTING}, (torch.arange(LENGTH) >= 10).long().expand(2, -1)),
 }
+DECODERS = {
+    "Llama": LLAMA,
+    "GPT-2": GPT2,
+    "Qwen2": QWEN2,
+    "Gemma": FURTHER["Gemma"],
+    "Mistral": LLAMA | {"architecture": "MistralForCausalLM", "config": LLAMA["config"] | {"sliding_window": 40}},
+}
 IN_SINGLE = 1e-6
 """transformers' eager attention takes its softmax in float32."""
 
 
 @pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("mask", ["global", "bigbird", "lists"])
-@pytest.mark.parametrize("table", [LLAMA, GPT2], ids=["Llama", "GPT-2"])
-def test_decoders_of_transformers_compute_it(table: dict[str, Any], mask: str, given: str) -> None:
-    """As transformers' own attention under the whole mask, with padding and packed documents."""
-    config, (named, documents) = MASKS[mask], GIVEN[given]
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_of_transformers_compute_it(name: str, mask: str, given: str) -> None:
+    """As transformers' own attention under the whole mask, with padding and packed documents; gradients as well."""
+    config, (named, documents), table = MASKS[mask], GIVEN[given], DECODERS[name]
     masked, plain = decoder(table, config), decoder(table, "eager")
     tokens = torch.randint(3, 61, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     seen = torch.tensor([[sees(config, q, k) for k in range(LENGTH)] for q in range(LENGTH)])
@@ -206,6 +213,11 @@ def test_decoders_of_transformers_compute_it(table: dict[str, Any], mask: str, g
     found = masked(tokens, **named).logits
     real = documents > 0 if given == "padded" else documents > -1
     assert (found - wanted)[real].abs().max() < IN_SINGLE
+    ours, theirs = (
+        torch.autograd.grad(logits[real].square().mean(), list(model.parameters()))
+        for model, logits in ((masked, found), (plain, wanted))
+    )
+    assert all((one - other).abs().max() < IN_SINGLE for one, other in zip(ours, theirs, strict=True))
     assert (plain(tokens).logits - found).abs().max() > 1e-3, "a mask changes something"
 
 
@@ -222,12 +234,30 @@ def test_every_layout_trains_a_decoder_of_transformers_under_a_mask(ranks, folde
 
 
 def test_windows_of_packed_documents_are_kept_apart() -> None:
-    """As Shoal's data gives them, also where a token sees all before it."""
-    model, numbers = decoder(LLAMA, "auto"), (torch.arange(LENGTH) >= 10).long().expand(2, -1)
+    """As Shoal's data gives them, also where a token sees all before it, a window of the model's own, or by chance."""
+    windowed = LLAMA | {"architecture": "MistralForCausalLM", "config": LLAMA["config"] | {"sliding_window": 4}}
+    dropping = LLAMA | {"config": LLAMA["config"] | {"attention_dropout": 1e-12}}
+    numbers = (torch.arange(LENGTH) >= 10).long().expand(2, -1)
     tokens = torch.randint(3, 61, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    found = model(tokens=tokens, positions=RESTARTING, documents=numbers).logits
-    assert torch.allclose(found[:, :10], model(tokens[:, :10]).logits, rtol=1e-10)
-    assert torch.allclose(found[:, 10:], model(tokens[:, 10:]).logits, rtol=1e-10)
+    for table in (LLAMA, windowed, dropping):
+        model = decoder(table, "auto")
+        found = model(tokens=tokens, positions=RESTARTING, documents=numbers).logits
+        assert torch.allclose(found[:, :10], model(tokens[:, :10]).logits, rtol=1e-9)
+        assert torch.allclose(found[:, 10:], model(tokens[:, 10:]).logits, rtol=1e-9)
+
+
+@pytest.mark.parametrize("mask", [None, "global", "lists"])
+@pytest.mark.parametrize("table", [LLAMA, GPT2], ids=["Llama", "GPT-2"])
+def test_text_is_generated_with_a_cache_as_without(table: dict[str, Any], mask: str | None) -> None:
+    """Every new token sees what it would see if all were computed anew, behind padding as well."""
+    model = decoder(table, "auto" if mask is None else MASKS[mask]).eval()
+    tokens = torch.randint(3, 61, (2, 7), generator=torch.Generator().manual_seed(2))
+    tokens[0, :3], padding = 0, torch.ones_like(tokens)
+    padding[0, :3] = 0
+    said: Any = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    said |= {"output_logits": True, "return_dict_in_generate": True, "attention_mask": padding}
+    cached, anew = (torch.stack(model.generate(tokens, use_cache=c, **said).logits) for c in (True, False))
+    assert torch.allclose(cached, anew, rtol=1e-9, atol=1e-12)
 
 
 def test_an_encoder_has_no_masks_and_keeps_no_documents_apart() -> None:

@@ -43,3 +43,22 @@ def test_step_hooks_are_the_inner_ones():
     calls.clear()
     optimizer.step()
     assert calls == ["script", "script"]
+
+
+def test_a_script_lets_the_state_of_a_whole_parameter_go():
+    """As a loop does that thaws a layer with fresh moments; what its values are is refused, also after a load."""
+    whole, piece = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([whole], lr=0.1, momentum=0.9)
+    optimizer.param_groups[0]["params"] = [piece]
+    ShownGroups(optimizer, [[whole]], {whole: [piece]})
+    piece.grad = torch.ones(2)
+    for leave in (lambda: optimizer.state.pop(whole, None), lambda: optimizer.state.__delitem__(whole)):
+        assert whole not in optimizer.state
+        optimizer.step()
+        assert whole in optimizer.state
+        for ask in (lambda: optimizer.state[whole], lambda: optimizer.state.get(whole)):
+            with pytest.raises(UserCodeError, match="every rank has that of its own pieces alone"):
+                ask()
+        leave()
+        assert not optimizer.state
+    assert optimizer.state.get(whole) is None

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
 
+from shoal.assembly.splitting import _look, _looking
 from shoal.checkpoint.inspect import export, weights_of
 from shoal.errors import ConfigError, UserCodeError
-from shoal.models.adapters import adapt, is_adapter, merged, quantise, refuse_bypassed_layers
+from shoal.models.adapters import BypassWatch, adapt, is_adapter, merged, quantise, refuse_bypassed_layers
 from shoal.models.build import initialise
 from shoal.models.config import (
     AdapterConfig,
@@ -31,7 +32,7 @@ from shoal.models.config import (
 from shoal.models.gpt import GPT
 from shoal.models.huggingface.build import build, plain
 from shoal.models.huggingface.config import TransformersConfig
-from shoal.models.roles import ZEROS, Role, role_of, roles_of
+from shoal.models.roles import ZEROS, Part, Role, role_of, roles_of
 from tests.assembly.training_ranks import trained as taken
 from tests.models.huggingface.architectures import BERT, GPT2, LLAMA
 from tests.sparsity.test_freezing import BASE, LAYOUTS, SUM_ORDER
@@ -291,31 +292,69 @@ def test_a_layer_knows_its_adapter_better_than_its_model() -> None:
     assert role_of(model, "0.lora_b") == roles["0.lora_b"]
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "compiled": {"run": {"compile": True}},
+    "compiled blocks": {"run": {"compile": "blocks"}},
+    "pipeline": {"layout": {"pipeline": 2}},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("table", "layers"), [("adapter", {"kind": "lora", "rank": 2}), ("quantisation", {"bits": 8})], ids=str
 )
 def test_a_layer_whose_weight_is_used_without_it_is_refused(
-    ranks, folder: Path, table: str, layers: dict[str, Any]
+    ranks, folder: Path, table: str, layers: dict[str, Any], way: str
 ) -> None:
     """Before anything is learned; a layer of which only the type is asked, and one that is not used, are none."""
     model = {"kind": "python", "build": "tests.sparsity.test_adapters:Bypassing"}
     data = {"kind": "python", "build": "tests.sparsity.test_savings:random_classes"}
-    tables = BASE | {"model": model, "data": data}
+    tables, world = BASE | {"model": model, "data": data} | WAYS[way], 2 if "pipeline" in way else 1
     with pytest.raises(Exception, match=f"{table}.layers: Bypassing computes with the weight of first"):
-        ranks(1, train, tables | {table: layers}, str(folder), 0, 1)
-    ranks(1, train, tables | {table: layers | {"layers": ["second", "unused"]}}, str(folder), 0, 1)
+        ranks(world, train, tables | {table: layers}, str(folder), 0, 1)
+    called = {table: layers | {"layers": ["second", "unused"]}}
+    found = ranks(world, train, tables | called, str(folder), 0, 2)[0]
+    alone = ranks(1, train, BASE | {"model": model, "data": data} | called, str(folder), 0, 2)[0]
+    assert gap(found.weights, alone.weights) < SUM_ORDER
 
 
 class Bypassing(nn.Module):
-    """A classifier that computes with the weight of a layer, as torchvision's Swin does."""
+    """A classifier that computes with the weight of a layer, as torchvision's Swin does; a chain of two."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second, self.unused = nn.Linear(16, 32), nn.Linear(32, 61), nn.Linear(2, 2)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = F.linear(inputs, self.first.weight, bias=self.first.bias).relu()
-        return self.second(hidden.to(self.unused.weight.dtype))
+        return self._end(self._begin(inputs, inputs), inputs)
+
+    def context(self, inputs: Tensor) -> Tensor:
+        return inputs
+
+    def parts(self) -> list[Part]:
+        return [Part("begin", ("first",), self._begin), Part("end", ("second", "unused"), self._end)]
+
+    def _begin(self, x: Any, inputs: Tensor) -> Tensor:
+        return F.linear(inputs, self.first.weight, bias=self.first.bias).relu()
+
+    def _end(self, x: Tensor, inputs: Tensor) -> Tensor:
+        return self.second(x.to(self.unused.weight.dtype))
+
+
+def test_a_model_that_a_script_calls_and_run_compiles_is_looked_at_once() -> None:
+    """In evaluation, before its program is called."""
+    model = Bypassing()
+    adapt(model, LoRA(rank=2))
+    model.compile(backend="eager")
+    program = model._compiled_call_impl
+    look = partial(_look, BypassWatch(model, table="adapter"), model, torch.device("cpu"))
+    model._compiled_call_impl = _looking(model, look)
+    with pytest.raises(ConfigError, match="Bypassing computes with the weight of first"):
+        model(torch.ones(2, 16))
+    assert model._compiled_call_impl is program
+    assert model.training
 
 
 class Sharing(nn.Module):

@@ -10,14 +10,14 @@ import torch
 
 from shoal.assembly.objects import UserObjects, model_of
 from shoal.assembly.shrinking import sentence, shrink
-from shoal.checkpoint.inspect import weights_of
+from shoal.checkpoint.inspect import save_weights, weights_of
 from shoal.cli.checkpoint import export
 from shoal.config.load import dumps, read
 from shoal.errors import ConfigError, UsageError
 from shoal.sparsity.masks import UnitGroup, expert_groups, kept_units, shrunk, unit_groups, unit_mask, unit_scores
 from tests.assembly.training_ranks import trained as taken
-from tests.models.huggingface.architectures import MIXTRAL
-from tests.sparsity.test_huggingface import LLAMA
+from tests.models.huggingface.architectures import FURTHER, GPT2, MIXTRAL, NEOX
+from tests.sparsity.test_foreign_models import LLAMA
 from tests.sparsity.test_training import BASE, SMALL
 from tests.verification.layouts import corpus, run_file_of
 
@@ -231,3 +231,28 @@ def test_the_smallest_heads_of_a_dense_model_are_taken_out(dense: Path) -> None:
 
 def write_run_file(folder: Path, tables: dict[str, Any]) -> None:
     (folder / "run" / "run.toml").write_text(dumps(run_file_of(folder, **tables)))
+
+
+KEPT = {
+    "heads of GPT-NeoX": (
+        NEOX,
+        "heads:0.5",
+        r"query_key_value.weight would be \[48, 32\], and a model of fewer",
+    ),
+    "features of GPT-2": (GPT2, "features:0.5", "no features that are declared as columns and rows"),
+    "heads of OLMo2": (FURTHER["OLMo2"], "heads:0.5", "no heads that are declared as columns and rows"),
+}
+"""Fewer heads would be larger ones; no plan says what is made and read; a norm is over all heads."""
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_a_class_has_no_smaller_form_of_is_refused(tmp_path: Path, case: str) -> None:
+    model, to, sentence = KEPT[case]
+    run_file = run_file_of(tmp_path, **(BASE | {"model": model}))
+    built = model_of(run_file, UserObjects(), device=torch.device("cpu"), dtype=torch.float64)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.toml").write_text(dumps(run_file))
+    save_weights({n: p.detach() for n, p in built.named_parameters()}, tmp_path / "given", tmp_path / "run")
+    with pytest.raises(UsageError, match=sentence):
+        shrink(tmp_path / "run", tmp_path / "smaller", to)
+    assert not (tmp_path / "smaller").exists()

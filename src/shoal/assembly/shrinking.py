@@ -93,14 +93,14 @@ def _run_of(run_file: RunFile, model: ModelConfig, directory: Path) -> RunFile:
 
 def _check_fits(run_file: RunFile, weights: Mapping[str, Tensor], what: str) -> None:
     """Raises `UsageError` where the smaller model has other shapes than `weights`: something else in it, such as a norm
-    over all heads, counts what was taken out.
+    over all heads, counts what was taken out, or its class does not let heads keep their size.
     """
     for name, parameter in _built(run_file).state_dict(keep_vars=True).items():
         found = weights.get(name)
         if found is not None and found.shape != parameter.shape:
             raise UsageError(
-                f"{name} counts {what} as well, {list(parameter.shape)} in the smaller model and {list(found.shape)} "
-                "here, and is none of the layers that make or read them: they cannot be taken out of this model"
+                f"{name} would be {list(found.shape)}, and a model of fewer {what} has {list(parameter.shape)}: they "
+                "cannot be taken out of this one"
             )
 
 
@@ -132,9 +132,12 @@ def _smallest(run_file: RunFile, weights: Mapping[str, Tensor], to: str) -> Unit
         groups = expert_groups(shapes)
     else:
         layers = {n: s for n, s in shapes.items() if len(s) == 2 and any(fnmatchcase(n, p) for p in REMOVABLE[what])}
-        groups = _groups(run_file, layers, what, split_alone=True)
+        groups = _groups(run_file, layers, what, split_alone=True) if layers else []
     if not groups:
-        raise UsageError(f"--to {to}: this model has no {what}")
+        declared = (
+            "" if what == "experts" else " that are declared as columns and rows of layers, by its plan or model.roles"
+        )
+        raise UsageError(f"--to {to}: this model has no {what}{declared}")
     sizes = {name: weight.abs().float() for name, weight in weights.items()}
     kept = [top(unit_scores(group, sizes), max(1, round(float(share) * group.size))) for group in groups]
     return what, groups, kept

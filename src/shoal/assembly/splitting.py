@@ -273,18 +273,17 @@ def build_forward_backward(
 
 def _refuse_bypassed_layers(run_file: RunFile, parts: Divided, compute: Compute, *, own_loop: bool) -> Stages | None:
     """The stages of `parts`, which look at what they compute first."""
-    model, is_compiled = parts.split.model, run_file.run.compile is not False
-    table = "adapter" if run_file.quantisation is None else "quantisation"
+    model, table = parts.split.model, "adapter" if run_file.quantisation is None else "quantisation"
     watch = BypassWatch(model, table=table)
     if not watch.layers:
         return parts.stages
     look = partial(_look, watch, model, compute.device)
     if parts.stages is not None:
-        watched = (replace(p, run=_watched(p.run, watch, look if is_compiled else None)) for p in parts.stages.parts)
+        watched = (replace(part, run=_watched(part.run, watch)) for part in parts.stages.parts)
         return replace(parts.stages, parts=tuple(watched))
     if model._compiled_call_impl is not None:
         model._compiled_call_impl = _looking(model, look)
-    elif is_compiled and not own_loop:
+    elif run_file.run.compile is not False and not own_loop:
         compute.first.append(lambda inputs: look(partial(call_model, model, inputs)))
     else:
         refuse_bypassed_layers(model, table=table)
@@ -301,19 +300,16 @@ def _look(watch: BypassWatch, model: nn.Module, device: torch.device, forward: C
         forward()
 
 
-def _watched(run: Callable[[Any, Any], Tensor], watch: BypassWatch, look: Look | None) -> Callable[[Any, Any], Tensor]:
-    """A part of a chain that goes through `watch` when it runs first, or through a `look` before that."""
+def _watched(run: Callable[[Any, Any], Tensor], watch: BypassWatch) -> Callable[[Any, Any], Tensor]:
+    """A part of a chain, which is not compiled, that goes through `watch` when it runs first."""
     is_first = [True]
 
     def watched(x: Any, context: Any) -> Tensor:
         if not is_first:
             return run(x, context)
         is_first.clear()
-        if look is None:
-            with watch:
-                return run(x, context)
-        look(partial(run, x, context))
-        return run(x, context)
+        with watch:
+            return run(x, context)
 
     return watched
 

@@ -7,8 +7,9 @@ So the script's step hooks, and what it does between two steps, see what they se
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -46,10 +47,17 @@ class StepHooks:
 class ShownGroups:
     """Between two steps the groups of `optimizer`, which steps pieces of parameters, list the `whole` ones of the
     model: what a script does with a group's parameters, such as a clip by the norm of their gradients, is then what it
-    is in a plain loop, and the same on every rank. State stays with the pieces, and is refused between two steps.
+    is in a plain loop, and the same on every rank. State stays with the pieces, and is refused between two steps, but
+    that it may be let go: `pieces` are those that this rank steps of each whole parameter.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, whole: Sequence[Sequence[Parameter]]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        whole: Sequence[Sequence[Parameter]],
+        pieces: Mapping[Parameter, Sequence[Parameter]] = MappingProxyType({}),
+    ) -> None:
+        self._pieces_of = pieces
         self._optimizer, self._whole = optimizer, [list(group) for group in whole]
         self._pieces = [group["params"] for group in optimizer.param_groups]
         self._hooks = ExitStack()
@@ -81,8 +89,41 @@ class ShownGroups:
     def _list(self, parameters: Sequence[list[Parameter]], missing: Callable[[], Any]) -> None:
         for group, own in zip(self._optimizer.param_groups, parameters, strict=False):  # groups that are added follow
             group["params"] = own
-        if isinstance(self._optimizer.state, defaultdict):
-            self._optimizer.state.default_factory = missing
+        state = self._optimizer.state
+        if isinstance(state, defaultdict) and not isinstance(state, _PiecesState):  # a loaded one, too
+            state = self._optimizer.state = _PiecesState(None, state)
+            state.pieces = self._pieces_of
+        if isinstance(state, defaultdict):
+            state.default_factory = missing
+
+
+class _PiecesState(defaultdict[Any, Any]):
+    """An optimizer's state, which is that of pieces. A script may ask whether there is some of a whole parameter, and
+    let it go, as loops do that thaw a layer with fresh moments; its values are refused.
+    """
+
+    pieces: Mapping[Parameter, Sequence[Parameter]] = MappingProxyType({})
+    """Those that this rank steps, by the whole parameter."""
+
+    def __contains__(self, key: object) -> bool:
+        own = self.pieces.get(key)  # type: ignore[call-overload]
+        return super().__contains__(key) if own is None else any(super(_PiecesState, self).__contains__(p) for p in own)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return _refuse_state() if key in self.pieces and key in self else super().get(key, default)
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key not in self.pieces:
+            return super().pop(key, *default)
+        for piece in self.pieces[key]:
+            super().pop(piece, None)
+        return default[0] if default else {}
+
+    def __delitem__(self, key: Any) -> None:
+        if key in self.pieces:
+            self.pop(key)
+        else:
+            super().__delitem__(key)
 
 
 def _refuse_state() -> Any:

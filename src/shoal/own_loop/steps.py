@@ -40,8 +40,12 @@ def players_of(
     """
     gradients, optimizers = run.generation.gradients, run.workload.optimizers
     trained = {each.holding.name: each.parameter for each in run.trained}
+    pieces: dict[nn.Parameter, list[nn.Parameter]] = {}
+    for own in gradients.owned:
+        pieces.setdefault(trained[own.name], []).append(own.parameter)
     shown = [
-        ShownGroups(own.optimizer, [[trained[name] for name in group] for group in own.groups]) for own in optimizers
+        ShownGroups(own.optimizer, [[trained[name] for name in group] for group in own.groups], pieces)
+        for own in optimizers
     ]
     trained_set = TrainedSet(run.model, trained, [own.optimizer for own in optimizers])
     parts = gradients.parts if isinstance(gradients, JointGradients) else [gradients]

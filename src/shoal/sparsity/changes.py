@@ -380,7 +380,7 @@ class MaskChanges:
             return {name: of_every(each, number, of) for name, each in scores.items()}
         flat, counts = {name: units(each, config) for name, each in scores.items()}, self.counts(density)
         if config.distribution == "global":
-            found = self.owners.largest(flat, sum(counts.values()))
+            found = self.owners.largest(flat, round(density * sum(map(math.prod, self.owners.shapes.values()))))
         else:
             found = {name: top(each, counts[name]) for name, each in flat.items()}
         return {name: spread(mask, self.owners.rows_shape(name), config) for name, mask in found.items()}

@@ -259,37 +259,44 @@ class Owners:
         return bits
 
     def largest(self, scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-        """Masks of the `count` largest of the flat `scores` of all layers, each at its owner; all ranks call it.
+        """Masks of the units with the largest flat `scores` of all layers, each at its owner, that have `count` weights
+        together, but for half a unit; all ranks call it.
 
         Of equal scores those of the first layer are kept, and of a layer the first.
         """
         keys = {name: _ordered(each) for name, each in scores.items()}
-        threshold, above = self._threshold(list(keys.values()), count)
+        sizes = {name: math.prod(self.shapes[name]) // len(each) for name, each in keys.items()}
+        threshold, above = self._threshold(keys, sizes, count)
         names = list(self.shapes)
         ties = torch.zeros(len(names), dtype=torch.int64, device=self.device)
         for name, each in keys.items():
-            ties[names.index(name)] = (each == threshold).sum()
+            ties[names.index(name)] = (each == threshold).sum() * sizes[name]
         self.group.all_reduce(ties).wait()
         before = (ties.cumsum(0) - ties).tolist()
         found = {}
         for name, each in keys.items():
-            kept = each > threshold
-            kept[(each == threshold).nonzero().flatten()[: max(0, count - above - before[names.index(name)])]] = True
+            kept, left = each > threshold, count - above - before[names.index(name)]
+            kept[(each == threshold).nonzero().flatten()[: max(0, round(left / sizes[name]))]] = True
             found[name] = kept
         return found
 
-    def _threshold(self, keys: Sequence[Tensor], count: int) -> tuple[int, int]:
-        """(the `count`-th largest of all ranks' keys, how many are larger), a byte at a time from the highest on."""
-        mine = torch.cat(list(keys)) if keys else torch.zeros(0, dtype=torch.int64, device=self.device)
+    def _threshold(self, keys: Mapping[str, Tensor], sizes: Mapping[str, int], count: int) -> tuple[int, int]:
+        """(the key at which all ranks' largest have `count` weights, how many larger ones have), a byte at a time from
+        the highest on. A unit of a layer has so many weights as `sizes` say.
+        """
+        none = torch.zeros(0, dtype=torch.int64, device=self.device)
+        mine = torch.cat([none, *keys.values()])
+        weights = torch.cat([none, *(torch.full_like(each, sizes[name]) for name, each in keys.items())])
         threshold, above = 0, 0
         for shift in range(24, -1, -8):
-            counts = torch.bincount((mine >> shift) & 255, minlength=256)
+            counts = torch.bincount((mine >> shift) & 255, weights.double(), minlength=256).long()
             self.group.all_reduce(counts).wait()
             from_top = counts.flip(0).cumsum(0).tolist()
             place = next(i for i, total in enumerate(from_top) if above + total >= count)
             above += from_top[place - 1] if place else 0
             threshold |= (255 - place) << shift
-            mine = mine[((mine >> shift) & 255) == 255 - place]
+            there = ((mine >> shift) & 255) == 255 - place
+            mine, weights = mine[there], weights[there]
         return threshold, above
 
     def _owner(self, name: str) -> int:
