@@ -202,6 +202,7 @@ def as_documented(rank: int) -> dict[str, Any]:
     rows = torch.full((4,), float(rank + 1), requires_grad=True)
     found = hvd.reducescatter(rows, "rows", hvd.Compression.none, hvd.Sum)
     (found * torch.tensor([1.0, 10.0]) * (rank + 1)).sum().backward()
+    assert rows.grad is not None
     handle = hvd.allreduce_async(x, name=f"of {rank}")
     wait_until(lambda: "waits in" in handle.missing(handle.begun.name))
     said = [handle.missing(handle.begun.name)]

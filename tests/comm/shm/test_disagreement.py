@@ -177,7 +177,7 @@ def test_a_message_of_another_dtype_is_an_error(ranks: Any) -> None:
 
 def in_turn(place: Any) -> str:
     """A call that fails, and another one."""
-    group = shared(place)
+    group, said = shared(place), ""
     for tensor in (torch.ones(4), torch.ones(4, dtype=torch.int32))[place.rank], torch.ones(4):
         try:
             group.allreduce([tensor]).wait()

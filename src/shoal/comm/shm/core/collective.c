@@ -153,6 +153,12 @@ static void bring(op *call, uint64_t index) {
     if (keeps && call->receive[g->rank] != call->send[0]) memcpy(call->receive[g->rank] + at, from, bytes);
 }
 
+static void bring_nothing(op *call) {
+    sign(call);
+    call->cursors[BROUGHT] = call->turns;
+    publish(call->group, BROUGHT, call->base + call->turns);
+}
+
 /* The sum of [from, from + bytes) of the piece, over all ranks, in rank order. */
 static void reduce_part(op *call, uint64_t index, uint64_t at, uint64_t from, uint64_t bytes, bool share) {
     group *g = call->group;
@@ -247,7 +253,7 @@ static bool agreed(op *call, uint64_t index) {
     return true;
 }
 
-/* Whether all that have come by now call the same; in the order of the fence, one of any two ranks sees the other. */
+/* Whether all that have come by now call the same. Each publishes, and then looks: one of any two sees the other. */
 static bool agreed_so_far(op *call) {
     group *g = call->group;
     atomic_thread_fence(memory_order_seq_cst);
@@ -311,14 +317,8 @@ static bool try_bring(op *call, want *blocked) {
     uint64_t index = call->cursors[BROUGHT], turn = call->base + index, places = call->group->settings.places;
     if (index == call->turns) return false;
     if (turn >= places && !all_reached(call, TAKEN, turn - places + 1, blocked)) return false;
-    if (brings(call, call->group->rank)) {
-        bring(call, index);
-        done_with(call, BROUGHT);
-    } else {
-        sign(call);
-        call->cursors[BROUGHT] = call->turns;
-        publish(call->group, BROUGHT, call->base + call->turns);
-    }
+    if (brings(call, call->group->rank)) bring(call, index), done_with(call, BROUGHT);
+    else bring_nothing(call);
     return index > 0 || !has_root(call) || agreed_so_far(call);
 }
 

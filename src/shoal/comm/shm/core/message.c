@@ -1,9 +1,9 @@
 /* Messages between two ranks: a stream in a ring of the sender's, which goes on whatever the collectives do.
 
-   A message is a line (tag, bytes, dtype) and its content, rounded up to lines. To one rank, messages go in the order of the
-   calls. What arrives belongs to the first receive that asked for its source and tag; if there is none, but others
-   are asked for, it is put aside, so that tags may be asked for in any order. While nothing is asked for it stays in
-   the ring, and a sender of more than the ring holds waits.
+   A message is a line (tag, bytes, dtype) and its content, rounded up to lines. To one rank, messages go in the order
+   of the calls. What arrives belongs to the first receive that asked for its source and tag; if there is none, but
+   others are asked for, it is put aside, so that tags may be asked for in any order. While nothing is asked for it
+   stays in the ring, and a sender of more than the ring holds waits.
 
    All is done under `message_lock`, by whoever waits; by a thread where nobody does. */
 
