@@ -352,6 +352,17 @@ REFUSED: dict[str, tuple[dict[str, str], tuple, str]] = {
         (2, "layout.shard=2", "memory.zero=1"),
         "side.weight was given data of shape [2, 2] and type float32 in the place of shape [3, 5]",
     ),
+    "an optimizer that draws, of its own pieces": (
+        {
+            "FIRST": "class Noisy(torch.optim.SGD):\n"
+            "    def step(self, closure=None):\n"
+            "        super().step()\n"
+            "        for p in self.param_groups[0]['params']: p.data.add_(torch.randn_like(p), alpha=0.01)\n"
+            "optimizer = Noisy(model.parameters(), lr=0.1)"
+        },
+        (2, "layout.shard=2", "memory.zero=1"),
+        "step 1: the optimizer draws random numbers in its step, and under ZeRO each rank would draw those of its own",
+    ),
     "layers of two types": ({"FIRST": "model.side.double()"}, (1,), "the parameter side.bias is float64, and"),
 }
 RARE = {

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import namedtuple
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -31,6 +32,11 @@ class Scene:
     image: torch.Tensor
     boxes: list[Box]
     author: str | None = None
+
+
+class Row(NamedTuple):
+    image: torch.Tensor
+    label: int
 
 
 VALUES = st.recursive(
@@ -73,6 +79,16 @@ def test_texts_are_lists_as_default_collate_has_them() -> None:
     assert found["path"] == plain["path"]
     assert torch.equal(found["image"], plain["image"])
     assert torch.equal(found["id"], plain["id"])
+
+
+def test_named_tuples_keep_their_names() -> None:
+    """As in PyTorch, alone and inside of other samples; one that nobody finds by its name is a tuple."""
+    found = batch_of([Row(torch.ones(2) * i, i) for i in range(3)])
+    assert isinstance(found, Row)
+    assert list(found.label) == [0, 1, 2]  # pyright: ignore[reportArgumentType]
+    assert unpack(pack([Row(torch.ones(2), 1)]), CPU)[0].label == 1
+    hidden = namedtuple("hidden", "image label")
+    assert type(batch_of([hidden(torch.ones(2), i) for i in range(3)])) is tuple
 
 
 def test_none_bytes_and_dataclasses() -> None:

@@ -168,13 +168,14 @@ def drawn_past_the_forward(samples: list[int], model: nn.Module) -> tuple[list[T
         model(x)
         times, dropped = torch.randint(0, 1000, (len(samples),)), model.get_submodule("0")(x)
         level, order = torch.rand(()), torch.randperm(7)
+        layer, blend = nn.Linear(5, 3), torch.distributions.Gamma(torch.ones(7), 1.0).sample()
         with randomness.beside_loop():
             torch.rand(3)
         randomness.end_samples()
         weights = torch.randn(4, 3)
     assert not _get_current_function_mode_stack()
     assert not randomness.unkeyed(torch.device("cpu"))
-    return [noise, times, dropped], [level, order, weights]
+    return [noise, times, dropped], [level, order, layer.weight.detach(), layer.bias.detach(), blend, weights]
 
 
 @pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.Linear(6, 6)], ids=["draws", "draws nothing"])
@@ -182,7 +183,7 @@ def test_what_a_loop_draws_past_the_forward_is_keyed(layer: nn.Module) -> None:
     """On the samples where it has a row for each, whatever the model does; else the same beside any of them."""
     model = nn.Sequential(layer)
     own, of_all = drawn_past_the_forward([0, 1, 2, 3], model)
-    for part in ([0, 1], [2, 3], [3]):
+    for part in ([0, 1], [2, 3], [3, 1, 0]):
         own_part, of_all_part = drawn_past_the_forward(part, model)
         assert all(torch.equal(whole[part], each) for whole, each in zip(own, own_part, strict=True))
         assert all(map(torch.equal, of_all, of_all_part))

@@ -10,6 +10,7 @@ from torch import nn
 
 from shoal.errors import UserCodeError
 from shoal.optim.adopt import OwnOptimizer, own_optimizers
+from shoal.optim.declared import Slot
 from shoal.optim.probe import slots_of, works_on
 
 
@@ -54,13 +55,33 @@ def test_optimizers_that_a_checkpoint_cannot_hold_are_refused(kind, sentence):
         slots_of(kind(nn.Linear(3, 2).parameters()))
 
 
-def test_an_optimizer_that_has_stepped_is_refused():
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.Adam(model.parameters())
+def stepped(kind: type[torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = kind(model.parameters(), lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
-    with pytest.raises(UserCodeError, match="has taken steps already"):
-        own_optimizers([optimizer], model)
+    return optimizer
+
+
+def test_the_state_of_an_optimizer_that_has_stepped_is_taken_down():
+    """By slot and parameter, numbers too, in memory of its own."""
+    model = nn.Linear(3, 2)
+    optimizer = stepped(torch.optim.Adam, model)
+    (own,) = own_optimizers([optimizer], model)
+    assert sorted(own.taken) == sorted(
+        f"{s}/{n}" for s in ("step", "exp_avg", "exp_avg_sq") for n in ("weight", "bias")
+    )
+    assert torch.equal(own.taken["exp_avg/bias"], optimizer.state[model.bias]["exp_avg"])
+    assert own.taken["exp_avg/bias"] is not optimizer.state[model.bias]["exp_avg"]
+    assert not own_optimizers([torch.optim.Adagrad(model.parameters())], model)[0].taken
+
+
+def test_one_of_layers_that_has_stepped_is_refused():
+    class OfLayers(torch.optim.Adam):
+        slots = (Slot("exp_avg"),)
+
+    model = nn.Linear(3, 2)
+    with pytest.raises(UserCodeError, match="OfLayers has taken steps already"):
+        own_optimizers([stepped(OfLayers, model)], model)
 
 
 def test_the_groups_get_what_this_rank_owns():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from shoal.errors import UserCodeError
 from shoal.optim.adopt import own_optimizers
 from shoal.optim.probe import slots_of, tried
 from tests.optim import coupled_optimizers as planted
@@ -77,6 +79,25 @@ def test_the_optimizer_is_not_touched(kind: Any) -> None:
     assert not optimizer.state
     assert not hooks
     assert torch.equal(torch.random.get_rng_state(), drawn)
+
+
+class Lookahead(torch.optim.SGD):
+    """Keeps slow weights beside its state, in the order of its parameters."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for slow, parameter in zip(self.slow, self.param_groups[0]["params"], strict=False):
+            parameter.data.copy_(slow.add_(parameter.detach() - slow, alpha=0.5))
+
+
+def test_what_is_kept_of_parameters_beside_the_state_is_a_sentence() -> None:
+    """No checkpoint has it, and no rank the part that is its own."""
+    with pytest.raises(UserCodeError, match="cannot step other parameters than its own"):
+        tried(Lookahead(model().parameters()))
 
 
 def test_one_with_a_number_for_each_parameter_of_a_large_model_is_tried_in_part() -> None:

@@ -37,7 +37,6 @@ from shoal.optim.build import build_optimizer
 from shoal.optim.declared import Slot
 from shoal.optim.parts import SeesParts
 from shoal.optim.schedule import peak_rate
-from shoal.optim.slots import pack_slots
 from shoal.runfile.run_file import RunFile
 from shoal.runfile.training_rules import width_key
 from shoal.state import Owned, Section, boxes_in, targets_of
@@ -119,7 +118,6 @@ def _begin_with(section: OptimizerSection, whole: Mapping[str, Tensor]) -> None:
     for name, held in section.targets({name: value.dtype for name, value in saved.items()}).items():
         for target in targets_of(held):
             target.tensor.copy_(saved[name][target.box.slices])
-    pack_slots(section.optimizer)
 
 
 def _built(run_file: RunFile, generation: Generation) -> torch.optim.Optimizer:

@@ -32,7 +32,7 @@ from shoal.errors import UserCodeError
 # pickle.
 #
 # In a tree, a dict with one reserved key stands for it: `EACH` a value for each sample (in a list, or a tuple), `WHOLE`
-# one for the batch, and `CLASS` beside the fields of a dataclass.
+# one for the batch, and `CLASS` beside the fields of a dataclass or a named tuple.
 
 
 EACH, EACH_OF_TUPLE, WHOLE, CLASS = PACKED = "\0each", "\0each of a tuple", "\0whole", "\0class"
@@ -42,7 +42,7 @@ _HEAD_BYTES, _ALIGNED_BYTES = 16, 16
 def hosted(sample: Any) -> Any:
     """`sample` with what is no number packed, and lists as tuples."""
     if _is_record(sample):
-        fields = {field.name: hosted(getattr(sample, field.name)) for field in dataclasses.fields(sample)}
+        fields = {name: hosted(value) for name, value in _fields_of(sample).items()}
         return {CLASS: pack(_name_of(type(sample))), **fields}
     if isinstance(sample, list | tuple) and sample:
         return tuple(map(hosted, sample))
@@ -61,7 +61,7 @@ def as_rows(batch: Any, samples: int) -> Any:
     if _has_rows(batch, samples):
         return batch
     if _is_record(batch):
-        fields = {field.name: as_rows(getattr(batch, field.name), samples) for field in dataclasses.fields(batch)}
+        fields = {name: as_rows(value, samples) for name, value in _fields_of(batch).items()}
         return {CLASS: _repeated(_name_of(type(batch)), samples), **fields}
     if isinstance(batch, Mapping) and batch:
         return {key: as_rows(value, samples) for key, value in batch.items()}
@@ -110,7 +110,21 @@ def unpack(row: Tensor, device: torch.device) -> Any:
 
 
 def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return not isinstance(value, type) and _makes_records(type(value))
+
+
+def _makes_records(kind: type) -> bool:
+    """Dataclasses, and named tuples that are found by their names; others are tuples."""
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return _found(f"{kind.__module__}:{kind.__qualname__}") is kind
+    return dataclasses.is_dataclass(kind)
+
+
+def _fields_of(record: Any) -> dict[str, Any]:
+    """Those of a dataclass or a named tuple."""
+    if isinstance(record, tuple):
+        return dict(zip(record._fields, record, strict=True))  # pyright: ignore[reportAttributeAccessIssue]
+    return {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
 
 
 def _has_rows(value: Any, samples: int) -> bool:
@@ -130,14 +144,21 @@ def _name_of(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
-def _made(name: str, fields: Mapping[str, Any]) -> Any:
-    """An object of the dataclass `name`, which is there: the user's own samples are of it."""
+def _found(name: str) -> Any:
     module, _, path = name.partition(":")
     kind: Any = sys.modules.get(module)
     for part in path.split("."):
         kind = getattr(kind, part, None)
-    if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
-        raise UserCodeError(f"a sample is of the dataclass {name}, which is not there any more: define it once")
+    return kind
+
+
+def _made(name: str, fields: Mapping[str, Any]) -> Any:
+    """An object of the class `name`, which is there: the user's own samples are of it."""
+    kind = _found(name)
+    if not isinstance(kind, type) or not _makes_records(kind):
+        raise UserCodeError(f"a sample is of the class {name}, which is not there any more: define it once")
+    if issubclass(kind, tuple):
+        return kind(**fields)
     made = object.__new__(kind)
     for field, value in fields.items():
         object.__setattr__(made, field, value)
@@ -158,7 +179,7 @@ def _described(value: Any, memory: bytearray) -> Any:
         memory += bytes(-len(memory) % _ALIGNED_BYTES)
         return {"tensor": [str(whole.dtype).removeprefix("torch."), list(whole.shape), place, whole.nbytes]}
     if _is_record(value):
-        fields = [[field.name, _described(getattr(value, field.name), memory)] for field in dataclasses.fields(value)]
+        fields = [[name, _described(each, memory)] for name, each in _fields_of(value).items()]
         return {"class": _name_of(type(value)), "fields": fields}
     if isinstance(value, Mapping):
         return {"dict": [[_described(k, memory), _described(v, memory)] for k, v in value.items()]}

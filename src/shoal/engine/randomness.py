@@ -1,9 +1,9 @@
 """Where a step's random numbers come from: from (seed, step, sample), never from what was drawn before.
 
-Shoal's own dropout is keyed on the sample, and so is what a user's module draws through `F.dropout` and the common
-random functions (`shoal.models.keyed_draws`): neither depends on the layout. Whatever else is drawn from PyTorch's
-generator, which is seeded anew in each step from (seed, step, replica), so that a resumed run draws what the
-uninterrupted one would have drawn, and no generator state needs saving.
+Shoal's own dropout is keyed on the sample, and so is what a user's module, or a loop of a script's own, draws through
+`F.dropout` and the common random functions (`shoal.models.keyed_draws`): neither depends on the layout. Whatever else
+is drawn comes from PyTorch's generator, which is seeded anew in each step from (seed, step, replica), so that a resumed
+run draws what the uninterrupted one would have drawn, and no generator state needs saving.
 """
 
 from __future__ import annotations

@@ -288,8 +288,7 @@ class KeyedDraws(TorchFunctionMode):
             raise _repeated(f"the module {call.module}")
         key = key_of(self._seed, "draw", call.module, call.number, call.draws)
         call.draws += 1
-        of_samples = samples and (self._of_samples or not self.in_loop)
-        dim, inner = self._samples_of(shape) if of_samples else (None, tuple(shape))
+        dim, inner = self._samples_of(shape) if samples else (None, tuple(shape))
         index = self._index(inner, device)
         if dim is None:
             return bits(key_of(key, "step", self._step), index)
@@ -306,8 +305,14 @@ class KeyedDraws(TorchFunctionMode):
         """Are there as many samples in this forward?"""
         return length == len(self._sample_keys())
 
+    def dim_of_samples(self, shape: Sequence[int]) -> int | None:
+        """Which dimension of a tensor counts samples, if any does."""
+        return self._samples_of(shape)[0]
+
     def _samples_of(self, shape: Sequence[int]) -> tuple[int | None, tuple[int, ...]]:
         """Which dimension counts the samples, and the shape of one; None where nothing does."""
+        if self.in_loop and not self._of_samples:
+            return None, tuple(shape)
         samples = len(self._sample_keys())
         if shape and shape[0] == samples:
             return 0, tuple(shape[1:])

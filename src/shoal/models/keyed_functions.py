@@ -31,6 +31,10 @@ class Draws(Protocol):
         """See `KeyedDraws.counts_samples`."""
         ...
 
+    def dim_of_samples(self, shape: Sequence[int]) -> int | None:
+        """See `KeyedDraws.dim_of_samples`."""
+        ...
+
 
 def _scaled_mask(mode: Draws, x: Tensor, p: float, shape: Sequence[int] | None = None) -> Tensor:
     """1 / (1 - p) where an element stays, else 0."""
@@ -243,13 +247,31 @@ def _permutation(mode: Draws, func: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _generator_draw(mode: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
-    mode.unkeyed.add(func.__name__)
-    return func(*args, **kwargs)
+    """No counter gives these numbers. PyTorch's generator does, seeded alike for what knows no samples, as the one Beta
+    number of a mixup.
+    """
+    out = func(*args, **kwargs)
+    if not isinstance(out, Tensor) or not out.is_cpu or mode.dim_of_samples(out.shape) is not None:
+        mode.unkeyed.add(func.__name__)
+        return out
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(int(mode.bits_for((), device=out.device, samples=False)))
+        return func(*args, **kwargs)
+
+
+class _Torch:
+    """`torch` for such a body, which may ask `torch.overrides` instead."""
+
+    overrides = types.SimpleNamespace(has_torch_function_variadic=lambda *_: False)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 def _body(function: Any) -> Any:
     """A function of Python without the check by which it hands itself to a mode: what it calls meets the mode."""
-    never = {name: lambda *_: False for name in function.__globals__ if name.startswith("has_torch_function")}
+    never: dict[str, Any] = {"torch": _Torch()}
+    never |= {name: lambda *_: False for name in function.__globals__ if name.startswith("has_torch_function")}
     copied = types.FunctionType(
         function.__code__, {**function.__globals__, **never}, function.__name__, function.__defaults__
     )
@@ -257,9 +279,19 @@ def _body(function: Any) -> Any:
     return copied
 
 
+_GAMMAS = tuple(getattr(torch, name) for name in ("_standard_gamma", "_sample_dirichlet"))
+
 BODIES: Mapping[Any, Any] = types.MappingProxyType(
-    {function: _body(function) for function in (F.multi_head_attention_forward, F.gumbel_softmax)}
+    {
+        function: _body(function)
+        for function in (
+            *(F.multi_head_attention_forward, F.gumbel_softmax),
+            *(F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices),
+            *(nn.init.uniform_, nn.init.normal_, nn.init.kaiming_uniform_),
+        )
+    }
 )
+"""Functions of Python that draw inside, where no mode would see it: it is handed the whole of them."""
 
 DROPPING = frozenset({_dropout, _channel_dropout, _alpha_dropout, _attention, _recurrent})
 """Handlers that take nothing from the generator but what they drop."""
@@ -274,9 +306,7 @@ HANDLERS: Mapping[Any, Any] = types.MappingProxyType(
         **dict.fromkeys((torch.randn, torch.randn_like), _drawn(_normal)),
         **dict.fromkeys((torch.multinomial, Tensor.multinomial), _multinomial),
         torch.randperm: _permutation,
-        **dict.fromkeys(
-            (torch.poisson, torch.binomial, torch._standard_gamma, torch._sample_dirichlet), _generator_draw
-        ),
+        **dict.fromkeys((torch.poisson, torch.binomial, *_GAMMAS), _generator_draw),
         **dict.fromkeys((F.feature_alpha_dropout, torch.rrelu, F.rrelu), _generator_draw),
         F.alpha_dropout: _alpha_dropout,
         F.scaled_dot_product_attention: _attention,
