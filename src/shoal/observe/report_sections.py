@@ -56,7 +56,7 @@ def checkpoint_section(record: Record) -> str:
     rows = [
         (
             str(int(step)),
-            units.milliseconds(stalls[int(step) + 1]) if step + 1 in stalls else "",
+            units.milliseconds(stalls[int(step) + 1]) if step + 1 in stalls else "–",
             units.seconds(seconds),
             units.byte_size(written),
             units.byte_size(reused),
