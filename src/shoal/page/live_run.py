@@ -42,6 +42,7 @@ CURVES = (
     "loss/train", "loss/eval", "accuracy/eval", "throughput/tokens_per_second", "throughput/samples_per_second",
     "memory/peak_bytes", "lr", "grad/norm", "time/step", "wire/bytes_sent", "wire/inside_bytes", "wire/between_bytes",
     "moe/load_max_over_mean", "moe/dropped_share", "codec/error", "noise/scale", "scaling/speed_up",
+    "sparsity/density", "freeze/share", "memory/to_device_bytes", "memory/to_host_bytes", "memory/exposed_s",
 )  # fmt: skip
 POLL_BYTES = 64 << 20
 """Read in one poll, over all ranks; what is left follows in the next."""

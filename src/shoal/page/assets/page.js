@@ -374,6 +374,11 @@ const CURVES = [
   ["Choices without room", ["moe/dropped_share"], { zero: true, form: percent, axis: exactPercent }],
   ["Codec error", ["codec/error"], { zero: true, form: percent, axis: exactPercent }],
   ["Gradient noise scale", ["noise/scale"], { log: true, form: count }],
+  ["Weights that masks keep", ["sparsity/density"], { zero: true, form: exactPercent, most: 1 }],
+  ["Parameters that were frozen", ["freeze/share"], { zero: true, form: exactPercent, most: 1 }],
+  ["Moved to the device in a step", ["memory/to_device_bytes"], { zero: true, form: wire, nothing: true }],
+  ["Moved to the host in a step", ["memory/to_host_bytes"], { zero: true, form: wire, nothing: true }],
+  ["Stood still for these moves", ["memory/exposed_s"], { zero: true, form: seconds, nothing: true }],
 ];
 const at = (id) => document.getElementById(id);
 const page = { charts: new Map(), chosen: 0, detail: null, part: "work", snapshot: null };
