@@ -138,6 +138,20 @@ def test_communication_and_memory_are_shown(tmp_path: Path) -> None:
     assert "200 MiB" in text
 
 
+def test_what_masks_freezing_and_tiers_did_is_drawn(tmp_path: Path) -> None:
+    """Where it was recorded: shares in percent, what was moved in bytes, and the wait for it."""
+    recorded = {"sparsity/density": 0.5, "freeze/share": 0.25, "memory/exposed_s": 0.025,
+                "memory/to_host_bytes": 2e6, "memory/to_device_bytes": 0.0}  # fmt: skip
+    with EventWriter(tmp_path, rank=0) as writer:
+        for step in (1, 2):
+            writer.write(step, {"time/step": 0.1, **recorded}, time_s=float(step))
+    text = re.sub(r"\s+", " ", Balanced(report(tmp_path)).text)
+    for said in ("Weights that masks keep", "50 %", "Parameters that were frozen", "25 %", "Moved by memory.offload",
+                 "2 MB", "Stood still for these moves ms a step"):  # fmt: skip
+        assert said in text
+    assert "to device" not in text
+
+
 def test_the_loss_is_drawn_by_step_tokens_and_time(tmp_path: Path) -> None:
     """Each has a tab, without a script; restarts are marked in each."""
     write_run(tmp_path, stop_at=20)

@@ -49,11 +49,15 @@ def test_waiting_for_data_is_said_when_it_matters() -> None:
     assert "data wait 10 %" in status.measurements()
 
 
-def test_an_evaluation_keeps_the_measurements_of_the_step() -> None:
-    """The held-out loss appears beside the training loss, and stays while later steps do not have it."""
+def test_an_evaluation_and_a_save_keep_the_measurements_of_the_step() -> None:
+    """The held-out loss appears beside the training loss, and stays while later steps do not have it. What the last
+    save took is recorded after the last step, whose figures stay on the terminal.
+    """
     status = status_of(Clock())
     status.update(1, VALUES, time_s=START_S)
     status.update(1, {"loss/eval": 2.5}, time_s=START_S)
+    assert status.measurements()[:2] == ["loss 2.250", "held out 2.500"]
+    status.update(1, {"checkpoint/saved_step": 1.0, "checkpoint/save_s": 0.2}, time_s=START_S)
     assert status.measurements()[:2] == ["loss 2.250", "held out 2.500"]
     status.update(2, VALUES | {"loss/train": 2.0}, time_s=START_S)
     assert status.measurements()[:2] == ["loss 2.000", "held out 2.500"]

@@ -77,6 +77,40 @@ def test_ticks_that_lie_close_together_have_labels_of_their_own(tmp_path: Path, 
 
 
 @pytest.mark.slow
+def test_labels_of_axes_are_short_true_and_few(tmp_path: Path, opened: Any) -> None:
+    """A loss that rises to 1e15 has at most seven of them, which lie within the card; no accuracy is above 100 %."""
+    with EventWriter(tmp_path, rank=0) as writer:
+        for step in range(1, 16):
+            measured = {"loss/train": 10.0**step, "accuracy/eval": 0.98}
+            writer.write(step, measured, time_s=START_S + STEP_S * step)
+    with watching(tmp_path) as (address, _):
+        page = opened(address)
+        figure = page.locator("figure.large")
+        assert figure.locator(".y").all_inner_texts() == ["1000", "1e6", "1e9", "1e12", "1e15"]
+        left = page.locator("#curves").bounding_box()["x"]
+        assert all(label.bounding_box()["x"] > left for label in figure.locator(".y").all())
+        labels = page.locator("figure", has_text="Held-out accuracy").locator(".y").all_inner_texts()
+        assert labels
+        assert all(float(label.removesuffix(" %")) <= 100 for label in labels)
+        assert figures(page)["accuracy"] == "98 %"
+
+
+@pytest.mark.slow
+def test_how_a_run_ended_is_said_once(tmp_path: Path, opened: Any) -> None:
+    """Not again as a line of a log."""
+    write_run(tmp_path, steps=30, planned=99)
+    cause = "5 steps in a row were not finite"
+    write_facts(tmp_path, {"state": "diverged", "failure": {"rank": 0, "exit_code": 4, "cause": cause}})
+    (tmp_path / "logs").mkdir()
+    said = f"2026-11-28T14:07:34.000Z  rank 0  ERROR    diverged: {cause}\n"
+    (tmp_path / "logs/rank-00000.log").write_text(said + said.replace(cause, "something else"))
+    with watching(tmp_path) as (address, _):
+        shown = opened(address).locator("#notices .notice span").all_inner_texts()
+        assert sum(cause in text for text in shown) == 1
+        assert sum("something else" in text for text in shown) == 1
+
+
+@pytest.mark.slow
 def test_the_slow_rank_is_named_in_words_and_in_the_map(tmp_path: Path, opened: Any) -> None:
     """The sentence, the table and the cells of the map agree on rank 2, forward and backward, from step 41 on."""
     write_run(tmp_path, steps=90, planned=90, slow={2: 41})

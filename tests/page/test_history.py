@@ -130,6 +130,16 @@ def test_the_slow_rank_its_part_and_its_first_step_are_named() -> None:
     assert set(heat.excess) == {"work", *PARTS}
 
 
+def test_of_two_ranks_the_slower_is_compared_with_the_faster() -> None:
+    """As the report does it: twice the work is 100 % more, not 33 % more than the mean of both."""
+    times = RankTimes()
+    times.add_ranks(range(2))
+    for rank in range(2):
+        times.add(rank, [1, 2], [(0.1, 0.0, 0.04 * (1 + rank), 0.0, 0.0, 0.0)] * 2)
+    (slow,) = times.slow_ranks()
+    assert (slow.rank, slow.excess) == (1, pytest.approx(1.0))
+
+
 def test_many_ranks_share_rows_and_the_slowest_shows() -> None:
     """Of 200 ranks each row stands for four neighbours, by the one that takes longest."""
     times = RankTimes()

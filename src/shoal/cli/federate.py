@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.arguments import AsJson, Overrides
+from shoal.cli.arguments import AsJson, Overrides, busy
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
@@ -30,10 +32,8 @@ def simulate(run_file: RunFileArgument, overrides: Overrides = None, as_json: As
     loaded = _load(run_file, overrides)
     from shoal.assembly.federated import simulate
 
-    def show(line: str) -> None:
-        print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
-
-    result = simulate(loaded, told=show)
+    with _said_by_lines(as_json) as show:
+        result = simulate(loaded, told=show)
     if as_json:
         answer(json.dumps(result))
 
@@ -48,6 +48,19 @@ def _load(run_file: Path, overrides: list[str] | None) -> RunFile:
     if loaded.federated is None:
         raise ConfigError(NO_TABLE)
     return loaded
+
+
+@contextmanager
+def _said_by_lines(as_json: bool) -> Iterator[Callable[[str], None]]:
+    """What prints a line. Before the first one, a wait is explained."""
+    with ExitStack() as preparing:
+        preparing.enter_context(busy("building the model and opening the data"))
+
+        def show(line: str) -> None:
+            preparing.close()
+            print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+        yield show
 
 
 Certificates = Annotated[
@@ -114,18 +127,16 @@ def server(
     loaded = _load(run_file, overrides)
     from shoal.assembly.federated import serve
 
-    def show(line: str) -> None:
-        print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
-
-    result = serve(
-        loaded,
-        certificates=certificates,
-        address=address,
-        port=port,
-        listening=lambda number: show(f"The server listens on {address}:{number}"),
-        told=show,
-        enrolment=enrol,
-    )
+    with _said_by_lines(as_json) as show:
+        result = serve(
+            loaded,
+            certificates=certificates,
+            address=address,
+            port=port,
+            listening=lambda number: show(f"The server listens on {address}:{number}"),
+            told=show,
+            enrolment=enrol,
+        )
     if as_json:
         answer(json.dumps(result))
 

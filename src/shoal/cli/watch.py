@@ -54,9 +54,14 @@ def watch(
 def _watch_here(directories: list[Path], host: str, port: int, token: str | None, with_input: bool) -> None:
     import secrets
 
+    from shoal.errors import UsageError
+    from shoal.federated.page import PAGE, REPORT
     from shoal.page.live_run import LiveRun
     from shoal.page.server import listen, serve
 
+    for directory in directories:
+        if (directory / REPORT).is_file():
+            raise UsageError(f"{directory} is a federated run, which has no live page: open {directory / PAGE}")
     runs = [LiveRun(directory) for directory in directories]
     listener = listen(host, port)
     secret = None if token is None else token or secrets.token_urlsafe(24)

@@ -56,7 +56,7 @@ def checkpoint_section(record: Record) -> str:
     rows = [
         (
             str(int(step)),
-            units.milliseconds(stalls[int(step) + 1]) if step + 1 in stalls else "",
+            units.milliseconds(stalls[int(step) + 1]) if step + 1 in stalls else "–",
             units.seconds(seconds),
             units.byte_size(written),
             units.byte_size(reused),
@@ -169,7 +169,7 @@ def loss_section(record: Record, summary: Summary) -> str:
 
 
 def measurement_section(record: Record, summary: Summary) -> str:
-    """Throughput, memory, bytes sent, learning rate and gradient norm, step by step; with a codec, what it costs."""
+    """Throughput, memory, bytes sent, learning rate and gradient norm, step by step, and what else the run measured."""
     across = steps_across(summary)
     charts = [
         _throughput(record, summary, across),
@@ -179,6 +179,8 @@ def measurement_section(record: Record, summary: Summary) -> str:
         chart("Gradient norm", _smoothed(record, "grad/norm"), across=across, may_be_log=True),
         *_codec(record, across),
         *_device(record, across),
+        *_left_out(record, across),
+        *_moved(record, across),
     ]
     restarts = "" if not across.marks else "A dashed upright line is a restart."
     return section("Step by step", f'<div class="grid-of-charts">{"".join(charts)}</div>', lead=restarts)
@@ -270,19 +272,46 @@ def _device(record: Record, across: Across) -> list[str]:
 
 
 def _codec(record: Record, across: Across) -> list[str]:
-    """What error feedback keeps back, and the seconds of coding; nothing without a codec."""
-    kept, encode = series(record.events, "codec/error"), series(record.events, "codec/encode_s")
-    charts = []
-    if kept[0]:
-        title = "Kept back by the codec, of what was to be sent"
-        charts.append(chart(title, [Curve("", *kept)], across=across, from_zero=True))
-    if encode[0]:
-        curves = [
-            Curve(label, *_milliseconds(record, name))
-            for label, name in (("encoding", "codec/encode_s"), ("decoding", "codec/decode_s"))
-        ]
-        charts.append(chart("Coding", curves, across=across, unit="ms a step", from_zero=True))
-    return charts
+    """How long coding took; nothing without a codec."""
+    if not series(record.events, "codec/encode_s")[0]:
+        return []
+    curves = [
+        Curve(label, *_milliseconds(record, name))
+        for label, name in (("encoding", "codec/encode_s"), ("decoding", "codec/decode_s"))
+    ]
+    return [chart("Coding", curves, across=across, unit="ms a step", from_zero=True)]
+
+
+def _left_out(record: Record, across: Across) -> list[str]:
+    """Shares that error feedback keeps back, that masks keep and that are frozen; nothing without these."""
+    named = {
+        "Kept back by the codec, of what was to be sent": "codec/error",
+        "Weights that masks keep": "sparsity/density",
+        "Parameters that were frozen": "freeze/share",
+        "Samples whose frozen blocks were not computed": "freeze/left_out",
+    }
+    found = {title: series(record.events, name) for title, name in named.items()}
+    return [
+        chart(title, [Curve("", *values)], across=across, from_zero=True, form=units.percent)
+        for title, values in found.items()
+        if values[0]
+    ]
+
+
+def _moved(record: Record, across: Across) -> list[str]:
+    """What `memory.offload` moves in a step, and how long the step stood still for it; nothing without it."""
+    named = {"to device": "to_device", "to host": "to_host", "from disk": "disk_read", "to disk": "disk_written"}
+    found = {label: series(record.events, f"memory/{name}_bytes") for label, name in named.items()}
+    looks = iter(("main", "second", "faint", "faint"))
+    curves = [Curve(label, *values, next(looks)) for label, values in found.items() if any(values[1])]
+    if not curves:
+        return []
+    waits = Curve("", *_milliseconds(record, "memory/exposed_s"))
+    return [
+        chart("Moved by memory.offload", curves, across=across, unit="bytes a step", from_zero=True,
+              form=units.byte_size),
+        chart("Stood still for these moves", [waits], across=across, unit="ms a step", from_zero=True),
+    ]  # fmt: skip
 
 
 def _milliseconds(record: Record, name: str) -> tuple[Sequence[int], list[float]]:

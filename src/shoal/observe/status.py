@@ -69,8 +69,8 @@ class Status:
         self._start_s = clock()
 
     def update(self, step: int, values: Mapping[str, float], *, time_s: float) -> None:
-        """Stores a step that ended at the Unix time `time_s`. An evaluation alone (`loss/eval` without `loss/train`)
-        leaves the other values standing."""
+        """Stores a step that ended at the Unix time `time_s`. What an evaluation or a save recorded leaves the step's
+        values standing."""
         self.step = step
         self.goodput.add(Event(step, time_s, self.run.generation, dict(values)), new_attempt=False)
         for name in ("loss/eval", "accuracy/eval"):
@@ -78,7 +78,7 @@ class Status:
                 self.held_out[name] = values[name]
         if math.isfinite(noise := values.get("noise/scale", math.nan)):
             self.critical_batch = noise
-        if "loss/train" in values or "loss/eval" not in values:
+        if values.keys() & {"loss/train", "time/step"}:
             self.values = values
             self.totals.add(values)
             if values.get("time/step", 1.0) > 0 and not values.keys().isdisjoint(PACES):

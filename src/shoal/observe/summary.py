@@ -212,7 +212,7 @@ Entry = tuple[str, str, str] | None
 def _train_loss(summary: Summary) -> Entry:
     if summary.train_loss is None or summary.last_train_loss is None:
         return None
-    note = f"{summary.loss_unit}, smoothed; last step {units.loss(summary.last_train_loss)}".removeprefix(", ")
+    note = f"{summary.loss_unit}, smoothed; last {units.loss(summary.last_train_loss)}".removeprefix(", ")
     return "training loss", units.loss(summary.train_loss), note
 
 

@@ -77,7 +77,7 @@ MAX_FACT_CHARACTERS = 500
 _NAMES: Mapping[str, str] = MappingProxyType(
     {
         "steps": "Steps planned",
-        "generation": "Generation (starts so far, less one)",
+        "generation": "Starts before this one",
         "parameters": "Trained parameters",
         "world": "Ranks",
         "layout/replicate": "Layout: replicas",
@@ -108,7 +108,7 @@ _NAMES: Mapping[str, str] = MappingProxyType(
         "memory/peak_bytes_predicted": "Predicted peak memory",
         "prediction": "Prediction from",
         "attention": "Attention kernels, calls of a step",
-        "device_use/flops_of_step": "FLOPs of a step of rank 0",
+        "device_use/flops_of_step": "Floating-point operations of rank 0 in a step",
         "device_use/peak_flops": "Peak of a device, FLOP/s",
         "device_use/peak_from": "Peak from",
         "device_use/energy": "Energy",
@@ -151,6 +151,8 @@ def _form_of(key: str, value: float) -> Callable[[float], str]:
         return units.seconds
     if key.endswith("bytes"):
         return units.byte_size
+    if key.startswith("device_use/"):
+        return units.count
     return units.number if isinstance(value, float) else "{:,}".format
 
 

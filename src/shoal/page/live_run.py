@@ -42,6 +42,7 @@ CURVES = (
     "loss/train", "loss/eval", "accuracy/eval", "throughput/tokens_per_second", "throughput/samples_per_second",
     "memory/peak_bytes", "lr", "grad/norm", "time/step", "wire/bytes_sent", "wire/inside_bytes", "wire/between_bytes",
     "moe/load_max_over_mean", "moe/dropped_share", "codec/error", "noise/scale", "scaling/speed_up",
+    "sparsity/density", "freeze/share", "memory/to_device_bytes", "memory/to_host_bytes", "memory/exposed_s",
 )  # fmt: skip
 POLL_BYTES = 64 << 20
 """Read in one poll, over all ranks; what is left follows in the next."""
@@ -130,6 +131,7 @@ class LiveRun:
         total, state = self._total_steps(), self._state(ending)
         running = state == "running"
         hang = read_verdict(self.directory, since_s=lead.last_time_s) if state in ("running", "failed") else None
+        said = [*([hang.sentence] if hang else []), *([ending.cause] if ending and ending.cause else [])]
         step_s = lead.last.get("time/step") or 0.0
         slow = times.slow_ranks()
         world = self._world()
@@ -166,7 +168,7 @@ class LiveRun:
                 *membership_notices(self._facts),
                 *slow_notices(slow),
                 *nonfinite_notice(lead.nonfinite_steps),
-                *(line for line in self._logs.notices() if hang is None or hang.sentence not in line.text),
+                *(line for line in self._logs.notices() if not any(one in line.text for one in said)),
             ],
             unread_bytes=self.unread_bytes,
         )

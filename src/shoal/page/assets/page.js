@@ -16,8 +16,10 @@ const FALLS = [
 const digits = (value, count = 4) => (Number.isFinite(value) ? String(Number(value.toPrecision(count))) : "not finite");
 const loss = (value) => (Number.isFinite(value) ? value.toPrecision(4) : "not finite");
 const percent = (share) => (Math.abs(share) >= 0.0995 ? `${(100 * share).toFixed(0)} %` : `${(100 * share).toFixed(1)} %`);
-// Ticks that lie close together must not be rounded to the same label.
-const percentTick = (share) => `${Number((100 * share).toPrecision(4))} %`;
+// Ticks that lie close together must not be rounded to the same label; nor must accuracies.
+const exactPercent = (share) => (Number.isFinite(share) ? `${Number((100 * share).toPrecision(4))} %` : "not finite");
+const tickLabel = (value) => (value !== 0 && (Math.abs(value) >= 1e5 || Math.abs(value) < 1e-4)
+  ? value.toExponential(3).replace(/\.?0*e\+?/, "e") : digits(value));
 const whole = (value) => Math.round(value).toLocaleString("en");
 const plural = (count, noun) => `${whole(count)} ${noun}${count === 1 ? "" : "s"}`;
 
@@ -95,7 +97,7 @@ const swatch = (run) => element("i", { class: `swatch r${run % COLOURS}`, "aria-
 // --- charts ---
 
 class Axis {
-  constructor(values, { zero = false, log = false, whole = false, binary = false } = {}) {
+  constructor(values, { zero = false, log = false, whole = false, binary = false, most = Infinity } = {}) {
     const found = values.filter((value) => Number.isFinite(value) && Math.abs(value) < 1e150).sort((a, b) => a - b);
     const edge = Math.floor(found.length / 50);
     let low = found.length ? found[0] : 0;
@@ -105,7 +107,8 @@ class Axis {
     if (this.log) { const air = (high / low) ** 0.04; low /= air; high *= air; }
     else if (!whole) {
       const air = 0.06 * (high - low) || 0.06 * Math.abs(high) || 1;
-      high += air; if (!(zero && low === 0)) low -= air;
+      high = high <= most ? Math.min(most, high + air) : high + air;
+      if (!(zero && low === 0)) low -= air;
     } else if (high === low) { low -= 1; high += 1; }
     this.low = low; this.high = high; this.whole = whole; this.binary = binary;
   }
@@ -120,7 +123,8 @@ class Axis {
   ticks(wanted = 4) {
     if (this.log) {
       const powers = [];
-      for (let power = Math.floor(Math.log10(this.low)); power <= Math.ceil(Math.log10(this.high)); power += 1) {
+      const stride = Math.max(1, Math.ceil(Math.log10(this.high / this.low) / 6));
+      for (let power = stride * Math.floor(Math.log10(this.low) / stride); power <= Math.ceil(Math.log10(this.high)); power += stride) {
         for (const factor of this.high / this.low > 300 ? [1] : [1, 2, 5]) powers.push(factor * 10 ** power);
       }
       return powers.filter((value) => value >= this.low && value <= this.high);
@@ -198,9 +202,10 @@ class Chart {
     }
     this.cursor = drawn("path", { class: "cursor", d: "" });
     svg.append(this.cursor);
-    const form = this.options.axis ?? this.options.form ?? digits;
+    const form = this.options.form ?? digits;
+    const named = this.options.axis ?? this.options.form ?? tickLabel;
     const labels = this.y.ticks().map((tick) => {
-      const label = element("span", { class: "y" }, form(tick));
+      const label = element("span", { class: "y" }, named(tick));
       label.style.bottom = `${100 * this.y.place(tick)}%`;
       return label;
     });
@@ -355,9 +360,9 @@ function rgb(colour) {
 // --- the page ---
 
 const CURVES = [
-  ["Loss", ["loss/train", "loss/eval"], { large: true, log: true, form: loss }],
+  ["Loss", ["loss/train", "loss/eval"], { large: true, log: true, form: loss, axis: tickLabel }],
   ["Throughput", ["throughput/tokens_per_second", "throughput/samples_per_second"], { zero: true, form: count, one: true }],
-  ["Held-out accuracy", ["accuracy/eval"], { form: percent, axis: percentTick }],
+  ["Held-out accuracy", ["accuracy/eval"], { form: exactPercent, most: 1 }],
   ["Step", ["time/step"], { zero: true, form: seconds }],
   ["Peak memory of the lead rank", ["memory/peak_bytes"], { zero: true, binary: true, form: memory }],
   ["Gradient norm", ["grad/norm"], { log: true }],
@@ -366,9 +371,14 @@ const CURVES = [
   ["Sent to other hosts in a step", ["wire/between_bytes"], { zero: true, form: wire, nothing: true }],
   ["Speed-up against one rank", ["scaling/speed_up"], { zero: true }],
   ["Busiest expert over mean", ["moe/load_max_over_mean"], {}],
-  ["Choices without room", ["moe/dropped_share"], { zero: true, form: percent, axis: percentTick }],
-  ["Codec error", ["codec/error"], { zero: true, form: percent, axis: percentTick }],
+  ["Choices without room", ["moe/dropped_share"], { zero: true, form: percent, axis: exactPercent }],
+  ["Codec error", ["codec/error"], { zero: true, form: percent, axis: exactPercent }],
   ["Gradient noise scale", ["noise/scale"], { log: true, form: count }],
+  ["Weights that masks keep", ["sparsity/density"], { zero: true, form: exactPercent, most: 1 }],
+  ["Parameters that were frozen", ["freeze/share"], { zero: true, form: exactPercent, most: 1 }],
+  ["Moved to the device in a step", ["memory/to_device_bytes"], { zero: true, form: wire, nothing: true }],
+  ["Moved to the host in a step", ["memory/to_host_bytes"], { zero: true, form: wire, nothing: true }],
+  ["Stood still for these moves", ["memory/exposed_s"], { zero: true, form: seconds, nothing: true }],
 ];
 const at = (id) => document.getElementById(id);
 const page = { charts: new Map(), chosen: 0, detail: null, part: "work", snapshot: null };
@@ -380,7 +390,7 @@ function figures(run) {
   const found = [
     ["training loss", "loss/train" in last ? loss(last["loss/train"] ?? NaN) : null, run.loss_unit],
     ["held-out loss", "loss/eval" in last ? loss(last["loss/eval"] ?? NaN) : null, run.baseline ? `${run.baseline[0]} ${loss(run.baseline[1])}` : ""],
-    ["accuracy", "accuracy/eval" in last ? percent(last["accuracy/eval"] ?? NaN) : null, "held out"],
+    ["accuracy", "accuracy/eval" in last ? exactPercent(last["accuracy/eval"] ?? NaN) : null, "held out"],
     [`${pace}/s`, pace ? count(last[`throughput/${pace}_per_second`]) : null, "newest step"],
     ["step", Number.isFinite(last["time/step"]) ? seconds(last["time/step"]) : null, "newest"],
     ["goodput", goodput === null ? null : percent(goodput), "of the time since the first step, in steps that last"],
