@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,9 +65,11 @@ def parts_of_run(run: Run) -> Parts:
     return {(name, tuple(part.offset)): part.tensor.detach().clone() for name, own in found.items() for part in own}
 
 
-def carry_over(place: TestPlace, folder: str, sync: Tables, survivors: list[int], steps: int, cut: int = 0) -> Found:
-    """`steps` steps and then `cut` of the next round, which nobody ends; a generation of `survivors`, in that order."""
-    run = opened(place, folder, sync, ranks=list(range(place.size)), generation="one")
+def cut_off(
+    place: TestPlace, run: Run, sync: Tables, noted: Callable[[Run], Any], *, steps: int, cut: int
+) -> tuple[Any, Any, Any]:
+    """`steps` steps and then `cut` of the next round, which nobody ends: what this rank carries over, and what `noted`
+    finds at the last agreement and now."""
     committed, progress, agreement = CommittedState(None), run.state.progress, run.generation.agreement
     committed.take_over(run, None)
     with closing(run.feed()) as feed:
@@ -76,19 +79,30 @@ def carry_over(place: TestPlace, folder: str, sync: Tables, survivors: list[int]
             progress.advance(fed.interval)
             if agreement.equal:
                 committed.commit()
-        agreed = parts_of_run(run)
+        agreed = noted(run)
         serves = place.rank >= place.size - sync["servers"]
         for number in range(steps + 1, steps + cut + 1):
             if not serves:
                 run.step(number, feed.next().microbatches, lr=LR)
             elif number == steps + 1:
                 agreement.before_step()
-    place.store.set(f"cut/{place.rank}", "")
-    place.store.wait([f"cut/{rank}" for rank in range(place.size)])
-    held, before = committed.carried_over(), parts_of_run(run)
-    place.store.set(f"held/{place.rank}", "")
-    place.store.wait([f"held/{rank}" for rank in range(place.size)])
+    meet(place, "cut")
+    held, now = committed.carried_over(), noted(run)
+    meet(place, "held")
     run.end()
+    return held, agreed, now
+
+
+def meet(place: TestPlace, where: str) -> None:
+    """All ranks come here."""
+    place.store.set(f"{where}/{place.rank}", "")
+    place.store.wait([f"{where}/{rank}" for rank in range(place.size)])
+
+
+def carry_over(place: TestPlace, folder: str, sync: Tables, survivors: list[int], steps: int, cut: int = 0) -> Found:
+    """`steps` steps and then `cut` of the next round, which nobody ends; a generation of `survivors`, in that order."""
+    run = opened(place, folder, sync, ranks=list(range(place.size)), generation="one")
+    held, agreed, before = cut_off(place, run, sync, parts_of_run, steps=steps, cut=cut)
     if place.rank not in survivors:
         return Found(-1, None, {}, {}, before, agreed)
     run = opened(place, folder, sync, ranks=survivors, generation="two")
@@ -160,27 +174,7 @@ def carry_pushes(
     """
     codec = {"kind": "top_k", "fraction": 0.1}
     run = opened(place, folder, sync, ranks=list(range(place.size)), generation="one", codec=codec)
-    committed, progress, agreement = CommittedState(None), run.state.progress, run.generation.agreement
-    committed.take_over(run, None)
-    with closing(run.feed()) as feed:
-        for number in range(1, STEPS + 1):
-            fed = feed.next()
-            run.step(number, fed.microbatches, lr=LR)
-            progress.advance(fed.interval)
-            if agreement.equal:
-                committed.commit()
-        agreed = unsent(run)
-        for number in range(STEPS + 1, STEPS + cut + 1):
-            if place.rank < place.size - sync["servers"]:
-                run.step(number, feed.next().microbatches, lr=LR)
-            elif number == STEPS + 1:
-                agreement.before_step()
-    place.store.set(f"cut/{place.rank}", "")
-    place.store.wait([f"cut/{rank}" for rank in range(place.size)])
-    held, newest = committed.carried_over(), unsent(run)
-    place.store.set(f"held/{place.rank}", "")
-    place.store.wait([f"held/{rank}" for rank in range(place.size)])
-    run.end()
+    held, agreed, newest = cut_off(place, run, sync, unsent, steps=STEPS, cut=cut)
     if place.rank not in survivors:
         return [agreed, newest, {}]
     run = opened(place, folder, sync, ranks=survivors, generation="two", codec=codec)

@@ -180,10 +180,14 @@ def test_collectives_of_another_dtype_or_of_several_hosts_price_nothing() -> Non
 
 
 def test_accumulation_costs_the_hosts_share_again() -> None:
-    """More microbatches of the same work are never faster."""
-    maker = _predictor(2)
-    times = [maker.bill(replace(_plan(m, replicate=2))).total for m in (1, 2, 4)]
-    assert times == sorted(times)
+    """For each microbatch what the host needs for one and its layers; more of the same work are never faster."""
+    measured = measured_of(calibration(), cores=CORES, dtype="float32", backend="shm")
+    each_s = measured.host.microbatch_s + MODEL.layers * measured.host.layer_s
+    one, two, four = (_predictor(2, measured).bill(_plan(m, replicate=2)) for m in (1, 2, 4))
+    assert each_s > 0
+    assert two.seconds["launches"] - one.seconds["launches"] == pytest.approx(each_s)
+    assert four.seconds["launches"] - two.seconds["launches"] == pytest.approx(2 * each_s)
+    assert one.total < two.total < four.total
 
 
 WAITS = (
