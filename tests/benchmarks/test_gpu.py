@@ -50,7 +50,7 @@ def test_a_dry_run_measures_every_side_or_says_why_not(tmp_path: Path) -> None:
 def test_a_dry_run_times_every_kernel() -> None:
     done = CliRunner().invoke(app_of(gpu), ["--dry-run", "--kernels", "--turns", "2"], catch_exceptions=False)
     rows = {row["kernel"]: row for row in json.loads(done.stdout)["dry run"]["kernels"]}
-    assert rows.keys() == {"copy", *CODECS, "AdamW", "AdamW, 8 bit"}
+    assert rows.keys() == {"copy", *CODECS, "top k, selection", "AdamW", "AdamW, 8 bit"}
     assert all(value > 0 for row in rows.values() for key, value in row.items() if key.endswith("ms"))
     assert {"encode_ms", "decode_ms", "encode_in_torch_ms", "decode_in_torch_ms"} < rows["int8"].keys()
 
