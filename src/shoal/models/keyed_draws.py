@@ -160,6 +160,11 @@ class KeyedDraws(TorchFunctionMode):
         """Is a script's own loop under way, past its model's forward?"""
         return bool(self._calls) and self._calls[0].module == LOOP
 
+    @property
+    def entered_here(self) -> bool:
+        """The same, and this thread is the loop's."""
+        return self.in_loop and active_draws() is self
+
     def enter_loop(self) -> None:
         """What follows is drawn by a script's own loop."""
         self.__enter__()
@@ -177,7 +182,7 @@ class KeyedDraws(TorchFunctionMode):
     @contextmanager
     def outside_loop(self) -> Iterator[None]:
         """Around what is no part of a loop's own draws, where a loop is under way."""
-        if not self.in_loop:
+        if not self.entered_here:
             yield
             return
         self.leave_loop()
