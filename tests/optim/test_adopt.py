@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -52,7 +54,7 @@ def test_optimizers_that_a_checkpoint_cannot_hold_are_refused(kind, sentence):
         slots_of(kind(nn.Linear(3, 2).parameters()))
 
 
-def stepped(kind: type[torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+def stepped(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
     optimizer = kind(model.parameters(), lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
