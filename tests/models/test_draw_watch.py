@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -185,7 +186,7 @@ def test_what_a_loop_draws_past_the_forward_is_keyed(layer: nn.Module) -> None:
     own, of_all = drawn_past_the_forward([0, 1, 2, 3], model)
     for part in ([0, 1], [2, 3], [3, 1, 0]):
         own_part, of_all_part = drawn_past_the_forward(part, model)
-        assert all(torch.equal(whole[part], each) for whole, each in zip(own, own_part, strict=True))
+        assert all(torch.allclose(whole[part], each) for whole, each in zip(own, own_part, strict=True))
         assert all(map(torch.equal, of_all, of_all_part))
     assert not torch.equal(own[0][0], own[0][1])
 
@@ -212,3 +213,13 @@ def test_a_loop_that_is_left_inside_of_another_mode_leaves_that_one() -> None:
         draws.close()
         assert _get_current_function_mode_stack() == [other]
     assert not _get_current_function_mode_stack()
+
+
+def test_a_model_that_is_called_in_a_thread_of_the_loop_leaves_its_draws_alone() -> None:
+    """A mode is entered in one thread."""
+    draws, _ = drawing_loop([0, 1], model := nn.Sequential(nn.Dropout(0.5)))
+    with draws.loop(), ThreadPoolExecutor(1) as pool:
+        (mode,) = _get_current_function_mode_stack()
+        assert pool.submit(model, torch.ones(2, 6)).result().shape == (2, 6)
+        assert not pool.submit(_get_current_function_mode_stack).result()
+        assert _get_current_function_mode_stack() == [mode]

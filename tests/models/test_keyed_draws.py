@@ -67,6 +67,15 @@ def test_a_sample_draws_the_same_in_any_batch_by_its_law(name: str) -> None:
         assert abs(float(sample.std()) - deviation) < 2 * FAR * deviation
 
 
+@pytest.mark.parametrize("inner", [(3, 5, 5), (5, 5), (2, 3, 5, 5)], ids=str)
+def test_what_a_longer_batch_is_padded_with_changes_no_draw(inner: tuple[int, ...]) -> None:
+    """Of attention, whose last two dims are both the length that a batch is padded to."""
+    padded = (*inner[:-2], 7, 7)
+    short, long = (drawn(lambda x, to=to: torch.rand(len(x), *to), [4, 5]) for to in (inner, padded))
+    assert torch.equal(long[..., :5, :5], short)
+    assert len(long.unique()) == long.numel()
+
+
 @pytest.mark.parametrize("samples", [[2], [2, 3], [1, 2, 3, 0], [0, 2, 1]])
 def test_rows_of_tokens_are_those_of_their_sample(samples: list[int]) -> None:
     """Also where there are as many columns as samples, as in the scores of a router: tokens x experts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def test_optimizers_that_a_checkpoint_cannot_hold_are_refused(kind, sentence):
         slots_of(kind(nn.Linear(3, 2).parameters()))
 
 
-def stepped(kind: type[torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+def stepped(kind: Any, model: nn.Module) -> torch.optim.Optimizer:
     optimizer = kind(model.parameters(), lr=0.1)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()

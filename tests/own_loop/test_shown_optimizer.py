@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -62,3 +64,31 @@ def test_a_script_lets_the_state_of_a_whole_parameter_go():
         leave()
         assert not optimizer.state
     assert optimizer.state.get(whole) is None
+
+
+def test_a_step_that_calls_that_of_its_base_class_is_one_step() -> None:
+    """PyTorch calls hooks around both, if it has built one of the base class; the next step is one again, after a
+    failure too.
+    """
+
+    class Own(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            if self.fails:
+                raise RuntimeError
+
+    parameter = nn.Parameter(torch.ones(2))
+    torch.optim.SGD([parameter], lr=0.1)
+    optimizer, calls = Own([parameter], lr=0.1), []
+    hooks = StepHooks(optimizer, lambda *_: calls.append("before"), lambda *_: calls.append("after"))
+    optimizer.step()
+    assert calls == ["before", "after"]
+    optimizer.fails = True
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+    optimizer.fails = False
+    hooks.reset()
+    optimizer.step()
+    assert calls == ["before", "after", "before", "before", "after"]

@@ -79,6 +79,11 @@ class _Call:
 LOOP = "\0loop"
 """What draws past the model's forward."""
 
+APART = 2**21 + 17
+"""Rows of a sample's numbers are so far from each other: those of attention are longer in a batch that is padded to a
+longer sample, and draw the same there. Odd, so that rows stay apart modulo 2^64.
+"""
+
 SampleKeys = Callable[[], Tensor]
 """Gives the key of each sample of a forward, int64 `[samples]`: asked for where something is drawn."""
 
@@ -160,6 +165,11 @@ class KeyedDraws(TorchFunctionMode):
         """Is a script's own loop under way, past its model's forward?"""
         return bool(self._calls) and self._calls[0].module == LOOP
 
+    @property
+    def entered_here(self) -> bool:
+        """The same, and this thread is the loop's."""
+        return self.in_loop and active_draws() is self
+
     def enter_loop(self) -> None:
         """What follows is drawn by a script's own loop."""
         self.__enter__()
@@ -177,7 +187,7 @@ class KeyedDraws(TorchFunctionMode):
     @contextmanager
     def outside_loop(self) -> Iterator[None]:
         """Around what is no part of a loop's own draws, where a loop is under way."""
-        if not self.in_loop:
+        if not self.entered_here:
             yield
             return
         self.leave_loop()
@@ -330,12 +340,14 @@ class KeyedDraws(TorchFunctionMode):
         return samples > 1 and length in {samples * tokens for tokens in (self._tokens, *self._sequence)}
 
     def _index(self, inner: Sequence[int], device: torch.device) -> Tensor:
-        """The index within its whole sample of every element of this rank's part `inner` of one."""
+        """A number for every element of this rank's part `inner` of a sample: that of its place in the whole sample,
+        however far that is padded (modulo 2^64).
+        """
         extents = dict(self._extents(inner))
         flat = torch.zeros((), dtype=torch.int64, device=device)
         for dim, length in enumerate(inner):
             extent = extents.get(dim) or Extent(torch.arange(length), length)
-            flat = flat[..., None] * extent.whole + extent.places.to(device)
+            flat = flat[..., None] * max(APART, extent.whole) + extent.places.to(device)
         return flat
 
     def _extents(self, inner: Sequence[int]) -> Iterator[tuple[int, Extent]]:

@@ -49,6 +49,7 @@ from shoal.launcher.own_script import ScriptCheck
 from shoal.maths.norm import two_norm
 from shoal.optim.layer_statistics import SeesLayers, aside, watch_alone
 from shoal.own_loop.losses import NO_WEIGHT, LossKind, as_number, kind_of, one_pass
+from shoal.own_loop.shown_optimizer import StepHooks
 from shoal.own_loop.steps import DrawsBySample, Microbatches
 from shoal.own_loop.update import Update
 from shoal.runfile.run_file import RunFile
@@ -338,8 +339,7 @@ class _Player:
         self.stepped, self.backwards, self.taken = False, False, dict[str, Tensor]()
         self.leader = self
         """The first of the optimizers whose gradients its backward computes."""
-        optimizer.register_step_pre_hook(self._before)
-        optimizer.register_step_post_hook(lambda *_: self._stepping.close())
+        StepHooks(optimizer, self._before, lambda *_: self._stepping.close())
 
     def begin(self) -> None:
         """A step begins, without gradients."""

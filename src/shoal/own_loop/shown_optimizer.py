@@ -24,14 +24,29 @@ StepHook = Callable[[torch.optim.Optimizer, Any, Any], None]
 
 class StepHooks:
     """`before` and `after` each step of `optimizer`, inside of the hooks of the script, also of those that come later:
-    behind its pre-hooks and ahead of its post-hooks. Of two, the one that was made last is the inner one.
+    behind its pre-hooks and ahead of its post-hooks. Of two, the one that was made last is the inner one. A step that
+    calls the one of its base class, which PyTorch may have given hooks too, is one step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, before: StepHook, after: StepHook) -> None:
-        self._optimizer = optimizer
-        self._before = optimizer.register_step_pre_hook(before)
-        self._after = optimizer.register_step_post_hook(after)
+        self._optimizer, self._calls, self._depth = optimizer, (before, after), 0
+        self._before = optimizer.register_step_pre_hook(self._enter)
+        self._after = optimizer.register_step_post_hook(self._leave)
         self._ordering = register_optimizer_step_pre_hook(self._put_inside)
+
+    def reset(self) -> None:
+        """No step is under way, also where the last one failed."""
+        self._depth = 0
+
+    def _enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._calls[0](optimizer, args, kwargs)
+
+    def _leave(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._calls[1](optimizer, args, kwargs)
 
     def close(self) -> None:
         """Takes them off the optimizer."""
@@ -60,10 +75,11 @@ class ShownGroups:
         self._pieces_of = pieces
         self._optimizer, self._whole = optimizer, [list(group) for group in whole]
         self._pieces = [group["params"] for group in optimizer.param_groups]
-        self._hooks = ExitStack()
+        self._hooks, self._steps = ExitStack(), None
         if all(list(map(id, a)) == list(map(id, b)) for a, b in zip(self._pieces, self._whole, strict=True)):
             return
-        self._hooks.callback(StepHooks(optimizer, lambda *_: self._hide(), lambda *_: self._show()).close)
+        self._steps = StepHooks(optimizer, lambda *_: self._hide(), lambda *_: self._show())
+        self._hooks.callback(self._steps.close)
         for handle in (
             optimizer.register_state_dict_pre_hook(lambda _: self._hide()),
             optimizer.register_state_dict_post_hook(lambda *_: self._show()),
@@ -73,6 +89,11 @@ class ShownGroups:
             self._hooks.callback(handle.remove)
         self._hooks.callback(optimizer.register_state_dict_pre_hook, lambda _: _refuse_state())
         self._show()
+
+    def reset(self) -> None:
+        """See `StepHooks.reset`."""
+        if self._steps is not None:
+            self._steps.reset()
 
     def close(self) -> None:
         """Takes the hooks off. The groups go on to list the whole parameters; their state, of which this rank has

@@ -273,7 +273,7 @@ class DrawsBySample:
 
     def leave_loop(self) -> None:
         """It asks for the next, or ends."""
-        if self._sleeping is not None and self._sleeping.draws.in_loop:
+        if self._sleeping is not None and self._sleeping.draws.entered_here:
             self._sleeping.draws.leave_loop()
 
     @contextmanager
@@ -294,7 +294,7 @@ class DrawsBySample:
         sleeping = self._sleeping
         if sleeping is None:
             return
-        if left := sleeping.draws.in_loop:
+        if left := sleeping.draws.entered_here:
             sleeping.draws.leave_loop()
         if not self._looks or not module.training or not self._inside():
             self._open.append(_Forward(None, entered=False, left=left))

@@ -151,6 +151,8 @@ class Player:
         """Before every microbatch."""
         self._backwards = self._expecting_more = self._stepped = False
         self._deferred = None
+        self._hooks.reset()
+        self._shown.reset()
 
     def leave(self) -> bool:
         """The loop asks for the next microbatch: whether this player has computed a gradient of this one."""
