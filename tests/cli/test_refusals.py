@@ -108,6 +108,17 @@ def test_a_user_function_that_is_wrong_is_named(own: Project, overrides: list[st
         assert word in str(refusal)
 
 
+def test_a_module_beside_the_run_file_is_found_for_who_starts_elsewhere(own: Project) -> None:
+    """Before any rank starts, the sentence says where to start."""
+    elsewhere = own.folder / "elsewhere"
+    elsewhere.mkdir()
+    (own.folder / "lies_there.py").touch()
+    run_file = own.folder / "run.toml"
+    run_file.write_text(run_file.read_text().replace("own:model", "lies_there:model"))
+    refused(Project(elsewhere).here("train", "../run.toml"), USAGE, f"it is in {own.folder}, so start the run there")
+    assert not (elsewhere / "runs").exists()
+
+
 def test_a_user_function_that_is_wrong_ends_the_command(own: Project) -> None:
     """Exit 2, and no traceback of Shoal's own."""
     done = own.shoal("train", "run.toml", "loss.kind=python", "loss.build=own:scalar_loss")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from shoal.engine.config import PythonLoss
 from shoal.errors import ShoalError, UsageError, UserCodeError
 from shoal.launcher.failure import is_out_of_memory
 from shoal.models.config import PythonModel
+from shoal.runfile.run_file import RunFile
 
 NAMING = ("kind", "build", "arguments")
 """Keys that name what a script hands over as an object."""
@@ -50,6 +54,32 @@ def call_named(name: str, arguments: Mapping[str, Any], *, key: str) -> Any:
         if is_out_of_memory(error):
             raise
         raise UserCodeError(f"{key} = {name!r} raised:\n{users_traceback(error)}") from None
+
+
+def require_modules(run_file: RunFile, file: Path) -> None:
+    """Before any rank starts. Raises `UserCodeError` where the module of a function that the run names is not found,
+    and says where it lies if that is above `file`.
+    """
+    for table in OF_OBJECTS:
+        name = getattr(getattr(run_file, table), "build", None)
+        outermost = str(name).partition(":")[0].partition(".")[0]
+        if name is None or name == GIVEN or _is_there(outermost, [os.getcwd(), *sys.path]):
+            continue
+        place = next((str(folder) for folder in file.resolve().parents if _is_there(outermost, [str(folder)])), None)
+        raise UserCodeError(
+            f"{table}.build = {name!r}: there is no module '{outermost}'; it is looked for in the current folder and "
+            f"among the installed packages{'' if place is None else f': it is in {place}, so start the run there'}"
+        )
+
+
+def _is_there(module: str, folders: Sequence[str]) -> bool:
+    """Whether a module of no package is in one of these folders, is imported, or is found in another way, as packages
+    are that were installed to be edited.
+    """
+    if module in sys.modules or PathFinder.find_spec(module, folders) is not None:
+        return True
+    others = (finder for finder in sys.meta_path if finder is not PathFinder)
+    return any(finder.find_spec(module, None) is not None for finder in others)
 
 
 def require_nameable(tables: Mapping[str, Table], directory: Path) -> None:

@@ -52,6 +52,7 @@ def profile(
     Example: shoal profile recipes/stdlib-gpt.toml
     """
     from shoal.assembly.start import run
+    from shoal.assembly.user_code import require_modules
     from shoal.launcher.supervision import NOTHING_KEPT
     from shoal.planning.arrange import LOOKING
     from shoal.runfile.load import load_run
@@ -70,6 +71,7 @@ def profile(
         _tell(found, trace, flame, as_json=as_json)
         return
     loaded = load_run(run_file, overrides or ())
+    require_modules(loaded, run_file)
 
     def rank(run_file: RunFile, place: Place) -> None:
         from shoal.assembly.objects import UserObjects

@@ -76,6 +76,7 @@ def train(
     """Trains a run file or a script, as `HELP` says."""
     from shoal.assembly.finished_run import chosen_run, intent_of
     from shoal.assembly.start import run
+    from shoal.assembly.user_code import require_modules
     from shoal.cli.arguments import become_script
     from shoal.observe.facts import recorded_run_file
     from shoal.planning.arrange import PLANNER
@@ -95,7 +96,9 @@ def train(
         if run_file is None:
             raise typer.BadParameter("give a run file, or --replay RUN_DIR", param_hint="RUN.toml")
         file, command = Path(run_file), [*command, run_file, *keys]
-        loaded = chosen_run(load_run(file, keys), intent, environ=environ)
+        named = load_run(file, keys)
+        require_modules(named, file)
+        loaded = chosen_run(named, intent, environ=environ)
     else:
         if run_file is not None or overrides or intent != "auto":
             raise typer.BadParameter("a replay is the recorded run, and takes no keys", param_hint="--replay")

@@ -51,6 +51,7 @@ def verify(
     if run_file.suffix == ".py":
         raise typer.Exit(_verify_script(run_file, overrides or (), steps=steps, exact=exact, as_json=as_json))
     from shoal.assembly.start import run
+    from shoal.assembly.user_code import require_modules
     from shoal.launcher.supervision import NOTHING_KEPT
     from shoal.planning.arrange import LOOKING
     from shoal.runfile.load import load_run
@@ -59,6 +60,7 @@ def verify(
 
     loaded = load_run(run_file, overrides or ())
     require_provable(loaded)
+    require_modules(loaded, run_file)
 
     def rank(run_file: RunFile, place: Place) -> None:
         from shoal.assembly.objects import UserObjects
