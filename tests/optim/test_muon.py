@@ -123,6 +123,16 @@ def test_singular_values_become_equal(shape: tuple[int, ...]) -> None:
     assert float((ours - theirs).abs().max()) < 1e-4
 
 
+@pytest.mark.parametrize("shape", [(80, 90), (80, 200), (200, 80), (2, 16, 70)])
+def test_the_length_of_a_matrix_does_not_matter(shape: tuple[int, ...]) -> None:
+    """Also where its square is far from 1; of nothing comes nothing."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+    wanted = orthogonalised(x)
+    for times in (1e-7, 1e-3, 1e5, 1e10):
+        assert float((orthogonalised(x * times) - wanted).abs().max()) < 1e-4, times
+    assert not orthogonalised(torch.zeros(shape)).any()
+
+
 @pytest.mark.parametrize("shape", [(96, 384), (40, 60)])
 def test_small_singular_values_survive_rounding(shape: tuple[int, int]) -> None:
     """In float32, down to 1e-6 of the largest, whether X or its Gram matrix is followed: as near to the iterations on
