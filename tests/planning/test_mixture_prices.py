@@ -22,8 +22,8 @@ from shoal.runfile.run_file import RunFile
 from tests.verification.layouts import corpus, run_file_of
 
 DEEP: dict[str, Any] = {"kind": "gpt", "vocabulary": 61, "layers": 6, "width": 64, "heads": 4}
-NEAR = 0.06
-"""A peak is the predicted one within so much of it."""
+NEAR = 0.1
+"""A peak is the predicted one within so much of it, where parts of the model move."""
 
 
 def budgeted(folder: Path, budget: str | None, *, processes: int = 1, **tables: Any) -> RunFile:

@@ -48,7 +48,8 @@ class _Bill:
     """A step, and what the fullest rank holds in it if nothing of it lives elsewhere, but for the optimizer's state.
 
     `movable` bytes of what is kept for the backward can leave, and `shares` are what each block has of it. `summed`:
-    what a microbatch's gradients are added to. `first`: no gradients are there when the backward begins.
+    what a microbatch's gradients are added to; `lent`: those that are whole in a backward and sent away in it. `first`:
+    no gradients are there when the backward begins.
     """
 
     footprint: Footprint
@@ -56,6 +57,7 @@ class _Bill:
     step_s: float
     movable: float
     summed: float
+    lent: float
     shares: Sequence[float]
     first: bool
 
@@ -163,13 +165,15 @@ class Prices:
             most = max(fullest.optimizer, fullest.gradients / state.gradient * state.optimizer)
             fullest = replace(fullest, optimizer=min(most, larger * fullest.optimizer))
         summed = fullest.gradients if plan.microbatches > 1 else 0.0
+        sent = plan.zero >= 2 and plan.layout.shard > 1 and plan.microbatches == 1 and plan.recompute != "operators"
+        lent = stage.numbers * state.gradient if sent and offload.parameters == "device" else 0.0
         if offload.parameters != "device":  # what is whole is on the device while it is used; pieces are not
             weights = 0.0 if fullest.gathered else fullest.weights
             gradients = stage.numbers * state.gradient
             fullest = replace(fullest, weights=weights, gradients=gradients, buckets=0.0)
         alone = plan.world_size == 1 or offload.parameters != "device"
         first = alone and plan.microbatches == 1
-        return _Bill(fullest, offload, step_s, movable, summed, predictor.kept_shares(plan), first)
+        return _Bill(fullest, offload, step_s, movable, summed, lent, predictor.kept_shares(plan), first)
 
     def _peak(self, bill: _Bill) -> float:
         """The larger of two moments: when a backward begins, and of the update. Each block's gradients come when what
@@ -186,6 +190,8 @@ class Prices:
         other = tensor_bytes(one) - update - one.activations
         if offload.optimizer == "device":
             other += one.optimizer  # elsewhere, parts of it come for the update
+        if not stays:  # what is kept does not make room for them
+            other += bill.lent * _most(self._parameter_shares, HELD_GRADIENTS)
         if offload.parameters != "device":
             shares, gone = self._parameter_shares, SUMMED_GRADIENTS / max(1, len(bill.shares)) if stays else 0.0
             weights *= _neighbours(shares, HELD_BLOCKS)
