@@ -162,7 +162,7 @@ def own_bytes(run_file: RunFile) -> int:
 def test_what_there_is_room_for_is_kept(tmp_path: Path) -> None:
     """Where that is the cheapest: nearly the whole budget is used, and losses keep every bit."""
     corpus(tmp_path)
-    model = {"model": DEEP | {"layers": 3, "width": 96}}
+    model: dict[str, Any] = {"model": DEEP | {"layers": 3, "width": 96}}
     plain = Prices(budgeted(tmp_path, None, **model)).of(AS_IT_IS)
     assert plain is not None
     own, trials = budgeted(tmp_path, f"{int(0.5 * plain.size_bytes)} B", **model), Recorded()
