@@ -49,6 +49,8 @@ CASES: dict[str, tuple[str, list[str]]] = {
     "mixture": ("stdlib-moe", ["batch.global_samples=8", "layout.shard=1", "layout.expert=1"]),
     "encoder": ("encoder", ["model.arguments={width=128,depth=4,heads=4}"]),
 }
+ACROSS = {"resnet": ["model.batch_norm=synchronised"]}
+"""Keys of a model that is on several ranks."""
 COMMON = ["run.device=cpu", "memory.offload.part=256KiB"]
 STEPS = 3
 LOOKS = "torch._dynamo"
@@ -127,6 +129,7 @@ class Case:
         """Its run file, with still more keys."""
         recipe, overrides = CASES[self.model]
         own = [f"run.processes={self.ranks}", f"run.directory={self.folder / 'run'}"]
+        own += ACROSS.get(self.model, []) if self.ranks > 1 else []
         return load_run(Path(f"recipes/{recipe}.toml"), [*COMMON, *overrides, *own, *self.keys, *keys])
 
 

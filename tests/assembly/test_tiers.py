@@ -129,14 +129,27 @@ moves are over at the fullest moment.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("homes", [(), ("full",), ("host",), ("activations",), ("full", "activations", "parameters")])
-def test_the_peak_of_a_step_is_the_predicted_one(ranks, folder: Path, homes: tuple[str, ...]) -> None:
-    """Whether a backward's first moment, its last or the update holds the most."""
+@pytest.mark.parametrize(
+    ("layout", "homes"),
+    [
+        ("one process", ()),
+        ("one process", ("full",)),
+        ("one process", ("host",)),
+        ("one process", ("activations",)),
+        ("one process", ("full", "activations", "parameters")),
+        ("ZeRO-1", ()),
+        ("ZeRO-1", ("host",)),
+        ("ZeRO-3", ("activations", "parameters")),
+    ],
+)
+def test_the_peak_of_a_step_is_the_predicted_one(ranks, folder: Path, layout: str, homes: tuple[str, ...]) -> None:
+    """Whether a backward's first moment, its last or the update holds the most; what ranks share counts once."""
+    world = 1 if layout == "one process" else 2
     offload = {key: value for home in homes for key, value in HOMES.get(home, {}).get("offload", {}).items()}
     again = {"recompute": "full"} if "full" in homes else {}
-    given = tables("one process", ROOMY | again | {"offload": {**offload, **PART}})
-    (_, found), *_ = ranks(1, trained, given, str(folder), 3)
-    price = Prices(run_file_of(folder, **given, run={"processes": 1})).of(AS_IT_IS)
+    given = tables(layout, ROOMY | again | {"offload": {**offload, **PART}})
+    (_, found), *_ = ranks(world, trained, given, str(folder), 3)
+    price = Prices(run_file_of(folder, **given, run={"processes": world})).of(AS_IT_IS)
     assert price is not None
     assert price.size_bytes == pytest.approx(found["memory/device_peak_bytes"], rel=MOVED if offload else STILL)
 

@@ -22,8 +22,8 @@ from shoal.runfile.run_file import RunFile
 from tests.verification.layouts import corpus, run_file_of
 
 DEEP: dict[str, Any] = {"kind": "gpt", "vocabulary": 61, "layers": 6, "width": 64, "heads": 4}
-NEAR = 0.06
-"""A peak is the predicted one within so much of it."""
+NEAR = 0.1
+"""A peak is the predicted one within so much of it, where parts of the model move."""
 
 
 def budgeted(folder: Path, budget: str | None, *, processes: int = 1, **tables: Any) -> RunFile:
@@ -162,7 +162,7 @@ def own_bytes(run_file: RunFile) -> int:
 def test_what_there_is_room_for_is_kept(tmp_path: Path) -> None:
     """Where that is the cheapest: nearly the whole budget is used, and losses keep every bit."""
     corpus(tmp_path)
-    model = {"model": DEEP | {"layers": 3, "width": 96}}
+    model: dict[str, Any] = {"model": DEEP | {"layers": 3, "width": 96}}
     plain = Prices(budgeted(tmp_path, None, **model)).of(AS_IT_IS)
     assert plain is not None
     own, trials = budgeted(tmp_path, f"{int(0.5 * plain.size_bytes)} B", **model), Recorded()

@@ -98,8 +98,9 @@ class Tiers:
             if not isinstance(optimizer, FusedOptimizer) or not optimizer.takes_home:
                 raise ConfigError(
                     f'memory.offload.optimizer = "{self._config.optimizer}" with {type(optimizer).__name__}, which '
-                    "needs the state of all parameters at once or updates them itself: choose optimizer.kind = "
-                    f"{kinds_whose(lambda table: table.updates_apart)}, or leave the key out"
+                    "needs the state of all parameters at once or, as a script's own, updates them itself: leave the "
+                    "key out, or train by shoal train with optimizer.kind = "
+                    f"{kinds_whose(lambda table: table.updates_apart)}"
                 )
             optimizer.home = self._state = self._home_of_state(steps)
 

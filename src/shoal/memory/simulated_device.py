@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal import units
-from shoal.comm.shm.host import window_bytes
+from shoal.comm.shm.host import window_bytes, windows
 from shoal.errors import OutOfMemory
 
 Holders = Callable[[], Mapping[str, Iterable[Tensor]]]
@@ -53,7 +53,7 @@ class SimulatedDevice:
         """For a holder the key that would free some of it."""
         self._made_bytes, self._peak_bytes = 0, 0
         self._others_bytes, self._window_bytes = window_bytes(), 0
-        """Of windows: what earlier runs of this process have not freed yet, and what is this one's."""
+        """Of windows: what is not this run's, or was entered by itself, and the rest."""
         self._made: dict[int, _Entry] = {}
         self._lasting: dict[int, _Entry] = {}
         self._mode = _Counting(self)
@@ -65,13 +65,17 @@ class SimulatedDevice:
         return self._made_bytes + sum(entry.now_bytes for entry in self._lasting.values()) + self._window_bytes
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
-        """Enters what lives between steps, such as parameters, wherever it was made."""
+        """Enters what lives between steps, such as parameters, wherever it was made: it may lie in a window."""
+        spans = windows()
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._leave(storage._cdata, self._made)
             if storage._cdata not in self._lasting:
                 self._lasting[storage._cdata] = _Entry(storage.nbytes(), weakref.ref(storage))
                 weakref.finalize(storage, self._leave, storage._cdata, self._lasting)
+                if any(storage.data_ptr() in span for span in spans):
+                    self._others_bytes += storage.nbytes()
+        self._window_bytes = self._windows()
         self._check("what a rank keeps between steps")
 
     @contextmanager

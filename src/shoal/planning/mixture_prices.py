@@ -24,9 +24,9 @@ from shoal.memory.config import BudgetChange, OffloadConfig
 from shoal.planning.mixtures import CHANGES, RECOMPUTE, WORTH, Mixture, keeping, mixtures, part_of, with_values
 from shoal.runfile.run_file import RunFile
 
-HELD_BLOCKS, HELD_GRADIENTS = 2, 3
-"""Neighbours whose activations are on the device where they live on the host, and whose parameters; and whose
-gradients.
+HELD_BLOCKS, HELD_GRADIENTS, SUMMED_GRADIENTS = 2, 3, 2
+"""Neighbours whose activations are on the device where they live on the host, and whose parameters; whose gradients;
+and whose gradients are there twice in the midst of a backward, as terms and as sums.
 """
 PASSES = 4
 """What leaves and comes back is read and written on either way."""
@@ -47,13 +47,17 @@ class Price(NamedTuple):
 class _Bill:
     """A step, and what the fullest rank holds in it if nothing of it lives elsewhere, but for the optimizer's state.
 
-    `shares` are what each block has of what is kept for the backward. `first`: no gradients are there when the backward
-    begins.
+    `movable` bytes of what is kept for the backward can leave, and `shares` are what each block has of it. `summed`:
+    what a microbatch's gradients are added to; `lent`: those that are whole in a backward and sent away in it. `first`:
+    no gradients are there when the backward begins.
     """
 
     footprint: Footprint
     offload: OffloadConfig
     step_s: float
+    movable: float
+    summed: float
+    lent: float
     shares: Sequence[float]
     first: bool
 
@@ -146,39 +150,56 @@ class Prices:
         plan = written_plan(on_device, predictor.cluster)
         one = predictor.predict(plan)
         fullest = max(one.footprints, key=tensor_bytes)
-        moved = 0.0
+        movable, moved = fullest.activations, 0.0
+        if plan.recompute == "operators":  # which holds its outputs itself: inputs of blocks are what can leave
+            whole = replace(plan, recompute="full")
+            movable = max(predictor.footprints(whole), key=tensor_bytes).activations
         if offload.activations == "host":
-            moved += PASSES * plan.microbatches * fullest.activations
+            moved += PASSES * plan.microbatches * movable
         if offload.parameters != "device":
             moved += PASSES * (fullest.weights + fullest.gradients) * (plan.microbatches + 0.5) / 2
         step_s = one.step_s + moved / predictor.machine.prices(plan.world_size).memory_bytes_s
+        state, stage = predictor.stack.state, predictor.stage(plan)
         if offload.optimizer != "device":
-            state, matrices = predictor.stack.state, predictor.stage(plan).matrices
-            larger = _larger_parts(matrices, number_bytes=state.weight, part_bytes=offload.part_bytes)
+            larger = _larger_parts(stage.matrices, number_bytes=state.weight, part_bytes=offload.part_bytes)
             most = max(fullest.optimizer, fullest.gradients / state.gradient * state.optimizer)
             fullest = replace(fullest, optimizer=min(most, larger * fullest.optimizer))
-        first = plan.world_size == plan.microbatches == 1
-        return _Bill(fullest, offload, step_s, predictor.kept_shares(plan), first)
+        summed = fullest.gradients if plan.microbatches > 1 else 0.0
+        sent = plan.zero >= 2 and plan.layout.shard > 1 and plan.microbatches == 1 and plan.recompute != "operators"
+        lent = stage.numbers * state.gradient if sent and offload.parameters == "device" else 0.0
+        if offload.parameters != "device":  # what is whole is on the device while it is used; pieces are not
+            weights = 0.0 if fullest.gathered else fullest.weights
+            gradients = stage.numbers * state.gradient
+            fullest = replace(fullest, weights=weights, gradients=gradients, buckets=0.0)
+        alone = plan.world_size == 1 or offload.parameters != "device"
+        first = alone and plan.microbatches == 1
+        return _Bill(fullest, offload, step_s, movable, summed, lent, predictor.kept_shares(plan), first)
 
     def _peak(self, bill: _Bill) -> float:
-        """The larger of two moments: of a backward, and of the update. Each block's gradients come when what it kept
-        goes, so that the last backward may hold more than the first.
+        """The larger of two moments: when a backward begins, and of the update. Each block's gradients come when what
+        it kept goes, so that the last backward may hold more than the first. Where parameters are the host's, so is
+        their update, and the midst of a backward may hold most.
         """
         from shoal.planning.answer import tensor_bytes
 
         one, offload = bill.footprint, bill.offload
         held, last = _neighbours(bill.shares, HELD_BLOCKS), 1 - 1 / max(1, len(bill.shares))
-        kept = one.activations * (held if offload.activations == "host" else 1.0)
+        stays = offload.activations == "device"
+        kept = one.activations - (0.0 if stays else (1 - held) * bill.movable)
         weights, gradients, update = one.weights, one.gradients, one.weights + one.gradients + one.optimizer
         other = tensor_bytes(one) - update - one.activations
         if offload.optimizer == "device":
             other += one.optimizer  # elsewhere, parts of it come for the update
+        if not stays:  # what is kept does not make room for them
+            other += bill.lent * _most(self._parameter_shares, HELD_GRADIENTS)
         if offload.parameters != "device":
-            weights *= _neighbours(self._parameter_shares, HELD_BLOCKS)
-            gradients *= _neighbours(self._parameter_shares, HELD_GRADIENTS)
-            update = 0.0  # which is the host's
+            shares, gone = self._parameter_shares, SUMMED_GRADIENTS / max(1, len(bill.shares)) if stays else 0.0
+            weights *= _neighbours(shares, HELD_BLOCKS)
+            gradients *= _neighbours(shares, HELD_GRADIENTS)
+            twice = bill.summed * _most(shares, SUMMED_GRADIENTS)
+            update = other + weights + gradients + twice + max(0.0, 1 - gone) * kept
         if bill.first:
-            goes = kept if offload.activations == "device" else 0.0
+            goes = kept if stays else 0.0
             gradients = max(0.0, min(gradients, last * one.gradients) - last * goes)
         return max(other + weights + gradients + kept, update)
 
@@ -191,8 +212,12 @@ def _neighbours(shares: Sequence[float], number: int) -> float:
     """What is there of a whole that comes and goes block by block: what is in no block, and the `number` neighbouring
     blocks that have most.
     """
-    most = max((sum(shares[n : n + number]) for n in range(len(shares))), default=0.0)
-    return max(0.0, 1 - sum(shares)) + most
+    return max(0.0, 1 - sum(shares)) + _most(shares, number)
+
+
+def _most(shares: Sequence[float], number: int) -> float:
+    """Of `number` neighbouring blocks."""
+    return max((sum(shares[n : n + number]) for n in range(len(shares))), default=0.0)
 
 
 def _larger_parts(matrices: Iterable[Matrices], *, number_bytes: float, part_bytes: int) -> float:

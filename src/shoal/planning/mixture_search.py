@@ -106,7 +106,7 @@ class Search:
         """What mixtures that are tried may change, and their longest predicted step (s): what keeps every bit while
         that is worth it, then all such, then all. What rounds is not priced before it is needed.
         """
-        yield "nothing", WORTH * self._cost(AS_IT_IS)[0]
+        yield allowed[0], WORTH * self._cost(AS_IT_IS)[0]
         likely = [one for change in allowed[:2] for one in self._of(change) if self._may_fit(one)]
         worth_s = WORTH * min((self._cost(one)[0] for one in likely), default=math.inf)
         yield from ((change, longest_s) for longest_s in (worth_s, math.inf) for change in allowed)

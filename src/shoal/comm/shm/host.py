@@ -78,11 +78,16 @@ def window_name() -> str:
     return f"shoal-window-{os.getpid()}"
 
 
-def window_bytes() -> int:
-    """Bytes of tensor memory that this process has allocated in segments and still maps, in whole pages."""
+def windows() -> list[range]:
+    """Addresses of the tensor memory that this process has allocated in segments and still maps, in whole pages."""
     found = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
     spans = [fields[0] for fields in found if len(fields) == 6 and fields[5].split()[0] == f"/memfd:{window_name()}"]
-    return sum(int(stop, 16) - int(start, 16) for start, _, stop in (span.partition("-") for span in spans))
+    return [range(int(start, 16), int(stop, 16)) for start, _, stop in (span.partition("-") for span in spans)]
+
+
+def window_bytes() -> int:
+    """Bytes of all `windows`."""
+    return sum(map(len, windows()))
 
 
 # `Handshake`: the ranks of a host pass each other the descriptors of their segments.
