@@ -114,7 +114,7 @@ def attend(
     """
     documents = _documents_of(attention_mask)
     masked = documents is None and attention_mask is not None and attention_mask.numel() > 0
-    core = module.get_submodule(CORE)
+    core: Any = module.get_submodule(CORE)
     cached = query.shape[2] != key.shape[2]  # `generate`: the last tokens alone are new
     length = key.shape[2] * getattr(getattr(core, "group", None), "size", 1)
     if not cached and (others.get("sliding_window") or 0) >= length:  # a window of all tokens is none
