@@ -132,7 +132,7 @@ class Convolutions(nn.Module):
         super().__init__()
         self.first = nn.Conv2d(1, 8, 3, stride=2, padding=1)
         self.depthwise, self.grouped = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Conv2d(8, 8, 1, groups=2)
-        self.batch, self.picture = nn.BatchNorm2d(8), nn.LayerNorm((8, 8, 8))
+        self.batch, self.picture = nn.BatchNorm2d(8), nn.LayerNorm([8, 8, 8])
         self.scale = nn.Parameter(torch.ones(8, 1, 1))
         self.position_table = nn.Parameter(torch.zeros(8, 8))
         self.up, self.both = nn.ConvTranspose2d(8, 16, 2, stride=2, groups=2), nn.Linear(16, 16)

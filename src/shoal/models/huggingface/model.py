@@ -114,7 +114,7 @@ def attend(
     """
     documents = _documents_of(attention_mask)
     masked = documents is None and attention_mask is not None and attention_mask.numel() > 0
-    core: Any = module.get_submodule(CORE)
+    core = module.get_submodule(CORE)
     cached = query.shape[2] != key.shape[2]  # `generate`: the last tokens alone are new
     length = key.shape[2] * getattr(getattr(core, "group", None), "size", 1)
     if not cached and (others.get("sliding_window") or 0) >= length:  # a window of all tokens is none
@@ -130,7 +130,7 @@ def attend(
         scale = query.shape[-1] ** -0.5
         if wanted != scale:
             query = query * (wanted / scale)
-        attended = core.of_last if cached else core
+        attended: Any = core.of_last if cached else core
         return attended(query, key, value, documents)[..., :width].transpose(1, 2).contiguous(), None
     if type(core) is not CausalAttention:
         what = changed[0] if changed else "an attention mask" if masked else f"attention dropout ({dropout})"
