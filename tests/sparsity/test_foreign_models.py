@@ -13,6 +13,7 @@ from shoal.assembly.objects import UserObjects, model_of
 from shoal.checkpoint.inspect import weights_of
 from shoal.cli.checkpoint import export
 from shoal.config.load import dumps
+from tests.assembly.journey import Leg, travel
 from tests.assembly.training_ranks import trained as taken
 from tests.models.huggingface.architectures import GPT2, GPT_OSS, MIXTRAL, RESNET, data
 from tests.models.huggingface.architectures import TABLES as MODELS
@@ -131,7 +132,7 @@ class Convolutions(nn.Module):
         super().__init__()
         self.first = nn.Conv2d(1, 8, 3, stride=2, padding=1)
         self.depthwise, self.grouped = nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.Conv2d(8, 8, 1, groups=2)
-        self.batch, self.picture = nn.BatchNorm2d(8), nn.LayerNorm((8, 8, 8))
+        self.batch, self.picture = nn.BatchNorm2d(8), nn.LayerNorm([8, 8, 8])
         self.scale = nn.Parameter(torch.ones(8, 1, 1))
         self.position_table = nn.Parameter(torch.zeros(8, 8))
         self.up, self.both = nn.ConvTranspose2d(8, 16, 2, stride=2, groups=2), nn.Linear(16, 16)
@@ -248,3 +249,29 @@ def same_as_alone(ranks, folder: Path, model: str, kind: str, split: str) -> Non
     assert density_of(ours) == pytest.approx(MASKS[kind].get("density", 0.5), abs=0.03)
     for name, tensor in wanted.weights.items():  # what has no gradient but by rounding, as biases of keys, is near zero
         torch.testing.assert_close(found.weights[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "kind", "there", "here"), [("Mixtral", "l0", "tensor", "ZeRO-3"), ("own", "rigl", "ZeRO-3", "replicate")]
+)
+def test_foreign_models_resume_in_the_middle_of_a_schedule(
+    ranks, tmp_path: Path, model: str, kind: str, there: str, here: str
+) -> None:
+    """In every bit in the same world, and in another one with every bit of what was saved."""
+    corpus(tmp_path)
+
+    def leg(split: str, name: str, steps: int) -> Leg:
+        world, layout = SPLITS[split]
+        tables = ADAM | FOREIGN[model] | {"sparsity": MASKS[kind]} | layout
+        return ranks(world, travel, tables, str(tmp_path), name, steps)[0]
+
+    whole = leg(there, "whole", 7)
+    first, second = leg(there, "halves", 3), leg(there, "halves", 4)
+    assert first.losses + second.losses == whole.losses
+    assert all(torch.equal(second.left[name], tensor) for name, tensor in whole.left.items())
+    begun, gone_on = leg(there, "abroad", 3), leg(here, "abroad", 4)
+    assert all(torch.equal(gone_on.came[name], tensor) for name, tensor in begun.left.items())
+    ours, theirs = masks_in(gone_on.left), masks_in(whole.left)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], mask) for name, mask in theirs.items())

@@ -263,7 +263,8 @@ def _nearest(name: object, known: Iterable[Any]) -> str:
     begun = [key for key in names if key.startswith(name)] if len(name) > 2 else []  # adam: rather adamw than radam
     if name == "gpu" and "cuda" in names:
         return ", did you mean 'cuda'?"
-    near = begun or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    alike = [key for key in names if key.lower() == name.lower()]
+    near = alike or begun or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f", did you mean '{near[0]}'?" if near else ""
 
 

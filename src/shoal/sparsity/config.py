@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import json
+import re
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
@@ -9,6 +12,8 @@ import msgspec
 from shoal.config.check import Positive, Table, says
 from shoal.units import MEMORY_SIZE
 
+PATTERNS = ("unstructured", "rows", "columns", "features", "heads", "block")
+"""And "N:M"."""
 Size = Annotated[str, msgspec.Meta(pattern=MEMORY_SIZE)]
 
 
@@ -58,8 +63,7 @@ class Sparse(Table, frozen=True, kw_only=True):
             'What is kept or masked together: "unstructured" (single weights), "rows" (output features), "columns" '
             '(input features), "features" (hidden ones) or "heads" (of attention), over all layers that make or read '
             'them, so that `shoal checkpoint shrink` can take them out, "block" (see `block`), or "N:M", such as '
-            '"2:4": N of every M neighbours of a row.',
-            pattern=r"^(unstructured|rows|columns|features|heads|block|[1-9]\d{0,2}:[1-9]\d{0,2})$",
+            '"2:4": N of every M neighbours of a row.'
         ),
     ] = "unstructured"
     block: Annotated[tuple[Positive, Positive], says('Rows and columns of the blocks of `pattern = "block"`.')] = (4, 4)
@@ -109,6 +113,13 @@ class Sparse(Table, frozen=True, kw_only=True):
     ] = "dense"
 
     def __post_init__(self) -> None:
+        if self.pattern not in PATTERNS and not re.fullmatch(r"[1-9]\d{0,2}:[1-9]\d{0,2}", self.pattern):
+            near = difflib.get_close_matches(self.pattern.lower(), PATTERNS, n=1)
+            hint = f", did you mean {json.dumps(near[0])}?" if near else ""
+            raise ValueError(
+                f"pattern = {json.dumps(self.pattern)}{hint}; it is one of {', '.join(PATTERNS)}, or N of every M "
+                'neighbours, such as "2:4"'
+            )
         kept = self.kept_of
         if self.transposable and (kept is None or kept[1] != 4):
             raise ValueError(

@@ -130,7 +130,7 @@ def attend(
         scale = query.shape[-1] ** -0.5
         if wanted != scale:
             query = query * (wanted / scale)
-        attended = core.of_last if cached else core
+        attended: Any = core.of_last if cached else core
         return attended(query, key, value, documents)[..., :width].transpose(1, 2).contiguous(), None
     if type(core) is not CausalAttention:
         what = changed[0] if changed else "an attention mask" if masked else f"attention dropout ({dropout})"
