@@ -109,7 +109,9 @@ class Search:
         yield allowed[0], WORTH * self._cost(AS_IT_IS)[0]
         likely = [one for change in allowed[:2] for one in self._of(change) if self._may_fit(one)]
         worth_s = WORTH * min((self._cost(one)[0] for one in likely), default=math.inf)
-        yield from ((change, longest_s) for longest_s in (worth_s, math.inf) for change in allowed)
+        for longest_s in (worth_s, math.inf):
+            for change in allowed:
+                yield change, longest_s
 
     def fits(self, change: BudgetChange, longest_s: float) -> bool:
         """Whether a mixture that changes so much, and no more, does, with a step of at most `longest_s`; it is the last
