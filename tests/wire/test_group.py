@@ -17,7 +17,7 @@ from shoal.launcher import sockets
 from shoal.launcher.environment import LOOPBACK, Place
 from shoal.launcher.store.connection import StoreConnection, reach_store
 from shoal.wire import connect
-from shoal.wire.connect import StoreBoard
+from shoal.wire.board import StoreBoard
 from shoal.wire.tcp import VERSION, Tcp
 from tests.waiting import HANG_S, wait_until
 from tests.wire.processes import EPILOGUE, POISON, PRELUDE, run, run_codes, said_by, started

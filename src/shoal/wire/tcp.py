@@ -22,7 +22,7 @@ import struct
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,9 +31,7 @@ from shoal.comm.shm.core import BYTES, REDUCTIONS, Fault, Kind, Signature, sente
 from shoal.errors import CollectiveError
 from shoal.launcher import handshake, sockets
 from shoal.wire.arrays import Array, combine, dtype_number, reduction_numbers
-
-if TYPE_CHECKING:
-    from shoal.wire.connect import StoreBoard
+from shoal.wire.board import StoreBoard
 
 VERSION = 2
 """Of the frames; ranks say theirs before they connect."""
