@@ -104,6 +104,17 @@ def test_short_gradients_are_measured_and_scaled_with_the_long(among: str) -> No
     assert all(map(torch.equal, gradients, wanted))
 
 
+@pytest.mark.parametrize("rows", [3, SHORT + 1])
+def test_a_sparse_gradient_among_short_ones_is_measured_by_its_values(rows: int) -> None:
+    """A script may put one there, as for `torch.optim.SparseAdam`."""
+    sparse = torch.sparse_coo_tensor([[0, 2]], torch.tensor([3.0, 4.0]), (rows,), check_invariants=True)
+    parameters = nn.ParameterList([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(rows))])
+    parameters[0].grad, parameters[1].grad = torch.tensor([0.0, 12.0]), sparse
+    norm = norm_of_owned([owned_whole(t) for t in trained(parameters)])
+    assert norm is not None
+    assert float(norm) == pytest.approx(13.0)
+
+
 def test_autograd_knows_of_a_gradient_that_was_scaled() -> None:
     """As of any write: what a script has computed with it before cannot be differentiated by mistake."""
     weight, gradient = torch.ones(3, requires_grad=True), torch.ones(3)

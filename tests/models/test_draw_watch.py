@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,7 +183,7 @@ def drawn_past_the_forward(samples: list[int], model: nn.Module) -> tuple[list[T
     return [noise, times, dropped], [level, order, layer.weight.detach(), layer.bias.detach(), blend, weights]
 
 
-@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.Linear(6, 6)], ids=["draws", "draws nothing"])
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.ReLU()], ids=["draws", "draws nothing"])
 def test_what_a_loop_draws_past_the_forward_is_keyed(layer: nn.Module) -> None:
     """On the samples where it has a row for each, whatever the model does; else the same beside any of them."""
     model = nn.Sequential(layer)
@@ -204,6 +208,103 @@ def test_a_checkpointed_part_that_a_loop_calls_repeats_its_draws() -> None:
             out.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, out.detach())
+
+
+@contextmanager
+def default_device() -> Iterator[None]:
+    """PyTorch keeps it below all other modes."""
+    torch.set_default_device("cpu")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.ReLU()], ids=["draws", "draws nothing"])
+@pytest.mark.parametrize(
+    "other", [BaseTorchFunctionMode, partial(torch.device, "cpu"), default_device], ids=["mode", "device", "default"]
+)
+def test_other_modes_around_forwards_of_a_loop_end_as_they_began(other: Any, layer: nn.Module) -> None:
+    """What is entered last is left first, though the model is called outside of the loop's own draws."""
+    draws, _ = drawing_loop([0, 1], model := nn.Sequential(layer))
+    with draws.loop():
+        with other():
+            model(torch.ones(2, 6))
+            with BaseTorchFunctionMode():
+                model(torch.ones(2, 6))
+        assert len(_get_current_function_mode_stack()) == 1
+        own = torch.randn(2, 6)
+    assert not _get_current_function_mode_stack()
+    assert torch.equal(own, loop_draw())
+
+
+def loop_draw() -> Tensor:
+    """The first that a loop draws for samples 0 and 1."""
+    draws, _ = drawing_loop([0, 1], nn.Sequential())
+    with draws.loop():
+        return torch.randn(2, 6)
+
+
+def test_a_loop_may_be_given_a_microbatch_inside_of_a_mode_that_ends_in_it() -> None:
+    draws, _ = drawing_loop([0, 1], nn.Sequential())
+    with BaseTorchFunctionMode():
+        draws.enter_loop()
+    own = torch.randn(2, 6)
+    draws.leave_loop()
+    assert torch.equal(own, loop_draw())
+    assert not _get_current_function_mode_stack()
+
+
+def test_a_model_that_another_thread_calls_leaves_the_loop_as_it_was() -> None:
+    """Its own draws are keyed there, too, as long as the loop waits."""
+    draws, _ = drawing_loop([0, 1], model := nn.Sequential(nn.Dropout(0.5)))
+    with draws.loop(), ThreadPoolExecutor(1) as pool:
+        found = pool.submit(model, torch.ones(2, 64)).result()
+        own = torch.randn(2, 6)
+    assert torch.equal(own, loop_draw())
+    assert not _get_current_function_mode_stack()
+    again, _ = drawing_loop([0, 1], model := nn.Sequential(nn.Dropout(0.5)))
+    with again.loop():
+        assert torch.equal(model(torch.ones(2, 64)), found)
+
+
+def test_a_copy_of_the_model_draws_as_the_loop_does() -> None:
+    """A teacher, say, which is made in the middle of a step."""
+    draws, _ = drawing_loop([0, 1], model := nn.Sequential(nn.Dropout(0.5)))
+    with draws.loop():
+        teacher = copy.deepcopy(model)
+        found = teacher(torch.ones(2, 64))
+        assert not torch.equal(found, teacher(torch.ones(2, 64)))
+    assert not _get_current_function_mode_stack()
+    draws, _ = drawing_loop([0, 1], nn.Sequential())
+    with draws.loop():
+        assert torch.equal(F.dropout(torch.ones(2, 64), 0.5), found)
+
+
+def test_a_loop_that_trains_in_evaluation_mode_has_its_draws_keyed() -> None:
+    draws, _ = drawing_loop([0, 1], nn.Sequential().eval())
+    with draws.loop():
+        own = torch.randn(2, 6)
+    assert torch.equal(own, loop_draw())
+
+
+class Drawn(torch.utils.data.Dataset[Tensor]):
+    """Four samples, each drawn where it is read."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(8)
+
+
+def test_workers_of_a_loader_that_a_loop_starts_draw_for_themselves() -> None:
+    """As two of PyTorch's do: no sample like another."""
+    draws, _ = drawing_loop([0, 1], nn.Sequential())
+    with draws.loop():
+        loader = torch.utils.data.DataLoader(Drawn(), num_workers=2, multiprocessing_context="fork")
+        found = torch.cat(list(loader))
+    assert len(found.unique(dim=0)) == len(found)
 
 
 def test_a_loop_that_is_left_inside_of_another_mode_leaves_that_one() -> None:

@@ -40,6 +40,10 @@ LAWS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor], fl
     "log_normal_": (lambda x: x.log_normal_(1.0, 0.5), lambda x: x.log(), 1.0, 0.5),
     "geometric_": (lambda x: x.geometric_(0.25), lambda x: x, 4.0, 3.5),
     "multinomial": (lambda x: torch.multinomial(x[:, :4] + torch.arange(4), NUMBERS, True), lambda x: x, 7 / 3, 0.75),
+    "randn of complex numbers": (lambda x: torch.randn(x.shape, dtype=torch.complex64), lambda x: x.real, 0.0, 0.71),
+    "its imaginary part": (lambda x: torch.randn(x.shape, dtype=torch.complex64), lambda x: x.imag, 0.0, 0.71),
+    "normal_ of complex numbers": (lambda x: (x + 0j).normal_(1.0, 2.0), lambda x: x.imag, 1.0, 1.41),
+    "rand of complex numbers": (lambda x: torch.rand_like(x + 0j), lambda x: x.imag, 0.5, 0.29),
 }
 """The draw, a function of it, and that function's mean and deviation."""
 
@@ -206,3 +210,46 @@ def test_a_permutation_is_the_same_in_any_batch() -> None:
     orders = [drawn(lambda x: torch.randperm(9), samples) for samples in ([0, 1, 2], [4])]
     assert torch.equal(*orders)
     assert sorted(orders[0].tolist()) == list(range(9))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_uniform_numbers_of_half_types_are_not_rounded_to_1(dtype: torch.dtype) -> None:
+    for draw in (torch.rand_like, Tensor.uniform_):
+        assert float(drawn(lambda x, draw=draw: draw(x.to(dtype)), list(range(8))).max()) < 1
+
+
+def own_numbers(x: Tensor) -> Tensor:
+    """Of a generator that is handed over in its place, not by its name."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.stack([torch.poisson(x + 9.0, generator) for _ in range(2)])
+
+
+def test_a_generator_by_hand_gives_each_number_once() -> None:
+    assert torch.equal(drawn(own_numbers, [1, 2]), own_numbers(torch.zeros(2, NUMBERS)))
+
+
+def mapped(draw: Callable[[Tensor], Tensor], randomness: str) -> tuple[Tensor, set[str]]:
+    """What a module draws in `torch.vmap` for each of four samples, and the draws that are named."""
+    model = Draws(torch.vmap(draw, randomness=randomness))
+    mode = KeyedDraws(model, seed=3)
+    mode.begin(1, lambda: torch.arange(4), tokens=0)
+    with mode:
+        return model(torch.ones(4, 64)), mode.unkeyed
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [torch.randn_like, nn.functional.dropout, lambda x: x.clone().normal_(), lambda x: torch.multinomial(x, 8)],
+    ids=["randn_like", "dropout", "normal_", "multinomial"],
+)
+def test_vmap_draws_as_it_is_told(draw: Callable[[Tensor], Tensor]) -> None:
+    """The samples that it maps cannot be seen from within: what is drawn there is named as what is not keyed."""
+    different, named = mapped(draw, "different")
+    assert len(different.unique(dim=0)) == 4
+    assert [name.endswith(" under vmap") for name in named] == [True]
+    with pytest.raises(RuntimeError, match="randomness"):
+        mapped(draw, "error")
+
+
+def test_vmap_of_what_draws_nothing_names_nothing() -> None:
+    assert mapped(partial(nn.functional.dropout, training=False), "error")[1] == set()

@@ -212,11 +212,11 @@ class ReplicatedGradients(OfWholeParameters):
             )
             for part in parts
         ]
-        home = {index: bucket for bucket in self._buckets for index in bucket.indices}
-        self._flat = FlatGradients(
-            [bucket.exchange.result for bucket in self._buckets],
-            [home[index].pieces[index].data_ptr() for index in range(len(self._trained))],
-        )
+        addresses = [0] * len(self._trained)  # that of a parameter without numbers
+        for bucket in self._buckets:
+            for index, piece in bucket.pieces.items():
+                addresses[index] = piece.data_ptr()
+        self._flat = FlatGradients([bucket.exchange.result for bucket in self._buckets], addresses)
         self._reducer = Reducer(
             [(t.holding.name, t.parameter) for t in self._trained],
             self._buckets,

@@ -18,6 +18,7 @@ itself. Of these draws the loop is the layer (`enter_loop`), and their number is
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils.hooks import RemovableHandle
 
@@ -100,6 +102,10 @@ class Moment:
     counts: Mapping[str, int]
 
 
+class _MappedError(Exception):
+    """What is drawn has dimensions that cannot be seen from within `torch.vmap`."""
+
+
 class KeyedDraws(TorchFunctionMode):
     """The mode, for the modules of `model`, which must be called while it is entered.
 
@@ -115,13 +121,14 @@ class KeyedDraws(TorchFunctionMode):
     def __init__(self, model: nn.Module, *, seed: int, one_at_a_time: bool = True) -> None:
         super().__init__()
         self._model, self._seed, self.one_at_a_time = model, seed, one_at_a_time
+        self._process = os.getpid()
         self.slices = Slices()
         self.unkeyed: set[str] = set()
         self.drew = 0
         self._keys_of: SampleKeys | None = None
         self._step, self._tokens, self._entered, self._replays = 0, 0, 0, 0
         self._calls: list[_Call] = []
-        self._loop, self._of_samples = _Call(LOOP, 0), True
+        self._loop, self._of_samples, self._evaluated = _Call(LOOP, 0), True, False
         self._counts: dict[str, int] = {}
         self._sequence: Mapping[int, Extent] = {}
         self._hooks: list[RemovableHandle] = []
@@ -153,6 +160,7 @@ class KeyedDraws(TorchFunctionMode):
         """A forward follows, of samples with these keys, of which this rank gets so many tokens."""
         self._step, self._keys_of, self._tokens = step, cache(sample_keys), tokens
         self._calls, self._counts, self._loop, self._of_samples = [], {}, _Call(LOOP, 0), True
+        self._evaluated = not self._model.training
         self._sequence = {} if self.slices.sequence is None else self.slices.sequence(tokens)
 
     def moment(self) -> Moment:
@@ -165,20 +173,19 @@ class KeyedDraws(TorchFunctionMode):
         """Is a script's own loop under way, past its model's forward?"""
         return bool(self._calls) and self._calls[0].module == LOOP
 
-    @property
-    def entered_here(self) -> bool:
-        """The same, and this thread is the loop's."""
-        return self.in_loop and active_draws() is self
-
-    def enter_loop(self) -> None:
-        """What follows is drawn by a script's own loop."""
-        self.__enter__()
+    def enter_loop(self, *, here: bool = True) -> None:
+        """What follows is drawn by a script's own loop, which runs `here`, on this thread, or waits for it."""
+        self._entered += 1
+        if here:
+            _push_below(self)
         self._calls = [self._loop]
 
-    def leave_loop(self) -> None:
-        """The loop calls its model, or what draws nothing that has to be keyed."""
+    def leave_loop(self) -> bool:
+        """The loop calls its model, or what draws nothing that has to be keyed. Whether it runs on this thread."""
+        here = self in _get_current_function_mode_stack()
         self._loop, self._calls = self._calls[0], []
         self.__exit__(None, None, None)
+        return here
 
     def end_samples(self) -> None:
         """What the loop draws from here to the next forward is for weights and gradients, whatever its shape."""
@@ -187,14 +194,14 @@ class KeyedDraws(TorchFunctionMode):
     @contextmanager
     def outside_loop(self) -> Iterator[None]:
         """Around what is no part of a loop's own draws, where a loop is under way."""
-        if not self.entered_here:
+        if not self.in_loop:
             yield
             return
-        self.leave_loop()
+        here = self.leave_loop()
         try:
             yield
         finally:
-            self.enter_loop()
+            self.enter_loop(here=here)
 
     @contextmanager
     def replaying(self, moment: Moment) -> Iterator[None]:
@@ -241,6 +248,8 @@ class KeyedDraws(TorchFunctionMode):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         self._entered -= 1
+        if self not in _get_current_function_mode_stack():  # the loop runs on another thread
+            return
         above = []  # a loop is left inside of modes that the script has entered meanwhile
         while (mode := _pop_mode()) is not self:
             above.append(mode)
@@ -252,14 +261,24 @@ class KeyedDraws(TorchFunctionMode):
         if torch.compiler.is_compiling():  # what a script compiles by itself draws from PyTorch's generator
             return func(*args, **kwargs)
         handler = HANDLERS.get(func)
-        if handler is None or self._keys_of is None or not self._model.training:
+        if handler is None or self._keys_of is None or not self._trains():
+            return func(*args, **kwargs)
+        if self._process != os.getpid():  # a fork of this one, such as a worker of a DataLoader, draws for itself
             return func(*args, **kwargs)
         if func in BODIES:
             with self:
                 return BODIES[func](*args, **kwargs)
         if not self._calls and not (_in_backward() and handler in DROPPING):
             return func(*args, **kwargs)
-        return handler(self, func, *args, **kwargs)
+        try:
+            return handler(self, func, *args, **kwargs)
+        except _MappedError:  # vmap draws for each of what it maps, or for none, or refuses
+            self.unkeyed.add(f"{func.__name__} under vmap")
+            return func(*args, **kwargs)
+
+    def _trains(self) -> bool:
+        """Not where its model is evaluated for a while: a loop may train one that is in evaluation mode all along."""
+        return self._model.training or (self._evaluated and self.in_loop)
 
     def _before(self, name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
@@ -293,6 +312,8 @@ class KeyedDraws(TorchFunctionMode):
         """64 random bits for each element of a tensor of this shape, the next draw of the module that is called."""
         if not self._calls:
             raise _repeated("a function that is no module")
+        if any(level.key() == TransformType.Vmap for level in get_interpreter_stack() or ()):
+            raise _MappedError
         call, self.drew = self._calls[-1], self.drew + 1
         if call.number is None:
             raise _repeated(f"the module {call.module}")
@@ -385,6 +406,17 @@ def draws_nothing(model: nn.Module) -> bool:
         if not known or "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
             return False
     return True
+
+
+def _push_below(mode: TorchFunctionMode) -> None:
+    """Enters `mode` below those that a script leaves when it likes, each from the top; above that of PyTorch's default
+    device, which has to be the lowest.
+    """
+    above = [_pop_mode() for _ in _get_current_function_mode_stack()]
+    if above and above[-1] is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None):
+        _push_mode(above.pop())
+    for each in (mode, *reversed(above)):
+        _push_mode(each)
 
 
 def active_draws() -> KeyedDraws | None:

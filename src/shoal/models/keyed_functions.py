@@ -124,8 +124,9 @@ def _drawn(law: Callable[[Tensor, Any, Any, Any], Tensor]) -> Callable[..., Tens
             return out
         samples = not _is_for_parameter(out, [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)])
         with torch.no_grad():
-            drawn = mode.bits_for(out.shape, device=out.device, samples=samples)
-            out.copy_(law(drawn, out, args, kwargs))
+            for part in (out.real, out.imag) if out.is_complex() else (out,):
+                drawn = mode.bits_for(out.shape, device=out.device, samples=samples)
+                part.copy_(law(drawn, out, args, kwargs))
         return out
 
     return handler
@@ -140,7 +141,19 @@ def _is_for_parameter(out: Tensor, given: Sequence[Tensor]) -> bool:
 
 
 def _uniform(drawn: Tensor, out: Tensor) -> Tensor:
-    return uniform(drawn, torch.zeros_like(drawn), dtype=torch.float64 if out.dtype == torch.float64 else torch.float32)
+    is_double = out.dtype in (torch.float64, torch.complex128)
+    return uniform(drawn, torch.zeros_like(drawn), dtype=torch.float64 if is_double else torch.float32)
+
+
+def _below_one(drawn: Tensor, out: Tensor) -> Tensor:
+    """Uniform numbers that a half type does not round to 1."""
+    return _uniform(drawn, out).clamp(max=1 - torch.finfo(out.dtype).eps / 2)
+
+
+def _standard_normal(drawn: Tensor, out: Tensor) -> Tensor:
+    """In float64. Both parts of a complex number together have the variance 1."""
+    drawn = normal(drawn, torch.zeros_like(drawn), dtype=torch.float64)
+    return drawn * math.sqrt(0.5) if out.is_complex() else drawn
 
 
 def _argument(args: Any, kwargs: Mapping[str, Any], place: int, name: str, default: Any) -> Any:
@@ -149,22 +162,22 @@ def _argument(args: Any, kwargs: Mapping[str, Any], place: int, name: str, defau
 
 def _uniform_in_place(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
     low, high = _argument(args, kwargs, 1, "from", 0.0), _argument(args, kwargs, 2, "to", 1.0)
-    return low + (high - low) * _uniform(drawn, out)
+    return low + (high - low) * _below_one(drawn, out)
 
 
 def _normal_in_place(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
     mean, std = _argument(args, kwargs, 1, "mean", 0.0), _argument(args, kwargs, 2, "std", 1.0)
-    return mean + std * normal(drawn, torch.zeros_like(drawn), dtype=torch.float64)
+    return mean + std * _standard_normal(drawn, out)
 
 
 def _normal_of(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
     mean, std = _argument(args, kwargs, 0, "mean", 0.0), _argument(args, kwargs, 1, "std", 1.0)
-    return mean + std * normal(drawn, torch.zeros_like(drawn), dtype=torch.float64)
+    return mean + std * _standard_normal(drawn, out)
 
 
 def _log_normal(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
     mean, std = _argument(args, kwargs, 1, "mean", 1.0), _argument(args, kwargs, 2, "std", 2.0)
-    return (mean + std * normal(drawn, torch.zeros_like(drawn), dtype=torch.float64)).exp()
+    return (mean + std * _standard_normal(drawn, out)).exp()
 
 
 def _cauchy(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
@@ -192,7 +205,7 @@ def _count_limit(dtype: torch.dtype) -> int:
 
 
 def _normal(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
-    return normal(drawn, torch.zeros_like(drawn), dtype=torch.float64)
+    return _standard_normal(drawn, out)
 
 
 def _bernoulli(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
@@ -230,9 +243,9 @@ def _multinomial(
         drawn = _uniform(mode.bits_for(out.shape, device=out.device), rates)
         found = torch.searchsorted(reached, drawn * reached[..., -1:], right=True)
         return out.copy_(found.clamp(max=input.shape[-1] - 1))
+    waits = -_uniform(mode.bits_for(input.shape, device=out.device, samples=input.ndim > 1), rates).log() / rates
     if input.ndim == 1:  # of the batch's samples, or of what is none: each rank sees its own
         mode.unkeyed.add("multinomial")
-    waits = -_uniform(mode.bits_for(input.shape, device=out.device, samples=input.ndim > 1), rates).log() / rates
     return out.copy_(waits.topk(num_samples, -1, largest=False).indices)
 
 
@@ -241,9 +254,10 @@ def _permutation(mode: Draws, func: Any, *args: Any, **kwargs: Any) -> Tensor:
     out = func(*args, **kwargs)
     if kwargs.get("generator") is not None:
         return out
+    drawn = mode.bits_for(out.shape, device=out.device, samples=False)
     if mode.counts_samples(len(out)):
         mode.unkeyed.add(func.__name__)
-    return out.copy_(mode.bits_for(out.shape, device=out.device, samples=False).argsort())
+    return out.copy_(drawn.argsort())
 
 
 def _generator_draw(mode: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -251,6 +265,8 @@ def _generator_draw(mode: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
     number of a mixup.
     """
     out = func(*args, **kwargs)
+    if any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
+        return out
     if not isinstance(out, Tensor) or not out.is_cpu or mode.dim_of_samples(out.shape) is not None:
         mode.unkeyed.add(func.__name__)
         return out
@@ -302,7 +318,7 @@ HANDLERS: Mapping[Any, Any] = types.MappingProxyType(
         **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d), _channel_dropout),
         **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
         **dict.fromkeys(BODIES, _dropout),
-        **dict.fromkeys((torch.rand, torch.rand_like), _drawn(lambda drawn, out, args, kwargs: _uniform(drawn, out))),
+        **dict.fromkeys((torch.rand, torch.rand_like), _drawn(lambda drawn, out, args, kwargs: _below_one(drawn, out))),
         **dict.fromkeys((torch.randn, torch.randn_like), _drawn(_normal)),
         **dict.fromkeys((torch.multinomial, Tensor.multinomial), _multinomial),
         torch.randperm: _permutation,

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -266,6 +267,12 @@ class DrawsBySample:
             ):
                 self._hooks.callback(handle.remove)
 
+    def __deepcopy__(self, memo: object) -> DrawsBySample:
+        """A model that is copied takes its hooks along. They do nothing there: the copy draws as the loop does."""
+        copied = copy(self)
+        copied._sleeping = None
+        return copied
+
     def enter_loop(self) -> None:
         """The loop is given a microbatch."""
         if self._sleeping is not None and self._keys_loop:
@@ -273,7 +280,7 @@ class DrawsBySample:
 
     def leave_loop(self) -> None:
         """It asks for the next, or ends."""
-        if self._sleeping is not None and self._sleeping.draws.entered_here:
+        if self._sleeping is not None and self._sleeping.draws.in_loop:
             self._sleeping.draws.leave_loop()
 
     @contextmanager
@@ -294,16 +301,16 @@ class DrawsBySample:
         sleeping = self._sleeping
         if sleeping is None:
             return
-        if left := sleeping.draws.entered_here:
-            sleeping.draws.leave_loop()
+        outside = sleeping.draws.outside_loop()
+        outside.__enter__()
         if not self._looks or not module.training or not self._inside():
-            self._open.append(_Forward(None, entered=False, left=left))
+            self._open.append(_Forward(None, entered=False, outside=outside))
             return
         sleeping.forwards += 1
         if sleeping.forwards > 1 or self._buffers.moving:
             sleeping.stay()
         watch, entered = DrawWatch() if sleeping.may_sleep else None, not sleeping.draws.asleep
-        self._open.append(_Forward(watch, entered=entered, left=left))
+        self._open.append(_Forward(watch, entered=entered, outside=outside))
         if entered:
             sleeping.draws.__enter__()
 
@@ -329,14 +336,13 @@ class DrawsBySample:
         forward = self._open.pop()
         if forward.entered:
             self._sleeping.draws.__exit__(None, None, None)
-        if forward.left:
-            self._sleeping.draws.enter_loop()
+        forward.outside.__exit__(None, None, None)
 
 
 class _Forward:
-    """A forward under way. `watch` is None where the draws are there to stay; `entered`: it runs under them; `left`: it
-    is called by a loop that is under them.
+    """A forward under way. `watch` is None where the draws are there to stay; `entered`: it runs under them; `outside`
+    is entered: what the forward draws is not drawn by the loop.
     """
 
-    def __init__(self, watch: DrawWatch | None, *, entered: bool, left: bool) -> None:
-        self.watch, self.entered, self.left = watch, entered, left
+    def __init__(self, watch: DrawWatch | None, *, entered: bool, outside: AbstractContextManager[None]) -> None:
+        self.watch, self.entered, self.outside = watch, entered, outside
