@@ -5,10 +5,10 @@
                    (Patarasuk and Yuan, JPDC 69(2), 2009), in two steps instead of a ring's 2 (n-1)
     others         direct
 
-A frame is a head (what is called, tag, bytes) and its content; ends that mean different calls say so. Who has waited a
-while for the content of a root sends it a head alone, so that two which take each other for the root do not wait on. Not
-before: a root may have ended by then, and a connection on which it is sent anything drops what is still on its way. Both
-ends of a connection have proved that they know the job's token (`launcher.handshake`); the content is neither encrypted nor
+A frame is a head (what is called, tag, bytes) and its content; ends that mean different calls say so. Who has waited
+for the content of a root sends it a head alone, so that two which take each other for the root wait no longer. Not at
+once: a root may have ended, and who writes to a closed connection loses what still comes from there. Both ends of a
+connection have proved that they know the job's token (`launcher.handshake`); the content is neither encrypted nor
 interpreted. A rank takes in whatever arrives while it sends, so that two ranks may send to each other at once.
 
 Sums have the bits that shared memory gives: 16-bit floats are summed in float32 and rounded once.
@@ -230,7 +230,8 @@ class Tcp:
                 continue
             if time.monotonic() > end_s:
                 raise CollectiveError(self._sentence(Fault.TIMED_OUT, late[0], call.signature(size)))
-            self._say(call)
+            if self._peers[late[0]].arriving is None:
+                self._say(call)
         inside = sum(array.nbytes for rank, array in send.items() if self._hosts[rank] == self._hosts[self.rank])
         return Sent(inside, sum(array.nbytes for array in send.values()) - inside)
 
