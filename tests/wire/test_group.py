@@ -391,3 +391,13 @@ def test_a_rank_may_leave_after_its_last_call() -> None:
         "    if group.rank: group.send(np.ones(5), to=0)\n    else: group.receive(np.empty(5), source=1)\nresult = 1\n"
     )
     assert run(3, body, hosts=("a", "b", "c")) == [1, 1, 1]
+
+
+def test_a_root_may_leave_before_others_ask_for_its_content() -> None:
+    """Of more than they take in unasked: the rest is still to be sent when the root has ended."""
+    body = "x = np.full(1 << 18, 1.0 - group.rank)\nif group.rank:\n    group.receive(np.empty(1), source=0)\n"
+    body += "    import select\n    connection = group._transport._peers[0].connection\n"
+    body += f"    poll = select.poll()\n    poll.register(connection, select.POLLIN)\n    poll.poll({1000 * HANG_S})\n"
+    body += "else:\n    group.send(np.ones(1), to=1)\ngroup.broadcast(x, root=0, out=x)\nresult = x.min()\n"
+    body += "if group.rank == 0:\n    group.close()\n"
+    assert run(2, body, hosts=("a", "b")) == [1.0, 1.0]

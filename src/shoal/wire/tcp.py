@@ -5,8 +5,9 @@
                    (Patarasuk and Yuan, JPDC 69(2), 2009), in two steps instead of a ring's 2 (n-1)
     others         direct
 
-A frame is a head (what is called, tag, bytes) and its content; ends that mean different calls say so. Who expects the
-content of a root sends it a head alone, so that two which take each other for the root do not wait. Both ends of a
+A frame is a head (what is called, tag, bytes) and its content; ends that mean different calls say so. Who has waited
+for the content of a root sends it a head alone, so that two which take each other for the root wait no longer. Not at
+once: a root may have ended, and who writes to a closed connection loses what still comes from there. Both ends of a
 connection have proved that they know the job's token (`launcher.handshake`); the content is neither encrypted nor
 interpreted. A rank takes in whatever arrives while it sends, so that two ranks may send to each other at once.
 
@@ -22,6 +23,7 @@ import struct
 import time
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -110,6 +112,7 @@ class Tcp:
         self.rank, self.size, self._timeout_s = rank, (size := len(hosts)), timeout_s
         self._hosts, self._calls, self._process = tuple(hosts), 0, os.getpid()
         self._made: dict[int, tuple[_Call, int]] = {}  # the last collectives and their bytes, by number
+        self._said = 0  # the last collective in which a root was sent a head alone
         self._failed = ""  # why, once a call has: what is under way then belongs to no later one
         key = handshake.key_for(token, SERVICE)
         with sockets.listen_at(address, 0, one_host=True) as listener:
@@ -151,7 +154,7 @@ class Tcp:
         call = _Call(Kind.BROADCAST, dtype_number(array.dtype), root=root, mark=mark)
         if self.rank == root:
             return self._move(dict.fromkeys(self._peers, array), {}, call)
-        return self._move({root: np.empty(0, np.uint8)}, {root: array}, call)
+        return self._move({}, {root: array}, call)
 
     def all_to_all(self, send: Sequence[Array], receive: Sequence[Array], mark: int = 0) -> Sent:
         if receive[self.rank].nbytes != send[self.rank].nbytes:
@@ -198,6 +201,7 @@ class Tcp:
             return self._moved(send, receive, call, tag)
         except BaseException as error:
             self._failed = str(error) or type(error).__name__
+            self._say(call)
             self.close()
             raise
 
@@ -220,10 +224,23 @@ class Tcp:
         while late := self._unfinished(send, receive, key):
             if (gone := next((rank for rank in late if self._peers[rank].over), None)) is not None:
                 raise CollectiveError(f"Connection closed by peer: rank {gone} of the group is gone")
-            if not self._wait(end_s) and time.monotonic() > end_s:
+            if self._wait(end_s):
+                continue
+            if time.monotonic() > end_s:
                 raise CollectiveError(self._sentence(Fault.TIMED_OUT, late[0], call.signature(size)))
+            if self._peers[late[0]].arriving is None:
+                self._say(call)
         inside = sum(array.nbytes for rank, array in send.items() if self._hosts[rank] == self._hosts[self.rank])
         return Sent(inside, sum(array.nbytes for array in send.values()) - inside)
+
+    def _say(self, call: _Call) -> None:
+        """What this rank expects of a root, which is sent nothing else in the call."""
+        if call.kind != Kind.BROADCAST or call.root == self.rank or self._said == self._calls:
+            return
+        self._said, peer = self._calls, self._peers[call.root]
+        peer.outgoing.append(memoryview(_Head(call, self._calls, 0).packed()))
+        with suppress(OSError):  # it is gone
+            _push(peer)
 
     def _ask(self, rank: int, key: tuple[bool, int], ours: _Part) -> None:
         peer = self._peers[rank]
@@ -254,10 +271,10 @@ class Tcp:
     def _serve(self, rank: int, events: int) -> None:
         peer = self._peers[rank]
         try:
+            if events & _ARRIVED:  # first: who has ended may have said why
+                self._pull(rank)
             if events & _SENDABLE:
                 _push(peer)
-            if events & _ARRIVED:
-                self._pull(rank)
         except (EOFError, BrokenPipeError, ConnectionResetError):
             peer.over = True  # it may have ended after its last call
             self._poll.unregister(peer.connection.fileno())

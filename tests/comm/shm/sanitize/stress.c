@@ -15,7 +15,7 @@ void *shoal_map(int, uint64_t);
 group *shoal_open(int, int, void *const *, const int *, const settings *);
 op *shoal_start(group *, const signature *, char *, char *, bool);
 op *shoal_start_lists(group *, const signature *, char *const *, const uint64_t *, char *const *, const uint64_t *, bool);
-op *shoal_message(group *, int, char *, uint64_t, int, int64_t, bool);
+op *shoal_message(group *, int, int, char *, uint64_t, int, int64_t, bool);
 int shoal_wait(op *, double, bool);
 window *shoal_share(group *, int, uint64_t, int *);
 void *shoal_address(const window *);
@@ -158,13 +158,13 @@ static void messages(place *p, group *g) {
         for (int tag = 0; q != p->rank && tag < TAGS; tag++, n++) {
             data[n] = malloc(BYTES_EACH);
             memset(data[n], p->rank * 10 + tag, BYTES_EACH);
-            calls[n] = shoal_message(g, SEND, data[n], BYTES_EACH, q, tag, false);
+            calls[n] = shoal_message(g, SEND, BYTES, data[n], BYTES_EACH, q, tag, false);
         }
     int sends = n;
     for (int q = 0; q < p->size; q++)
         for (int tag = TAGS - 1; q != p->rank && tag >= 0; tag--, n++) {
             data[n] = malloc(BYTES_EACH);
-            calls[n] = shoal_message(g, RECV, data[n], BYTES_EACH, q, tag, false);
+            calls[n] = shoal_message(g, RECV, BYTES, data[n], BYTES_EACH, q, tag, false);
         }
     int at = sends;
     for (int q = 0; q < p->size; q++)
@@ -181,7 +181,7 @@ static void breaks(place *p, group *g) {
     int32_t *data = calloc(COUNT, 4);
     char byte = 0;
     signature what = {.kind = ALL_REDUCE, .dtype = I32, .reduction = SUM, .bytes = 4 * COUNT};
-    op *message = p->rank == 0 ? shoal_message(g, RECV, &byte, 1, 1, 5, false) : NULL;
+    op *message = p->rank == 0 ? shoal_message(g, RECV, BYTES, &byte, 1, 1, 5, false) : NULL;
     if (p->rank == 1) shoal_break(g, TIMED_OUT, 1);
     EXPECT(outcome(shoal_start(g, &what, (char *)data, (char *)data, false)) == BROKEN, "a broken group went on");
     if (message != NULL) EXPECT(outcome(message) == BROKEN, "a message in a broken group");

@@ -279,6 +279,7 @@ void shoal_drop(op *call);
 
 /* calls.c */
 op *shoal_start(group *g, const signature *what, char *send, char *receive, bool wait_at_once);
+op *shoal_message(group *g, int kind, int dtype, char *data, uint64_t bytes, int peer, int64_t tag, bool wait_at_once);
 int shoal_wait(op *call, double patience_s, bool idle);
 
 #endif
