@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.models.keyed_draws import KeyedDraws, draws_nothing
@@ -107,6 +108,24 @@ def test_what_cannot_be_keyed_is_named(draw: Callable[[Tensor], Tensor], name: s
     with mode:
         model(torch.zeros(2, 8))
     assert mode.unkeyed == {name}
+
+
+def test_a_query_that_sees_nothing_has_no_gradient_under_dropout() -> None:
+    """By a float mask, as `nn.MultiheadAttention` makes one of padding: zeros, as PyTorch's own without dropout."""
+    mask = torch.zeros(2, 1, 3, 3)
+    mask[0, 0, 0] = -torch.inf
+    found = []
+    for p in (0.0, 0.1):
+        query = torch.ones(2, 2, 3, 4, requires_grad=True)
+        model = Draws(lambda x, p=p: F.scaled_dot_product_attention(x, x, x, mask, p))
+        mode = KeyedDraws(model, seed=3)
+        mode.begin(1, lambda: torch.tensor([0, 1]), tokens=3)
+        with mode:
+            out = model(query)
+        (gradient,) = torch.autograd.grad(out[0, :, 0].square().sum() + out[1].sum(), query)
+        assert not out[0, :, 0].any()
+        found.append(gradient)
+    assert all(gradient.isfinite().all() and not gradient[0].any() for gradient in found)
 
 
 def hooked(module: nn.Module) -> nn.Module:

@@ -89,7 +89,10 @@ def _attention(
     if attn_mask is not None:
         masked = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
-    weights = scores.softmax(-1).nan_to_num(0.0) if attn_mask is not None else scores.softmax(-1)
+        blind = (scores == -math.inf).all(-1, keepdim=True)  # queries that see nothing: zeros, no gradient
+        weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    else:
+        weights = scores.softmax(-1)
     return (weights * _scaled_mask(mode, weights, dropout_p)).to(value.dtype) @ value
 
 
