@@ -14,7 +14,7 @@ import pytest
 from shoal.assembly.finished_run import intent_of
 from shoal.cli.arguments import become_script, command_of_script
 from shoal.errors import UsageError, UserCodeError
-from shoal.launcher.own_script import DESCRIBES, KEYS, divided
+from shoal.launcher.own_script import DESCRIBES, KEYS, divided, names_no_shoal
 from shoal.submit.job import Resources, job_of
 from tests.waiting import HANG_S
 
@@ -95,6 +95,18 @@ def test_a_script_without_a_call_is_one_sentence(tmp_path: Path) -> None:
     assert command_of_script(tmp_path / "run.toml", []) is None
 
 
+def test_a_script_that_never_names_shoal_is_found(tmp_path: Path) -> None:
+    """It would train without Shoal, and say nothing. What imports a module beside it may call Shoal there."""
+    file = tmp_path / "plain.py"
+    file.write_text("import torch\nprint(torch.zeros(1))\n")
+    assert names_no_shoal(file)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "other.py").touch()
+    for text in ("import shoal\n", "from mine import loop\n", "def main():\n    import other\n"):
+        file.write_text(text)
+        assert not names_no_shoal(file), text
+
+
 def test_a_file_beside_the_script_that_hides_a_package_is_named(tmp_path: Path) -> None:
     """Before the script is run, which would end with an error of that file's."""
     script = script_in(tmp_path, START)
@@ -143,19 +155,25 @@ def test_a_script_has_a_flame_graph(tmp_path: Path) -> None:
     assert "--flame-rank is 2, and the ranks are 0 to 1: name one of them" in absent.stderr
 
 
-def test_train_becomes_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_becomes_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its own arguments stand behind it; keys and flags are told by the variable that its call reads."""
     became: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(os, "execve", lambda _, command, environ: became.append((command, environ)))
     file = script_in(tmp_path, START)
     become_script(file, ["run.steps=3", "--epochs", "2"], {"HOME": "/h"}, flags=["--fresh"])
     ((command, environ),) = became
+    assert not capsys.readouterr().err
     assert command == [sys.executable, str(file), "--epochs", "2"]
     assert environ["HOME"] == "/h"
     monkeypatch.setenv(KEYS, environ[KEYS])
     assert intent_of(["batch.micro_samples=2"]) == ("fresh", ["batch.micro_samples=2", "run.steps=3"])
     with pytest.raises(UsageError, match="give one of them"):
         intent_of(["--resume"])
+    file.write_text("print()")
+    become_script(file, [], {})
+    assert "mine.py never names shoal, so nothing of Shoal takes part" in capsys.readouterr().err
 
 
 @pytest.mark.stress

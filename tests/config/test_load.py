@@ -62,6 +62,13 @@ def test_a_missing_file_names_those_that_are_there(tmp_path: Path) -> None:
         load(Root, tmp_path / "somewhere-else.toml")
 
 
+def test_a_missing_recipe_says_where_recipes_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package has none, though every example of its help names one."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"recipes/digits\.toml is missing: .* in a copy of Shoal's repository"):
+        load(Root, Path("recipes/digits.toml"))
+
+
 def test_overrides_are_toml_and_the_last_wins(tmp_path: Path) -> None:
     """Numbers, lists, bare words and paths as values; a whole table can come from the command line."""
     root = loaded(

@@ -69,6 +69,7 @@ def in_tensors() -> dict[str, Source]:
         "tokens": TensorDataset(tokens, tokens),
         "weights": TensorDataset(x.requires_grad_(), tokens, weights),
         "weights of samples": TensorDataset(x, classes, classes),
+        "channels last": TensorDataset(torch.randn(9, 3, 2, 2).to(memory_format=torch.channels_last), classes),
         "a part": Subset(TensorDataset(x, classes), torch.tensor([8, 1, 1, 0, 5, 2, 7])),  # pyright: ignore
         "a part of a part": Subset(Subset(TensorDataset(x, tokens), range(1, 9)), [7, 0, 3, 3, 6]),
         "inputs alone": AsInputs(TensorDataset(x, classes, tokens)),
@@ -85,6 +86,7 @@ def test_rows_of_tensors_are_read_at_once_as_one_by_one(kind: str, monkeypatch: 
     found = read_batch(source, ids, positions, denominator="auto").batch
     for ours, theirs in zip(leaves(found.inputs, found.targets), leaves(wanted.inputs, wanted.targets), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        assert ours.stride() == theirs.stride()
         assert not ours.requires_grad
     assert type(found.inputs) is type(wanted.inputs)
     torch.testing.assert_close((found.weights, found.positions), (wanted.weights, wanted.positions), rtol=0, atol=0)

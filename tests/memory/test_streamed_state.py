@@ -75,6 +75,23 @@ def test_the_update_is_the_same_to_the_bit(kind: str, tier: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
+def test_state_that_was_let_go_begins_anew(tier: str, tmp_path: Path) -> None:
+    """As that of layers which are frozen, and trained again later."""
+    plain, moved = parameters(), parameters()
+    first, second = optimizer_of("adamw", plain), optimizer_of("adamw", moved)
+    second.home = home(tier, tmp_path, Traffic(), pool_bytes=PART_BYTES)
+    for step, _ in enumerate(zip(gradients(plain, 5), gradients(moved, 5), strict=True)):
+        for optimizer, own in ((first, plain), (second, moved)):
+            if step == 2:
+                own[1].grad = None
+                optimizer.state.pop(own[1])
+            optimizer.step()
+    assert all(map(torch.equal, plain, moved))
+    slots, others = slots_of(first, plain), slots_of(second, moved)
+    assert all(torch.equal(value, others[name]) for name, value in slots.items())
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
 def test_moved_bytes_are_those_of_the_closed_form(tier: str, tmp_path: Path) -> None:
     """Two moments of float32 for each number of a large parameter, in each direction; nothing comes in the first."""
     own, traffic = parameters(), Traffic()

@@ -30,6 +30,27 @@ def test_shown_groups_leave_nothing_but_the_refusal_of_state():
         optimizer.state_dict()
 
 
+def test_state_of_whole_parameters_is_not_loaded_into_pieces():
+    """As a script does that resumes a plain loop's checkpoint behind the start; what it has read itself is loaded."""
+    whole, piece = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([whole], momentum=0.9)
+    whole.grad = torch.ones(4)
+    optimizer.step()
+    plain = optimizer.state_dict()
+    optimizer.state.clear()
+    for pieces in ([piece], [piece, nn.Parameter(torch.ones(1))]):
+        optimizer.param_groups[0]["params"] = pieces
+        shown = ShownGroups(optimizer, [[whole]])
+        with pytest.raises(UserCodeError, match=r"call it before shoal\.start, which takes the state over"):
+            optimizer.load_state_dict(plain)
+        piece.grad = torch.ones(2)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert optimizer.param_groups[0]["params"] == [whole]
+        shown.close()
+        optimizer = torch.optim.SGD([whole], momentum=0.9)
+
+
 def test_step_hooks_are_the_inner_ones():
     """Inside of those of the script, also of one that is registered after them; nothing is left behind a close."""
     optimizer, calls = torch.optim.SGD(nn.Linear(1, 1).parameters()), []

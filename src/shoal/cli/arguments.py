@@ -218,9 +218,16 @@ def become_script(
     """This process goes on as the script, told `flags` (--fresh, --resume) and the keys among what was `given`; what is
     no key is the script's own. Raises `UsageError` where it is missing.
     """
-    from shoal.launcher.own_script import KEYS, divided
+    from shoal.files import printable
+    from shoal.launcher.own_script import KEYS, divided, names_no_shoal
+    from shoal.launcher.supervision import say
 
     require_script(file)
+    if names_no_shoal(file):
+        say(
+            f"shoal: {printable(file)} never names shoal, so nothing of Shoal takes part and keys change nothing: "
+            "call shoal.train or shoal.start in it"
+        )
     keys, arguments = divided(given)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -29,6 +29,8 @@ its newest checkpoint.
 A run that is finished stays as it is: with the same keys there is nothing to train, with more run.steps it goes on
 from its last step, and with any other key that changes the result a new run is trained in runs/NAME-2.
 
+Recipes and their models are in Shoal's repository, and are started from its root.
+
 Example: shoal train recipes/digits.toml run.processes=2 run.steps=200
 
 Example: shoal train mine.py run.processes=2 -- --epochs 3

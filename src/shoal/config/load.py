@@ -142,11 +142,15 @@ def _inside(value: Any) -> Iterable[Any]:
 
 
 def _beside(path: Path) -> str:
-    """Some of the TOML files beside a missing one that is like none of them, to be appended to a repair."""
+    """Some of the TOML files beside a missing one that is like none of them, or where recipes are: to be appended to a
+    repair.
+    """
     try:
         there = [] if path.exists() or meant(path) else sorted(path.parent.glob("*.toml"))
     except (OSError, ValueError):
         return ""
+    if path.parts[:1] == ("recipes",) and not Path("recipes").exists():
+        return ", or start it in a copy of Shoal's repository, which has the recipes and their models"
     return f"; there are {', '.join(map(printable, there[:MOST_FILES]))}" if there else ""
 
 

@@ -254,7 +254,8 @@ def rows_of(source: object) -> Rows | None:
         return None if within is None else lambda ids: within(np.array([int(indices[i]) for i in ids.tolist()]))
     if type(source) is not TensorDataset or not all(map(_is_plain, source.tensors)):
         return None
-    return lambda ids: tuple(tensor.detach()[torch.from_numpy(ids)] for tensor in source.tensors)
+    # Stacked samples lie in order, whatever the order of the tensors (channels last): loops may take views of a batch.
+    return lambda ids: tuple(tensor.detach()[torch.from_numpy(ids)].contiguous() for tensor in source.tensors)
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -52,6 +52,7 @@ TRIAL = "SHOAL_TRIAL"
 passes over its other runs."""
 TRIAL_OF = "SHOAL_TRIAL_OF"
 _KEY = re.compile(r"[a-z_]+(\.[A-Za-z0-9_*]+)+=", re.ASCII)
+_IMPORTED = re.compile(r"^[ \t]*(?:from|import)[ \t]+(\w+)", re.MULTILINE)
 
 
 class Reached(BaseException):
@@ -120,6 +121,16 @@ def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """What stands behind a script: the keys of its run (`run.steps=5`), and the arguments of its own."""
     keys = [one for one in arguments if _KEY.match(one)]
     return keys, [one for one in arguments if one not in keys]
+
+
+def names_no_shoal(script: Path) -> bool:
+    """Whether the script calls nothing of Shoal: the name is not in its text, nor is that of a module beside it, which
+    may call it.
+    """
+    text = script.read_text(encoding="utf-8", errors="replace")
+    imported = set(_IMPORTED.findall(text))
+    beside = {name for name in imported if any(script.parent.glob(f"{name}.*")) or (script.parent / name).is_dir()}
+    return "shoal" not in text and not beside
 
 
 def _given_to_call(command: Sequence[str], call: str, *, rule: str = "") -> Any:

@@ -86,7 +86,7 @@ class StreamedState:
         for number in range(len(parts) + 1):
             self._wait(leaving, most=1)
             if number < len(parts):
-                arriving.append(self._bring(parts[number]))
+                arriving.append(self._bring(parts[number], state))
             if number:
                 part = parts[number - 1]
                 self._arrive(arriving.popleft(), state)
@@ -129,9 +129,11 @@ class StreamedState:
         """Whether any state has moved so far."""
         return bool(self._homes)
 
-    def _bring(self, part: Part) -> _Arrival:
-        """One move for the whole part: each wakes a thread, which small tensors are not worth."""
-        homes = {p: self._homes[p] for p in part.parameters if p in self._homes}
+    def _bring(self, part: Part, state: State) -> _Arrival:
+        """One move for the whole part: each wakes a thread, which small tensors are not worth. State that was let go,
+        as that of layers that are frozen for a while, does not come back.
+        """
+        homes = {p: self._homes[p] for p in part.parameters if p in self._homes and state.get(p)}
         tensors = {p: [place.empty(self._device) for place in home.image.places] for p, home in homes.items()}
         pairs = [(home.image, tensors[p]) for p, home in homes.items()]
         return _Arrival(tensors, self._coming.submit(partial(_each, self._tier.fetch, pairs)))

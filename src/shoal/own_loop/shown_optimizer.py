@@ -22,6 +22,10 @@ StepHook = Callable[[torch.optim.Optimizer, Any, Any], None]
 """Of an optimizer and of what its `step` was called with."""
 
 
+MOMENTS = ("exp_avg", "momentum_buffer", "sum")
+"""State of PyTorch's optimizers that has the shape of its parameter."""
+
+
 class StepHooks:
     """`before` and `after` each step of `optimizer`, inside of the hooks of the script, also of those that come later:
     behind its pre-hooks and ahead of its post-hooks. Of two, the one that was made last is the inner one. A step that
@@ -83,7 +87,7 @@ class ShownGroups:
         for handle in (
             optimizer.register_state_dict_pre_hook(lambda _: self._hide()),
             optimizer.register_state_dict_post_hook(lambda *_: self._show()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self._hide()),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(lambda _: self._show()),
         ):
             self._hooks.callback(handle.remove)
@@ -101,6 +105,15 @@ class ShownGroups:
         """
         self._hooks.close()
 
+    def _before_load(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+        """Raises `UserCodeError` for state of other parameters than this rank's pieces, as that of a plain loop."""
+        if not _is_of(state, self._pieces):
+            raise UserCodeError(
+                "the optimizer's load_state_dict got state of whole parameters, and under memory.zero this rank steps "
+                "pieces of them: call it before shoal.start, which takes the state over"
+            )
+        self._hide()
+
     def _show(self) -> None:
         self._list(self._whole, _refuse_state)
 
@@ -116,6 +129,18 @@ class ShownGroups:
             state.pieces = self._pieces_of
         if isinstance(state, defaultdict):
             state.default_factory = missing
+
+
+def _is_of(state: Mapping[str, Any], pieces: Sequence[Sequence[Parameter]]) -> bool:
+    """Whether a `state_dict` may be that of an optimizer of `pieces`, by group: of the moments, each has the numbers of
+    its piece.
+    """
+    groups = [group["params"] for group in state["param_groups"]]
+    if list(map(len, groups)) != list(map(len, pieces)):
+        return False
+    of = {key: piece for group, own in zip(groups, pieces, strict=True) for key, piece in zip(group, own, strict=True)}
+    moments = ((of[key], state["state"][key].get(name)) for key in of if key in state["state"] for name in MOMENTS)
+    return all(piece.shape == each.shape for piece, each in moments if isinstance(each, torch.Tensor))
 
 
 class _PiecesState(defaultdict[Any, Any]):
