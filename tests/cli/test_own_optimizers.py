@@ -170,3 +170,14 @@ def test_odd_parameters_are_those_of_one_process(tmp_path: Path, kind: str, layo
     verdict = compare_script(tmp_path / "mine.py", tmp_path, *LAYOUTS[layout], world=2, steps=5)
     assert isinstance(verdict, Verdict), verdict
     assert verdict.holds, verdict.sentence()
+
+
+def test_state_of_an_optimizer_that_is_not_shoals_does_not_move(tmp_path: Path) -> None:
+    """Its step is its own: a sentence says what to do, before the first of them."""
+    script = tmp_path / "own.py"
+    script.write_text(SCRIPT.replace("OPTIMIZER", "torch.optim.AdamW(model.parameters(), lr=0.02)"))
+    assert run_script(script, tmp_path, 'memory.offload.optimizer="host"') == [2]
+    printed = " ".join((tmp_path / "rank-0.txt").read_text().split())
+    assert 'memory.offload.optimizer = "host" with AdamW, which needs the state of all parameters' in printed
+    assert "or, as a script's own, updates them itself: leave the key out, or train by shoal train with" in printed
+    assert "Traceback" not in printed

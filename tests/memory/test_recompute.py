@@ -151,6 +151,34 @@ def test_blocks_are_the_children_of_lists_or_those_declared() -> None:
     assert list(blocks_of(Declares())) == ["stem"]
 
 
+class Vision(nn.Module):
+    """As timm and torchvision have their models: stages of blocks in a sequence, beside a stem without submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        stage = nn.Sequential(Users.block(), Users.block())
+        self.stem, self.stages = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU()), nn.Sequential(nn.Identity(), stage)
+        self.layer = nn.Sequential(Users.block(), nn.ReLU(inplace=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.stages(self.stem(x)))
+
+
+def test_blocks_of_a_sequence_are_recomputed_where_there_are_no_lists() -> None:
+    """As modules with submodules; gradients and statistics are the same bits."""
+    assert list(blocks_of(Vision())) == ["stages.1", "layer.0"]
+    assert not blocks_of(nn.Sequential(nn.Linear(1, 1), nn.ReLU()))
+    results = []
+    for kind in ("none", "full", "operators"):
+        torch.manual_seed(0)
+        model = Vision()
+        recompute(model, kind)
+        model(torch.randn(4, 1, 16, 16)).square().sum().backward()
+        results.append([*(p.grad for p in model.parameters()), *model.buffers()])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
 def test_what_cannot_be_recomputed_is_refused() -> None:
     with pytest.raises(UserCodeError, match=r"Linear has no blocks to recompute: hold them in an nn\.ModuleList"):
         recompute(nn.Linear(1, 1), "full")

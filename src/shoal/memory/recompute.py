@@ -43,10 +43,12 @@ class DeclaresBlocks(Protocol):
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks by name: those that the model declares, else the children of its outermost `nn.ModuleList`s."""
+    """The blocks by name: those that the model declares, else the children of its outermost `nn.ModuleList`s, else those
+    of its outermost `nn.Sequential`s that have submodules, as vision models hold theirs.
+    """
     if isinstance(model, DeclaresBlocks):
         return {name: model.get_submodule(name) for name in model.recompute_blocks()}
-    return dict(_children_of_lists(model, ""))
+    return dict(_children_of_lists(model, "")) or dict(_children_of_sequentials(model, ""))
 
 
 def chosen_blocks(model: nn.Module, layers: Collection[int] | None) -> dict[str, nn.Module]:
@@ -57,8 +59,8 @@ def chosen_blocks(model: nn.Module, layers: Collection[int] | None) -> dict[str,
     blocks = blocks_of(model)
     if not blocks:
         raise UserCodeError(
-            f"{type(model).__name__} has no blocks to recompute: hold them in an nn.ModuleList, name them in "
-            f"recompute_blocks(), or set memory.recompute = 'none'"
+            f"{type(model).__name__} has no blocks to recompute: hold them in an nn.ModuleList, or in an "
+            "nn.Sequential as modules with submodules; name them in recompute_blocks(); or set memory.recompute = 'none'"
         )
     beyond = [layer for layer in layers or () if not 0 <= layer < len(blocks)]
     if beyond:
@@ -76,6 +78,16 @@ def _children_of_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn
             yield from ((f"{path}.{index}", block) for index, block in child.named_children())
         else:
             yield from _children_of_lists(child, f"{path}.")
+
+
+def _children_of_sequentials(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        blocks = [(index, block) for index, block in child.named_children() if any(True for _ in block.children())]
+        if isinstance(child, nn.Sequential) and blocks:
+            yield from ((f"{path}.{index}", block) for index, block in blocks)
+        else:
+            yield from _children_of_sequentials(child, f"{path}.")
 
 
 # Which operators of a recomputed forward keep their outputs: recomputation by operator, "selective op" in torchtitan.
