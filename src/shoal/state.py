@@ -54,7 +54,10 @@ class Region:
 
 @dataclass(frozen=True)
 class Owned:
-    """A tensor that this rank's optimizer updates; its `.grad` is the agreed gradient after `Gradients.reduce`."""
+    """A tensor that this rank's optimizer updates; its `.grad` is the agreed gradient after `Gradients.reduce`.
+
+    `is_piece`: it is this rank's share of what several hold; else it stands in the model, there as here.
+    """
 
     name: str
     parameter: Parameter

@@ -49,6 +49,21 @@ def test_overlapping_groups_do_not_mix(ranks) -> None:
     assert ranks(3, overlapping) == [[11.0, 111.0], [11.0, 110.0, 111.0], [110.0, 111.0]]
 
 
+def opened_again(place) -> str:
+    """What a rank hears that opens its mesh in the same part of the store again."""
+    replicas(place)
+    with pytest.raises(CollectiveError) as refused:
+        replicas(place)
+    return str(refused.value)
+
+
+def test_a_mesh_that_would_find_the_addresses_of_another_is_refused(ranks) -> None:
+    """A rank that came first would else connect to a group that is complete, and both wait until their time is over."""
+    for rank, said in enumerate(ranks(2, opened_again)):
+        assert f"rank {rank} has opened group world" in said
+        assert "a store or a generation of its own" in said
+
+
 def errors_of(place, fault: Fault, timeout_s: float) -> tuple[str, str]:
     """The sentence of a survivor, and that of its next call, through the seam; rank 1 has the fault."""
     conditions = Conditions(faults=[fault]) if place.rank == 1 else None

@@ -13,6 +13,7 @@ from shoal.errors import UserCodeError
 from shoal.optim.adopt import OwnOptimizer, own_optimizers
 from shoal.optim.declared import Slot
 from shoal.optim.probe import slots_of, works_on
+from shoal.optim.slots import state_of_whole
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,33 @@ def test_the_state_of_an_optimizer_that_has_stepped_is_taken_down():
     assert torch.equal(own.taken["exp_avg/bias"], optimizer.state[model.bias]["exp_avg"])
     assert own.taken["exp_avg/bias"] is not optimizer.state[model.bias]["exp_avg"]
     assert not own_optimizers([torch.optim.Adagrad(model.parameters())], model)[0].taken
+
+
+def test_moments_that_are_wider_than_their_parameter_stay_so():
+    """Those of an optimizer that keeps float32 for bfloat16; narrower ones become as wide as a widened parameter."""
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = stepped(torch.optim.Adam, model)
+    optimizer.state[model.weight]["exp_avg"].copy_(exact := torch.full((2, 3), 1 / 3))
+    optimizer.state[model.weight]["exp_avg_sq"] = torch.ones(2, 3, dtype=torch.bfloat16)
+    model.weight.data = model.weight.data.bfloat16()
+    taken = state_of_whole(optimizer, {id(model.weight): "weight"})
+    assert torch.equal(taken["exp_avg/weight"], exact)
+    model.weight.data = model.weight.data.float()
+    assert state_of_whole(optimizer, {id(model.weight): "weight"})["exp_avg_sq/weight"].dtype == torch.float32
+
+
+def test_state_that_belongs_to_no_parameter_is_refused():
+    """Under a name, a number or a table: it is in no checkpoint, whether it has stepped or not."""
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            state: Any = self.state
+            state["steps"] = state.get("steps", 0) + 1
+
+    model = nn.Linear(3, 2)
+    with pytest.raises(UserCodeError, match="Counting keeps state of no parameter, under 'steps'"):
+        own_optimizers([stepped(Counting, model)], model)
 
 
 def test_one_of_layers_that_has_stepped_is_refused():

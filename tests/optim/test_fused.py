@@ -183,3 +183,15 @@ def test_parameters_are_given_in_the_forms_that_pytorch_takes(kind: str) -> None
     for again in (late, [apart], [Parameter(torch.ones(3))] * 2):
         with pytest.raises(ValueError, match="twice in the groups"):
             optimizer.add_param_group({"params": again})
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_what_would_not_be_trained_or_not_in_one_order_is_no_group(kind: str) -> None:
+    """A matrix by itself is the tensors of its rows to Python: nobody gives those a gradient."""
+    matrix = Parameter(torch.ones(3, 2))
+    with pytest.raises((TypeError, ValueError), match=r"computed from others|iterable of Tensors"):
+        PLAIN[kind](matrix)
+    with pytest.raises(ValueError, match="computed from others"):
+        PLAIN[kind]([{"params": [matrix.mT]}])
+    with pytest.raises(TypeError, match="given a set"):
+        PLAIN[kind]([{"params": {matrix}}])

@@ -57,7 +57,8 @@ def parts_on(place: TestPlace, layout: Layout, cut: bool) -> Parts:
             start, stop = list(pairwise(at))[layout.index("shard", place.rank)]
             owned.append(owned_run(holding, Parameter(values[start:stop]), start, stop))
         elif number % layout.shard == layout.index("shard", place.rank):
-            owned.append(owned_whole(Trained(holding, Parameter(values))))
+            own = Parameter(values)
+            owned.append(owned_whole(Trained(holding, own), own if layout.shard > 1 else None))
     return Parts(owned, mesh.axis("shard", "tensor"), mesh.world)
 
 

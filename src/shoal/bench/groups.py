@@ -67,8 +67,9 @@ def join_group(
 
 
 def join_mesh(layout: Layout, place: Place, store: Store) -> Mesh:
-    """The mesh of a layout of all ranks."""
-    return build_mesh(layout, place.rank, store=store, device=CPU, wire=WireConfig(timeout_s=TIMEOUT_S))
+    """The mesh of a layout of all ranks, which join their meshes in the same order: each has keys of its own."""
+    own = PrefixStore(f"mesh-{store.add(f'meshes-of-{place.rank}', 1)}", store)
+    return build_mesh(layout, place.rank, store=own, device=CPU, wire=WireConfig(timeout_s=TIMEOUT_S))
 
 
 def join_default_group(place: Place, store: Store, stack: ExitStack) -> None:

@@ -45,7 +45,7 @@ from shoal.comm.shm.group import CoreGroup, share_core
 from shoal.comm.shm.host import Apart, host_identity
 from shoal.comm.two_levels import division_of
 from shoal.comm.volume import Volume
-from shoal.errors import EnvironmentFault
+from shoal.errors import CollectiveError, EnvironmentFault
 from shoal.topology.layout import Axis, Layout
 
 # Opening one group of ranks: who they are, over which backend they speak, and the seam in front of it.
@@ -75,6 +75,11 @@ def connect(
     ranks = waits.ranks(label) if waits else range(size)
     board = Board(store, timeout_s=timeout_s)
     myself = f"rank {ranks[rank]} (host {socket.gethostname()}, pid {os.getpid()})"
+    if board.published(f"member/{rank}"):  # with addresses at which nobody waits for this group
+        raise CollectiveError(
+            f"rank {ranks[rank]} has opened group {label} in this part of the store before, and would look for the "
+            "others where they were then: give each mesh a store or a generation of its own"
+        )
     members = board.all_gather("member", myself, rank=rank, ranks=ranks)
     group = gather_capabilities(board, rank, size, device=device, transport=transport)
     choice = choose_backend(transport, group)

@@ -28,6 +28,11 @@ def check_own(optimizer: Any, names: Mapping[int, str]) -> None:
     """Raises `UserCodeError` unless it steps parameters that have `names`, by id, and its steps so far can be kept."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserCodeError(f"the optimizer is of type {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
+    if (apart := next((key for key in optimizer.state if not isinstance(key, Tensor)), None)) is not None:
+        raise UserCodeError(
+            f"{type(optimizer).__name__} keeps state of no parameter, under {apart!r}, which no checkpoint would hold: "
+            "keep numbers in its groups, and tensors in the state of a parameter"
+        )
     if has_stepped(optimizer) and hasattr(optimizer, "slots"):
         raise UserCodeError(
             f"{type(optimizer).__name__} has taken steps already, and its state of layers is not taken over: hand it "

@@ -101,9 +101,14 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds `param_group`: a dictionary with `params`, a tensor, tensors, or pairs of a name and a tensor, and any
-        options of its own. Raises `ValueError` for a parameter that is there already.
+        options of its own. Raises `ValueError` for a parameter that is there already, and for a tensor that follows
+        from others, which would get no gradient; `TypeError` for a set, whose order no checkpoint has.
         """
         given = param_group["params"]
+        if isinstance(given, set):
+            raise TypeError(
+                "an optimizer was given a set of parameters, which has another order in each run: give a list"
+            )
         params = [given] if isinstance(given, Tensor) else list(given)
         named = [p for p in params if isinstance(p, tuple)]
         names = {"param_names": [name for name, _ in named]} if named else {}
@@ -111,6 +116,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         stepped = [*(id(p) for group in self.param_groups for p in group["params"]), *map(id, params)]
         if len(set(stepped)) < len(stepped):
             raise ValueError("a parameter is twice in the groups of an optimizer: leave it out of one of them")
+        if not all(p.is_leaf or p.retains_grad for p in params):
+            raise ValueError("an optimizer steps parameters, and was given a tensor that was computed from others")
         self.param_groups.append({**self.defaults, **param_group, **names, "params": params})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

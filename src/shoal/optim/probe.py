@@ -151,8 +151,9 @@ def _stepped(
         step_of(clone)
     except Exception as error:
         raise UserCodeError(
-            f"{type(optimizer).__name__} fails in a step without a closure ({error}); Shoal steps it once for each "
-            "update, and gives it none"
+            f"{type(optimizer).__name__} fails in a step without a closure on other parameters than its own ({error}); "
+            "Shoal steps it once for each update, gives it none, and hands it the pieces that a rank has: what it "
+            "keeps of a parameter belongs into its state, where checkpoints find it"
         ) from error
     return [(probe, clone.state.get(probe, {})) for probe in probes]
 

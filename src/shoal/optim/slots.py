@@ -75,15 +75,16 @@ def has_stepped(optimizer: torch.optim.Optimizer) -> bool:
 
 def state_of_whole(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:
     """Copies of the state of the parameters that it trains and that have `names`, by id: as `named_slots`, but with all
-    numbers, and moments in the type of their parameter.
+    numbers, and moments in the type of their parameter where it is the wider one.
     """
     found: dict[str, Tensor] = {}
     for parameter, state in optimizer.state.items():
         for slot, value in state.items() if parameter.requires_grad and id(parameter) in names else ():
             if value is not None:
                 whole = torch.as_tensor(value).detach()
-                kind = parameter if whole.shape == parameter.shape and whole.is_floating_point() else whole
-                found[f"{slot}/{names[id(parameter)]}"] = whole.to(kind.dtype, copy=True)
+                is_moment = whole.shape == parameter.shape and whole.is_floating_point()
+                dtype = torch.promote_types(whole.dtype, parameter.dtype) if is_moment else whole.dtype
+                found[f"{slot}/{names[id(parameter)]}"] = whole.to(dtype, copy=True)
     return found
 
 
