@@ -107,7 +107,7 @@ def test_short_gradients_are_measured_and_scaled_with_the_long(among: str) -> No
 @pytest.mark.parametrize("rows", [3, SHORT + 1])
 def test_a_sparse_gradient_among_short_ones_is_measured_by_its_values(rows: int) -> None:
     """A script may put one there, as for `torch.optim.SparseAdam`."""
-    sparse = torch.sparse_coo_tensor([[0, 2]], torch.tensor([3.0, 4.0]), (rows,), check_invariants=True)
+    sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.tensor([3.0, 4.0]), (rows,), check_invariants=True)
     parameters = nn.ParameterList([nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(rows))])
     parameters[0].grad, parameters[1].grad = torch.tensor([0.0, 12.0]), sparse
     norm = norm_of_owned([owned_whole(t) for t in trained(parameters)])

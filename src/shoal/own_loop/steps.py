@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -301,18 +302,19 @@ class DrawsBySample:
         sleeping = self._sleeping
         if sleeping is None:
             return
-        outside = sleeping.draws.outside_loop()
-        outside.__enter__()
+        draws, resume = sleeping.draws, None
+        if draws.in_loop:
+            resume = partial(draws.enter_loop, here=draws.leave_loop())
         if not self._looks or not module.training or not self._inside():
-            self._open.append(_Forward(None, entered=False, outside=outside))
+            self._open.append(_Forward(None, entered=False, resume=resume))
             return
         sleeping.forwards += 1
         if sleeping.forwards > 1 or self._buffers.moving:
             sleeping.stay()
-        watch, entered = DrawWatch() if sleeping.may_sleep else None, not sleeping.draws.asleep
-        self._open.append(_Forward(watch, entered=entered, outside=outside))
+        watch, entered = DrawWatch() if sleeping.may_sleep else None, not draws.asleep
+        self._open.append(_Forward(watch, entered=entered, resume=resume))
         if entered:
-            sleeping.draws.__enter__()
+            draws.__enter__()
 
     def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """None, or the output of a repeated forward in the place of one that has drawn without the draws."""
@@ -336,13 +338,14 @@ class DrawsBySample:
         forward = self._open.pop()
         if forward.entered:
             self._sleeping.draws.__exit__(None, None, None)
-        forward.outside.__exit__(None, None, None)
+        if forward.resume is not None:
+            forward.resume()
 
 
 class _Forward:
-    """A forward under way. `watch` is None where the draws are there to stay; `entered`: it runs under them; `outside`
-    is entered: what the forward draws is not drawn by the loop.
+    """A forward under way. `watch` is None where the draws are there to stay; `entered`: it runs under them; `resume`
+    enters the loop again that has called it; None where none has.
     """
 
-    def __init__(self, watch: DrawWatch | None, *, entered: bool, outside: AbstractContextManager[None]) -> None:
-        self.watch, self.entered, self.outside = watch, entered, outside
+    def __init__(self, watch: DrawWatch | None, *, entered: bool, resume: Callable[[], None] | None) -> None:
+        self.watch, self.entered, self.resume = watch, entered, resume
