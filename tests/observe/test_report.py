@@ -138,6 +138,15 @@ def test_communication_and_memory_are_shown(tmp_path: Path) -> None:
     assert "200 MiB" in text
 
 
+def test_a_rank_that_sends_nothing_has_no_curve_of_it(tmp_path: Path) -> None:
+    """One rank alone, whose curve would be a line at 0 bytes."""
+    for name, sent in (("alone", 0.0), ("one of two", 12_000.0)):
+        with EventWriter(tmp_path / name, rank=0) as writer:
+            for step in (1, 2):
+                writer.write(step, {"time/step": 0.1, "wire/bytes_sent": sent}, time_s=float(step))
+        assert ("Sent by rank 0" in report(tmp_path / name)) == (sent > 0)
+
+
 def test_what_masks_freezing_and_tiers_did_is_drawn(tmp_path: Path) -> None:
     """Where it was recorded: shares in percent, what was moved in bytes, and the wait for it."""
     recorded = {"sparsity/density": 0.5, "freeze/share": 0.25, "memory/exposed_s": 0.025,

@@ -174,7 +174,7 @@ def measurement_section(record: Record, summary: Summary) -> str:
     charts = [
         _throughput(record, summary, across),
         _memory(record, across),
-        _wire(record, across),
+        *_wire(record, across),
         chart("Learning rate", [Curve("", *series(record.events, "lr"))], across=across, from_zero=True),
         chart("Gradient norm", _smoothed(record, "grad/norm"), across=across, may_be_log=True),
         *_codec(record, across),
@@ -251,10 +251,13 @@ def _memory(record: Record, across: Across) -> str:
     return chart(f"Memory of rank {record.lead_rank}", told, across=across, unit=unit, from_zero=True)
 
 
-def _wire(record: Record, across: Across) -> str:
+def _wire(record: Record, across: Across) -> list[str]:
+    """Nothing where one rank trains alone."""
     curve = Curve("", *series(record.events, "wire/bytes_sent"))
+    if not any(curve.values):
+        return []
     title = f"Sent by rank {record.lead_rank}"
-    return chart(title, [curve], across=across, unit="bytes a step", from_zero=True, form=units.byte_size)
+    return [chart(title, [curve], across=across, unit="bytes a step", from_zero=True, form=units.byte_size)]
 
 
 def _device(record: Record, across: Across) -> list[str]:
