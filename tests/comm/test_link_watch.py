@@ -154,6 +154,31 @@ def test_on_a_link_that_is_back_nothing_is_measured_or_searched(ranks) -> None:
         assert "as it was before" not in " ".join(lines)
 
 
+def a_late_group(place: Any) -> list[str]:
+    """What ranks say of a link that is back, after two of them have opened a group of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        given = iter([FLAT, TWO_HOSTS, FLAT])
+        pair = uniform(2, latency_s=1e-4, bytes_s=1e9)
+        patch.setattr("shoal.comm.algorithms.group.probe", lambda of, **_: next(given) if of.size == 4 else pair)
+        patch.setattr("shoal.comm.algorithms.group.race", lambda *_: (False, False))
+        mesh = four(place, "auto", "late")
+        search = BucketSearch([MIB])
+        watch = Played(mesh.world, mesh.ledger, mesh.opened, search)
+        taken(watch, mesh, search, SLOWER, place.rank)
+        if place.rank < 2:
+            mesh.ranks((0, 1), lane="late")
+        taken(watch, mesh, search, [(0.01, QUIET_S)] * STEPS, place.rank)
+        return watch.take_lines()
+
+
+@pytest.mark.slow
+def test_ranks_of_which_some_have_opened_another_group_measure_again(ranks: Any) -> None:
+    """All or none: what ranks have chosen before has nothing for that group."""
+    for lines in ranks(4, a_late_group):
+        assert len([line for line in lines if "the link has changed" in line]) == 2
+        assert "as it was before" not in lines[-1]
+
+
 def test_a_wait_that_grew_for_another_reason_changes_nothing(ranks) -> None:
     """One all-reduce is timed, once: the link takes what it took."""
     steps: Sequence[Step] = [(0.01, QUIET_S)] * STEPS + [(1.0, QUIET_S)] * STEPS

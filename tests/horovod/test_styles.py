@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 import shoal.horovod as hvd
+from shoal.errors import UsageError
+from shoal.horovod.engine import Handle
 from shoal.horovod.negotiation import Begun, Word, missing
 from tests.horovod.test_horovod import on_ranks
 from tests.waiting import wait_until
@@ -237,6 +239,12 @@ def test_arguments_are_horovods() -> None:
         assert f"rank {1 - rank} has not begun it, and waits in " in missing
         assert raised.startswith(f"allreduce.of {rank} has waited for 0.01 s: ")
         assert raised.endswith("; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is 0.01")
+
+
+def test_seconds_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "a minute")
+    with pytest.raises(UsageError, match="HOROVOD_STALL_CHECK_TIME_SECONDS is 'a minute': give seconds, as a number"):
+        Handle(Begun("a", "allreduce"), []).wait()
 
 
 def test_who_is_waited_for_is_named() -> None:

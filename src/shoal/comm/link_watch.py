@@ -259,12 +259,18 @@ class LinkWatch:
     def _known(self, left: Chosen) -> Chosen | None:
         """What was chosen on a link which this one is again, and is used from now on; else that of `left` stays."""
         for chosen in self._left:
-            if chosen.followed.keys() == left.followed.keys():
+            if self._all_have(chosen.followed.keys() == left.followed.keys()):
                 self._use(chosen)
                 if _alike(self._timed(), chosen.usual):
                     return chosen
         self._use(left)
         return None
+
+    def _all_have(self, these: bool) -> bool:
+        """Whether it is so on all ranks: of some, groups may have been opened since."""
+        lacking = torch.tensor([0.0 if these else 1.0])
+        self._lockstep.all_reduce(lacking, "max").wait()
+        return lacking.item() == 0.0
 
     def _use(self, chosen: Chosen) -> None:
         for label, (_, _, group) in self._groups().items():

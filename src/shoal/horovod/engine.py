@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from shoal.comm.exchanges.adasum import adasum
-from shoal.errors import CollectiveError, ShoalError
+from shoal.errors import CollectiveError, ShoalError, UsageError
 from shoal.horovod.negotiation import WORDS, Begun, Kind, Word, conflict, fused, missing, ready
 from shoal.horovod.timeline import Timeline
 from shoal.wire import Group
@@ -53,8 +53,7 @@ class Handle:
         """Its result. Says every minute (HOROVOD_STALL_CHECK_TIME_SECONDS) that it is still waited for, and for whom;
         raises what went wrong, and `HorovodInternalError` after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, if there are any.
         """
-        look_s, most_s = (float(os.environ.get(name) or 0) for name in (_STALL_CHECK, _STALL_SHUTDOWN))
-        look_s, waited_s = look_s or _STALL_S, 0.0
+        look_s, most_s, waited_s = _seconds(_STALL_CHECK) or _STALL_S, _seconds(_STALL_SHUTDOWN), 0.0
         while True:
             try:
                 return self.undo(self.future.result(look_s))
@@ -66,6 +65,15 @@ class Handle:
             if 0 < most_s <= waited_s:
                 raise HorovodInternalError(f"{line}; {_STALL_SHUTDOWN} is {most_s:g}")
             print(line + "\n", end="", flush=True)  # with its end: ranks that share a terminal write at once
+
+
+def _seconds(name: str) -> float:
+    """Of a variable of the environment; 0 where it is not set."""
+    given = os.environ.get(name) or "0"
+    try:
+        return float(given)
+    except ValueError:
+        raise UsageError(f"{name} is {given!r}: give seconds, as a number") from None
 
 
 class Engine:
