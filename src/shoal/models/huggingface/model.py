@@ -130,7 +130,7 @@ def attend(
         scale = query.shape[-1] ** -0.5
         if wanted != scale:
             query = query * (wanted / scale)
-        attended = core.of_last if cached else core
+        attended = core.of_last if isinstance(core, SparseAttention) and cached else core
         return attended(query, key, value, documents)[..., :width].transpose(1, 2).contiguous(), None
     if type(core) is not CausalAttention:
         what = changed[0] if changed else "an attention mask" if masked else f"attention dropout ({dropout})"
@@ -202,8 +202,9 @@ def declared_class(architecture: Any, config: Any, *, chain: bool = True) -> Any
 
 
 class Called(nn.Module):
-    """How Shoal calls a model of transformers."""
+    """How Shoal calls a model of transformers. `sees_slices`: of sequences that are cut behind its embedding."""
 
+    sees_slices = False
     main_input_name: str
     config: Any
     get_input_embeddings: Callable[[], nn.Embedding]
@@ -255,11 +256,18 @@ class Called(nn.Module):
                     "every token sees those before it; leave it out, or set layout.context = 1"
                 )
             return inputs | {"position_ids": positions, "attention_mask": whole_order(positions)}
+        if self.sees_slices and inputs.get("attention_mask") is not None:
+            raise UserCodeError(
+                f"the inputs of {type(self).__name__} hold attention_mask, and layout.sequence_parallel = true cuts "
+                "sequences, of which it would be the mask of a slice; leave it out, or set it to false"
+            )
         if self._prompt is not None:
             main, inputs = None, self._prompted(self._prompt, inputs)
         if self._has_masks:
             inputs["attention_mask"] = _as_documents(inputs)
-        if main is not None and main.ndim == 2 and self._takes_position_ids and "position_ids" not in inputs:
+        if main is None and self.sees_slices:
+            main = inputs.get(self.main_input_name)
+        if main is not None and main.ndim == 2 and self._takes_position_ids and inputs.get("position_ids") is None:
             # The length of a slice of the sequence (layout.sequence_parallel) is not that of the sequence.
             inputs["position_ids"] = torch.arange(main.shape[1], device=main.device)[None]
         return inputs
@@ -365,6 +373,7 @@ def check_plans(
         )
     if tensor > 1 and sequence_parallel:
         _check_slices(model)
+        model.sees_slices = True  # type: ignore[assignment]
     if pipeline > 1 and not isinstance(model, DeclaresParts):
         raise UserCodeError(
             f"layout.pipeline = {pipeline}: {name} declares no pipeline plan (base_model_pp_plan of "
