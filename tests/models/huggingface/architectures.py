@@ -180,6 +180,19 @@ def masked_tokens() -> Samples:
     return Samples(make)
 
 
+def named_tokens() -> Samples:
+    """Tokens by the name that a decoder has for them."""
+    return Samples(lambda draw: ({"input_ids": _tokens(draw, SEQUENCE)}, _tokens(draw, SEQUENCE)))
+
+
+def padded_tokens() -> Samples:
+    """The same with a mask of the last four."""
+    real = (torch.arange(SEQUENCE) < SEQUENCE - 4).long()
+    return Samples(
+        lambda draw: ({"input_ids": _tokens(draw, SEQUENCE), "attention_mask": real}, _tokens(draw, SEQUENCE))
+    )
+
+
 def pictures() -> Samples:
     """Grey pictures of five classes."""
     return Samples(lambda draw: (draw.standard_normal((1, 16, 16)).astype(np.float32), int(draw.integers(5))))

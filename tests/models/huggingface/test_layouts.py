@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.models.huggingface.architectures import APERTUS, DEEPSEEK_V2, FURTHER, PHI3, RESNET, data
+from tests.models.huggingface.architectures import APERTUS, DEEPSEEK_V2, FURTHER, LLAMA, PHI3, RESNET, data
 from tests.models.huggingface.cells import (
     FURTHER_LAYOUTS,
     LAYOUTS,
@@ -69,6 +69,30 @@ def test_batch_norms_are_the_same_or_refused(ranks, tmp_path: Path, norm: dict[s
         return
     assert worked, found
     assert found["holds"], found["sentence"]
+
+
+SLICES = {"layout": {"tensor": 2, "sequence_parallel": True}}
+
+
+@pytest.mark.parametrize("inputs", ["named_tokens", "padded_tokens"])
+def test_a_slice_of_named_inputs_is_the_same_without_a_mask(ranks, tmp_path: Path, inputs: str) -> None:
+    """Positions are those of the whole sequence; a mask is refused by name."""
+    tables = {"model": LLAMA, "data": data(inputs), **SLICES}
+    (worked, found), *_ = ranks.outcomes(2, verified, tables, str(tmp_path), False, 1)
+    assert worked == (inputs == "named_tokens"), found
+    if worked:
+        assert found["holds"], found["sentence"]
+    else:
+        assert "hold attention_mask, and layout.sequence_parallel = true cuts sequences" in found
+
+
+@pytest.mark.slow
+def test_slices_go_through_the_stages_of_a_pipeline(ranks, tmp_path: Path) -> None:
+    """Also those that hold no embedding."""
+    corpus(tmp_path)
+    tables = {"model": LLAMA, "layout": SLICES["layout"] | {"pipeline": 2}}
+    verdict, *_ = ranks(4, verified, tables, str(tmp_path), False, 2)
+    assert verdict["holds"], verdict["sentence"]
 
 
 UNFOLLOWED = {

@@ -126,11 +126,12 @@ def attend(
         wanted = query.shape[-1] ** -0.5 if scaling is None else scaling
         width = value.shape[-1]
         if type(core) is not CausalAttention:
-            query, key, value = _of_one_width(query, key, value)
+            widest = max(query.shape[-1], width)  # keys and values travel between ranks in one tensor
+            query, key, value = (F.pad(each, (0, widest - each.shape[-1])) for each in (query, key, value))
         scale = query.shape[-1] ** -0.5
         if wanted != scale:
             query = query * (wanted / scale)
-        attended: Any = core.of_last if cached else core
+        attended = core.of_last if isinstance(core, SparseAttention) and cached else core
         return attended(query, key, value, documents)[..., :width].transpose(1, 2).contiguous(), None
     if type(core) is not CausalAttention:
         what = changed[0] if changed else "an attention mask" if masked else f"attention dropout ({dropout})"
@@ -155,12 +156,6 @@ def _mask_of(documents: Tensor, queries: int, *, window: int | None) -> Tensor:
     distance = places[-queries:, None] - places
     near = (distance >= 0) & (distance < (window or documents.shape[1]))
     return (near & (documents[:, -queries:, None] == documents[:, None]))[:, None]
-
-
-def _of_one_width(*tensors: Tensor) -> list[Tensor]:
-    """The same with zeros behind what is narrower: keys and values travel between ranks in one tensor."""
-    width = max(tensor.shape[-1] for tensor in tensors)
-    return [F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in tensors]
 
 
 def _register() -> None:
@@ -202,8 +197,9 @@ def declared_class(architecture: Any, config: Any, *, chain: bool = True) -> Any
 
 
 class Called(nn.Module):
-    """How Shoal calls a model of transformers."""
+    """How Shoal calls a model of transformers. `sees_slices`: of sequences that are cut behind its embedding."""
 
+    sees_slices = False
     main_input_name: str
     config: Any
     get_input_embeddings: Callable[[], nn.Embedding]
@@ -259,7 +255,13 @@ class Called(nn.Module):
             main, inputs = None, self._prompted(self._prompt, inputs)
         if self._has_masks:
             inputs["attention_mask"] = _as_documents(inputs)
-        if main is not None and main.ndim == 2 and self._takes_position_ids and "position_ids" not in inputs:
+        elif self.sees_slices and inputs.get("attention_mask") is not None:
+            raise UserCodeError(
+                f"the inputs of {type(self).__name__} hold attention_mask, and layout.sequence_parallel = true cuts "
+                "sequences, of which it would be the mask of a slice; leave it out, or set it to false"
+            )
+        main = inputs.get(self.main_input_name) if self.sees_slices else main
+        if main is not None and main.ndim == 2 and self._takes_position_ids and inputs.get("position_ids") is None:
             # The length of a slice of the sequence (layout.sequence_parallel) is not that of the sequence.
             inputs["position_ids"] = torch.arange(main.shape[1], device=main.device)[None]
         return inputs
@@ -358,13 +360,9 @@ def check_plans(
             check_tensor_plan(model)
         if any(role.kind in ("column", "packed") for role in roles_of(model).values()):
             _check_heads(config, tensor)
-    if tensor > 1 and sequence_parallel and getattr(model, "peft_config", None):
-        raise UserCodeError(
-            f"layout.sequence_parallel = true: adapters of {name} stand inside its attention, which reads the length "
-            "of the sequence off its input; set it to false"
-        )
     if tensor > 1 and sequence_parallel:
         _check_slices(model)
+        model.sees_slices = True  # type: ignore[assignment]
     if pipeline > 1 and not isinstance(model, DeclaresParts):
         raise UserCodeError(
             f"layout.pipeline = {pipeline}: {name} declares no pipeline plan (base_model_pp_plan of "
@@ -410,6 +408,11 @@ def _check_parts(model: Stages) -> None:
 
 def _check_slices(model: nn.Module) -> None:
     """Sequences are cut behind the embedding; an attention that is whole on every rank would see a slice of one."""
+    if getattr(model, "peft_config", None):
+        raise UserCodeError(
+            f"layout.sequence_parallel = true: adapters of {type(model).__name__} stand inside its attention, which "
+            "reads the length of the sequence off its input; set it to false"
+        )
     if not has_causal_cores(model):
         raise UserCodeError(
             f"layout.sequence_parallel = true: {type(model).__name__} is no decoder of blocks with one plain causal "

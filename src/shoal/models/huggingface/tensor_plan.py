@@ -147,9 +147,11 @@ def settle_plan(model: Any) -> None:
 
 
 def roles_by_plan(model: Any) -> dict[str, Role]:
-    """The role of every parameter, by all of its names; what has a style that Shoal does not know is replicated."""
+    """The role of every parameter, by all of its names; what has a style that Shoal does not know is replicated. With
+    those of parameters that other stages of a pipeline hold.
+    """
     kinds = model.planned_kinds
-    roles = {}
+    roles = {name: Role(kind or "replicated", init=None, decay=True) for name, kind in kinds.items()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         roles[name] = Role(kinds.get(name) or "replicated", init=None, decay=parameter.ndim >= 2)
     return roles
