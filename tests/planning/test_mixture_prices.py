@@ -22,8 +22,11 @@ from shoal.runfile.run_file import RunFile
 from tests.verification.layouts import corpus, run_file_of
 
 DEEP: dict[str, Any] = {"kind": "gpt", "vocabulary": 61, "layers": 6, "width": 64, "heads": 4}
-NEAR = 0.1
-"""A peak is the predicted one within so much of it, where parts of the model move."""
+NEAR, ABOVE = 0.02, 0.1
+"""How much larger a peak may be than the predicted one where blocks are unequal, as a share, and how much smaller. The
+prediction adds up gradients of three neighbours and the largest temporary, which is a gradient of the largest block:
+here these are not on the device at the same time.
+"""
 
 
 def budgeted(folder: Path, budget: str | None, *, processes: int = 1, **tables: Any) -> RunFile:
@@ -137,7 +140,7 @@ def test_parameters_of_unequal_blocks_are_those_of_the_largest_neighbours(tmp_pa
     )
     price = Prices(own).of(AS_IT_IS)
     assert price is not None
-    assert price.size_bytes == pytest.approx(ran(own).peak_bytes, rel=NEAR)
+    assert 1 - ABOVE < ran(own).peak_bytes / price.size_bytes < 1 + NEAR
 
 
 @dataclass

@@ -43,8 +43,8 @@ class DeclaresBlocks(Protocol):
 
 
 def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks by name: those that the model declares, else the children of its outermost `nn.ModuleList`s, else those
-    of its outermost `nn.Sequential`s that have submodules, as vision models hold theirs.
+    """The blocks by name: those that the model declares, else the children of its outermost `nn.ModuleList`s. Without
+    these, the children of its outermost `nn.Sequential`s that have submodules, as vision models hold theirs.
     """
     if isinstance(model, DeclaresBlocks):
         return {name: model.get_submodule(name) for name in model.recompute_blocks()}
@@ -60,7 +60,8 @@ def chosen_blocks(model: nn.Module, layers: Collection[int] | None) -> dict[str,
     if not blocks:
         raise UserCodeError(
             f"{type(model).__name__} has no blocks to recompute: hold them in an nn.ModuleList, or in an "
-            "nn.Sequential as modules with submodules; name them in recompute_blocks(); or set memory.recompute = 'none'"
+            "nn.Sequential as modules with submodules, name them in recompute_blocks(), or set "
+            "memory.recompute = 'none'"
         )
     beyond = [layer for layer in layers or () if not 0 <= layer < len(blocks)]
     if beyond:

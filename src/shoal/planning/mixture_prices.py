@@ -18,9 +18,12 @@ from typing import NamedTuple
 
 from shoal import units
 from shoal.codec.stated import Matrices
-from shoal.cost.footprint import Footprint
+from shoal.cost.footprint import Footprint, StateBytes
+from shoal.cost.plan import Plan
 from shoal.errors import ShoalError
 from shoal.memory.config import BudgetChange, OffloadConfig
+from shoal.planner.predict.predictor import Predictor
+from shoal.planner.predict.workload import Stage
 from shoal.planning.mixtures import CHANGES, RECOMPUTE, WORTH, Mixture, keeping, mixtures, part_of, with_values
 from shoal.runfile.run_file import RunFile
 
@@ -150,30 +153,23 @@ class Prices:
         plan = written_plan(on_device, predictor.cluster)
         one = predictor.predict(plan)
         fullest = max(one.footprints, key=tensor_bytes)
-        movable, moved = fullest.activations, 0.0
-        if plan.recompute == "operators":  # which holds its outputs itself: inputs of blocks are what can leave
-            whole = replace(plan, recompute="full")
-            movable = max(predictor.footprints(whole), key=tensor_bytes).activations
-        if offload.activations == "host":
-            moved += PASSES * plan.microbatches * movable
-        if offload.parameters != "device":
-            moved += PASSES * (fullest.weights + fullest.gradients) * (plan.microbatches + 0.5) / 2
-        step_s = one.step_s + moved / predictor.machine.prices(plan.world_size).memory_bytes_s
-        state, stage = predictor.stack.state, predictor.stage(plan)
-        if offload.optimizer != "device":
-            larger = _larger_parts(stage.matrices, number_bytes=state.weight, part_bytes=offload.part_bytes)
-            most = max(fullest.optimizer, fullest.gradients / state.gradient * state.optimizer)
-            fullest = replace(fullest, optimizer=min(most, larger * fullest.optimizer))
+        movable = _movable(predictor, plan, fullest)
+        moved = _moved(fullest, plan, offload, movable)
         summed = fullest.gradients if plan.microbatches > 1 else 0.0
+        state, stage = predictor.stack.state, predictor.stage(plan)
         sent = plan.zero >= 2 and plan.layout.shard > 1 and plan.microbatches == 1 and plan.recompute != "operators"
         lent = stage.numbers * state.gradient if sent and offload.parameters == "device" else 0.0
-        if offload.parameters != "device":  # what is whole is on the device while it is used; pieces are not
-            weights = 0.0 if fullest.gathered else fullest.weights
-            gradients = stage.numbers * state.gradient
-            fullest = replace(fullest, weights=weights, gradients=gradients, buckets=0.0)
         alone = plan.world_size == 1 or offload.parameters != "device"
-        first = alone and plan.microbatches == 1
-        return _Bill(fullest, offload, step_s, movable, summed, lent, predictor.kept_shares(plan), first)
+        return _Bill(
+            footprint=_living_elsewhere(fullest, stage, state, offload),
+            offload=offload,
+            step_s=one.step_s + moved / predictor.machine.prices(plan.world_size).memory_bytes_s,
+            movable=movable,
+            summed=summed,
+            lent=lent,
+            shares=predictor.kept_shares(plan),
+            first=alone and plan.microbatches == 1,
+        )
 
     def _peak(self, bill: _Bill) -> float:
         """The larger of two moments: when a backward begins, and of the update. Each block's gradients come when what
@@ -206,6 +202,37 @@ class Prices:
     @cached_property
     def _parameter_shares(self) -> Sequence[float]:
         return self._predictor.parameter_shares
+
+
+def _movable(predictor: Predictor, plan: Plan, fullest: Footprint) -> float:
+    """Bytes kept for the backward that can leave. "operators" holds its outputs itself: inputs of blocks can leave."""
+    from shoal.planning.answer import tensor_bytes
+
+    if plan.recompute != "operators":
+        return fullest.activations
+    return max(predictor.footprints(replace(plan, recompute="full")), key=tensor_bytes).activations
+
+
+def _moved(fullest: Footprint, plan: Plan, offload: OffloadConfig, movable: float) -> float:
+    """Bytes that a step reads and writes to move activations and parameters."""
+    moved = PASSES * plan.microbatches * movable if offload.activations == "host" else 0.0
+    if offload.parameters != "device":
+        moved += PASSES * (fullest.weights + fullest.gradients) * (plan.microbatches + 0.5) / 2
+    return moved
+
+
+def _living_elsewhere(fullest: Footprint, stage: Stage, state: StateBytes, offload: OffloadConfig) -> Footprint:
+    """What of it is on the device where the optimizer's state and parameters live elsewhere."""
+    gradients, optimizer = fullest.gradients, fullest.optimizer
+    if offload.optimizer != "device":
+        larger = _larger_parts(stage.matrices, number_bytes=state.weight, part_bytes=offload.part_bytes)
+        optimizer = min(max(optimizer, gradients / state.gradient * state.optimizer), larger * optimizer)
+        fullest = replace(fullest, optimizer=optimizer)
+    if offload.parameters == "device":
+        return fullest
+    # what is whole is on the device while it is used; pieces are not
+    weights = 0.0 if fullest.gathered else fullest.weights
+    return replace(fullest, weights=weights, gradients=stage.numbers * state.gradient, buckets=0.0)
 
 
 def _neighbours(shares: Sequence[float], number: int) -> float:
