@@ -10,10 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
 
-from shoal.data.batches import SlowReads
+from shoal.data.batches import SlowReads, evaluation_batches
 from shoal.data.cursor import Cursor, Interval
-from shoal.data.feed import Feed, StepShare, evaluation_batches
+from shoal.data.feed import Feed, StepShare
 from shoal.data.order import Order
 from shoal.data.sample import Batch
 from shoal.errors import ConfigError, DataError, UserCodeError
@@ -140,6 +141,24 @@ def test_a_step_that_no_backward_announces_is_read_when_it_is_asked_for():
     with feed(Noted(80), prefetch_steps=1) as fed:
         fed.in_backwards(small_at_once=1)
         assert [fed.next().interval.start for _ in range(5)] == [0, 4, 8, 12, 16]
+
+
+@pytest.mark.parametrize("quick", [False, True], ids=["threads", "loop"])
+@pytest.mark.parametrize("samples", [4, 16, 40])
+def test_an_epoch_is_read_when_its_first_step_is_asked_for(samples: int, quick: bool) -> None:
+    """A loop may fill its buffer between two epochs, however short they are."""
+    buffer = torch.zeros(samples)
+    order = Order(samples, seed=7)
+    with Feed(TensorDataset(buffer, buffer), order, StepShare(4), prefetch_steps=3, epochs_apart=True) as fed:
+        backward = fed.in_backwards(small_at_once=8, quick_by_loop=quick)
+        for epoch in range(12):
+            buffer.copy_(epoch * 100 + torch.arange(samples))
+            found: list[int] = []
+            for _ in range(samples // 4):
+                found += ids_of(fed.next().microbatches)
+                backward()
+            positions = np.arange(epoch * samples, (epoch + 1) * samples)
+            assert found == (epoch * 100 + order.ids(positions)).tolist()
 
 
 def test_large_steps_are_read_no_further():

@@ -138,6 +138,11 @@ def slow_reads(wire: WireConfig, *, rank: int, ranks: int) -> SlowReads:
     return SlowReads(lambda text: say(f"rank {rank}: {text}"), give_up_s=give_up_s)
 
 
+def is_handed_over(run_file: RunFile) -> bool:
+    """Is the data an object of a script's, which may change it while the run goes on?"""
+    return isinstance(run_file.data, PythonData) and run_file.data.build == GIVEN
+
+
 def reader_opener(run_file: RunFile, data: Dataset, *, pinned: bool = False) -> Callable[[], BatchReader]:
     """What each reading thread of a feed calls for its reader. `pinned`: its batches lie in pinned memory.
 
@@ -147,8 +152,7 @@ def reader_opener(run_file: RunFile, data: Dataset, *, pinned: bool = False) -> 
         opener = reader_opener(run_file, data)
         return lambda: PinnedReader(opener())  # pyright: ignore[reportReturnType]  # `where` is a property of it
     if run_file.data.reader_kind == "processes":
-        handed_over = isinstance(run_file.data, PythonData) and run_file.data.build == GIVEN
-        script = own_command() if handed_over else []
+        script = own_command() if is_handed_over(run_file) else []
         keywords = {"text": dumps(run_file), "script": script, "next_token": data.said_of_targets == NEXT_TOKEN}
         opening = Opening("shoal.assembly.reading:reader_of", keywords)
         return lambda: ReaderProcess(opening)

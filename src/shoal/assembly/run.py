@@ -22,15 +22,16 @@ from shoal.assembly.coding import build_link_watch
 from shoal.assembly.generation import Generation, build_generation, next_generation
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.process import Process, open_process
-from shoal.assembly.reading import epoch_samples, order_of, reader_opener, short_epoch, slow_reads
+from shoal.assembly.reading import epoch_samples, is_handed_over, order_of, reader_opener, short_epoch, slow_reads
 from shoal.assembly.run_state import build_state
 from shoal.assembly.splitting import microbatching
 from shoal.assembly.tiers import Tiers
 from shoal.assembly.train_step import build_step
 from shoal.assembly.workload import Workload, build_workload
 from shoal.comm.mesh import Mesh, build_mesh
+from shoal.data.batches import evaluation_batches
 from shoal.data.cursor import Cursor
-from shoal.data.feed import Feed, StepShare, evaluation_batches
+from shoal.data.feed import Feed, StepShare
 from shoal.data.sample import Batch, Source
 from shoal.engine.forward_backward import evaluate
 from shoal.engine.microbatches import topped_up
@@ -126,6 +127,7 @@ class Run:
             readers=run_file.data.readers,
             slow=slow_reads(run_file.wire, rank=self.mesh.rank, ranks=self.mesh.layout.world_size),
             open_reader=reader_opener(run_file, self.workload.data, pinned=works_in_streams(self.device)),
+            epochs_apart=is_handed_over(run_file),
         )
 
     @property

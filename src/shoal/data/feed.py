@@ -10,7 +10,8 @@ Threads share one interpreter and the caches of processors: a thread that is wok
 takes five times as long as one that reads several in a row, and changes turns with the loop at every operator. So a
 loop may say when its backward begins, in which no Python runs: steps ahead are read then (`in_backwards`), and small
 ones (`SMALL_BYTES`) several at a time. A data set of the user's own may be changed while it is read, as a curriculum
-does: what is read ahead of it does not show the change, so no more than a step is read beside those that have to be.
+does: what is read ahead of it does not show the change, so no more than a step is read beside those that have to be,
+and none of an epoch before the loop asks for its first step (`epochs_apart`): buffers are filled between two.
 
 Best of all is no thread: small steps that are read in `QUICK_S` are read by the loop itself, when it asks for one of
 them, as in a plain loop; several in a row, as a function that is called once in a step is called with cold caches.
@@ -40,7 +41,7 @@ import numpy as np
 import torch
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
-from shoal.data.batches import BatchRead, BatchReader, OrderOfSamples, SlowReads, SourceReader, read_batch, where_of
+from shoal.data.batches import BatchRead, BatchReader, OrderOfSamples, SlowReads, SourceReader, where_of
 from shoal.data.config import BatchPhase, Denominator
 from shoal.data.cursor import Cursor, Interval
 from shoal.data.order import microbatches, share
@@ -167,6 +168,7 @@ class Feed:
         start: a position, or the run's cursor, whose committed and leased positions are left out.
         slow: what becomes of a step that has to wait for long.
         open_reader: what each of the `readers` threads reads with; default: from `source`, as it is.
+        epochs_apart: nothing of an epoch is read before its first step is asked for.
 
     Raises:
         DataError: `order` is of another number of samples.
@@ -184,11 +186,12 @@ class Feed:
         readers: int = 1,
         slow: SlowReads = SlowReads(),
         open_reader: Callable[[], BatchReader] | None = None,
+        epochs_apart: bool = False,
     ) -> None:
         if len(source) != order.samples:
             raise DataError(f"The source has {len(source)} samples, its order {order.samples}: they must be equal.")
         self._open_reader = open_reader or (lambda: SourceReader(source, order, denominator=denominator))
-        self._own, self._order, self._slow = own, order, slow
+        self._own, self._order, self._slow, self._epochs_apart = own, order, slow, epochs_apart
         self._cursor = Cursor.at(start) if isinstance(start, int) else start
         self._slots: deque[_Slot] = deque()
         self._work: SimpleQueue[_Slot | None] = SimpleQueue()
@@ -203,8 +206,7 @@ class Feed:
         self._own_reader: BatchReader | None = None
         self._read_here: _Slot | None = None
         self._read_over = Event()
-        for _ in range(self._least_ahead):
-            self._plan_step()
+        self._plan_steps(self._least_ahead)
         self._threads = [Thread(target=self._read, name=f"shoal-reader-{i}", daemon=True) for i in range(readers)]
         for thread in self._threads:
             thread.start()
@@ -303,13 +305,23 @@ class Feed:
             return
         missing = self._least_ahead - len(self._slots)
         if missing > 0:
-            for _ in range(max(missing, self._small_at_once if slot.small else 1)):
-                self._plan_step()
+            self._plan_steps(max(missing, self._small_at_once if slot.small else 1))
 
     def _following(self) -> tuple[Cursor, _Slot]:
         """The step at the cursor, and the cursor behind it."""
         behind, interval = self._cursor.take(self._own.samples_at(self._cursor.next_position))
         return behind, _Slot(interval, self._own)
+
+    @property
+    def _before_epoch(self) -> bool:
+        return self._epochs_apart and self._cursor.next_position % self._order.samples == 0
+
+    def _plan_steps(self, steps: int) -> None:
+        """As far as the epoch goes."""
+        for _ in range(steps):
+            if self._before_epoch:
+                return
+            self._plan_step()
 
     def _plan_step(self) -> None:
         self._cursor, slot = self._following()
@@ -326,9 +338,10 @@ class Feed:
     def _read_by_loop(self) -> None:
         """The next step, read in the thread that asks for it with as many behind it as threads would read ahead."""
         took_s, self._read_over = [], Event()
-        self._reads_quick = not _in_a_mode()
+        self._reads_quick &= not _in_a_mode()
+        most = self._least_ahead + self._small_at_once - 1
         try:
-            while self._reads_quick and len(took_s) < self._least_ahead + self._small_at_once - 1:
+            while self._reads_quick and len(took_s) < most and not (took_s and self._before_epoch):
                 behind, slot = self._following()
                 self._read_here = slot
                 self._own_reader = self._fill(slot, self._own_reader)
@@ -348,6 +361,7 @@ class Feed:
         self._reads_quick &= self._slow_in_a_row < SLOW_IN_A_ROW
         if not self._slots:
             self._plan_step()
+            self._plan_steps(self._least_ahead - 1)
 
     def _raise_if_not_the_samples(self, error: BaseException) -> None:
         """Raises what a signal brought into a read by the loop: what ends the process, or what a handler of the script
@@ -422,26 +436,3 @@ def _in_a_mode() -> bool:
 
 def _is_small(batches: Sequence[Batch]) -> bool:
     return sum(leaf.nbytes for batch in batches for leaf in leaves(batch.inputs, batch.targets)) <= SMALL_BYTES
-
-
-def evaluation_batches(
-    source: Source,
-    *,
-    replicas: int,
-    replica: int,
-    micro_samples: int | None = None,
-    denominator: Denominator = "auto",
-    limit: int | None = None,
-) -> Iterator[Batch]:
-    """This replica's part of one pass over the samples, each once, in natural order.
-
-    With a `limit`, over that many of them, evenly spaced: the first ones alone may come from a single file.
-
-    Raises:
-        DataError, UserCodeError: as `Feed.next`.
-    """
-    samples = len(source) if limit is None else min(limit, len(source))
-    own = share(Interval(0, samples), replicas=replicas, replica=replica)
-    for part in microbatches(own, micro_samples or max(1, len(own))):
-        positions = part.positions()
-        yield read_batch(source, positions * len(source) // samples, positions, denominator=denominator).batch
