@@ -358,7 +358,7 @@ def test_ctrl_c_ends_a_script_with_75(own: Project) -> None:
 
 def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(own: Project) -> None:
     """The command dies by the signal at once, wherever in its imports it is."""
-    (own.folder / "typer.py").write_text(f"import time\nprint('importing', flush=True)\ntime.sleep({NEVER_S})\n")
+    (own.folder / "shellingham.py").write_text(f"import time\nprint('importing', flush=True)\ntime.sleep({NEVER_S})\n")
     starting = own.start_anew("doctor")
     own.wait_for_text("importing\n")
     starting.send_signal(signal.SIGINT)
