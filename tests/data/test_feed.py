@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from shoal.data.batches import SlowReads, evaluation_batches
+from shoal.data.batches import SlowReads
 from shoal.data.cursor import Cursor, Interval
-from shoal.data.feed import Feed, StepShare
+from shoal.data.feed import Feed, StepShare, evaluation_batches
 from shoal.data.order import Order
 from shoal.data.sample import Batch
 from shoal.errors import ConfigError, DataError, UserCodeError
@@ -149,7 +149,7 @@ def test_an_epoch_is_read_when_its_first_step_is_asked_for(samples: int, quick: 
     """A loop may fill its buffer between two epochs, however short they are."""
     buffer = torch.zeros(samples)
     order = Order(samples, seed=7)
-    with Feed(TensorDataset(buffer, buffer), order, StepShare(4), prefetch_steps=3, epochs_apart=True) as fed:
+    with Feed(TensorDataset(buffer, buffer), order, StepShare(4, epochs_apart=True), prefetch_steps=3) as fed:
         backward = fed.in_backwards(small_at_once=8, quick_by_loop=quick)
         for epoch in range(12):
             buffer.copy_(epoch * 100 + torch.arange(samples))
@@ -282,7 +282,7 @@ def test_a_hanging_source_does_not_hold_the_interpreter():
     """A process whose data source never returns can still leave."""
     code = """
 import threading
-from shoal.data.feed import Feed, StepShare
+from shoal.data.feed import Feed, StepShare, evaluation_batches
 from shoal.data.order import Order
 class Hangs:
     def __len__(self): return 4

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.data.batches import evaluation_batches
+from shoal.data.feed import evaluation_batches
 from shoal.engine.compute import Compute
 from shoal.engine.forward_backward import SequentialForwardBackward, evaluate
 from shoal.engine.loss import cross_entropy

@@ -29,9 +29,8 @@ from shoal.assembly.tiers import Tiers
 from shoal.assembly.train_step import build_step
 from shoal.assembly.workload import Workload, build_workload
 from shoal.comm.mesh import Mesh, build_mesh
-from shoal.data.batches import evaluation_batches
 from shoal.data.cursor import Cursor
-from shoal.data.feed import Feed, StepShare
+from shoal.data.feed import Feed, StepShare, evaluation_batches
 from shoal.data.sample import Batch, Source
 from shoal.engine.forward_backward import evaluate
 from shoal.engine.microbatches import topped_up
@@ -120,6 +119,7 @@ class Run:
                 group=statistics_group(run_file.model),
                 epoch=short_epoch(run_file.batch, len(data)),
                 schedule=run_file.batch.phases(steps_of),
+                epochs_apart=is_handed_over(run_file),
             ),
             denominator=run_file.batch.denominator,
             start=self.state.progress.cursor if cursor is None else cursor,
@@ -127,7 +127,6 @@ class Run:
             readers=run_file.data.readers,
             slow=slow_reads(run_file.wire, rank=self.mesh.rank, ranks=self.mesh.layout.world_size),
             open_reader=reader_opener(run_file, self.workload.data, pinned=works_in_streams(self.device)),
-            epochs_apart=is_handed_over(run_file),
         )
 
     @property

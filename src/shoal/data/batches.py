@@ -8,8 +8,10 @@ the loss.
 from __future__ import annotations
 
 import math
+import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Event
@@ -22,7 +24,6 @@ from shoal.data.collate import collate, collate_stacked
 from shoal.data.config import Denominator
 from shoal.data.cursor import Interval
 from shoal.data.inputs import rows_of
-from shoal.data.order import microbatches, share
 from shoal.data.sample import Batch, BatchSource, Collates, Sample, SkipsSamples, Source, parse_sample
 from shoal.errors import DataError, ShoalError, UserCodeError
 
@@ -313,24 +314,8 @@ def where_of(ids: np.ndarray, positions: np.ndarray) -> str:
     )
 
 
-def evaluation_batches(
-    source: Source,
-    *,
-    replicas: int,
-    replica: int,
-    micro_samples: int | None = None,
-    denominator: Denominator = "auto",
-    limit: int | None = None,
-) -> Iterator[Batch]:
-    """This replica's part of one pass over the samples, each once, in natural order.
-
-    With a `limit`, over that many of them, evenly spaced: the first ones alone may come from a single file.
-
-    Raises:
-        DataError, UserCodeError: as `read_batch`.
-    """
-    samples = len(source) if limit is None else min(limit, len(source))
-    own = share(Interval(0, samples), replicas=replicas, replica=replica)
-    for part in microbatches(own, micro_samples or max(1, len(own))):
-        positions = part.positions()
-        yield read_batch(source, positions * len(source) // samples, positions, denominator=denominator).batch
+def is_of_a_handler(error: BaseException) -> bool:
+    """Whether a handler of signals raised it, or what that called."""
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers} - {None}
+    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.utils.data import Subset, TensorDataset
 
 from shoal.data.iterable import IterableSource
@@ -158,6 +160,12 @@ def calls_user_code(source: object) -> bool:
         return type(source) not in _PLAIN
     within = (*getattr(source, "sources", ()), getattr(source, "source", None))
     return any(calls_user_code(each) for each in within if each is not None)
+
+
+def in_a_mode() -> bool:
+    """Whether this thread computes in another way than one that has just begun."""
+    usual = torch.is_grad_enabled() and not (torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled())
+    return not usual or _len_torch_function_stack() > 0 or _len_torch_dispatch_stack() > 0
 
 
 AnyOrder = Order | MixtureOrder | StratifiedOrder | DrawnOrder | LengthOrder

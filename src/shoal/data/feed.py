@@ -11,7 +11,7 @@ takes five times as long as one that reads several in a row, and changes turns w
 loop may say when its backward begins, in which no Python runs: steps ahead are read then (`in_backwards`), and small
 ones (`SMALL_BYTES`) several at a time. A data set of the user's own may be changed while it is read, as a curriculum
 does: what is read ahead of it does not show the change, so no more than a step is read beside those that have to be,
-and none of an epoch before the loop asks for its first step (`epochs_apart`): buffers are filled between two.
+and none of an epoch before the loop asks for its first step (`StepShare.epochs_apart`): buffers are filled between two.
 
 Best of all is no thread: small steps that are read in `QUICK_S` are read by the loop itself, when it asks for one of
 them, as in a plain loop; several in a row, as a function that is called once in a step is called with cold caches.
@@ -25,9 +25,7 @@ every step.
 from __future__ import annotations
 
 import math
-import signal
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,12 +36,20 @@ from types import TracebackType
 from typing import Self
 
 import numpy as np
-import torch
-from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
-from shoal.data.batches import BatchRead, BatchReader, OrderOfSamples, SlowReads, SourceReader, where_of
+from shoal.data.batches import (
+    BatchRead,
+    BatchReader,
+    OrderOfSamples,
+    SlowReads,
+    SourceReader,
+    is_of_a_handler,
+    read_batch,
+    where_of,
+)
 from shoal.data.config import BatchPhase, Denominator
 from shoal.data.cursor import Cursor, Interval
+from shoal.data.dataset import in_a_mode
 from shoal.data.order import microbatches, share
 from shoal.data.records import Foresees, ReadAhead
 from shoal.data.sample import Batch, Source, leaves, padding_like
@@ -88,6 +94,7 @@ class StepShare:
         epoch: no step goes on behind a multiple of so many positions, so that the last one before it may be shorter;
             None: all steps are of one size.
         schedule: phases of smaller steps at the start (`BatchConfig.schedule`).
+        epochs_apart: nothing of an epoch is read before its first step is asked for.
 
     Raises:
         ConfigError: the samples of a step or of a microbatch are not whole groups.
@@ -102,6 +109,7 @@ class StepShare:
     speeds: tuple[float, ...] | None = None
     epoch: int | None = None
     schedule: tuple[BatchPhase, ...] = ()
+    epochs_apart: bool = False
 
     def __post_init__(self) -> None:
         if self.micro_samples is not None and self.micro_samples % self.group:
@@ -168,7 +176,6 @@ class Feed:
         start: a position, or the run's cursor, whose committed and leased positions are left out.
         slow: what becomes of a step that has to wait for long.
         open_reader: what each of the `readers` threads reads with; default: from `source`, as it is.
-        epochs_apart: nothing of an epoch is read before its first step is asked for.
 
     Raises:
         DataError: `order` is of another number of samples.
@@ -186,12 +193,11 @@ class Feed:
         readers: int = 1,
         slow: SlowReads = SlowReads(),
         open_reader: Callable[[], BatchReader] | None = None,
-        epochs_apart: bool = False,
     ) -> None:
         if len(source) != order.samples:
             raise DataError(f"The source has {len(source)} samples, its order {order.samples}: they must be equal.")
         self._open_reader = open_reader or (lambda: SourceReader(source, order, denominator=denominator))
-        self._own, self._order, self._slow, self._epochs_apart = own, order, slow, epochs_apart
+        self._own, self._order, self._slow = own, order, slow
         self._cursor = Cursor.at(start) if isinstance(start, int) else start
         self._slots: deque[_Slot] = deque()
         self._work: SimpleQueue[_Slot | None] = SimpleQueue()
@@ -314,14 +320,13 @@ class Feed:
 
     @property
     def _before_epoch(self) -> bool:
-        return self._epochs_apart and self._cursor.next_position % self._order.samples == 0
+        return self._own.epochs_apart and self._cursor.next_position % self._order.samples == 0
 
     def _plan_steps(self, steps: int) -> None:
         """As far as the epoch goes."""
         for _ in range(steps):
-            if self._before_epoch:
-                return
-            self._plan_step()
+            if not self._before_epoch:
+                self._plan_step()
 
     def _plan_step(self) -> None:
         self._cursor, slot = self._following()
@@ -338,7 +343,7 @@ class Feed:
     def _read_by_loop(self) -> None:
         """The next step, read in the thread that asks for it with as many behind it as threads would read ahead."""
         took_s, self._read_over = [], Event()
-        self._reads_quick &= not _in_a_mode()
+        self._reads_quick &= not in_a_mode()
         most = self._least_ahead + self._small_at_once - 1
         try:
             while self._reads_quick and len(took_s) < most and not (took_s and self._before_epoch):
@@ -370,7 +375,7 @@ class Feed:
         cause = error
         while isinstance(cause, UserCodeError) and cause.__cause__ is not None:
             cause = cause.__cause__
-        if not isinstance(cause, Exception) or _is_of_a_handler(cause):
+        if not isinstance(cause, Exception) or is_of_a_handler(cause):
             raise cause
         _, again = self._following()
         self._own_reader = self._fill(again, self._own_reader)
@@ -403,7 +408,8 @@ class Feed:
                 slot.skipped += read.skipped
         except BaseException as error:  # whatever ends a reader must reach the caller, or it would wait for ever
             slot.error = error
-        slot.took_s, slot.small = time.perf_counter() - began_s, _is_small(slot.batches)
+        slot.took_s = time.perf_counter() - began_s
+        slot.small = sum(leaf.nbytes for b in slot.batches for leaf in leaves(b.inputs, b.targets)) <= SMALL_BYTES
         if slot.filled is not None:
             slot.filled.set()
         return reader
@@ -421,18 +427,24 @@ class Feed:
             yield replace(read, batch=padding_like(read.batch, len(stand_in)), skipped=())
 
 
-def _is_of_a_handler(error: BaseException) -> bool:
-    """Whether a handler of signals raised it, or what that called."""
-    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
-    codes = {getattr(getattr(handler, "__func__", handler), "__code__", None) for handler in handlers} - {None}
-    return any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__))
+def evaluation_batches(
+    source: Source,
+    *,
+    replicas: int,
+    replica: int,
+    micro_samples: int | None = None,
+    denominator: Denominator = "auto",
+    limit: int | None = None,
+) -> Iterator[Batch]:
+    """This replica's part of one pass over the samples, each once, in natural order.
 
+    With a `limit`, over that many of them, evenly spaced: the first ones alone may come from a single file.
 
-def _in_a_mode() -> bool:
-    """Whether this thread computes in another way than one that has just begun."""
-    usual = torch.is_grad_enabled() and not (torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled())
-    return not usual or _len_torch_function_stack() > 0 or _len_torch_dispatch_stack() > 0
-
-
-def _is_small(batches: Sequence[Batch]) -> bool:
-    return sum(leaf.nbytes for batch in batches for leaf in leaves(batch.inputs, batch.targets)) <= SMALL_BYTES
+    Raises:
+        DataError, UserCodeError: as `Feed.next`.
+    """
+    samples = len(source) if limit is None else min(limit, len(source))
+    own = share(Interval(0, samples), replicas=replicas, replica=replica)
+    for part in microbatches(own, micro_samples or max(1, len(own))):
+        positions = part.positions()
+        yield read_batch(source, positions * len(source) // samples, positions, denominator=denominator).batch

@@ -23,7 +23,7 @@ from shoal.assembly.process import device_of
 from shoal.assembly.workload import Workload, load_workload
 from shoal.checkpoint.commit import checkpoint_in, read_manifest
 from shoal.checkpoint.load import read_into
-from shoal.data.batches import evaluation_batches
+from shoal.data.feed import evaluation_batches
 from shoal.engine.config import CrossEntropy, SquaredError
 from shoal.engine.loss import call_model, described, prediction_in, weighted_sum
 from shoal.errors import DataError, UsageError

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from shoal.assembly.run import Run
 from shoal.checkpoint.inspect import write_weights
-from shoal.data.batches import evaluation_batches
+from shoal.data.feed import evaluation_batches
 from shoal.engine.forward_backward import evaluating
 from shoal.engine.loop import Job
 from shoal.engine.precision import cast_at_borders

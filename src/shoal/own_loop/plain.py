@@ -36,9 +36,8 @@ from shoal.assembly.sameness import RANDOM, samples_of
 from shoal.assembly.splitting import draws_of
 from shoal.assembly.trainable import require_trainable
 from shoal.assembly.workload import load_workload
-from shoal.data.batches import evaluation_batches
 from shoal.data.dataset import Dataset
-from shoal.data.feed import Feed, StepShare
+from shoal.data.feed import Feed, StepShare, evaluation_batches
 from shoal.data.inputs import AsInputs
 from shoal.data.sample import Batch
 from shoal.engine.compute import Compute, Microbatch
@@ -419,5 +418,11 @@ def _whole_steps(run_file: RunFile, source: Any, order: Any) -> Feed:
     """The global batches of the run, each in one piece."""
     epoch = short_epoch(run_file.batch, len(source))
     batch = run_file.batch
-    share = StepShare(batch.global_samples, epoch=epoch, micro_samples=batch.global_samples, schedule=batch.schedule)
-    return Feed(source, order, share, denominator=batch.denominator, prefetch_steps=1, epochs_apart=True)
+    share = StepShare(
+        batch.global_samples,
+        micro_samples=batch.global_samples,
+        epoch=epoch,
+        schedule=batch.schedule,
+        epochs_apart=True,
+    )
+    return Feed(source, order, share, denominator=batch.denominator, prefetch_steps=1)
