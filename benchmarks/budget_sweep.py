@@ -35,6 +35,7 @@ from shoal.bench.report import Check, Row, check, print_report
 from shoal.config.load import dumps
 from shoal.errors import LayoutError
 from shoal.launcher import warm
+from shoal.observe.events import read_events
 from shoal.planning.memory_budget import FILE_NAME, Bill, with_budget
 from shoal.planning.mixture_search import ROUNDING
 from shoal.planning.mixtures import AS_IT_IS, BOUNDLESS
@@ -194,7 +195,7 @@ def _kept(path: Path | None) -> Kept:
 def measure(case: Case, share: int, kept: Kept) -> None:
     """The row of a share, if there is none."""
     if case.name not in kept.plain:
-        found = _ran(_with(case.opened(), simulate_device=BOUNDLESS), case.folder / "plain")
+        found, _ = _ran(_with(case.opened(), simulate_device=BOUNDLESS), case.folder / "plain")
         kept.add(Plain(case.name, found.peak_bytes, found.losses))
     if (case.name, share) in kept.rows:
         return
@@ -225,13 +226,13 @@ def _row(case: Case, share: int, kept: Kept) -> Row:
         return row | {"found": f"refused: {match[2]}", "least_bytes": least, "right": right}
     bill = msgspec.json.decode((case.folder / "run" / FILE_NAME).read_bytes(), type=Bill)
     used, first = bill.tried[-1], bill.tried[0]
-    ran = _ran(chosen, case.folder / f"chosen-{share}")
+    ran, peak_bytes = _ran(chosen, case.folder / f"chosen-{share}")
     off = max(abs(a / b - 1) for a, b in zip(ran.losses, plain.losses, strict=True))
     return row | {
         "found": used.keys,
         "tried": len(bill.tried),
         "change": used.change,
-        "peak_bytes": ran.peak_bytes,
+        "peak_bytes": peak_bytes,
         "losses_off": off,
         "predicted_peak": used.predicted_bytes and round(used.predicted_bytes / (used.peak_bytes or 1), 3),
         "predicted_step": used.longer is not None and round(1 + used.longer, 3),
@@ -264,12 +265,14 @@ def _with(file: RunFile, **memory: str) -> RunFile:
     return msgspec.structs.replace(file, memory=msgspec.structs.replace(file.memory, **memory))
 
 
-def _ran(file: RunFile, folder: Path) -> FirstSteps:
+def _ran(file: RunFile, folder: Path) -> tuple[FirstSteps, int]:
+    """The first steps of a run, and the most that a rank held in one of them, in bytes."""
     folder.mkdir()
     found = first_steps(file, folder, steps=STEPS)
     if isinstance(found, str):
         raise LayoutError(f"a run that was chosen did not run: {found}")
-    return found
+    events = [event for rank in range(file.run.processes or 1) for event in read_events(folder / "run", rank=rank)]
+    return found, int(max(event.get("memory/device_peak_bytes") or 0 for event in events))
 
 
 if __name__ == "__main__":
