@@ -189,6 +189,14 @@ def test_a_wait_that_grew_for_another_reason_changes_nothing(ranks) -> None:
         assert len(lines) == 1
 
 
+@pytest.mark.parametrize(("slow_steps", "changes"), [(4, 0), (8, 1)])
+def test_a_small_change_takes_more_steps_to_be_believed(ranks, slow_steps: int, changes: int) -> None:
+    """A sum that takes 1.7 times as long, as on a machine that others share; the step that rings and six timings."""
+    steps: Sequence[Step] = [(0.01, 0.3)] * STEPS + [(1.0, 0.51)] * slow_steps + [(0.01, 0.3)] * 2
+    for _, _, lines in ranks(4, followed, steps, [FLAT, FLAT, TWO_HOSTS, TWO_HOSTS]):
+        assert len([line for line in lines if "has changed" in line]) == changes
+
+
 @pytest.mark.parametrize(
     ("timed", "looks"),
     [((0.4, QUIET_S), 5), ((0.4, 0.4, QUIET_S), 6), ((0.0045 + QUIET_S,) * 3, 4)],

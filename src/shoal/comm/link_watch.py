@@ -8,10 +8,10 @@ With every step ranks agree on the shortest wait among them, that of the rank th
 alone. Where it is not what it was (`Alarm`), and in each `REGULAR`th step, they time one all-reduce. A link has changed
 if that takes `CHANGED` times as long as when they chose last, or as short, beyond what processors explain; if the
 difference over all bytes of a step is a notable part of the step; and if the timings of the next steps say so too
-(`CONFIRMED`). Then they choose again; on a link that is back, as its all-reduce says, what they had chosen on it, and
-nothing is measured or searched. So a step pays for a message of 24 bytes; a wait that changed for another reason,
-for an all-reduce or two; and a link that changed, for the measurements of its pairs, some all-reduces more, and some
-steps with buckets of other sizes. Ranks that share memory have no link, and watch none.
+(`CONFIRMED`; of a small change twice as many). Then they choose again; on a link that is back, as its all-reduce says,
+what they had chosen on it, and nothing is measured or searched. So a step pays for a message of 24 bytes; a wait that
+changed for another reason, for an all-reduce or two; and a link that changed, for the measurements of its pairs, some
+all-reduces more, and some steps with buckets of other sizes. Ranks that share memory have no link, and watch none.
 
 Others' work on the same cores makes an all-reduce take ten times as long, for as long as it lasts, and is no change of
 the link. Linux knows what it cost: seconds for which threads of this process could have run and no core was free
@@ -49,6 +49,8 @@ CONFIRMED = 3
 """Timings, one a step, of which the shortest is what an all-reduce usually takes, or which all have to say that it
 changed.
 """
+LARGE = 2.0
+"""A smaller change than by this factor takes twice as many timings: neighbours on the same machine make as much."""
 REGULAR = 50
 """Steps after which ranks time an all-reduce though nothing calls for it: a busy machine hides a change of the link."""
 MOST_RANKS = 16
@@ -230,7 +232,8 @@ class LinkWatch:
         """
         self._timings.append(now := self._timed())
         changed = _has_changed(now, usual, step)
-        if changed and len(self._timings) < CONFIRMED:
+        small = any(_alike(each, usual, LARGE) for each in self._timings)
+        if changed and len(self._timings) < (2 * CONFIRMED if small else CONFIRMED):
             return
         if changed:
             self._choose_anew(usual, min(self._timings).seconds)
@@ -350,9 +353,9 @@ def _has_changed(now: Timing, usual: Timing, step: Step) -> bool:
     return not _alike(now, usual) and of_step_s > NOTABLE * step.step_s
 
 
-def _alike(now: Timing, usual: Timing) -> bool:
+def _alike(now: Timing, usual: Timing, by: float = CHANGED) -> bool:
     factor = (usual.seconds + unexplained_s(now, usual)) / max(usual.seconds, 1e-9)
-    return 1 / CHANGED < factor < CHANGED
+    return 1 / by < factor < by
 
 
 def _chosen_anew(seam: Seam, group: AlgorithmGroup, size_bytes: int) -> str:
