@@ -237,7 +237,7 @@ def test_calls_after_a_failure_name_the_same_culprit(ranks, size: int, hosts: in
     for rank in (0, 2)[: size - 1]:
         survived, said = outcomes[rank]
         assert survived, said
-        assert set(said) == {said[0]}, said
+        assert len({each.partition(", in ")[0] for each in said}) == 1, said  # but for the call that hears of it
         assert "no error" not in said
         if hosts == 1:
             assert "rank 1" in said[0]

@@ -157,6 +157,7 @@ BOUNDED = {
     "shoal/comm/clock.py",
     "shoal/launcher/rendezvous.py",
     "shoal/elastic/rendezvous.py",
+    "shoal/bench/groups.py",
 }
 """Where each call of a store runs in a thread that nobody waits for without a bound, or asks for what is there."""
 

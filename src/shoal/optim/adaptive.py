@@ -129,8 +129,12 @@ class OwnedAdafactor(WholeOptimizer):
         params = list(params)
         groups = params if params and isinstance(params[0], dict) else [{"params": params}]
         super().__init__(
-            groups, whole=True, lr=lr, beta2_decay=beta2_decay, eps=eps, threshold=threshold, weight_decay=weight_decay
+            groups, lr=lr, beta2_decay=beta2_decay, eps=eps, threshold=threshold, weight_decay=weight_decay
         )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of every optimizer here; nothing is AdamW's, whatever the group says."""
+        super().add_param_group({**param_group, "whole": True})
 
     def connect(self, parts: Parts) -> None:
         """Parameters become whole on their owners, and so do their norms."""
