@@ -50,7 +50,7 @@ CONFIRMED = 3
 changed.
 """
 LARGE = 2.0
-"""A smaller change than by this factor takes twice as many timings: neighbours on the same machine make as much."""
+"""Changes by less than this factor need twice as many timings: noise from other guests of the host is as large."""
 REGULAR = 50
 """Steps after which ranks time an all-reduce though nothing calls for it: a busy machine hides a change of the link."""
 MOST_RANKS = 16
