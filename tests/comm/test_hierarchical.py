@@ -23,10 +23,8 @@ from shoal.comm.two_levels import (
     PIECE_BYTES,
     TWO_LEVELS,
     TwoLevels,
-    between_hosts,
     combine,
     division_of,
-    ring_between_hosts,
 )
 from shoal.comm.volume import Volume
 from shoal.errors import CollectiveError
@@ -252,6 +250,20 @@ def sent_between_hosts(hosts: str, operation: str, numel: int) -> int:
     for thread in threads:
         thread.join(HANG_S)
     return sum(sent)
+
+
+def between_hosts(operation: str, payload: int, *, ranks: int, hosts: int) -> int:
+    """Bytes that `operation`, one of `TWO_LEVELS`, sends between hosts, over all of them."""
+    factor = {"all_reduce": 2, "all_gather": ranks, "barrier": 0}.get(operation, 1)
+    return factor * (hosts - 1) * payload
+
+
+def ring_between_hosts(operation: str, payload: int, *, ranks: int, hosts: int) -> float:
+    """The same of Gloo's rings over all ranks, numbered host by host."""
+    if operation == "all_gather":
+        return hosts * (ranks - 1) * payload
+    steps = {"all_reduce": 2, "reduce_scatter": 2, "reduce": 1}[operation]
+    return steps * hosts * (ranks - 1) / ranks * payload
 
 
 @pytest.mark.parametrize("hosts", ["abbb", "abab", "aaabbbcc"])

@@ -24,13 +24,8 @@ LARGE_ERROR = 0.05
 FORMS: tuple[Callable[..., float], ...] = (
     alpha_beta.ring_all_reduce,
     alpha_beta.ring_all_gather,
-    alpha_beta.recursive_doubling,
-    alpha_beta.halving_doubling,
     alpha_beta.double_binary_tree,
     alpha_beta.pairwise_all_to_all,
-    alpha_beta.bruck_all_to_all,
-    alpha_beta.one_shot,
-    alpha_beta.two_shot,
 )
 
 
@@ -57,24 +52,6 @@ def test_a_ring_is_what_its_steps_add_up_to(ranks: int, size: int) -> None:
     """2(n-1) steps of an n-th of the vector each."""
     played = sum(1e-6 + size / ranks / 1e9 for _ in range(2 * (ranks - 1)))
     assert alpha_beta.ring_all_reduce(ranks, size, latency_s=1e-6, bytes_s=1e9) == pytest.approx(played)
-
-
-def test_halving_doubling_moves_the_bytes_of_a_ring_in_fewer_steps() -> None:
-    """It wins by latency alone."""
-    ring = alpha_beta.ring_all_reduce(64, 1e8, latency_s=0, bytes_s=1e9)
-    assert alpha_beta.halving_doubling(64, 1e8, latency_s=0, bytes_s=1e9) == pytest.approx(ring)
-    assert alpha_beta.halving_doubling(64, 0, latency_s=1e-6, bytes_s=1e9) == pytest.approx(12e-6)
-
-
-def test_a_hierarchy_of_one_level_is_a_ring() -> None:
-    """With one node, or one rank a node, the other level vanishes."""
-    inner, outer = (1e-6, 1e11), (1e-5, 1e10)
-    ring = alpha_beta.ring_all_reduce(8, 1e9, latency_s=inner[0], bytes_s=inner[1])
-    assert alpha_beta.hierarchical_all_reduce(8, 1, 1e9, inner=inner, outer=outer) == ring
-    between = alpha_beta.ring_all_reduce(8, 1e9, latency_s=outer[0], bytes_s=outer[1])
-    assert alpha_beta.hierarchical_all_reduce(1, 8, 1e9, inner=inner, outer=outer) == between
-    torus = alpha_beta.torus_all_reduce(1, 8, 1e9, latency_s=inner[0], bytes_s=inner[1])
-    assert torus == ring
 
 
 @pytest.mark.parametrize("machine", ["dgx-a100-80gb", "dgx1-v100"])

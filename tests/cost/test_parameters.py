@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cost.transformer import Latent, Transformer, active_parameters, gpt, llama, total_parameters
+from shoal.cost.transformer import Latent, Transformer, gpt, llama, total_parameters
 
 PUBLISHED = Path(__file__).parent.parent / "planner" / "published"
 ROUNDED = 0.006
 """Papers give three digits."""
-WHOLE_BILLIONS = 1e9
 LAST_DIGIT = 0.05e9
 """The table gives tenths of a billion."""
 
@@ -39,33 +38,30 @@ def test_llamas_are_exact(model: Transformer, published: int) -> None:
     assert total_parameters(model) == published
 
 
-def test_a_mixture_counts_all_experts_and_meets_few() -> None:
-    """Mixtral 8x7B (arXiv:2401.04088): 46.7 billion in all, 12.9 for a token."""
+def test_a_mixture_counts_all_experts() -> None:
+    """Mixtral 8x7B (arXiv:2401.04088): 46.7 billion."""
     model = Transformer(
         layers=32, hidden=4096, heads=32, kv_heads=8, head_size=128, feed_forward=14336, vocabulary=32000,
         gated=True, tied=False, experts=8, experts_per_token=2,
     )  # fmt: skip
     assert total_parameters(model) == 46_702_792_704
-    assert active_parameters(model) == pytest.approx(12.9e9, rel=ROUNDED)
 
 
 def test_dense_layers_between_mixtures_are_counted() -> None:
-    """DeepSeekMoE 16B (arXiv:2401.06066), whose first layer is dense: 16.4 billion in all, 2.8 for a token."""
+    """DeepSeekMoE 16B (arXiv:2401.06066), whose first layer is dense: 16.4 billion."""
     model = Transformer(
         layers=28, hidden=2048, heads=16, kv_heads=16, head_size=128, feed_forward=1408, vocabulary=102400,
         gated=True, tied=False, experts=64, experts_per_token=6, shared_feed_forward=2 * 1408,
         dense_layers=1, dense_feed_forward=10944,
     )  # fmt: skip
     assert total_parameters(model) == pytest.approx(16.4e9, rel=ROUNDED)
-    assert active_parameters(model) == pytest.approx(2.8e9, rel=2 * ROUNDED)
 
 
 def test_latent_attention_is_counted() -> None:
-    """DeepSeek-V3 (arXiv:2412.19437): 671 billion in all, 37 for a token."""
+    """DeepSeek-V3 (arXiv:2412.19437): 671 billion."""
     model = Transformer(
         layers=61, hidden=7168, heads=128, kv_heads=128, head_size=128, feed_forward=2048, vocabulary=129280,
         gated=True, tied=False, experts=256, experts_per_token=8, shared_feed_forward=2048,
         dense_layers=3, dense_feed_forward=18432, latent=Latent(query=1536, keys=512, rotary=64),
     )  # fmt: skip
     assert total_parameters(model) == pytest.approx(671e9, rel=ROUNDED)
-    assert active_parameters(model) == pytest.approx(37e9, abs=WHOLE_BILLIONS)

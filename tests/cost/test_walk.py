@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,19 +21,61 @@ TREE_SLACK = 1.15
 ANY, POWERS = (1, 2, 3, 5, 8, 12, 16, 31, 64), (1, 2, 4, 8, 16, 32, 64)
 
 
+# Closed forms: n ranks, S bytes, latency a, rate w (Thakur, Rabenseifner and Gropp 2005; Bruck et al. 1997).
+
+
+def _recursive_doubling(ranks: int, size: float, *, latency_s: float, bytes_s: float) -> float:
+    """log2 n (a + S/w)."""
+    return math.log2(ranks) * (latency_s + size / bytes_s)
+
+
+def _halving_doubling(ranks: int, size: float, *, latency_s: float, bytes_s: float) -> float:
+    """2 log2 n a + 2 (n-1)/n S/w."""
+    return 2 * math.ceil(math.log2(ranks)) * latency_s + 2 * (ranks - 1) / ranks * size / bytes_s
+
+
+def _bruck_all_to_all(ranks: int, size: float, *, latency_s: float, bytes_s: float) -> float:
+    """log2 n (a + S/2w)."""
+    return math.log2(ranks) * (latency_s + size / (2 * bytes_s))
+
+
+def _one_shot(ranks: int, size: float, *, latency_s: float, bytes_s: float) -> float:
+    """a + (n-1) S/w: every rank reads all others' vectors."""
+    return (latency_s + (ranks - 1) * size / bytes_s) if ranks > 1 else 0.0
+
+
+def _two_shot(ranks: int, size: float, *, latency_s: float, bytes_s: float) -> float:
+    """2a + 2 (n-1)/n S/w: every rank sums its share, then reads the other shares."""
+    return (2 * latency_s + 2 * (ranks - 1) / ranks * size / bytes_s) if ranks > 1 else 0.0
+
+
+def _torus_all_reduce(rows: int, columns: int, size: float, *, latency_s: float, bytes_s: float) -> float:
+    """Rings along one dimension, then rings along the other with what is left of the vector."""
+    first = alpha_beta.ring_all_reduce(columns, size, latency_s=latency_s, bytes_s=bytes_s)
+    return first + alpha_beta.ring_all_reduce(rows, size / columns, latency_s=latency_s, bytes_s=bytes_s)
+
+
+def _hierarchical_all_reduce(
+    local: int, nodes: int, size: float, *, inner: tuple[float, float], outer: tuple[float, float]
+) -> float:
+    """A reduce-scatter inside, an all-reduce of S/g between, an all-gather inside; links are (latency_s, bytes_s)."""
+    inside = alpha_beta.ring_all_reduce(local, size, latency_s=inner[0], bytes_s=inner[1])
+    return inside + alpha_beta.ring_all_reduce(nodes, size / local, latency_s=outer[0], bytes_s=outer[1])
+
+
 @pytest.mark.parametrize(
     ("generator", "form", "sizes"),
     [
         (algorithms.all_reduce_by_ring, alpha_beta.ring_all_reduce, ANY),
         (algorithms.all_gather_by_ring, alpha_beta.ring_all_gather, ANY),
         (algorithms.reduce_scatter_by_ring, alpha_beta.ring_all_gather, ANY),
-        (algorithms.all_reduce_by_circulant, alpha_beta.halving_doubling, ANY),
-        (algorithms.halving_doubling, alpha_beta.halving_doubling, POWERS),
-        (algorithms.recursive_doubling, alpha_beta.recursive_doubling, POWERS),
-        (algorithms.one_shot, alpha_beta.one_shot, ANY),
-        (algorithms.two_shot, alpha_beta.two_shot, ANY),
+        (algorithms.all_reduce_by_circulant, _halving_doubling, ANY),
+        (algorithms.halving_doubling, _halving_doubling, POWERS),
+        (algorithms.recursive_doubling, _recursive_doubling, POWERS),
+        (algorithms.one_shot, _one_shot, ANY),
+        (algorithms.two_shot, _two_shot, ANY),
         (algorithms.all_to_all_by_direct, alpha_beta.pairwise_all_to_all, ANY),
-        (algorithms.all_to_all_by_bruck, alpha_beta.bruck_all_to_all, POWERS),
+        (algorithms.all_to_all_by_bruck, _bruck_all_to_all, POWERS),
     ],
 )  # fmt: skip
 def test_a_walk_on_uniform_links_is_the_closed_form(
@@ -48,11 +91,11 @@ def test_a_walk_on_uniform_links_is_the_closed_form(
 def test_a_torus_and_a_hierarchy_are_their_closed_forms(rows: int, columns: int) -> None:
     """On uniform links; and between hosts, whose port g ranks share, each of them has a g-th of its rate."""
     links = uniform(rows * columns, latency_s=LATENCY_S, bytes_s=BYTES_S)
-    torus = alpha_beta.torus_all_reduce(rows, columns, SIZE, latency_s=LATENCY_S, bytes_s=BYTES_S)
+    torus = _torus_all_reduce(rows, columns, SIZE, latency_s=LATENCY_S, bytes_s=BYTES_S)
     assert walk_s(algorithms.torus(rows, columns), SIZE, links) == pytest.approx(torus, rel=ROUNDING)
     inner, outer = (1e-6, 1e10), (LATENCY_S, BYTES_S)
     hosts = [rank // columns for rank in range(rows * columns)]
-    form = alpha_beta.hierarchical_all_reduce(columns, rows, SIZE, inner=inner, outer=(LATENCY_S, BYTES_S / columns))
+    form = _hierarchical_all_reduce(columns, rows, SIZE, inner=inner, outer=(LATENCY_S, BYTES_S / columns))
     walked = walk_s(algorithms.hierarchical(columns, rows), SIZE, clustered(hosts, inner=inner, outer=outer))
     assert walked == pytest.approx(form, rel=ROUNDING)
 

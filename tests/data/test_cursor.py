@@ -51,7 +51,7 @@ def test_every_position_is_committed_once(events: list[tuple[str, int]]):
             interval = held.pop(number % len(held))
             cursor = cursor.commit(interval) if event == "commit" else cursor.release(interval)
             committed += [*range(interval.start, interval.stop)] if event == "commit" else []
-    assert len(committed) == len(set(committed)) == cursor.committed_count
+    assert len(committed) == len(set(committed)) == cursor.committed.count
     taken = set(committed) | {p for interval in held for p in range(interval.start, interval.stop)}
     assert set(range(cursor.next_position)) <= taken
     assert cursor.next_position not in taken
@@ -63,7 +63,7 @@ def test_in_order_leases_follow_each_other():
     cursor, second = cursor.commit(first).lease(10)
     assert (first, second) == (Interval(0, 10), Interval(10, 20))
     assert cursor.next_position == 20
-    assert cursor.committed_count == 10
+    assert cursor.committed.count == 10
 
 
 def test_leases_come_back_first_on_resume():

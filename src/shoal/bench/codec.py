@@ -158,9 +158,6 @@ class _Bucket:
     def buffer(self) -> Tensor:
         return self._buffer
 
-    def set_buffer(self, buffer: Tensor) -> None:
-        self._buffer = buffer
-
     def gradients(self) -> list[Tensor]:
         sizes = [place.shape[0] * place.shape[1] for place in self._places]
         return [part.view(place.shape) for part, place in zip(self._buffer.split(sizes), self._places, strict=True)]

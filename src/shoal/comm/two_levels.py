@@ -168,20 +168,6 @@ TWO_LEVELS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce
 """The collectives that pay for two levels."""
 
 
-def between_hosts(operation: str, payload: int, *, ranks: int, hosts: int) -> int:
-    """Bytes that `operation`, one of `TWO_LEVELS`, sends between hosts, over all of them."""
-    factor = {"all_reduce": 2, "all_gather": ranks, "barrier": 0}.get(operation, 1)
-    return factor * (hosts - 1) * payload
-
-
-def ring_between_hosts(operation: str, payload: int, *, ranks: int, hosts: int) -> float:
-    """The same of Gloo's rings over all ranks, numbered host by host."""
-    if operation == "all_gather":
-        return hosts * (ranks - 1) * payload
-    steps = {"all_reduce": 2, "reduce_scatter": 2, "reduce": 1}[operation]
-    return steps * hosts * (ranks - 1) / ranks * payload
-
-
 # Collectives on two levels: inside each host over `mates`, between the leaders of hosts over `leaders`.
 #
 #     all_reduce       reduced to the leader, summed over hosts, broadcast

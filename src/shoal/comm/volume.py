@@ -57,7 +57,6 @@ HEADER_BYTES = 14 + 20 + 20 + 12
 MTU_BYTES = 1500
 MOST_KNOWN = 1024
 """Counts that are kept: a run repeats the same few calls."""
-RINGS = ("all_reduce", "reduce_scatter", "all_gather")
 
 
 class Volume:

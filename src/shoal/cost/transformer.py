@@ -231,12 +231,6 @@ def total_parameters(model: Transformer) -> int:
     return round(model.layers * layer_parameters(model)) + embedding_parameters(model) + head_parameters(model)
 
 
-def active_parameters(model: Transformer) -> int:
-    """What one token meets: of a mixture, its own experts only."""
-    idle = (model.experts - model.experts_per_token) * expert_parameters(model) if model.experts else 0
-    return total_parameters(model) - (model.layers - model.dense_layers) * idle
-
-
 def _shared(model: Transformer) -> int:
     """A mixture's router, and the features that every token goes through."""
     return model.hidden * (model.experts + model.feed_forward_matrices * model.shared_feed_forward)
@@ -289,19 +283,6 @@ def model_flops(model: Transformer, sequences: int, sequence: int, *, convention
     """One step, forward and backward, nothing repeated: the numerator of MFU."""
     forward = model.layers * layer_flops(model, sequences, sequence, convention=convention)
     return 3 * (forward + logit_flops(model, sequences, sequence))
-
-
-def hardware_flops(
-    model: Transformer, sequences: int, sequence: int, *, recompute: Recompute, convention: Convention = "causal"
-) -> float:
-    """One step with what recomputation repeats: the numerator of HFU."""
-    repeated = {
-        "none": 0.0,
-        "selective": attention_flops(model, sequences, sequence, convention=convention),
-        "operators": float(sequences) * sequence * matmul_parameters(model),
-        "full": layer_flops(model, sequences, sequence, convention=convention),
-    }[recompute]
-    return model_flops(model, sequences, sequence, convention=convention) + model.layers * repeated
 
 
 # The matrices of a transformer's parameters, one by one, as this project's GPT keeps them: query, key and value apart.

@@ -113,11 +113,6 @@ class Cursor:
         return Cursor(committed=IntervalSet.of([Interval(0, position)]))
 
     @property
-    def committed_count(self) -> int:
-        """How many positions are committed."""
-        return self.committed.count
-
-    @property
     def next_position(self) -> int:
         """The lowest position that is neither leased nor committed: where the next lease begins."""
         return self._taken().first_gap(1).start

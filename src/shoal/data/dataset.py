@@ -71,12 +71,6 @@ class MixtureOrder:
         sources = np.searchsorted(self._slots_before, slots, side="right") - 1
         return sources, windows * self.quotas[sources] + slots - self._slots_before[sources]
 
-    def counts_before(self, position: int) -> list[int]:
-        """How many of the positions before `position` each source has."""
-        whole, rest = divmod(position, self.window)
-        sources, _ = self.places(np.arange(whole * self.window, whole * self.window + rest, dtype=np.int64))
-        return (whole * self.quotas + np.bincount(sources, minlength=len(self.quotas))).tolist()
-
 
 def quotas_of(weights: Sequence[float], window: int) -> list[int]:
     """Samples of each source in a window, in proportion to positive `weights`: rounded down, the rest to the largest

@@ -30,7 +30,6 @@ from shoal.optim.schedule import peak_rate
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
 
-LEAST_STEPS = 20
 WINDOW = 0.1
 """A share of the steps."""
 FALL = 0.02

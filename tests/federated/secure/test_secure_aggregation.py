@@ -15,7 +15,7 @@ from shoal.federated.secure.messages import Keys, Revealed, Roster, Sealed, Surv
 from shoal.federated.secure.primitives import (
     PRIME,
     BadMessage,
-    add_mask,
+    add_masks,
     agree,
     join,
     join_checked,
@@ -109,10 +109,10 @@ def test_masks_cancel_and_do_not_repeat() -> None:
     """Over chunks, in both widths; different seeds give different streams."""
     for dtype in (np.uint32, np.uint64):
         vector = np.zeros(600_000, dtype)
-        add_mask(vector, b"a" * 32)
+        add_masks(vector, [(b"a" * 32, False)])
         assert len(np.unique(vector[:1000])) == 1000
         assert not np.array_equal(vector[:1000], vector[1 << 18 : (1 << 18) + 1000])
-        add_mask(vector, b"a" * 32, negative=True)
+        add_masks(vector, [(b"a" * 32, True)])
         assert not vector.any()
 
 

@@ -36,46 +36,9 @@ def ring_all_reduce(ranks: int, size: float) -> list[Step]:
     return ring_all_gather(ranks, size) * 2
 
 
-def recursive_doubling(ranks: int, size: float) -> list[Step]:
-    """Partners at distance 1, 2, 4, ... exchange everything. Powers of two only."""
-    return [[(rank, rank ^ distance, size) for rank in range(ranks)] for distance in _distances(ranks)]
-
-
-def halving_doubling(ranks: int, size: float) -> list[Step]:
-    """Partners exchange a half, a quarter, ... of the vector, then the sums back. Powers of two only."""
-    halving = [
-        [(rank, rank ^ distance, size * distance / ranks) for rank in range(ranks)]
-        for distance in reversed(_distances(ranks))
-    ]
-    return halving + halving[::-1]
-
-
 def pairwise_all_to_all(ranks: int, size: float) -> list[Step]:
     """In step k each rank sends an n-th to the rank k further on."""
     return [[(rank, (rank + step) % ranks, size / ranks) for rank in range(ranks)] for step in range(1, ranks)]
-
-
-def bruck_all_to_all(ranks: int, size: float) -> list[Step]:
-    """In step k half of the vector goes 2^k ranks on. Powers of two only."""
-    return [[(rank, (rank + jump) % ranks, size / 2) for rank in range(ranks)] for jump in _distances(ranks)]
-
-
-def hierarchical_all_reduce(local: int, nodes: int, size: float) -> list[Step]:
-    """Reduce-scatter in each node, all-reduce of a share among equal places, all-gather in each node."""
-    inside = [
-        _shifted(step, [range(node * local, (node + 1) * local) for node in range(nodes)])
-        for step in ring_all_gather(local, size)
-    ]
-    between = [
-        _shifted(step, [range(place, nodes * local, local) for place in range(local)])
-        for step in ring_all_reduce(nodes, size / local)
-    ]
-    return inside + between + inside
-
-
-def _shifted(step: Step, groups: Sequence[Sequence[int]]) -> Step:
-    """The same step in every group at once."""
-    return [(group[sender], group[receiver], size) for group in groups for sender, receiver, size in step]
 
 
 def seconds(
@@ -105,9 +68,3 @@ def seconds(
             numbers[sender].append(number)
         before = [new or old for new, old in zip(numbers, before, strict=True)]
     return play(tasks).makespan_s
-
-
-def _distances(ranks: int) -> list[int]:
-    if ranks < 1 or ranks & (ranks - 1):
-        raise ValueError(f"{ranks} ranks: this algorithm takes a power of two")
-    return [1 << bit for bit in range(ranks.bit_length() - 1)]

@@ -19,10 +19,7 @@ ROUNDING = 1e-9
 PAIRS = (
     (messages.ring_all_gather, alpha_beta.ring_all_gather, (2, 3, 8, 13)),
     (messages.ring_all_reduce, alpha_beta.ring_all_reduce, (2, 3, 8, 13)),
-    (messages.recursive_doubling, alpha_beta.recursive_doubling, (2, 8, 16)),
-    (messages.halving_doubling, alpha_beta.halving_doubling, (2, 8, 16)),
     (messages.pairwise_all_to_all, alpha_beta.pairwise_all_to_all, (2, 5, 8)),
-    (messages.bruck_all_to_all, alpha_beta.bruck_all_to_all, (2, 8, 16)),
 )
 
 
@@ -36,28 +33,12 @@ def test_an_algorithm_takes_what_its_closed_form_says(
         assert seconds(played(ranks, SIZE), ranks, LINK) == pytest.approx(wanted, rel=ROUNDING)
 
 
-def test_the_hierarchical_all_reduce_uses_each_level_once() -> None:
-    """Fast links inside nodes, slow ones between: the sum of the levels' closed forms."""
-    local, nodes, outer = 4, 3, SimulatedLink(latency_s=2e-5, bytes_s=5e9)
-    pairs = [(a, b) for a in range(12) for b in range(12) if a // local != b // local]
-    got = seconds(messages.hierarchical_all_reduce(local, nodes, SIZE), 12, LINK, links=dict.fromkeys(pairs, outer))
-    inner = (LINK.latency_s, LINK.bytes_s)
-    wanted = alpha_beta.hierarchical_all_reduce(local, nodes, SIZE, inner=inner, outer=(outer.latency_s, outer.bytes_s))
-    assert got == pytest.approx(wanted, rel=ROUNDING)
-
-
 def test_one_slow_link_slows_the_whole_ring() -> None:
     """A link of half the rate: every chunk passes it, so that the ring moves at its pace."""
     slow = SimulatedLink(latency_s=0.0, bytes_s=1e9)
     fast = SimulatedLink(latency_s=0.0, bytes_s=2e9)
     got = seconds(messages.ring_all_reduce(8, SIZE), 8, fast, links={(2, 3): slow})
     assert got == pytest.approx(alpha_beta.ring_all_reduce(8, SIZE, latency_s=0, bytes_s=1e9), rel=ROUNDING)
-
-
-def test_a_power_of_two_is_asked_for() -> None:
-    """Partners at distances 1, 2, 4 need one."""
-    with pytest.raises(ValueError, match="6 ranks: this algorithm takes a power of two"):
-        messages.halving_doubling(6, SIZE)
 
 
 def test_flows_on_one_port_share_it_evenly() -> None:

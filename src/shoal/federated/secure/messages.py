@@ -23,7 +23,6 @@ import msgspec
 
 from shoal.federated.secure.primitives import SHARE_BYTES
 
-MOST_CLIENTS = 1 << 16
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Share = Annotated[bytes, msgspec.Meta(min_length=SHARE_BYTES, max_length=SHARE_BYTES)]
@@ -72,7 +71,6 @@ class Revealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="rev
     keys: dict[Name, Share]
 
 
-FromClient = Keys | Sealed | Masked | Revealed
 FromServer = Roster | Sealed | Survivors
 
 

@@ -179,11 +179,6 @@ CHUNK_BYTES = 1 << 17
 _ZEROS = memoryview(bytes(CHUNK_BYTES))
 
 
-def add_mask(vector: np.ndarray, seed: bytes, *, negative: bool = False) -> None:
-    """Adds the mask of `seed` (32 bytes) to `vector` (uint32 or uint64 [numel]) in place, or subtracts it."""
-    add_masks(vector, [(seed, negative)])
-
-
 def add_masks(vector: np.ndarray, masks: Sequence[tuple[bytes, bool]]) -> None:
     """Adds the masks of all seeds to `vector` in place, or subtracts those that are negative: (seed, negative).
 
