@@ -1,7 +1,7 @@
 """`python -m benchmarks.noise`: steps to a loss at several batch sizes, predicted from the noise scale at one of them.
 
 A small GPT is trained to a fixed held-out loss with each batch size, from several seeds. The noise scale of the runs of
-one batch size predicts the steps of all others (`cost.noise_scale.steps_at`), and sets their learning rates by the rule
+one batch size predicts the steps of all others (`steps_at`), and sets their learning rates by the rule
 of the paper, with the power 1/2 that suits Adam. The peers are two rules of thumb that need no measurement: a batch
 twice as large halves the steps, or changes nothing.
 """
@@ -27,7 +27,7 @@ from shoal.bench.report import Result, check, print_report
 from shoal.bench.training_job import start_training
 from shoal.checkpoint.config import CheckpointConfig
 from shoal.comm.config import WireConfig
-from shoal.cost.noise_scale import Moments, rate_at, steps_at
+from shoal.cost.noise_scale import Moments
 from shoal.data.config import BatchConfig, StdlibText
 from shoal.errors import Diverged
 from shoal.launcher.environment import Place
@@ -46,6 +46,23 @@ MODEL = GPTConfig(layers=2, width=64, heads=4, feed_forward="gelu", feed_forward
 SEQUENCE, WARM_UP_STEPS, EVALUATE_EVERY, EVALUATED_SAMPLES, MOST_STEPS = 64, 20, 10, 256, 4000
 BLOCK_STEPS = 20
 """Moments are averaged over so many steps before they are divided: the scale of a single step is mostly chance."""
+
+
+def steps_at(batch: float, *, scales: Sequence[float], measured_batch: float) -> float:
+    """Steps that a run with batches of `batch` takes to where a run with `measured_batch` came.
+
+    `scales` are B_noise at each step of that run. Each of its steps went 1 / (1 + B_noise / B) of the way of a step
+    without noise, so that S = sum (1 + B_noise / batch) / (1 + B_noise / measured_batch).
+    """
+    return sum((1 + scale / batch) / (1 + scale / measured_batch) for scale in scales)
+
+
+def rate_at(batch: float, *, best_rate: float, noise_scale: float, power: float = 1.0) -> float:
+    """The learning rate for a batch size: best_rate / (1 + B_noise / B)^power (section 2.2; appendix E for `power`).
+
+    `power` is 1 for SGD; Adam, whose steps are normalised, wants 0.5 to 1.
+    """
+    return best_rate / (1 + noise_scale / batch) ** power
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shoal.cost.footprint import MEGATRON_FP16
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Recompute, gpt
 from shoal.planner.predict.predictor import Predictor, Workload
-from shoal.planner.predict.stack import MEGATRON_2021, MEGATRON_2022, Stack
+from shoal.planner.predict.stack import Stack
 from shoal.planner.predict.workload import Constants
 from shoal.schedules.table import Schedule
 from shoal.topology.cluster import Cluster
@@ -39,6 +40,26 @@ LAYER_TECHNIQUES: tuple[tuple[str, bool, Recompute], ...] = (
 """Name in the table, sequence parallelism, recomputation."""
 SEQUENCE, VOCABULARY = 2048, 51200
 VTRAIN_VOCABULARY = 50304
+MEGATRON_2021 = Stack(
+    name="Megatron-LM, April 2021 (arXiv:2104.04473)",
+    state=MEGATRON_FP16,
+    dtype="float16",
+    flash_attention=False,
+    dropout=True,
+    fused_weight_gradient=False,
+    overlap_tensor=False,
+    overlap_data=False,
+    overlap_pipeline=False,
+)
+MEGATRON_2022 = Stack(
+    name="Megatron-LM, May 2022 (arXiv:2205.05198)",
+    state=MEGATRON_FP16,
+    dtype="float16",
+    flash_attention=False,
+    dropout=True,
+    overlap_data=False,
+    overlap_pipeline=False,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

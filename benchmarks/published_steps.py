@@ -13,12 +13,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
-from benchmarks.published import Row
+from benchmarks.published import MEGATRON_2021, Row
 from shoal.cost.footprint import MEGATRON_FP16, StateBytes
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Latent, Transformer
 from shoal.planner.predict.predictor import Workload
-from shoal.planner.predict.stack import MEGATRON_2021, MODERN, Stack
+from shoal.planner.predict.stack import MODERN, Stack
 from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import cluster_from
 from shoal.topology.layout import Layout

@@ -7,12 +7,14 @@ promised, 405B on 16,384 devices.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 
 from benchmarks.command import run
@@ -22,7 +24,7 @@ from shoal.bench.options import AsJson
 from shoal.bench.report import Check, Result, check, print_report
 from shoal.cost.interval import availability_optimal_s
 from shoal.cost.plan import Plan
-from shoal.planner.simulate.outcome import Faults, best_interval, goodput, outcome
+from shoal.planner.simulate.outcome import Faults, goodput, outcome
 from shoal.planner.simulate.work import work_of
 from shoal.planning.simulating import table_of
 from shoal.topology.layout import Layout
@@ -91,6 +93,34 @@ def _weeks() -> tuple[list[dict[str, Any]], list[Check]]:
         check("a month with failures: processor seconds", took_s, 30.0, at_most=True),
     ]
     return rows, checks
+
+
+def best_interval(
+    faults: Faults, *, wall_s: float, seeds: Sequence[int], around_s: float, points: int = 41, spread: float = 4.0
+) -> float:
+    """The interval that trains most in simulation, save included, between `around_s` / `spread` and times `spread`.
+
+    Every interval meets the same failures (common random numbers), and a parabola through the logarithm of the
+    interval smooths what is left of the noise.
+    """
+    steps = [math.log(spread) * (2 * point / (points - 1) - 1) for point in range(points)]
+    shares = [_mean_share(faults, around_s * math.exp(step), wall_s, seeds) for step in steps]
+    peak = max(range(points), key=shares.__getitem__)
+    window = range(max(0, peak - points // 8), min(points, peak + points // 8 + 1))
+    top = _vertex([steps[n] for n in window], [shares[n] for n in window])
+    return around_s * math.exp(top) + faults.save_s
+
+
+def _mean_share(faults: Faults, every_s: float, wall_s: float, seeds: Sequence[int]) -> float:
+    runs = (goodput(faults, every_s=every_s, wall_s=wall_s, seed=seed) for seed in seeds)
+    return sum(one.effective_share for one in runs) / len(seeds)
+
+
+def _vertex(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Where the least-squares parabola through the points is largest; the best point where it has no maximum."""
+    curve, slope, _ = np.polyfit(xs, ys, 2)
+    best = xs[max(range(len(ys)), key=ys.__getitem__)]
+    return float(min(max(-slope / (2 * curve), min(xs)), max(xs))) if curve < 0 else best
 
 
 def _speed() -> tuple[dict[str, Any], Check]:

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cost.noise_scale import Moments, MovingMoments, moments, rate_at, steps_at
+from benchmarks.noise import rate_at, steps_at
+from shoal.cost.noise_scale import Moments, MovingMoments, moments
 
 SIGNAL, TRACE, DIMS = 4.0, 50.0, 200
 STATISTICAL = 0.05  # 2000 draws of 200 numbers: four standard errors

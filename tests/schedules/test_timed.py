@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.zero_bubble import Times, zero_bubble
 from shoal.errors import LayoutError
 from shoal.schedules.build import build
 from shoal.schedules.table import ScheduleTable
-from shoal.schedules.timeline import Times, check, timeline, zero_bubble
+from shoal.schedules.timeline import check, timeline
 
 ROUNDING = 1e-9
 """Relative: the same float64 sums in another order."""

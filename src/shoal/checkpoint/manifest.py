@@ -127,7 +127,7 @@ MAX_OBJECT_BYTES = (1 << 30) + MAX_HEADER_BYTES + 8
 MAX_RATIO = 1 << 12
 """Bytes of a box for each byte of the object that encodes it: more than `planes.py` reaches with equal numbers."""
 MAX_CORNERS_IN_ALL = 1 << 23
-"""Corners of all boxes (`grid.tiles`) of a manifest: bounds the time of checking it."""
+"""Corners of all boxes (`tensorfile.tiles`) of a manifest: bounds the time of checking it."""
 
 _SEALED = re.compile(rb',"hash":"([0-9a-f]{64})"\}\n\Z')
 _SEAL_BYTES = len(b',"hash":""}\n') + 64

@@ -1,4 +1,4 @@
-"""The gradient noise scale, and how many steps and samples a loss takes at a batch size (arXiv:1812.06162).
+"""The gradient noise scale (arXiv:1812.06162).
 
 G is the gradient of the loss over all data, Sigma the covariance of one sample's gradient, G_B the mean over B
 samples:
@@ -15,7 +15,6 @@ averaged over steps before they are divided. Batches count samples; of a languag
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -67,20 +66,3 @@ class MovingMoments:
         """The averages; zeros before the first step."""
         weight = self.weight or 1.0
         return Moments(signal=self.sums.signal / weight, trace=self.sums.trace / weight)
-
-
-def steps_at(batch: float, *, scales: Sequence[float], measured_batch: float) -> float:
-    """Steps that a run with batches of `batch` takes to where a run with `measured_batch` came.
-
-    `scales` are B_noise at each step of that run. Each of its steps went 1 / (1 + B_noise / B) of the way of a step
-    without noise, so that S = sum (1 + B_noise / batch) / (1 + B_noise / measured_batch).
-    """
-    return sum((1 + scale / batch) / (1 + scale / measured_batch) for scale in scales)
-
-
-def rate_at(batch: float, *, best_rate: float, noise_scale: float, power: float = 1.0) -> float:
-    """The learning rate for a batch size: best_rate / (1 + B_noise / B)^power (section 2.2; appendix E for `power`).
-
-    `power` is 1 for SGD; Adam, whose steps are normalised, wants 0.5 to 1.
-    """
-    return best_rate / (1 + noise_scale / batch) ** power

@@ -119,11 +119,11 @@ class BlockFiles:
 
     @property
     def ahead_bytes(self) -> int:
-        """See `read_ahead.Foresees`."""
+        """See `records.Foresees`."""
         return self._store.ahead_bytes
 
     def needed(self, ids: np.ndarray) -> list[NeededFile]:
-        """See `read_ahead.Foresees`: the files of the records `ids`."""
+        """See `records.Foresees`: the files of the records `ids`."""
         numbers = np.searchsorted(self._records_before, ids, side="right") - 1
         return [NeededFile(self._store, self._files[number]) for number in dict.fromkeys(numbers.tolist())]
 
@@ -146,7 +146,7 @@ def _with_file(store: Store, file: ShardFile, use: Callable[[Path], T]) -> T:
 
 @dataclass(frozen=True)
 class NeededFile:
-    """A file that some records lie in. See `read_ahead.Needed`."""
+    """A file that some records lie in. See `records.Needed`."""
 
     store: Store
     file: ShardFile

@@ -28,7 +28,7 @@ def build(config: BuiltInData, *, batch: BatchConfig, vocabulary: int | None, ca
     Args:
         batch: its `sequence` cuts token data.
         vocabulary: the model's number of token ids, against which token data is checked; None: unknown.
-        cache: where a prepared corpus is kept, see `corpora.cache`.
+        cache: where a prepared corpus is kept.
 
     Raises:
         DataError: a file is missing, empty or not what it should be.

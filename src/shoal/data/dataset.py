@@ -113,12 +113,12 @@ class Joined:
 
     @property
     def ahead_bytes(self) -> int:
-        """See `read_ahead.Foresees`: the least of the sources that say some."""
+        """See `records.Foresees`: the least of the sources that say some."""
         said = [source.ahead_bytes for source in self.sources if isinstance(source, Foresees)]
         return min((number for number in said if number), default=0)
 
     def needed(self, ids: np.ndarray) -> list[Needed]:
-        """See `read_ahead.Foresees`."""
+        """See `records.Foresees`."""
         numbers = np.searchsorted(self._before, ids, side="right") - 1
         needed: list[Needed] = []
         for number, source in enumerate(self.sources):

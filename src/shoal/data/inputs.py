@@ -269,7 +269,7 @@ def _all_inputs(inputs: Any, samples: int) -> Sample:
 
 class Collated(AsInputs):
     """The same with the loop's own way to put samples side by side, as `collate_fn` of PyTorch's DataLoader. What it
-    returns has a row for each sample, or is carried as it is (`packed.as_rows`).
+    returns has a row for each sample, or is carried as it is (`as_rows`).
     """
 
     def __init__(self, source: Source, collate: Callable[[list[Any]], Any]) -> None:

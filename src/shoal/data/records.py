@@ -173,11 +173,11 @@ class RecordSamples:
 
     @property
     def ahead_bytes(self) -> int:
-        """See `read_ahead.Foresees`."""
+        """See `Foresees`."""
         return self.records.ahead_bytes if isinstance(self.records, Foresees) else 0
 
     def needed(self, ids: np.ndarray) -> Sequence[Needed]:
-        """See `read_ahead.Foresees`."""
+        """See `Foresees`."""
         return self.records.needed(ids) if isinstance(self.records, Foresees) else ()
 
     def __len__(self) -> int:

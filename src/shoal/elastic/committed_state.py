@@ -9,8 +9,6 @@ A parameter server has a part that nobody else has. Where servers do nothing els
 these parts: those of the last agreement, of which a server keeps a copy, where all updates are of one
 step, and else as they are. Where workers serve, all go on from the newest checkpoint, and so they do without a server.
 
-The state of servers (`ServedState`): each server has a part that nobody else has.
-
 Every rank that works or serves holds what all have alike (progress, persistent buffers), a server its parts of weights
 and optimizer state as well. When a rank is lost, survivors tell each other which parts are left. If these make the
 whole, as they do where no server was lost, each server sends its own, and every rank keeps what it needs in its new

@@ -124,7 +124,7 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
     Raises `TimeoutError` where the whole takes longer than `limit_s`, `FrameError`, `OSError`, and
     `asyncio.IncompleteReadError` where the peer hangs up.
     """
-    import asyncio  # as in `frames.read`
+    import asyncio  # as in `sockets.read`
 
     async with asyncio.timeout(limit_s):
         greeting = hello()

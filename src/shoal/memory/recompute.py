@@ -1,7 +1,7 @@
 """Activations computed again in the backward instead of kept (Chen et al., arXiv:1604.06174).
 
     full        of each block its inputs alone are kept, and it runs again: about a third more work
-    operators   of each block also the outputs of attention and of every second product (`kept_operators`)
+    operators   of each block also the outputs of attention and of every second product (`KeptOperators`)
     budget      of all blocks together the outputs that save most for their bytes, up to a budget (`recompute_budget`)
     selective   of each attention core its query, key and value alone are kept (arXiv:2205.05198): little work, and
                 what it saves are the log-sum-exps, the masks of documents and copies of shared heads
@@ -330,7 +330,7 @@ def check_recompute(model: nn.Module, kind: RecomputeKind, *, layers: Collection
 
 @dataclass(frozen=True)
 class Recomputed:
-    """The `forward` of one module, which keeps its inputs, and what `kept_operators` or `budget` says; copied with the
+    """The `forward` of one module, which keeps its inputs, and what `keeps_operators` or `budget` says; copied with the
     module. `number` is that of the block.
     """
 

@@ -190,7 +190,7 @@ class GpuUsage:
 
 # What the host uses, for the exporters that get steps: TensorBoard, MLflow, Weights & Biases.
 #
-# Prometheus asks for the same figures by itself (`host_usage`, `gpu_usage`). Here they are read in the exporter's own
+# Prometheus asks for the same figures by itself (`host_usage`). Here they are read in the exporter's own
 # thread, at most every `EVERY_S` seconds, and a counter becomes the rate since the figures before: `host/cpu` is the
 # share of the processors' time that was used, `host/network_sent_bytes_per_s` all interfaces' bytes but loopback's.
 

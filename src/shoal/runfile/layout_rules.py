@@ -143,7 +143,7 @@ def _sparse_attention(run_file: RunFile) -> str | None:
 
 
 def _feed_forward(run_file: RunFile) -> str | None:
-    """On a grid its panels have to come out, which is less: see `grid_rule`."""
+    """On a grid its panels have to come out, which is less: see `grid_refusal`."""
     layout, model = run_file.layout, run_file.model
     if not isinstance(model, GPTConfig) or layout.tensor_grid is not None:
         return None

@@ -1,7 +1,7 @@
 """What a scheduler is asked for: hosts, ranks on each, what they compute on, how long, and the command of each host.
 
-A `SubmittedJob` knows no scheduler. `slurm_script`, `kubernetes_job` and `ray_job` write it down for theirs; all of
-them start `shoal launch` once on each host, which starts that host's ranks and keeps their exit code (`launcher.host`).
+A `SubmittedJob` knows no scheduler. `slurm.py`, `kubernetes.py` and `ray.py` write it down for theirs; all of them
+start `shoal launch` once on each host, which starts that host's ranks and keeps their exit code (`launcher.host`).
 """
 
 from __future__ import annotations

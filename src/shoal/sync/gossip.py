@@ -11,7 +11,7 @@ tells how much each replica holds:
 
 Gradients are taken at z. With `delay` the shares of a step are added that many steps later, and are on the wire behind
 the computation between (its algorithm 2); weights then tell what is still on its way. `asynchronous` shares are added
-whenever they come (`late_shares`). D-PSGD is the case in which all w stay 1.
+whenever they come (`LateShares`). D-PSGD is the case in which all w stay 1.
 
 Replicas never become equal. Every `meet_every` steps, and after the last, they meet: their average
 

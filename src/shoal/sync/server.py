@@ -3,7 +3,7 @@
     worker   reads parameters | computes the gradient of its share of a batch | pushes it | pulls parameters ...
     server   collects gradients of its part as `admission` says | updates the part with its optimizer | answers
 
-`server_roles` says who is what: every rank both, or some ranks servers alone. The optimizer's state of a part lies at
+`roles_of` says who is what: every rank both, or some ranks servers alone. The optimizer's state of a part lies at
 its server alone, as under ZeRO-1. Workers differ between two agreements; at an agreement all of them have made equally
 many steps, and all ranks take every part from its server. Under synchronous admission all workers have the same
 parameters after every step, and the steps are those of all-reduce with a mean over the workers.

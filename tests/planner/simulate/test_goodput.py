@@ -6,8 +6,9 @@ import math
 
 import pytest
 
+from benchmarks.simulate import best_interval
 from shoal.cost.interval import availability_optimal_s, daly_s, effective_share, young_s
-from shoal.planner.simulate.outcome import Faults, best_interval, goodput
+from shoal.planner.simulate.outcome import Faults, goodput
 
 YEAR_S = 365 * 86400.0
 INTERVALS = 0.10

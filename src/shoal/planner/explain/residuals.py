@@ -9,11 +9,9 @@ as normal, wider by 1 + 1/n for what n rows leave unknown of it (the predictive 
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal
@@ -59,21 +57,6 @@ class Residuals:
         return 1 - statistics.NormalDist(statistics.mean(logs), spread).cdf(math.log(limit / predicted))
 
 
-def quantiles(ratios: Sequence[float], steps: int = 20) -> tuple[float, ...]:
-    """The ratios at 0, 1/steps, .., 1, to three decimals: what is kept of a long table."""
-    whole = Residuals.of(ratios, "")
-    return tuple(round(whole.quantile(step / steps), 3) for step in range(steps + 1))
-
-
-def quantiles_of_tables(tables: Iterable[Sequence[float]], steps: int = 20) -> tuple[float, ...]:
-    """The same of several tables together. A row of a table of n weighs 1/sqrt(n), so that no table drowns the rest."""
-    weighed = sorted((ratio, len(ratios) ** -0.5) for ratios in tables for ratio in ratios)
-    sums = list(itertools.accumulate(weight for _, weight in weighed))
-    places = (bisect.bisect_left(sums, step / steps * sums[-1] * (1 - ROUNDING)) for step in range(steps + 1))
-    return tuple(round(weighed[place][0], 3) for place in places)
-
-
-ROUNDING = 1e-12
 Evidence = Literal["calibrated", "same machine type", "data sheet"]
 """What a prediction of a step stands on: one measured step of this cluster, one of another cluster of the same
 machines, or data sheets alone."""
@@ -83,113 +66,37 @@ PUBLISHED_TIME: Mapping[Evidence, Residuals] = MappingProxyType(
         "calibrated": Residuals(
             source="877 published steps of 26 tables, each calibrated on one of its own rows (benchmarks.plan)",
             ratios=(
-                0.742,
-                0.894,
-                0.935,
-                0.952,
-                0.963,
-                0.973,
-                0.98,
-                0.984,
-                0.99,
-                0.997,
-                1.005,
-                1.014,
-                1.027,
-                1.04,
-                1.056,
-                1.071,
-                1.094,
-                1.155,
-                1.22,
-                1.378,
-                1.746,
+                0.742, 0.894, 0.935, 0.952, 0.963, 0.973, 0.98, 0.984, 0.99, 0.997, 1.005,
+                1.014, 1.027, 1.04, 1.056, 1.071, 1.094, 1.155, 1.22, 1.378, 1.746,
             ),
             count=877,
         ),
         "same machine type": Residuals(
             source="3137 published steps, calibrated on rows of other tables of the same device (benchmarks.plan)",
             ratios=(
-                0.622,
-                0.8,
-                0.849,
-                0.877,
-                0.907,
-                0.929,
-                0.947,
-                0.962,
-                0.975,
-                0.987,
-                1.003,
-                1.015,
-                1.023,
-                1.037,
-                1.052,
-                1.071,
-                1.091,
-                1.123,
-                1.16,
-                1.336,
-                1.734,
+                0.622, 0.8, 0.849, 0.877, 0.907, 0.929, 0.947, 0.962, 0.975, 0.987, 1.003,
+                1.015, 1.023, 1.037, 1.052, 1.071, 1.091, 1.123, 1.16, 1.336, 1.734,
             ),
             count=3137,
         ),
         "data sheet": Residuals(
             source="903 published steps of 26 tables, nothing calibrated (benchmarks.plan)",
             ratios=(
-                0.77,
-                0.926,
-                0.984,
-                1.008,
-                1.025,
-                1.046,
-                1.059,
-                1.074,
-                1.092,
-                1.111,
-                1.128,
-                1.156,
-                1.182,
-                1.212,
-                1.251,
-                1.28,
-                1.347,
-                1.483,
-                1.636,
-                1.822,
-                3.133,
+                0.77, 0.926, 0.984, 1.008, 1.025, 1.046, 1.059, 1.074, 1.092, 1.111, 1.128,
+                1.156, 1.182, 1.212, 1.251, 1.28, 1.347, 1.483, 1.636, 1.822, 3.133,
             ),
             count=903,
         ),
     }
-)
+)  # fmt: skip
 PUBLISHED_MEMORY = Residuals(
     source="48 published peaks on A100s, the allocator's slack in them (arXiv:2401.10241, table 4)",
     ratios=(
-        0.918,
-        0.918,
-        0.918,
-        0.95,
-        0.954,
-        0.954,
-        0.954,
-        0.954,
-        0.955,
-        0.956,
-        0.958,
-        0.96,
-        0.962,
-        0.973,
-        0.979,
-        0.981,
-        0.985,
-        0.988,
-        1.001,
-        1.011,
-        1.043,
+        0.918, 0.918, 0.918, 0.95, 0.954, 0.954, 0.954, 0.954, 0.955, 0.956, 0.958,
+        0.96, 0.962, 0.973, 0.979, 0.981, 0.985, 0.988, 1.001, 1.011, 1.043,
     ),
     count=48,
-)
+)  # fmt: skip
 
 
 # Predictions and constants as plain values, for JSON.

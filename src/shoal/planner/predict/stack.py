@@ -10,7 +10,7 @@ from typing import Literal
 
 from shoal.codec.config import BlockwiseConfig, CastConfig, CodecConfig, NoCodec, ShardCodecConfig
 from shoal.cost.activations import Kept
-from shoal.cost.footprint import MEGATRON_BF16, MEGATRON_FP16, StateBytes
+from shoal.cost.footprint import MEGATRON_BF16, StateBytes
 from shoal.cost.matmul import Float8Casts, Kernel
 from shoal.cost.operators import Float8
 from shoal.planner.predict.measured import ContextKind
@@ -111,24 +111,4 @@ class Stack:
         )
 
 
-MEGATRON_2021 = Stack(
-    name="Megatron-LM, April 2021 (arXiv:2104.04473)",
-    state=MEGATRON_FP16,
-    dtype="float16",
-    flash_attention=False,
-    dropout=True,
-    fused_weight_gradient=False,
-    overlap_tensor=False,
-    overlap_data=False,
-    overlap_pipeline=False,
-)
-MEGATRON_2022 = Stack(
-    name="Megatron-LM, May 2022 (arXiv:2205.05198)",
-    state=MEGATRON_FP16,
-    dtype="float16",
-    flash_attention=False,
-    dropout=True,
-    overlap_data=False,
-    overlap_pipeline=False,
-)
 MODERN = Stack(name="flash attention, fused and overlapped", state=MEGATRON_BF16)

@@ -106,27 +106,6 @@ def goodput(faults: Faults, *, every_s: float, wall_s: float, seed: int = 0) -> 
     )
 
 
-def best_interval(
-    faults: Faults, *, wall_s: float, seeds: Sequence[int], around_s: float, points: int = 41, spread: float = 4.0
-) -> float:
-    """The interval that trains most in simulation, save included, between `around_s` / `spread` and times `spread`.
-
-    Every interval meets the same failures (common random numbers), and a parabola through the logarithm of the
-    interval smooths what is left of the noise.
-    """
-    steps = [math.log(spread) * (2 * point / (points - 1) - 1) for point in range(points)]
-    shares = [_mean_share(faults, around_s * math.exp(step), wall_s, seeds) for step in steps]
-    peak = max(range(points), key=shares.__getitem__)
-    window = range(max(0, peak - points // 8), min(points, peak + points // 8 + 1))
-    top = _vertex([steps[n] for n in window], [shares[n] for n in window])
-    return around_s * math.exp(top) + faults.save_s
-
-
-def _mean_share(faults: Faults, every_s: float, wall_s: float, seeds: Sequence[int]) -> float:
-    runs = (goodput(faults, every_s=every_s, wall_s=wall_s, seed=seed) for seed in seeds)
-    return sum(one.effective_share for one in runs) / len(seeds)
-
-
 def _recovery(draw: random.Random, faults: Faults) -> tuple[float, int]:
     """(seconds until the job trains again, failures on the way)."""
     took, again = 0.0, 0
@@ -139,15 +118,6 @@ def _recovery(draw: random.Random, faults: Faults) -> tuple[float, int]:
 
 def _exponential(draw: random.Random, mean_s: float) -> float:
     return math.inf if math.isinf(mean_s) else draw.expovariate(1 / mean_s)
-
-
-def _vertex(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Where the least-squares parabola through the points is largest; the best point where it has no maximum."""
-    import numpy as np
-
-    curve, slope, _ = np.polyfit(xs, ys, 2)
-    best = xs[max(range(len(ys)), key=ys.__getitem__)]
-    return float(min(max(-slope / (2 * curve), min(xs)), max(xs))) if curve < 0 else best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,15 +173,6 @@ def outcome(
         ranks=shares,
         step=real,
     )
-
-
-def bubble_rate(table: ScheduleTable, work: Work) -> float:
-    """1 - m (F + I + W) / period: how arXiv:2401.10241 counts it, for stages of equal times."""
-    step = simulate_step(table, work)
-    chunks = len(table.stages_of(0)) * table.microbatches
-    stage = work.stages[0]
-    computing = chunks * (stage.forward_s + stage.input_s + stage.weight_s)
-    return 1 - computing / period_s(step)
 
 
 def period_s(step: SimulatedStep) -> float:

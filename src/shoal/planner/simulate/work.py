@@ -128,7 +128,7 @@ HEAD_FORWARD, HEAD_INPUT = 1 / 3, 1 / 3
 """Head and loss are matrix products: as long forward as for the input's and for the weights' gradient."""
 
 
-# A plan's `Work` in the seconds of `planner.Predictor`, so that prediction and simulation share every constant.
+# A plan's `Work` in the seconds of `planner.predict.Predictor`, so that prediction and simulation share every constant.
 #
 # A stage's seconds are its layers', with the collectives inside them (tensor, context, expert, ZeRO's gathers); head
 # and loss lie on the last stage. Transfers, sums of gradients, gathered weights and the optimizer are those of the
