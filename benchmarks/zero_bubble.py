@@ -216,8 +216,8 @@ def bubble_rate(table: ScheduleTable, work: Work) -> float:
 #
 # ZB-H2 assumes F = I = W: rank r of P forwards 2 (P - 1 - r) microbatches before its first backward, and puts 2 r
 # weight gradients off. In general a step has no bubble where every rank is busy from its first forward on, equally
-# long. The first gradient comes back to rank r after the P - 1 - r stages behind it have done F and I, with a transfer c
-# each way, and in that time the rank must forward; and rank r starts r (F + c) after the first and gets its last
+# long. The first gradient comes back to rank r after the P - 1 - r stages behind it have done F and I, with a transfer
+# c each way, and in that time the rank must forward; and rank r starts r (F + c) after the first and gets its last
 # gradient r (I + c) before it, so that so much more work must be left for the end:
 #
 #     warm-up of rank r    (P - 1 - r) (F + I + 2c) / F     forwards

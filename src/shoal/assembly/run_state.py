@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,70 +46,112 @@ from shoal.topology.holding import Holding
 
 def build_state(run_file: RunFile, generation: Generation, workload: Workload, scaler: LossScaler) -> TrainState:
     """The state before the first step. Raises `ConfigError` for an optimizer of the script that servers cannot use."""
-    split, gradients, own = generation.parts.split, generation.gradients, workload.optimizers
-    served = generation.agreement.served
-    if served is not None and own:
+    agreement, own = generation.agreement, workload.optimizers
+    if agreement.served is not None and own:
         raise ConfigError(
             'sync.kind = "server" with an optimizer of the script: servers make theirs from [optimizer]; leave '
             "one of the two out"
         )
-    identity = {
+    model = _model_section(run_file, generation, workload)
+    section = _NewSection(run_file, generation, workload)
+    left_out: list[Section] = []
+    if own:
+        _refuse_own(run_file)
+        first, *others = _adopted(run_file, generation, workload, section)
+    else:
+        built = _connected(_built(run_file, generation), run_file, generation)
+        delayed = run_file.memory.offload.delay_update_after is not None
+        ahead = (Slot(NEXT_WEIGHT),) if delayed else ()
+        first, others = section(built, (*run_file.optimizer.all_slots, *ahead)), []
+        left_out = _left_out(run_file, generation, workload, built)
+    rest = [
+        *others,
+        FactsSection("scaler", scaler),
+        *_of_gradients(run_file, generation),
+        *left_out,
+        *agreement.sections,
+        *_of_script(generation, workload),
+    ]
+    batch, watch = run_file.batch, Watch(run_file.checkpoint.keep_best, run_file.run.stop_when)
+    growth = None if batch.adaptive is None else BatchGrowth(batch.adaptive, largest=batch.global_samples)
+    progress = Progress(_identity(run_file, workload), contents_of(workload.samples))
+    return TrainState(model, first, progress, rest, watch, growth)
+
+
+def _identity(run_file: RunFile, workload: Workload) -> dict[str, Any]:
+    """What may not change from one start of the run to the next."""
+    return {
         "run.seed": run_file.run.seed,
         "data.shuffle": run_file.data.shuffle,
         **chosen_samples(run_file, workload.data),
         "the number of training samples": epoch_samples(run_file.batch, len(workload.data.train)),
-        "optimizer.kind": " and ".join(o.kind for o in own) or run_file.optimizer.identity,
+        "optimizer.kind": " and ".join(o.kind for o in workload.optimizers) or run_file.optimizer.identity,
         **({} if run_file.sparsity is None else {"sparsity.kind": run_file.sparsity.variant}),
     }
-    model, owned, names = ModelSection(split.model), None, ()
-    layout = generation.mesh.layout
-    mixed, zero = workload.precision.mixed is not None, zero_of(run_file.memory, generation.mesh)
-    if layout.replica_size > 1 or zero is not None or mixed:
-        owned, names = gradients.owned, {*split.shapes, *split.buffers}
-        held = _held(generation, in_pieces=zero == 3 or mixed)
-        model = ModelSection(split.model, held, owned, names, gradients.gather if mixed else None)
-    elif served is not None:
-        owned, names = served, {*split.shapes}
-        if any(role.kind == "table" for role in split.roles.values()):
-            model = ModelSection(split.model, _held_beside_tables(generation, served), names={*names, *split.buffers})
-    shared = served is not None or generation.sync.keeps_replicas_equal
-    tuned = [] if gradients.tuned is None else [FactsSection("gradients", gradients.tuned)]
-    exchanges = [] if generation.coded is None else generation.coded.made
-    sender = run_file.optimizer if run_file.optimizer.sends_momentum else run_file.codec
-    residuals = ResidualSection(
-        sender.variant,
-        exchanges,
-        gradients.owned,
-        feedback=run_file.optimizer.sends_momentum or run_file.codec.feedback,
-    )
-    replica = None if shared else layout.index("replicate", generation.mesh.rank)
 
-    def section(optimizer: torch.optim.Optimizer, slots: Sequence[Slot], only: Collection[str] | None = None):
+
+def _steps_parts(run_file: RunFile, generation: Generation, workload: Workload) -> bool:
+    """Whether the optimizer may step other tensors than the parameters of the whole model."""
+    zero = zero_of(run_file.memory, generation.mesh)
+    return generation.mesh.layout.replica_size > 1 or zero is not None or workload.precision.mixed is not None
+
+
+def _model_section(run_file: RunFile, generation: Generation, workload: Workload) -> ModelSection:
+    """The weights that this rank saves."""
+    split, gradients, served = generation.parts.split, generation.gradients, generation.agreement.served
+    if _steps_parts(run_file, generation, workload):
+        mixed = workload.precision.mixed is not None
+        held = _held(generation, in_pieces=mixed or zero_of(run_file.memory, generation.mesh) == 3)
+        names = {*split.shapes, *split.buffers}
+        return ModelSection(split.model, held, gradients.owned, names, gradients.gather if mixed else None)
+    if served is not None and any(role.kind == "table" for role in split.roles.values()):
+        held = _held_beside_tables(generation, served)
+        return ModelSection(split.model, held, names={*split.shapes, *split.buffers})
+    return ModelSection(split.model)
+
+
+class _NewSection:
+    """Makes the section of an optimizer that steps what this rank owns or serves."""
+
+    def __init__(self, run_file: RunFile, generation: Generation, workload: Workload) -> None:
+        split, served = generation.parts.split, generation.agreement.served
+        self._split, self._owned, self._names = split, None, ()
+        if _steps_parts(run_file, generation, workload):
+            self._owned, self._names = generation.gradients.owned, {*split.shapes, *split.buffers}
+        elif served is not None:
+            self._owned, self._names = served, {*split.shapes}
+        shared = served is not None or generation.sync.keeps_replicas_equal
+        self._replica = None if shared else generation.mesh.layout.index("replicate", generation.mesh.rank)
+
+    def __call__(
+        self, optimizer: torch.optim.Optimizer, slots: Sequence[Slot], only: Collection[str] | None = None
+    ) -> OptimizerSection:
+        """`only`: the parameters that are its; None: all."""
+        names, split = self._names, self._split
         known = {*names, *split.shapes} if isinstance(optimizer, SeesParts) else names  # some have slots elsewhere
-        return OptimizerSection(optimizer, slots, split.model, owned, known, replica=replica, only=only)
+        return OptimizerSection(optimizer, slots, split.model, self._owned, known, replica=self._replica, only=only)
 
-    if not own:
-        built = _connected(_built(run_file, generation), run_file, generation)
-        delayed = run_file.memory.offload.delay_update_after is not None
-        ahead = (Slot(NEXT_WEIGHT),) if delayed else ()
-        optimizers = [section(built, (*run_file.optimizer.all_slots, *ahead))]
-        left_out = _left_out(run_file, generation, workload, built)
-    else:
-        stepped = [(owned.name, owned.parameter) for owned in gradients.owned]
-        adopted = [_connected(o.adopt(stepped), run_file, generation) for o in own]
-        only = [None if len(own) == 1 else o.names for o in own]
-        optimizers = [section(a, o.slots, names) for a, o, names in zip(adopted, own, only, strict=True)]
-        for each, brought in zip(optimizers, own, strict=True):
-            _begin_with(each, brought.taken)
-        left_out = []
-        _refuse_own(run_file)
-    watch = Watch(run_file.checkpoint.keep_best, run_file.run.stop_when)
-    progress = Progress(identity, contents_of(workload.samples))
-    others = [*tuned, residuals, *left_out, *generation.agreement.sections, *_of_script(generation, workload)]
-    batch = run_file.batch
-    growth = None if batch.adaptive is None else BatchGrowth(batch.adaptive, largest=batch.global_samples)
-    rest = [*optimizers[1:], FactsSection("scaler", scaler), *others]
-    return TrainState(model, optimizers[0], progress, rest, watch, growth)
+
+def _adopted(
+    run_file: RunFile, generation: Generation, workload: Workload, section: _NewSection
+) -> list[OptimizerSection]:
+    """The script's optimizers step what this rank owns, and begin with the state that they have."""
+    stepped, found = [(owned.name, owned.parameter) for owned in generation.gradients.owned], []
+    for each in workload.optimizers:
+        optimizer = _connected(each.adopt(stepped), run_file, generation)
+        made = section(optimizer, each.slots, None if len(workload.optimizers) == 1 else each.names)
+        _begin_with(made, each.taken)
+        found.append(made)
+    return found
+
+
+def _of_gradients(run_file: RunFile, generation: Generation) -> list[Section]:
+    """The size of buckets that was found, and what codecs have not sent so far."""
+    gradients, optimizer, codec = generation.gradients, run_file.optimizer, run_file.codec
+    sender, feedback = (optimizer, True) if optimizer.sends_momentum else (codec, codec.feedback)
+    exchanges = [] if generation.coded is None else generation.coded.made
+    residuals = ResidualSection(sender.variant, exchanges, gradients.owned, feedback=feedback)
+    return [*([] if gradients.tuned is None else [FactsSection("gradients", gradients.tuned)]), residuals]
 
 
 @torch.no_grad()

@@ -88,12 +88,12 @@ class Service:
         told: Callable[[Decision | Divergence | Slow], None] | None = None,
     ) -> None:
         self._told = told
-        self._journal, self._token, self._limits = journal, token, limits
+        self._journal, self._limits = journal, limits
         self._period_s = rules.silence_s / 5
         self._clock = RunningClock(clock, self._period_s)
         self.membership = Membership(rules, self._clock(), history=journal.read())
         journal.replace(self.membership.snapshot())
-        self._strangers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._strangers = handshake.Strangers(token, most=limits.strangers, limit_s=limits.handshake_s)
         self._peers: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] | None = None
         self._unwritten: list[Decision] = []
@@ -117,7 +117,7 @@ class Service:
         finally:
             ticking.cancel()
             server.close()
-            tasks = [*self._strangers, *self._peers]
+            tasks = [*self._strangers.tasks, *self._peers]
             for task in tasks:
                 task.cancel()
             with contextlib.suppress(asyncio.CancelledError):  # it ends by what it ends by
@@ -131,25 +131,17 @@ class Service:
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._strangers[task] = writer
-        if len(self._strangers) > self._limits.strangers:
-            oldest = next(iter(self._strangers))  # counts no more, although it has yet to end
-            del self._strangers[oldest]
-            oldest.cancel()
         try:
-            if not await handshake.admit(reader, writer, self._token, limit_s=self._limits.handshake_s):
+            if not await self._strangers.admit(reader, writer):
                 LOG.warning("%s does not know the job's token", writer.get_extra_info("peername"))
-            else:
-                self._strangers.pop(task, None)
-                if len(self._peers) < self._limits.peers:
-                    self._peers.add(task)
-                    await self._serve(reader, writer)
+            elif len(self._peers) < self._limits.peers:
+                self._peers.add(task)
+                await self._serve(reader, writer)
         except _GONE as error:
             LOG.info("a connection from %s was closed: %s", writer.get_extra_info("peername"), error)
         except asyncio.CancelledError:
             pass
         finally:
-            self._strangers.pop(task, None)
             self._peers.discard(task)
             writer.transport.abort()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.data.config import Denominator
 from shoal.data.inputs import PACKED
-from shoal.data.sample import Batch, Sample, Tree, describe, parse_sample
+from shoal.data.sample import Batch, Sample, Tree, describe, leaves, parse_sample
 from shoal.errors import UserCodeError
 
 # What the loss is averaged over, as a weight for every loss.
@@ -134,7 +134,7 @@ def collate_stacked(stacked: Any, positions: np.ndarray, *, denominator: Denomin
     """
     parsed: Sample = parse_sample(stacked)
     for name, tree in (("inputs", parsed.inputs), ("targets", parsed.targets), ("weights", parsed.weights)):
-        for leaf in _leaves(tree) if tree is not None else ():
+        for leaf in leaves(tree) if tree is not None else ():
             if leaf.ndim == 0 or len(leaf) != len(positions):
                 raise UserCodeError(
                     f"samples_at() returned {name} of shape {tuple(leaf.shape)} for {len(positions)} ids: return one "
@@ -145,19 +145,12 @@ def collate_stacked(stacked: Any, positions: np.ndarray, *, denominator: Denomin
     return Batch(parsed.inputs, parsed.targets, weights=weights, positions=places)
 
 
-def _leaves(tree: Tree) -> list[Tensor]:
-    if isinstance(tree, Tensor):
-        return [tree]
-    branches = tree.values() if isinstance(tree, dict) else tree
-    return [leaf for branch in branches for leaf in _leaves(branch)]
-
-
 def _stack(trees: Sequence[Tree], name: str, *, pads: bool = True) -> Tree:
     """Stacks leaf by leaf, with a new leading dim; refuses trees of different structure."""
     first = trees[0]
     if isinstance(first, Tensor):
-        leaves = [tree for tree in trees if isinstance(tree, Tensor)]
-        return _stack_leaves(leaves, name, expected=len(trees), pads=pads)
+        tensors = [tree for tree in trees if isinstance(tree, Tensor)]
+        return _stack_leaves(tensors, name, expected=len(trees), pads=pads)
     for tree in trees:
         if type(tree) is not type(first) or _names(tree) != _names(first):
             raise UserCodeError(
@@ -181,26 +174,26 @@ def _branch(tree: Any, key: str | int) -> Tree:
     return tree[key]
 
 
-def _stack_leaves(leaves: Sequence[Tensor], name: str, *, expected: int, pads: bool = True) -> Tensor:
-    first = leaves[0]
-    if len(leaves) != expected:
+def _stack_leaves(tensors: Sequence[Tensor], name: str, *, expected: int, pads: bool = True) -> Tensor:
+    first = tensors[0]
+    if len(tensors) != expected:
         raise UserCodeError(f"The data set's {name} are a tensor in some samples only: return the same for every one.")
-    if all(leaf.shape == first.shape and leaf.dtype == first.dtype for leaf in leaves):
-        return torch.stack(list(leaves))
-    for leaf in leaves:
+    if all(leaf.shape == first.shape and leaf.dtype == first.dtype for leaf in tensors):
+        return torch.stack(list(tensors))
+    for leaf in tensors:
         if leaf.dtype != first.dtype or leaf.ndim != first.ndim or leaf.shape[1:] != first.shape[1:]:
             raise UserCodeError(
                 f"The data set's {name} are {first.dtype} {tuple(first.shape)} in one sample and {leaf.dtype} "
                 f"{tuple(leaf.shape)} in another: only the length of the first dim may differ."
             )
     if not pads:
-        other = next(leaf for leaf in leaves if leaf.shape != first.shape)
+        other = next(leaf for leaf in tensors if leaf.shape != first.shape)
         raise UserCodeError(
             f"The data set's {name} are of shape {tuple(first.shape)} in one sample, {tuple(other.shape)} in another, "
             "which no DataLoader puts side by side by itself: hand over one with a collate_fn that does, as by "
             "torch.nn.utils.rnn.pad_sequence, or pad them in the data set."
         )
-    return torch.nn.utils.rnn.pad_sequence(list(leaves), batch_first=True)
+    return torch.nn.utils.rnn.pad_sequence(list(tensors), batch_first=True)
 
 
 def _stack_weights(weights: Sequence[Tensor | None]) -> Tensor | None:
@@ -217,8 +210,7 @@ def _lengths(targets: Sequence[Tree], *, weighted: bool) -> Tensor | None:
     """int64 [samples] where the targets' lengths differ, else None."""
     if len(targets) == 1:
         return None
-    leaves = [_leaves(tree) for tree in targets]
-    lengths = [[len(leaf) if leaf.ndim else 1 for leaf in sample] for sample in leaves]
+    lengths = [[len(leaf) if leaf.ndim else 1 for leaf in leaves(tree)] for tree in targets]
     if all(of_sample == lengths[0] for of_sample in lengths):
         return None
     if isinstance(targets[0], Tensor):

@@ -32,7 +32,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -280,9 +279,7 @@ class Feed:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def sample_ids(self, positions: np.ndarray) -> np.ndarray:

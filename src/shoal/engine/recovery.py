@@ -21,13 +21,14 @@ from shoal.checkpoint.load import read_into
 from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.objects import Places
 from shoal.comm.collective import gather_texts
-from shoal.data.sample import Batch, Tree
+from shoal.data.sample import Batch
 from shoal.engine.compute import Compute
 from shoal.engine.precision import SMALLEST_SCALE, LossScaler
 from shoal.engine.rank_context import RankContext
 from shoal.engine.state import TrainState
 from shoal.engine.tally import StepResult
 from shoal.errors import CorruptCheckpoint, Diverged, VerificationFailed
+from shoal.gradients.units import tensors_in
 from shoal.models.adapters import is_adapter
 
 SampleIds = Callable[[np.ndarray], np.ndarray]
@@ -58,7 +59,7 @@ def first_nonfinite(
 
 def _in_samples(batch: Batch, ids: SampleIds | None) -> str | None:
     for part, tree in (("inputs", batch.inputs), ("targets", batch.targets)):
-        for leaf in _leaves(tree):
+        for leaf in tensors_in(tree):
             if not _finite(leaf):
                 bad = (~torch.isfinite(leaf)).flatten(1).any(1) if leaf.ndim > 1 else ~torch.isfinite(leaf)
                 position = batch.positions[bad.cpu()][:1]
@@ -73,7 +74,7 @@ def _in_forward(compute: Compute, batch: Batch) -> str | None:
 
     def watch(name: str):
         def after(module: nn.Module, inputs: object, output: object) -> None:
-            if not found and not all(_finite(leaf) for leaf in _leaves(output)):
+            if not found and not all(_finite(leaf) for leaf in tensors_in(output)):
                 found.append(_output_of(name, module))
 
         return after
@@ -98,17 +99,6 @@ def _output_of(name: str, module: nn.Module) -> str:
 
 def _finite(tensor: Tensor) -> bool:
     return not tensor.is_floating_point() or bool(torch.isfinite(tensor).all())
-
-
-def _leaves(tree: Tree | object) -> Iterable[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for branch in tree.values():
-            yield from _leaves(branch)
-    elif isinstance(tree, tuple | list):
-        for branch in tree:
-            yield from _leaves(branch)
 
 
 @dataclass

@@ -12,8 +12,8 @@ import errno
 import os
 import queue
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,50 +95,28 @@ def run_elastic(
             f'elastic.policy = "{config.policy}" with a coordinator of several hosts, which no launcher scales: use '
             "`shoal coordinator scale`, and leave elastic.policy out"
         )
-    host = LOOPBACK if elsewhere is None else sockets.address_towards(elsewhere.host, elsewhere.port)
-    slots = config.max + config.spares if elsewhere is None else replicas_here(environ)
     with ExitStack() as stack:
         folder = stack.enter_context(temporary_folder())
         stack.enter_context(listening(events))
-        address, token = elsewhere, Path(environ.get(TOKEN, ""))
-        if address is None:
+        if elsewhere is None:
             rules = Rules(
-                config.min,
-                config.max,
-                silence_s=config.silence_s,
-                accept_s=config.accept_s,
-                hang_s=config.hang_s,
+                config.min, config.max, silence_s=config.silence_s, accept_s=config.accept_s, hang_s=config.hang_s
             )
-            address = stack.enter_context(coordinator_in(folder, rules, told=events.put, journal=journal_of(environ)))
-            token = folder / "token"
-        terminal_fd = os.dup(1)
-        stack.callback(os.close, terminal_fd)
-        read_end = stack.enter_context(pipe())
-        starter = Starter(
-            list(job.command),
-            ranks=job.ranks,
-            slots=slots,
-            host=host,
-            several_hosts=elsewhere is not None,
-            run_directory=job.run_directory if elsewhere is None else job.run_directory / "hosts" / host,
-            environ={
-                **environ,
-                FAILURE_FOLDER: str(folder),
-                LAUNCHER_PID: str(os.getpid()),
-                LAUNCHER_PIPE: str(read_end),
-            },
-            coordinator=coordinator_variables(address, token.absolute()),
-            fds=(read_end, terminal_fd, *keep_fds),
-            terminal_fd=terminal_fd,
+            journal = journal_of(environ)
+            address = stack.enter_context(coordinator_in(folder, rules, told=events.put, journal=journal))
+            token, slots, host = folder / "token", config.max + config.spares, ""
+        else:
+            address, token, slots = elsewhere, Path(environ.get(TOKEN, "")), replicas_here(environ)
+            host = sockets.address_towards(elsewhere.host, elsewhere.port)
+        variables = coordinator_variables(address, token.absolute())
+        starter = stack.enter_context(
+            _starter(job, slots, folder, environ, host=host, coordinator=variables, keep_fds=keep_fds)
         )
         fleet = Fleet(config, job.steps, address, folder, events, starter, job.run_directory, job.warn)
         fleet.start_s = job.start_s
         stack.enter_context(no_survivors(fleet.processes))
         if elsewhere is not None:
-            names = lambda: tuple(fleet.running)  # noqa: E731
-            since = view_of(address)
-            fleet.members = since.members
-            stack.enter_context(watching(address, names, since=since, told=events.put, silence_s=config.silence_s))
+            stack.enter_context(_seeing_others(fleet))
         fleet.speeds = Speeds(job.global_samples)
         stack.enter_context(scaling(config, address, fleet.speeds, say=say))
         for slot in range(slots):
@@ -148,3 +126,54 @@ def run_elastic(
             fleet.react()
         code = fleet.conclude()
         return code, fleet.goes_on_elsewhere(code)
+
+
+@contextmanager
+def _starter(
+    job: ElasticJob,
+    slots: int,
+    folder: Path,
+    environ: Mapping[str, str],
+    *,
+    host: str,
+    coordinator: Mapping[str, str],
+    keep_fds: Sequence[int],
+) -> Iterator[Starter]:
+    """What starts the ranks of `slots` replicas, which end with this process. `host`: this one's address, where there
+    are others ("": there are none).
+    """
+    with pipe() as read_end:
+        terminal_fd = os.dup(1)
+        try:
+            yield Starter(
+                list(job.command),
+                ranks=job.ranks,
+                slots=slots,
+                host=host or LOOPBACK,
+                several_hosts=bool(host),
+                run_directory=job.run_directory / "hosts" / host if host else job.run_directory,
+                environ={
+                    **environ,
+                    FAILURE_FOLDER: str(folder),
+                    LAUNCHER_PID: str(os.getpid()),
+                    LAUNCHER_PIPE: str(read_end),
+                },
+                coordinator=coordinator,
+                fds=(read_end, terminal_fd, *keep_fds),
+                terminal_fd=terminal_fd,
+            )
+        finally:
+            os.close(terminal_fd)
+
+
+def _seeing_others(fleet: Fleet) -> AbstractContextManager[None]:
+    """The fleet hears from a coordinator elsewhere who else takes part."""
+    since = view_of(fleet.address)
+    fleet.members = since.members
+    return watching(
+        fleet.address,
+        lambda: tuple(fleet.running),
+        since=since,
+        told=fleet.events.put,
+        silence_s=fleet.config.silence_s,
+    )

@@ -366,7 +366,7 @@ class ReleasedParameter(Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _reads(func):
-            found = next(each for each in _tensors((args, kwargs or {})) if isinstance(each, ReleasedParameter))
+            found = next(each for each in tensors_in((args, kwargs or {})) if isinstance(each, ReleasedParameter))
             raise UserCodeError(found.read)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -405,8 +405,8 @@ def _in_backward() -> bool:
 
 
 def _differentiable(tree: Any) -> Iterator[Tensor]:
-    """The tensors of a tree of tuples, lists, dictionaries and dataclasses that autograd follows."""
-    return (tensor for tensor in _tensors(tree) if tensor.requires_grad)
+    """Those of `tensors_in` that autograd follows."""
+    return (tensor for tensor in tensors_in(tree) if tensor.requires_grad)
 
 
 def _base_of(tensor: Tensor) -> Tensor:
@@ -415,15 +415,16 @@ def _base_of(tensor: Tensor) -> Tensor:
     return tensor if base is None or not base.requires_grad else base
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """The tensors of a tree of tuples, lists, dictionaries and dataclasses."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, dict):
         for branch in tree.values():
-            yield from _tensors(branch)
+            yield from tensors_in(branch)
     elif isinstance(tree, tuple | list):
         for branch in tree:
-            yield from _tensors(branch)
+            yield from tensors_in(branch)
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for own in dataclasses.fields(tree):
-            yield from _tensors(getattr(tree, own.name))
+            yield from tensors_in(getattr(tree, own.name))

@@ -137,6 +137,32 @@ async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, toke
     return answer is not None
 
 
+class Strangers:
+    """Connections to a service that have yet to show that they know its `token`. Of more than `most` at once the oldest
+    is cancelled.
+    """
+
+    def __init__(self, token: bytes, *, most: int, limit_s: float) -> None:
+        self._token, self._most, self._limit_s = token, most, limit_s
+        self.tasks: dict[asyncio.Task[object], None] = {}
+
+    async def admit(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
+        """As `admit`, of the current task's connection."""
+        import asyncio
+
+        task = asyncio.current_task()
+        assert task is not None
+        self.tasks[task] = None
+        if len(self.tasks) > self._most:
+            oldest = next(iter(self.tasks))  # counts no more, although it has yet to end
+            del self.tasks[oldest]
+            oldest.cancel()
+        try:
+            return await admit(reader, writer, self._token, limit_s=self._limit_s)
+        finally:
+            self.tasks.pop(task, None)
+
+
 def admit_one(connection: socket.socket, token: bytes) -> bool:
     """`admit` on a blocking socket whose timeout bounds each frame. Raises `FrameError` and `OSError`."""
     greeting = hello()

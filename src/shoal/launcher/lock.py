@@ -14,7 +14,6 @@ import os
 import socket
 import time
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -93,9 +92,7 @@ class RunLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

@@ -18,7 +18,7 @@ from shoal.assembly.objects import UserObjects, data_of, loss_of, users_model
 from shoal.assembly.trainable import partly_trained
 from shoal.cost.footprint import Overheads
 from shoal.data.collate import collate
-from shoal.data.sample import Batch, Tree, map_tree
+from shoal.data.sample import Batch, leaves, map_tree
 from shoal.engine.compute import Compute
 from shoal.engine.loss import Loss, cross_entropy, in_chunks, weighted_sum
 from shoal.engine.precision import precision_of
@@ -106,7 +106,7 @@ class _Steps:
             compute.announce(microbatch, lambda: 1.0)
             return weighted_sum(compute.losses(batch)[1], microbatch.weights)
 
-        return Step(value, (*_leaves(batch.inputs), *_leaves(batch.targets), microbatch.weights))
+        return Step(value, (*leaves(batch.inputs, batch.targets), microbatch.weights))
 
     def _of_parts(self, split: VocabularySplit, group: TracedGroup, outputs: Tensor, targets: Tensor) -> Tensor:
         if self.loss is cross_entropy:
@@ -138,9 +138,3 @@ def _of_size(batch: Batch, samples: int) -> Batch:
 
     inputs, targets = map_tree(alike, batch.inputs), map_tree(alike, batch.targets)
     return Batch(inputs, targets, weights=alike(batch.weights), positions=alike(batch.positions))
-
-
-def _leaves(tree: Tree) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_tree(lambda leaf: found.append(leaf) or leaf, tree)
-    return found

@@ -147,9 +147,9 @@ class StoreServer:
 
     def __init__(self, listener: socket.socket, *, token: bytes, limits: Limits = Limits()) -> None:
         sockets.allow_descriptors()
-        self._listener, self._key, self._limits = listener, handshake.key_for(token, SERVICE), limits
+        self._listener, key = listener, handshake.key_for(token, SERVICE)
         self._keys = Keys()
-        self._strangers: dict[asyncio.Task[None], None] = {}
+        self._strangers = handshake.Strangers(key, most=limits.strangers, limit_s=limits.handshake_s)
         self._loop = asyncio.new_event_loop()
         self._serving = self._loop.create_task(self._serve())
         self._thread = threading.Thread(target=self._run, name="shoal-store", daemon=True)
@@ -183,19 +183,11 @@ class StoreServer:
             await asyncio.gather(*others, return_exceptions=True)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._strangers[task] = None
-        if len(self._strangers) > self._limits.strangers:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.cancel()
         peer = _Peer(writer)
         try:
-            if not await handshake.admit(reader, writer, self._key, limit_s=self._limits.handshake_s):
+            if not await self._strangers.admit(reader, writer):
                 LOG.info("%s does not know the job's token", writer.get_extra_info("peername"))
             else:
-                self._strangers.pop(task, None)
                 connection = writer.get_extra_info("socket")
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 await self._serve_peer(peer, reader)
@@ -204,7 +196,6 @@ class StoreServer:
         except asyncio.CancelledError:
             pass
         finally:
-            self._strangers.pop(task, None)
             for waiter in peer.waiters:
                 self._end(waiter)
             writer.transport.abort()

@@ -214,57 +214,75 @@ def surveyed(
     hosts: Sequence[Host], openers: Mapping[str, Callable[[], Channel]], *, folder: str | None, port: int
 ) -> Survey:
     """Looks at `hosts` through the channels that `openers` open, by name; closes them in any case."""
-    token = secrets.token_hex(16)
-    channels: dict[str, Channel] = {}
-    facts: dict[str, HostFacts] = {}
-    silent: dict[str, str] = {}
-    links: dict[tuple[str, str], SurveyedLink] = {}
+    look = _Look(hosts, openers, folder=folder, port=port)
+    threads = ThreadPoolExecutor(max_workers=len(hosts))
+    try:
+        _all(threads, look.begin, hosts)
+        all_rounds = rounds([host.name for host in hosts if host.name in look.facts])
+        for pairs in all_rounds:
+            _all(threads, partial(look.measure, rate=False), pairs)
+        for pairs in all_rounds:
+            open_pairs = [pair for pair in pairs if look.links[pair].obstacle is None]
+            _all(threads, partial(look.measure, rate=True), open_pairs)
+    finally:
+        look.close()  # `threads` may still wait for answers, which end when the channels are closed
+        threads.shutdown(cancel_futures=True)
+    return look.survey()
 
-    closing, closed = threading.Lock(), False
 
-    def begin(host: Host) -> None:
+class _Look:
+    """What is known of `hosts` so far. Its methods are called from many threads, each for another host or pair."""
+
+    def __init__(
+        self, hosts: Sequence[Host], openers: Mapping[str, Callable[[], Channel]], *, folder: str | None, port: int
+    ) -> None:
+        self._hosts, self._openers = {host.name: host for host in hosts}, openers
+        self._token, self._folder, self._port = secrets.token_hex(16), folder, port
+        self._channels: dict[str, Channel] = {}
+        self._closing, self._closed = threading.Lock(), False
+        self._silent: dict[str, str] = {}
+        self.facts: dict[str, HostFacts] = {}
+        self.links: dict[tuple[str, str], SurveyedLink] = {}
+
+    def begin(self, host: Host) -> None:
+        """Starts the probe of `host` and asks it about the host."""
         try:
-            channel = openers[host.name]()
-            with closing:
-                channels[host.name] = channel
-                late = closed
+            channel = self._openers[host.name]()
+            with self._closing:
+                self._channels[host.name] = channel
+                late = self._closed
             if late:  # interrupted while it was opened
                 channel.close()
                 return
-            question = Begin(host.name, list(hosts), port, token, folder)
-            facts[host.name] = channels[host.name].ask(question, HostFacts, within_s=BEGIN_S)
+            question = Begin(host.name, list(self._hosts.values()), self._port, self._token, self._folder)
+            self.facts[host.name] = channel.ask(question, HostFacts, within_s=BEGIN_S)
         except EnvironmentFault as fault:
-            silent[host.name] = str(fault)
+            self._silent[host.name] = str(fault)
 
-    def measure(pair: tuple[str, str], *, rate: bool) -> None:
+    def measure(self, pair: tuple[str, str], *, rate: bool) -> None:
+        """The link from the first of two hosts that have begun to the second; `rate`: also how fast it is."""
         source, target = pair
         try:
-            question = Measure(by_name[target], facts[target].port, rate)
-            found = channels[source].ask(question, SurveyedLink, within_s=MEASURE_S)
-            links[pair] = msgspec.structs.replace(links[pair], bytes_per_s=found.bytes_per_s) if rate else found
+            question = Measure(self._hosts[target], self.facts[target].port, rate)
+            found = self._channels[source].ask(question, SurveyedLink, within_s=MEASURE_S)
+            if rate:
+                found = msgspec.structs.replace(self.links[pair], bytes_per_s=found.bytes_per_s)
+            self.links[pair] = found
         except EnvironmentFault as fault:
-            links[pair] = SurveyedLink(obstacle=f"the probe of {source} said nothing more: {fault}")
+            self.links[pair] = SurveyedLink(obstacle=f"the probe of {source} said nothing more: {fault}")
 
-    by_name = {host.name: host for host in hosts}
-    threads = ThreadPoolExecutor(max_workers=len(hosts))
-    try:
-        _all(threads, begin, hosts)
-        all_rounds = rounds([host.name for host in hosts if host.name in facts])
-        for pairs in all_rounds:
-            _all(threads, partial(measure, rate=False), pairs)
-        for pairs in all_rounds:
-            open_pairs = [pair for pair in pairs if links[pair].obstacle is None]
-            _all(threads, partial(measure, rate=True), open_pairs)
-    finally:
-        # `threads` may still wait for answers, which end when the channels are closed
-        with closing:
-            closed, opened = True, list(channels.values())
-        with ThreadPoolExecutor(max_workers=len(hosts)) as enders:
+    def close(self) -> None:
+        """Closes all channels at once, also one that is still being opened."""
+        with self._closing:
+            self._closed, opened = True, list(self._channels.values())
+        with ThreadPoolExecutor(max_workers=len(self._hosts)) as enders:
             _all(enders, lambda channel: channel.close(), opened)
-        threads.shutdown(cancel_futures=True)
-    ordered = {host.name: facts[host.name] for host in hosts if host.name in facts}
-    ordered_silent = {host.name: silent[host.name] for host in hosts if host.name in silent}
-    return Survey(tuple(hosts), port, ordered, ordered_silent, links)
+
+    def survey(self) -> Survey:
+        """All of it, in the order of the hosts."""
+        facts = {name: self.facts[name] for name in self._hosts if name in self.facts}
+        silent = {name: self._silent[name] for name in self._hosts if name in self._silent}
+        return Survey(tuple(self._hosts.values()), self._port, facts, silent, self.links)
 
 
 def rounds(names: Sequence[str]) -> list[list[tuple[str, str]]]:

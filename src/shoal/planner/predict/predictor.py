@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from shoal.codec.config import NoCodec
 from shoal.codec.stated import Matrices
@@ -84,9 +85,9 @@ class Predictor:
         measured: Measured | None = None,
         constants: Constants | None = None,
         stack: Stack | None = None,
-    ) -> Predictor:
+    ) -> Self:
         """The same on another cluster, of which `measured` was measured; `constants`, `stack`: others than before."""
-        return Predictor(
+        return type(self)(
             self.workload,
             cluster,
             stack=stack or self.stack,

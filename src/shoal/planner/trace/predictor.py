@@ -230,24 +230,6 @@ class TracedPredictor(Predictor):
         self.job = job
         self._units: dict[tuple[TracedSplit, int], dict[int | None, UnitSeconds]] = {}
 
-    def on(
-        self,
-        cluster: Cluster,
-        *,
-        measured: Measured | None = None,
-        constants: Constants | None = None,
-        stack: Stack | None = None,
-    ) -> TracedPredictor:
-        """The same on another cluster, of which `measured` was measured; `constants`, `stack`: others than before."""
-        return TracedPredictor(
-            self.job,
-            cluster,
-            stack=stack or self.stack,
-            constants=constants or self.constants,
-            overheads=self.overheads,
-            measured=measured,
-        )
-
     @property
     def abilities(self) -> Abilities:
         """Stages need a chain, tensor ranks need roles, what is computed again needs blocks; no context ranks, and
