@@ -26,7 +26,7 @@ from shoal.bench.ddp_script import Script, new_gpt
 from shoal.bench.report import Result, check, spread
 from shoal.bench.training_job import MODEL, SEQUENCE
 from shoal.comm.mesh import Mesh
-from shoal.engine.reference import SINGLE
+from shoal.engine.tolerances import SINGLE
 from shoal.memory.closed_form import Activations, block_saved_bytes
 from shoal.memory.recompute import RecomputeKind, recompute
 from shoal.memory.tracker import SavedActivations, measured_activation_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.engine.reference import CANCELLED_ROUNDINGS, ROUNDINGS, SINGLE, HeldBox, compare_gradients
+from shoal.engine.tolerances import CANCELLED_ROUNDINGS, ROUNDINGS, SINGLE, HeldBox, compare_gradients
 from shoal.topology.holding import whole
 
 WANTED = {"weight": torch.ones(64), "bias": torch.full((4,), 1e-9)}

@@ -9,7 +9,7 @@ from pathlib import Path
 from shoal.observe.events import Event, EventWriter
 from shoal.observe.record import layer_loads, mean_imbalance
 from shoal.observe.report import write_report
-from shoal.observe.report_sections import MAX_COLUMNS, heat_map
+from shoal.observe.report_experts import MAX_COLUMNS, heat_map
 from tests.observe.synthetic import write_run
 
 

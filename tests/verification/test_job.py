@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shoal.assembly.job import said_of_parameters
-from shoal.engine.reference import Finding
+from shoal.engine.tolerances import Finding
 from shoal.verification.verdict import Verdict
 
 

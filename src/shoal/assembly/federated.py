@@ -55,30 +55,18 @@ def federated_task(run_file: RunFile, script: FromScript = FromScript(), *, real
     secure = run_file.secure_aggregation is not None
     script.own.require_possible(run_file.federated, run_file.privacy, secure=secure)
     widths, objects = run_file.federated.all_widths, script.objects
-    model_dtype = precision_of(run_file.precision).parameters
-    whole = at_width(run_file, objects, 1.0) if len(widths) > 1 else (run_file, objects)
-    model = model_of(*whole, device=torch.device("cpu"), dtype=model_dtype)
-    sent = real and all(parameter.requires_grad for parameter in model.parameters())  # a server sends what trains
-    if run_file.run.warm_start is not None and not sent:
-        source = Path(run_file.run.warm_start)
-        weights = weights_of(source)
-        require_weights_of(model, weights, source=source)
-        copy_weights(weights, model)
+    model = _whole_model(run_file, objects, real=real)
     layout = layout_of(model)
     data = with_labels(data_of(run_file, objects), next_token=predicts_next_token(model))
     if data.endless or data.parts:
         raise UserCodeError("federated training needs data with a number of samples, of one source: give such data")
     decays = _decays(model)
-    private = None
-    if run_file.privacy is not None and run_file.privacy.unit == "sample":
-        source = from_entropy if real else Simulated(run_file.run.seed, "clients")
-        private = PrivateGradient(run_file.privacy, batch=run_file.batch.global_samples, noise=source)
     trainer = LocalTrainer(
         module=model,
         loss=loss_of(run_file.loss, objects, precision_of(run_file.precision)),
         layout=layout,
         sgd=run_file.optimizer,
-        private=private,
+        private=_private(run_file, real=real),
         decays=torch.cat([torch.full((size,), decays[n]) for n, size in zip(layout.names, layout.sizes, strict=True)]),
     )
     peak, _ = peak_rate(run_file.optimizer, global_samples=run_file.batch.global_samples)
@@ -94,7 +82,7 @@ def federated_task(run_file: RunFile, script: FromScript = FromScript(), *, real
         batch=run_file.batch.global_samples,
         rounds=run_file.run.steps,
         seed=run_file.run.seed,
-        upload=upload_of(run_file.codec, numel=layout.numel, dtype=model_dtype, seed=run_file.run.seed),
+        upload=upload_of(run_file.codec, numel=layout.numel, dtype=_dtype(run_file), seed=run_file.run.seed),
         shuffle=run_file.data.shuffle,
         privacy=run_file.privacy,
         secure=run_file.secure_aggregation,
@@ -105,9 +93,36 @@ def federated_task(run_file: RunFile, script: FromScript = FromScript(), *, real
     return replace(task, corners=narrower)
 
 
+def _dtype(run_file: RunFile) -> torch.dtype:
+    return precision_of(run_file.precision).parameters
+
+
+def _whole_model(run_file: RunFile, objects: UserObjects, *, real: bool) -> torch.nn.Module:
+    """The model of the largest width, on the CPU, with the weights that the run begins with."""
+    assert run_file.federated is not None
+    several = len(run_file.federated.all_widths) > 1
+    whole = at_width(run_file, objects, 1.0) if several else (run_file, objects)
+    model = model_of(*whole, device=torch.device("cpu"), dtype=_dtype(run_file))
+    sent = real and all(parameter.requires_grad for parameter in model.parameters())  # a server sends what trains
+    if run_file.run.warm_start is not None and not sent:
+        source = Path(run_file.run.warm_start)
+        weights = weights_of(source)
+        require_weights_of(model, weights, source=source)
+        copy_weights(weights, model)
+    return model
+
+
+def _private(run_file: RunFile, *, real: bool) -> PrivateGradient | None:
+    """How clients keep single samples private, where `[privacy]` asks for that."""
+    if run_file.privacy is None or run_file.privacy.unit != "sample":
+        return None
+    source = from_entropy if real else Simulated(run_file.run.seed, "clients")
+    return PrivateGradient(run_file.privacy, batch=run_file.batch.global_samples, noise=source)
+
+
 def _corner(task: Task, run_file: RunFile, objects: UserObjects) -> Corner:
     """The model of a smaller width, whose parameters are corners of the whole one's. Raises `ConfigError`."""
-    dtype = precision_of(run_file.precision).parameters
+    dtype = _dtype(run_file)
     model = model_of(run_file, objects, device=torch.device("cpu"), dtype=dtype)
     layout, whole = layout_of(model), task.trainer.layout
     where = corner_of(whole, layout)

@@ -16,10 +16,10 @@ from shoal.observe.charts import loss_picture
 from shoal.observe.facts import replace_file
 from shoal.observe.prediction import predicted_section
 from shoal.observe.record import Record, read_record
+from shoal.observe.report_experts import expert_section
 from shoal.observe.report_sections import (
     checkpoint_section,
     communication_section,
-    expert_section,
     loss_section,
     measurement_section,
     rank_section,

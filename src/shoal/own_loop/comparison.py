@@ -23,7 +23,7 @@ from shoal.assembly.run import Run
 from shoal.codec.config import NoCodec, ShardCodecConfig
 from shoal.comm.collective import gather_lines
 from shoal.engine.config import Float32, Float64
-from shoal.engine.reference import (
+from shoal.engine.tolerances import (
     EXACT,
     SINGLE,
     Finding,

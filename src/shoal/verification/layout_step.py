@@ -16,20 +16,18 @@ from shoal.comm.exchanges.coded import Coded
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed
 from shoal.data.sample import Batch
-from shoal.engine.reference import (
+from shoal.engine.reference import Reference, ReferenceGradient, StaleReference
+from shoal.engine.state import OPTIMIZER
+from shoal.engine.tally import StepResult
+from shoal.engine.tolerances import (
     Finding,
     HeldBox,
-    Reference,
-    ReferenceGradient,
-    StaleReference,
     Tolerances,
     assembled,
     compare_gradients,
     compare_number,
     compare_weights,
 )
-from shoal.engine.state import OPTIMIZER
-from shoal.engine.tally import StepResult
 from shoal.models.mixture import RecordRoutes, ReplayRoutes, RouteDifference, Routes, set_routes
 from shoal.optim.config import AdamW, AdamW8bit
 from shoal.optim.schedule import peak_rate

@@ -28,7 +28,8 @@ from shoal.comm.collective import Alone, gather_named
 from shoal.data.sample import Batch, map_tree
 from shoal.engine.compute import Compute
 from shoal.engine.randomness import Randomness
-from shoal.engine.reference import Arrange, Finding, HeldBox, Reference, compare_rates, compare_weights, joined
+from shoal.engine.reference import Arrange, Reference, joined
+from shoal.engine.tolerances import Finding, HeldBox, compare_rates, compare_weights
 from shoal.models.mixture import UNKNOWN, ReplayRoutes, RouteDifference, Routes, set_routes
 from shoal.models.roles import roles_of
 from shoal.optim.build import build_optimizer

@@ -16,7 +16,8 @@ from torch import Tensor
 from shoal.assembly.run import Run
 from shoal.comm.collective import gather_named
 from shoal.data.sample import Batch
-from shoal.engine.reference import HeldBox, Reference, ReferenceGradient, assembled, norm_of
+from shoal.engine.reference import Reference, ReferenceGradient, norm_of
+from shoal.engine.tolerances import HeldBox, assembled
 from shoal.engine.updates import Work
 from shoal.models.config import ForeignModel
 from shoal.models.mixture import RecordRoutes, ReplayRoutes, RouteDifference, Routes, set_routes

@@ -26,12 +26,11 @@ from shoal.comm.collective import gather_named
 from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed
 from shoal.data.sample import Batch
-from shoal.engine.reference import (
+from shoal.engine.reference import Reference, ReferenceGradient
+from shoal.engine.tolerances import (
     Finding,
     HeldBox,
     Quantity,
-    Reference,
-    ReferenceGradient,
     Tolerances,
     assembled,
     compare_gradients,

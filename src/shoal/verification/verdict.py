@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shoal.engine.reference import Finding, Quantity
+from shoal.engine.tolerances import Finding, Quantity
 
 _TELLING: tuple[Quantity, ...] = (
     "neighbours",

@@ -25,16 +25,8 @@ from shoal.data.cursor import Cursor
 from shoal.data.feed import Feed
 from shoal.engine.config import BFloat16, BFloat16Params, Float8, Float16, Float32, Float64, PrecisionConfig
 from shoal.engine.precision import LossScaler, precision_of
-from shoal.engine.reference import (
-    EXACT,
-    HALF,
-    MASTERS,
-    SINGLE,
-    Finding,
-    HeldBox,
-    Reference,
-    Tolerances,
-)
+from shoal.engine.reference import Reference
+from shoal.engine.tolerances import EXACT, HALF, MASTERS, SINGLE, Finding, HeldBox, Tolerances
 from shoal.launcher.environment import Place
 from shoal.models.config import ForeignModel
 from shoal.models.mixture import ReplayRoutes

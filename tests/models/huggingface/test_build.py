@@ -14,8 +14,9 @@ import torch
 
 from shoal.errors import ConfigError, UserCodeError
 from shoal.models.huggingface.build import build
+from shoal.models.huggingface.causal_cores import attend
 from shoal.models.huggingface.config import TransformersConfig
-from shoal.models.huggingface.model import attend, check_plans
+from shoal.models.huggingface.model import check_plans
 from shoal.models.layers import CausalAttention
 from shoal.runfile.rules import refusal
 from shoal.topology.layout import Layout

@@ -27,7 +27,7 @@ from shoal.files import temporary_folder
 from shoal.fleet.processes import REPLICA
 from shoal.launcher.children import LAUNCHER_PID
 from shoal.launcher.environment import place_from
-from shoal.resilience.config import COORDINATOR
+from shoal.resilience.config import COORDINATOR, ElasticConfig
 from shoal.resilience.faults import REHEARSAL
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
@@ -125,24 +125,7 @@ def rehearse(
         for scenario in scenarios(ranks, elastic=run_file.elastic is not None, every_point=every_point)
         if scenario.family in families and only in scenario.name
     ]
-    skipped = []
-    if script is not None and any(one.network or one.restarts_coordinator for one in wanted):
-        wanted = [one for one in wanted if not (one.network or one.restarts_coordinator)]
-        skipped.append(
-            "faults of the network and of a coordinator: they start the hosts of a run file, not of a script"
-        )
-    if any(scenario.network for scenario in wanted):
-        reason = why_not_two_hosts(ranks, elastic=run_file.elastic)
-        if reason is not None:
-            wanted, skipped = (
-                [one for one in wanted if not one.network],
-                [f"network faults between two hosts: {reason}"],
-            )
-    if any(scenario.fills for scenario in wanted):
-        reason = why_no_small_disk()
-        if reason is not None:
-            wanted = [one for one in wanted if not one.fills]
-            skipped.append(f"a full file system: {reason}")
+    wanted, skipped = _possible(wanted, of_script=script is not None, ranks=ranks, elastic=run_file.elastic)
     if not wanted and not skipped:
         raise UsageError(
             f"no scenario of {', '.join(families)} has {only!r} in its name: leave out --only, or change it"
@@ -162,6 +145,25 @@ def rehearse(
             on_row(rows[-1])
             shutil.rmtree(trial.directory, ignore_errors=True)  # its checkpoints may be large
     return Rehearsal(str(file), ranks, keys[: len(keys) - len(overrides)], rows, skipped)
+
+
+def _possible(
+    wanted: list[Scenario], *, of_script: bool, ranks: int, elastic: ElasticConfig | None
+) -> tuple[list[Scenario], list[str]]:
+    """The scenarios that can be played here, and for the others a sentence of each kind that says why not."""
+    skipped = []
+    if of_script and any(one.network or one.restarts_coordinator for one in wanted):
+        wanted = [one for one in wanted if not (one.network or one.restarts_coordinator)]
+        skipped.append(
+            "faults of the network and of a coordinator: they start the hosts of a run file, not of a script"
+        )
+    if any(one.network for one in wanted) and (reason := why_not_two_hosts(ranks, elastic=elastic)) is not None:
+        wanted = [one for one in wanted if not one.network]
+        skipped.append(f"network faults between two hosts: {reason}")
+    if any(one.fills for one in wanted) and (reason := why_no_small_disk()) is not None:
+        wanted = [one for one in wanted if not one.fills]
+        skipped.append(f"a full file system: {reason}")
+    return wanted, skipped
 
 
 def _require_no_other_run(environ: Mapping[str, str]) -> None:

@@ -26,9 +26,10 @@ from torch import nn
 
 from shoal.errors import ConfigError, MissingExtra
 from shoal.models.attention_config import mask_of
+from shoal.models.huggingface.causal_cores import use_causal_cores
 from shoal.models.huggingface.chain import has_chain
 from shoal.models.huggingface.config import TransformersConfig, config_keys
-from shoal.models.huggingface.model import Stages, declared_class, use_causal_cores
+from shoal.models.huggingface.model import Stages, declared_class
 from shoal.models.huggingface.tensor_plan import declares_roles, settle_plan, use_exchanges
 from shoal.models.layers import CausalAttention
 from shoal.models.sparse_attention import SparseAttention

@@ -157,29 +157,8 @@ class Following:
             return self._same(node, dim)
         if target is operator.getitem:
             return self._indexed(node, source, dim)
-        if target in _JOINS:
-            along = node.kwargs.get("dim", _args(node)[1] if len(_args(node)) > 1 else 0)
-            if _place(along, self._shapes[source]) != dim and all(self.split[n] == dim for n in self._features(node)):
-                return dim
-        if target is F.scaled_dot_product_attention:
-            self._check_mask(node, dim)
-        if target in _PRODUCTS or target is F.scaled_dot_product_attention:
-            ndim = len(self._shapes[source])
-            if dim < ndim - 2 and all(self.split[n] == dim for n in self._features(node)):
-                return dim
-            raise Unfollowed(f"its features are summed in {_described(node)}")
-        if target in (F.softmax, torch.softmax, "softmax"):
-            over = node.kwargs.get("dim", _args(node)[1] if len(_args(node)) > 1 else None)
-            if isinstance(over, int) and over % len(self._shapes[source]) != dim:
-                return dim
-        if target in ("masked_fill", torch.masked_fill):
+        if self._stays(node, source, dim):
             return dim
-        if target == "expand" and self._shapes[node][dim] == self._shapes[source][dim]:
-            written = _args(node)[1] if isinstance(_args(node)[1], tuple) else _args(node)[1:]
-            if len(written) == len(self._shapes[source]):
-                if written[dim] != -1 and not self._is_share(written[dim]):
-                    self._count(node, written[dim])
-                return dim
         if target in ("transpose", torch.transpose):
             first, second = (_place(a, self._shapes[source]) for a in _args(node)[1:3])
             return {first: second, second: first}.get(dim, dim)
@@ -191,6 +170,33 @@ class Following:
         if target in _IN_BLOCKS:
             return self._unpacked(node, source, dim)
         raise Unfollowed(f"its features go through {_described(node)}")
+
+    def _stays(self, node: fx.Node, source: fx.Node, dim: int) -> bool:
+        """Whether every feature stays on its own in the same dim: no, or not as far as it is known."""
+        target, shape = node.target, self._shapes[source]
+        if target in _JOINS:
+            along = node.kwargs.get("dim", _args(node)[1] if len(_args(node)) > 1 else 0)
+            return _place(along, shape) != dim and self._alike(node, dim)
+        if target is F.scaled_dot_product_attention:
+            self._check_mask(node, dim)
+        if target in _PRODUCTS or target is F.scaled_dot_product_attention:
+            if dim < len(shape) - 2 and self._alike(node, dim):
+                return True
+            raise Unfollowed(f"its features are summed in {_described(node)}")
+        if target in (F.softmax, torch.softmax, "softmax"):
+            over = node.kwargs.get("dim", _args(node)[1] if len(_args(node)) > 1 else None)
+            return isinstance(over, int) and over % len(shape) != dim
+        if target == "expand" and self._shapes[node][dim] == shape[dim]:
+            written = _args(node)[1] if isinstance(_args(node)[1], tuple) else _args(node)[1:]
+            if len(written) != len(shape):
+                return False
+            if written[dim] != -1 and not self._is_share(written[dim]):
+                self._count(node, written[dim])
+            return True
+        return target in ("masked_fill", torch.masked_fill)
+
+    def _alike(self, node: fx.Node, dim: int) -> bool:
+        return all(self.split[n] == dim for n in self._features(node))
 
     def _unpacked(self, node: fx.Node, source: fx.Node, dim: int) -> int:
         """The features of a layer that packs several, cut into blocks of equal size."""
