@@ -82,8 +82,7 @@ def fed(dataset: Dataset, cursor: Cursor, *, ranks: int, steps: int) -> tuple[Cu
             for batch in step.microbatches:
                 assert batch.inputs[:, 0].tolist() == [p % ITEMS for p in batch.positions.tolist()]  # type: ignore[index]
     for _ in range(steps):
-        cursor, leased = cursor.lease(4)
-        cursor = cursor.commit(leased)
+        cursor, _ = cursor.take(4)
     return Cursor.from_state(cursor.to_state()), used
 
 

@@ -33,10 +33,10 @@ def interrupted(dataset: Dataset, kind: str, *, window: int | None = None) -> li
         ]
         for step in range(6):
             steps = [each.next() for each in feeds]
-            cursor, leased = cursor.lease(STEP)
-            assert {each.interval for each in steps} == {leased}
+            behind, taken = cursor.take(STEP)
+            assert {each.interval for each in steps} == {taken}
             if step < 5:
-                cursor = cursor.commit(leased)
+                cursor = behind
                 batches = [batch for each in steps for batch in each.microbatches]
                 used += [number_of(kind, row.numpy()) for batch in batches for row in batch.inputs]  # type: ignore[union-attr]
         for each in feeds:

@@ -36,8 +36,7 @@ def fed(dataset: Dataset, cursor: Cursor, *, ranks: int, steps: int, readers: in
     for _ in range(steps):
         batches = [batch for feed in feeds for batch in feed.next().microbatches]
         used += [int(i) for batch in batches for i in batch.inputs[:, 0]]  # type: ignore[index]
-        cursor, leased = cursor.lease(4)
-        cursor = cursor.commit(leased)
+        cursor, _ = cursor.take(4)
     for feed in feeds:
         feed.close()
     return Cursor.from_state(cursor.to_state()), used

@@ -1,6 +1,6 @@
 """Data: which sample stands where in a run, and batches of samples, read ahead.
 
-    Order, Cursor    the sample at a position; the positions that are leased and used
+    Order, Cursor    the sample at a position; the positions that are used
     Interval         consecutive positions
     Feed             one replica's microbatches, step by step
     Source, Batch    what a data set is; samples side by side

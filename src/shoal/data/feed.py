@@ -172,7 +172,7 @@ class Feed:
         source: samples 0 .. len - 1; read by several threads where `readers` > 1.
         order: which sample stands at which position; of as many samples as `source`.
         own: what this replica reads of each step.
-        start: a position, or the run's cursor, whose committed and leased positions are left out.
+        start: the run's cursor, or the position at which it stands.
         slow: what becomes of a step that has to wait for long.
         open_reader: what each of the `readers` threads reads with; default: from `source`, as it is.
 
@@ -197,7 +197,7 @@ class Feed:
             raise DataError(f"The source has {len(source)} samples, its order {order.samples}: they must be equal.")
         self._open_reader = open_reader or (lambda: SourceReader(source, order, denominator=denominator))
         self._own, self._order, self._slow = own, order, slow
-        self._cursor = Cursor.at(start) if isinstance(start, int) else start
+        self._cursor = Cursor(start) if isinstance(start, int) else start
         self._slots: deque[_Slot] = deque()
         self._work: SimpleQueue[_Slot | None] = SimpleQueue()
         self._closed = Event()
@@ -295,7 +295,7 @@ class Feed:
     def _ids_ahead(self, cursor: Cursor) -> Iterator[np.ndarray]:
         """The ids that this replica will read in each step from `cursor` on, as steps are divided now."""
         while True:
-            cursor, interval = cursor.lease(self._own.samples_at(cursor.next_position))
+            cursor, interval = cursor.take(self._own.samples_at(cursor.next_position))
             positions = [part.positions() for part in self._own.microbatches(interval)]
             yield self._order.ids(np.concatenate([np.empty(0, dtype=np.int64), *positions]))
 

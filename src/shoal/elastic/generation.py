@@ -184,6 +184,6 @@ def skip_steps(run: Run, steps: int) -> list[int]:
     share, positions = StepShare(run.run_file.batch.global_samples, epoch=epoch), list[int]()
     for _ in range(steps):
         cursor = run.state.progress.cursor
-        run.state.progress.advance(cursor.lease(share.samples_at(cursor.next_position))[1])
+        run.state.progress.advance(cursor.take(share.samples_at(cursor.next_position))[1])
         positions.append(run.state.progress.cursor.next_position)
     return positions

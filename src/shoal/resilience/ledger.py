@@ -1,32 +1,28 @@
 """The sample ledger: which positions of the data's order the present state has used, each exactly once.
 
 A generation holds the only lease on all positions from its first on, open-ended: no message is needed per step, and
-positions that it has not committed when it ends go to the next generation. Committed positions are a `Cursor`; they
-follow the state: where a run goes back to an earlier state, the positions used after it are free again.
+positions that it has not committed when it ends go to the next generation. What is committed follows the state: where
+a run goes back to an earlier state, the positions used after it are free again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from shoal.data.cursor import Cursor
 from shoal.resilience.events import Committed, Continued, Decision, Formed, Rewound
 
 
 @dataclass
 class SampleLedger:
-    """`step` is the newest committed one, `redone` counts positions that were used by a state that was lost."""
+    """`step` is the newest committed one, `position` the next to be used; `redone` counts positions that a state used
+    which was lost.
+    """
 
     generation: int = 0
     step: int = 0
-    cursor: Cursor = field(default_factory=Cursor)
+    position: int = 0
     redone: int = 0
-
-    @property
-    def position(self) -> int:
-        """The next position to be used."""
-        return self.cursor.next_position
 
     def begin(self, generation: int, *, step: int, position: int) -> None:
         """A generation takes over the lease, with the state after `step`.
@@ -36,7 +32,7 @@ class SampleLedger:
         if generation < self.generation:
             raise ValueError(f"generation {generation} cannot begin: generation {self.generation} holds the lease")
         self.redone += max(0, self.position - position)
-        self.generation, self.step, self.cursor = generation, step, Cursor.at(position)
+        self.generation, self.step, self.position = generation, step, position
 
     def commit(self, generation: int, step: int, *, start: int, stop: int) -> None:
         """Marks the positions of one step as used.
@@ -51,10 +47,7 @@ class SampleLedger:
                 f"step {step} on positions [{start}, {stop}) does not follow step {self.step}, "
                 f"which ended at position {self.position}: each position is used once, in order"
             )
-        if stop > start:
-            cursor, interval = self.cursor.lease(stop - start)
-            self.cursor = cursor.commit(interval)
-        self.step = step
+        self.step, self.position = step, stop
 
 
 def audit(decisions: Iterable[Decision]) -> SampleLedger:
