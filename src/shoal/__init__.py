@@ -15,6 +15,8 @@ Importing the package imports nothing heavy; a name does when it is first used.
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +50,12 @@ __all__ = [
     "train",
     "verify",
 ]
+
+
+if "SHOAL_EXPECTS_CALL" in os.environ:  # of a script that `shoal train` has started
+    from shoal.launcher.own_script import say_unless_called
+
+    atexit.register(say_unless_called, os.environ)
 
 
 def __dir__() -> list[str]:

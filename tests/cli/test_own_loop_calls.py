@@ -240,3 +240,55 @@ def test_a_gradient_is_clipped_by_the_norm_that_it_has(world: int, tmp_path: Pat
     another, the same on all ranks.
     """
     run_of(tmp_path, WRITTEN, world=world)
+
+
+SCHEDULED = (
+    HEAD
+    + """
+import os
+optimizer = torch.optim.AdamW(
+    [{"params": model[0].parameters(), "lr": torch.tensor(0.02)}, {"params": model[4].parameters()}],
+    lr=torch.tensor(0.01), betas=(torch.tensor(0.8), torch.tensor(0.9)),
+)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 8)
+keys = {"run": {"name": "mine"}, "checkpoint": {"every_steps": 2}}
+run = shoal.start(keys, model=model, optimizer=optimizer, data=data, batch_samples=12, steps=8, STATE)
+for x, y in run.batches():
+    run.backward(F.cross_entropy(model(x), y))
+    optimizer.step()
+    if run.update:
+        scheduler.step()
+    if run.steps_done == 4 and not os.path.exists("resumed"):
+        break
+else:
+    run.export("weights.safetensors")
+run.close()
+"""
+)
+UNSAVED = "a scheduler moves the optimizer's rates, and state= is empty"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keys", [(), ("layout.shard=2", "memory.zero=1"), ("layout.shard=2", "memory.zero=3")])
+def test_rates_and_decays_that_are_tensors_come_back_to_the_bit(keys: tuple[str, ...], tmp_path: Path) -> None:
+    """Moved by a scheduler, which is saved with the run."""
+    found = []
+    for name in ("whole", "cut"):
+        (folder := tmp_path / name).mkdir()
+        (folder / "mine.py").write_text(SCHEDULED.replace("STATE", 'state={"scheduler": scheduler}'))
+        if name == "cut":
+            assert run_script(folder / "mine.py", folder, *keys, world=2) == [0, 0], (folder / "rank-0.txt").read_text()
+        (folder / "resumed").touch()
+        assert run_script(folder / "mine.py", folder, *keys, world=2) == [0, 0], (folder / "rank-0.txt").read_text()
+        said = (folder / "rank-0.txt").read_text()
+        assert ("resumed after step 4" in said) is (name == "cut")
+        assert UNSAVED not in said
+        found.append(load_file(folder / "weights.safetensors"))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_is_not_saved_is_told(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCHEDULED.replace(", STATE", ""))
+    assert run_script(tmp_path / "mine.py", tmp_path, world=1) == [0], (tmp_path / "rank-0.txt").read_text()
+    assert (tmp_path / "rank-0.txt").read_text().count(UNSAVED) == 1

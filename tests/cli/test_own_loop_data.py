@@ -120,3 +120,40 @@ def test_a_loop_that_changes_its_data_set_sees_the_change_soon(prefetch: int, tm
     """Small steps are not read further ahead than `data.prefetch_steps` and one."""
     (tmp_path / "mine.py").write_text(CHANGED.replace("PREFETCH", str(prefetch)))
     assert run_script(tmp_path / "mine.py", tmp_path, world=1) == [0], (tmp_path / "rank-0.txt").read_text()
+
+
+DRAWING = """
+import random
+import numpy as np
+import torch
+import shoal
+
+class Augmented(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return torch.full((2,), DRAWN), index % 7
+
+model = torch.nn.Linear(2, 7)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+run = shoal.start({"run": {"name": "t"}}, model=model, optimizer=optimizer, data=Augmented(), batch_samples=4, steps=2)
+for x, y in run.batches():
+    run.backward(torch.nn.functional.cross_entropy(model(x), y) * (1 + random.random() + np.random.rand()))
+    optimizer.step()
+run.close()
+"""
+
+
+@pytest.mark.parametrize(
+    ("drawn", "said"),
+    [
+        ("1.0", "the model, or the loop around it, draws from Python's random and NumPy: every rank and microbatch"),
+        ("np.random.rand()", "the data set, or its collate_fn, draws from NumPy: each rank and each run reads other"),
+    ],
+)
+def test_who_draws_from_generators_that_all_share_is_told(drawn: str, said: str, tmp_path: Path) -> None:
+    """Once; a data set that reads ahead in the same process takes numbers of the loop's away."""
+    (tmp_path / "mine.py").write_text(DRAWING.replace("DRAWN", drawn))
+    assert run_script(tmp_path / "mine.py", tmp_path, world=1) == [0], (tmp_path / "rank-0.txt").read_text()
+    assert " ".join((tmp_path / "rank-0.txt").read_text().split()).count(said) == 1

@@ -14,8 +14,9 @@ import pytest
 from shoal.assembly.finished_run import intent_of
 from shoal.cli.arguments import become_script, command_of_script
 from shoal.errors import UsageError, UserCodeError
-from shoal.launcher.own_script import DESCRIBES, KEYS, divided, names_no_shoal
+from shoal.launcher.own_script import DESCRIBES, EXPECTS, KEYS, divided, names_no_shoal
 from shoal.submit.job import Resources, job_of
+from tests import programs
 from tests.waiting import HANG_S
 
 HEAD = """
@@ -171,9 +172,28 @@ def test_train_becomes_the_script(
     assert intent_of(["batch.micro_samples=2"]) == ("fresh", ["batch.micro_samples=2", "run.steps=3"])
     with pytest.raises(UsageError, match="give one of them"):
         intent_of(["--resume"])
+    assert environ[EXPECTS] == str(os.getpid())
     file.write_text("print()")
     become_script(file, [], {})
+    assert EXPECTS not in became[1][1]
     assert "mine.py never names shoal, so nothing of Shoal takes part" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "said"),
+    [
+        ("import shoal\nif False: shoal.train('run.toml')\n", 0, "came to its end without a call of shoal.train or"),
+        pytest.param("import shoal\nshoal.train({'run': {'nam': 'x'}})\n", 2, "run.nam", marks=pytest.mark.slow),
+        pytest.param("import shoal\nraise ValueError('its own')\n", 1, "its own", marks=pytest.mark.slow),
+    ],
+)
+def test_a_script_that_never_comes_to_its_call_says_so(script: str, code: int, said: str, tmp_path: Path) -> None:
+    """And one that has called Shoal, or has raised, says what went wrong there, and nothing else."""
+    (tmp_path / "mine.py").write_text(script)
+    done = programs.run(["-m", "shoal", "train", "mine.py"], cwd=tmp_path, timeout_s=HANG_S)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert ("without a call" in done.stderr) is (code == 0)
 
 
 @pytest.mark.stress

@@ -85,6 +85,25 @@ def test_what_trains_another_model_is_found(name: str, tmp_path: Path) -> None:
     assert ("draws random numbers" in verdict.sentence()) is drawn
 
 
+SHARED = """
+    import random
+    import numpy as np
+    kept = np.random.beta(0.4, 0.4) if random.random() < 0.7 else float(torch.rand(1))
+    inputs = kept * inputs + (1 - kept) * torch.randn(1, 6) + random.choice([0.1, 0.2, 0.3])
+"""
+"""A mixup's lambda from NumPy, coins, and noise that all samples share."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro", [1, 3])
+def test_a_number_for_the_whole_batch_is_the_same_on_every_rank(micro: int, tmp_path: Path) -> None:
+    """Drawn from Python, NumPy or PyTorch, with one sample in a microbatch or several: the model of one process."""
+    text = SCRIPT.replace("run.batches():", "run.batches():" + SHARED)
+    verdict = compared(text, tmp_path, f"batch.micro_samples={micro}")
+    assert isinstance(verdict, Verdict), verdict
+    assert verdict.holds, "\n".join(verdict.lines())
+
+
 def test_what_the_model_draws_is_no_excuse(tmp_path: Path) -> None:
     """It is keyed on the samples, so a difference comes from elsewhere: here from a sum for a mean."""
     module = "class Noisy(nn.Sequential):\n    def forward(self, x): return super().forward(x + torch.randn_like(x))\n"

@@ -153,6 +153,10 @@ def operations(rank: int, folder: str) -> list[str]:
     right["strides"] = torch.equal(hvd.allreduce(torch.ones(4, 4).t()[::2], op=hvd.Sum), torch.full((2, 4), 3.0))
     right["half"] = hvd.allreduce(torch.ones(3), compression=hvd.Compression.fp16).dtype == torch.float32
     right["bfloat16"] = torch.equal(hvd.allreduce(torch.ones(3).bfloat16(), op=hvd.Sum), torch.full((3,), 3).bfloat16())
+    large = torch.tensor([4e4, -6.5e4, rank, 6e-8], dtype=torch.float16)
+    right["large halves"] = hvd.allreduce(large).tolist() == torch.tensor([4e4, -6.5e4, 1, 6e-8]).half().tolist()
+    halved = hvd.allreduce(large[:1], op=hvd.Sum, postscale_factor=0.5), hvd.allreduce(large[:1], op=hvd.Sum)
+    right["sums of large halves"] = [float(each) for each in halved] == [float(torch.tensor(6e4).half()), float("inf")]
     handles = {}
     for name in "abc" if rank % 2 else "cba":  # in another order
         handles[name] = hvd.allreduce_async(torch.full((3,), float(ord(name))), name=name, op=hvd.Sum)

@@ -16,6 +16,7 @@ import shoal.horovod as hvd
 from shoal.errors import UsageError
 from shoal.horovod.engine import Handle
 from shoal.horovod.negotiation import Begun, Word, missing
+from shoal.horovod.process import Process
 from tests.horovod.test_horovod import on_ranks
 from tests.waiting import wait_until
 
@@ -241,10 +242,26 @@ def test_arguments_are_horovods() -> None:
         assert raised.endswith("; HOROVOD_STALL_SHUTDOWN_TIME_SECONDS is 0.01")
 
 
-def test_seconds_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", "a minute")
-    with pytest.raises(UsageError, match="HOROVOD_STALL_CHECK_TIME_SECONDS is 'a minute': give seconds, as a number"):
+@pytest.mark.parametrize("given", ["a minute", "-1", "nan", "inf"])
+def test_seconds_that_are_none_are_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", given)
+    with pytest.raises(UsageError, match=f"HOROVOD_STALL_CHECK_TIME_SECONDS is '{given}': give seconds, as a number"):
         Handle(Begun("a", "allreduce"), []).wait()
+
+
+def test_variables_are_read_or_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A bad number is refused in a sentence; what has no effect here is said once, by rank 0."""
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "64MB")
+    with pytest.raises(UsageError, match="HOROVOD_FUSION_THRESHOLD is '64MB': give bytes, as a number"):
+        Process().init()
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "0")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
+    monkeypatch.setenv("HOROVOD_AUTOTUNE", "1")
+    process = Process()
+    process.init()
+    process.init()
+    process.shutdown()
+    assert capsys.readouterr().err == "HOROVOD_AUTOTUNE, HOROVOD_CYCLE_TIME: set, and without effect in shoal.horovod\n"
 
 
 def test_who_is_waited_for_is_named() -> None:

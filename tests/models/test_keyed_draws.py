@@ -272,3 +272,29 @@ def test_vmap_draws_as_it_is_told(draw: Callable[[Tensor], Tensor]) -> None:
 
 def test_vmap_of_what_draws_nothing_names_nothing() -> None:
     assert mapped(partial(nn.functional.dropout, training=False), "error")[1] == set()
+
+
+COINS: list[tuple[Callable[[Tensor], Tensor], bool]] = [
+    (lambda x: torch.rand(1), True),
+    (lambda x: torch.randn(size=(1,), dtype=torch.float32), True),
+    (
+        lambda x: torch.randint(
+            0,
+            x.shape[1],
+            (1,),
+        ),
+        True,
+    ),
+    (lambda x: torch.rand([4, 3]), True),
+    (lambda x: torch.rand(len(x)), False),
+    (lambda x: torch.randint(0, 10, (x.shape[0],)), False),
+    (lambda x: torch.randn(x.shape[0], 3), False),
+]
+
+
+@pytest.mark.parametrize(("draw", "shared"), COINS)
+def test_a_size_in_figures_is_of_no_sample(draw: Callable[[Tensor], Tensor], shared: bool) -> None:
+    """A rank with one sample flips the coin that a rank with three does; a number for each sample stays its own."""
+    alone, beside, three = (drawn(draw, samples)[:1] for samples in ([4], [7], [4, 7, 9]))
+    assert torch.equal(alone, three)
+    assert torch.equal(alone, beside) is shared

@@ -92,6 +92,27 @@ def test_products_may_be_rounded(kind: str) -> None:
     assert 0 < gap < ROUNDED
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "scale"), [("dion", 1e-30), ("dion", 1e18), ("adafactor", 1e12), ("muon", 1e18), ("muon", 1e30)]
+)
+def test_gradients_may_be_huge_or_tiny(kind: str, scale: float, dtype: torch.dtype) -> None:
+    """Their squares leave the range of float32, and updates stay those of float64, or are none."""
+
+    def updates(dtype: torch.dtype) -> Tensor:
+        matrix = nn.Parameter(drawn(0)["wide"].to(dtype))
+        before = matrix.detach().clone()
+        own = msgspec.structs.replace(CASES[kind][0], weight_decay=0.0)
+        optimizer = build_optimizer(own, [("wide", matrix, True)], lr=LR)
+        for step in range(1, 4):
+            matrix.grad = (drawn(step)["wide"] * scale).to(dtype)
+            optimizer.step()
+        return (matrix.detach() - before).double()
+
+    found, wanted = updates(dtype), updates(torch.float64)
+    assert float((found - wanted).norm() / wanted.norm()) < 1e-4 or (kind == "muon" and not found.any())
+
+
 HALF = 0.05
 """What bfloat16 may change of five updates, relative."""
 PLAIN = {

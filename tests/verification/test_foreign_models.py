@@ -133,7 +133,7 @@ def news_of_two_steps(place, tables: dict[str, Any], folder: str) -> list[str]:
     with run.feed(Cursor()) as feed:
         for number in (1, 2):
             run.step(number, feed.next().microbatches, lr=0.1)
-            said.append(unkeyed.news())
+            said.append("".join(unkeyed.news()))
     return said
 
 

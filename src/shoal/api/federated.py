@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from shoal.api import Configuration, _is_for_another_call, _resolved, _run_ranks
 from shoal.assembly.start import RANK
 from shoal.errors import UsageError
 from shoal.federated.config import FederatedClient
+from shoal.launcher.own_script import EXPECTS
 from shoal.runfile.run_file import RunFile, run_directory
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ def federate(
     from shoal.assembly.objects import UserObjects
     from shoal.federated.task import OwnTraining
 
+    os.environ.pop(EXPECTS, None)
     run_file, file = _resolved(config, overrides, model=model, data=data, loss=loss)
     if run_file.federated is None:
         raise UsageError('the configuration has no table [federated]: add it, with a strategy such as kind = "fedavg"')

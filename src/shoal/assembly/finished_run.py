@@ -29,7 +29,7 @@ from shoal.checkpoint.objects import Places
 from shoal.config.load import read
 from shoal.errors import ConfigError, UsageError
 from shoal.launcher.environment import place_from
-from shoal.launcher.own_script import DESCRIBES, READS_FOR, Reached, keys_told
+from shoal.launcher.own_script import DESCRIBES, EXPECTS, READS_FOR, Reached, keys_told
 from shoal.launcher.supervision import say
 from shoal.observe.facts import differing_keys, read_facts, write_facts
 from shoal.observe.provenance import argument_hash, file_hashes, is_shoals_command
@@ -90,6 +90,7 @@ def intent_of(overrides: Sequence[str]) -> tuple[Intent, list[str]]:
     told the script. Raises `UsageError` for both flags.
     """
     given = [*overrides, *keys_told(os.environ)]
+    os.environ.pop(EXPECTS, None)
     asked = {one for one in given if one in FLAGS}
     if len(asked) > 1:
         raise UsageError("--fresh trains a new run, and --resume goes on with the newest one: give one of them")

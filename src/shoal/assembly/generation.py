@@ -22,6 +22,7 @@ from shoal.engine.batch_statistics import connect_norms
 from shoal.engine.forward_backward import ForwardBackward
 from shoal.errors import ConfigError
 from shoal.gradients.gradients import Gradients
+from shoal.models.config import ForeignModel
 from shoal.models.roles import tables_in
 from shoal.observe.facts import read_facts
 from shoal.optim.adopt import OwnOptimizer
@@ -84,6 +85,9 @@ def build_generation(
         run_file, parts, mesh, loss=workload.loss, precision=workload.precision, microbatching=plan,
         programs=programs, distillation=workload.distillation, own_loop=bool(workload.optimizers),
     )  # fmt: skip
+    forward_backward.compute.randomness.seeds_host = (
+        isinstance(run_file.model, ForeignModel) and not workload.data_draws
+    )
     sync = build_sync(run_file.sync, mesh)
     if workload.optimizers and run_file.optimizer.sends_momentum:
         raise ConfigError(

@@ -298,7 +298,7 @@ def _none(number: int) -> None:
 
 def _figures(run: Run, sinks: Sinks, unkeyed: UnkeyedDraws, compiling: CompileClock) -> dict[str, float]:
     """What the compiler, the codec and the strategy measured in the step just taken; says what was chosen and drawn."""
-    for news in filter(None, (unkeyed.news(), compiling.sentence(), *run.state.take_notes())):
+    for news in filter(None, (*unkeyed.news(), compiling.sentence(), *run.state.take_notes())):
         sinks.note(news)
     coded = run.generation.coded
     for line in [] if coded is None else coded.take_lines():

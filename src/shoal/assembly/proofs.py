@@ -8,12 +8,13 @@ without a proof says so.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 from shoal.assembly.run import Run
+from shoal.engine.randomness import Randomness
 from shoal.errors import UsageError
 from shoal.files import read_json
 from shoal.models.config import ForeignModel
@@ -81,6 +82,17 @@ UNKEYED = (
 )
 
 
+DATA_DRAWS = (
+    "the data set, or its collate_fn, draws from {}: each rank and each run reads other samples, and what the loop or "
+    "the model draws from there is another number on each rank. Change samples by data.augment, or set "
+    'data.reader_kind = "processes", which seeds what a sample draws'
+)
+HOST_DRAWS = (
+    "the model, or the loop around it, draws from {}: every rank and microbatch is given the same numbers in a step, "
+    "for what a batch has in common; draw numbers for single samples by PyTorch"
+)
+
+
 def said_of(names: Iterable[str], *, compiled: bool | str) -> str:
     """One sentence about the functions `names`; "" where there are none."""
     called = sorted(names)
@@ -90,20 +102,39 @@ def said_of(names: Iterable[str], *, compiled: bool | str) -> str:
 
 
 class UnkeyedDraws:
-    """Says once of each function that this rank's part of the model calls it."""
+    """Says once of each function that this rank's part of the model calls it, and once of Python's and NumPy's
+    generators, at which it looks after 1, 2, 4, 8, ... steps.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._said: frozenset[str] = frozenset()
         self._ask = isinstance(run.run_file.model, ForeignModel)
+        self._steps, self._host_said = 0, False
 
-    def news(self) -> str:
-        """After a step: a sentence about what it was the first to draw; "" where there is none."""
+    def news(self) -> Iterator[str]:
+        """After a step: a sentence about what it was the first to draw."""
+        self._steps += 1
+        if not self._host_said and self._steps.bit_count() == 1:
+            yield from self._of_host()
+        if sentence := self._of_pytorch():
+            yield sentence
+
+    def _of_host(self) -> Iterator[str]:
+        data, drawn = self._run.workload.data_draws, self._randomness.host_draws()
+        self._host_said = bool(data or drawn)
+        if data or drawn:
+            yield (DATA_DRAWS if data else HOST_DRAWS).format(" and ".join(data or drawn))
+
+    @property
+    def _randomness(self) -> Randomness:
+        return self._run.generation.forward_backward.compute.randomness
+
+    def _of_pytorch(self) -> str:
         if not self._ask:
             return ""
         compiled = self._run.run_file.run.compile
-        randomness = self._run.generation.forward_backward.compute.randomness
-        found = randomness.unkeyed(self._run.device) - self._said
+        found = self._randomness.unkeyed(self._run.device) - self._said
         self._said |= found
         self._ask = not compiled  # its forwards are alike, and reading the generator costs more than a set
         return said_of(found, compiled=compiled)

@@ -23,6 +23,7 @@ from shoal.data.labelled import predicts_next_token, with_labels
 from shoal.engine.loss import Distillation, Loss
 from shoal.engine.precision import Precision, precision_of
 from shoal.errors import ConfigError
+from shoal.models.draw_watch import host_states
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.models.huggingface.model import check_plans
 from shoal.optim.adopt import OwnOptimizer, own_optimizers
@@ -57,7 +58,7 @@ class Workload:
     why it is, where a rank needs only a part.
 
     `objects` are what a script passed, `optimizers` those among them; none: the run file's is built. `samples` are the
-    lines of `sameness.samples_of`.
+    lines of `sameness.samples_of`. `data_draws`: from which generators that it shares with the training the data draws.
     """
 
     model: nn.Module
@@ -70,6 +71,7 @@ class Workload:
     samples: Sequence[str] = ()
     distillation: Distillation | None = None
     whole: str | None = None
+    data_draws: Sequence[str] = ()
 
     @property
     def trained_with(self) -> list[object]:
@@ -98,9 +100,12 @@ def build_workload(
     slow = slow_reads(run_file.wire, rank=process.place.rank, ranks=process.place.world_size)
     if workload.data.iterable is not None:
         require_same_length(process.place.rank, process.first, workload.data.iterable)
+    before = host_states()
     samples = samples_of(workload.data, slow, first=run_file.batch.global_samples)
+    shared = getattr(run_file.data, "reader_kind", "threads") == "threads"
+    drawing = [name for name, state in host_states().items() if shared and state != before[name]]
     require_same(process.place.rank, process.announce, {"model": shapes_of(workload.model), "data": samples})
-    return replace(workload, samples=samples)
+    return replace(workload, samples=samples, data_draws=drawing)
 
 
 def load_workload(

@@ -219,11 +219,12 @@ def become_script(
     no key is the script's own. Raises `UsageError` where it is missing.
     """
     from shoal.files import printable
-    from shoal.launcher.own_script import KEYS, divided, names_no_shoal
+    from shoal.launcher.own_script import EXPECTS, KEYS, divided, names_no_shoal
     from shoal.launcher.supervision import say
 
     require_script(file)
-    if names_no_shoal(file):
+    told = {} if names_no_shoal(file) else {EXPECTS: str(os.getpid())}
+    if not told:
         say(
             f"shoal: {printable(file)} never names shoal, so nothing of Shoal takes part and keys change nothing: "
             "call shoal.train or shoal.start in it"
@@ -231,7 +232,8 @@ def become_script(
     keys, arguments = divided(given)
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, str(file), *arguments], {**environ, KEYS: json.dumps([*flags, *keys])})
+    told[KEYS] = json.dumps([*flags, *keys])
+    os.execve(sys.executable, [sys.executable, str(file), *arguments], {**environ, **told})
 
 
 def coordination(

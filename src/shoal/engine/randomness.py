@@ -4,6 +4,10 @@ Shoal's own dropout is keyed on the sample, and so is what a user's module, or a
 `F.dropout` and the common random functions (`shoal.models.keyed_draws`): neither depends on the layout. Whatever else
 is drawn comes from PyTorch's generator, which is seeded anew in each step from (seed, step, replica), so that a resumed
 run draws what the uninterrupted one would have drawn, and no generator state needs saving.
+
+Python's `random` and NumPy's generator are asked for what a batch has in common: the lambda of a mixup, a coin, the
+size of images. They are seeded from (seed, step) before each microbatch, so that all ranks and microbatches get what
+one process draws for the global batch.
 """
 
 from __future__ import annotations
@@ -17,7 +21,15 @@ from torch import Tensor, nn
 
 from shoal.errors import UserCodeError
 from shoal.maths.counter import bits, key_of
-from shoal.models.draw_watch import DrawWatch, SleepingDraws, generators_in_use, seed_all_devices
+from shoal.models.draw_watch import (
+    DrawWatch,
+    SleepingDraws,
+    generators_in_use,
+    host_states,
+    host_states_after,
+    seed_all_devices,
+    seed_host,
+)
 from shoal.models.keyed_draws import KeyedDraws
 from shoal.models.layers import KeyedDropout, set_sample_keys
 
@@ -28,6 +40,7 @@ class Randomness:
     """Seeds what a step of `model` draws. `draws`: the mode for a user's module; None for one of Shoal's own.
 
     `may_sleep`: a forward may be repeated, so that a mode which has nothing to key is left out (`SleepingDraws`).
+    `seeds_host`: Python's and NumPy's generators, too, of which a user's code may draw.
     """
 
     def __init__(
@@ -38,8 +51,9 @@ class Randomness:
         replica: int,
         draws: KeyedDraws | None = None,
         may_sleep: bool = False,
+        seeds_host: bool = False,
     ) -> None:
-        self._seed, self._replica, self.draws = seed, replica, draws
+        self._seed, self._replica, self.draws, self.seeds_host = seed, replica, draws, seeds_host
         self.sleeping = None if draws is None else SleepingDraws(draws, may_sleep=may_sleep)
         self._sample_key, self._step, self._step_seed = key_of(seed, "dropout"), 0, 0
         self._keyed = [m for m in model.modules() if isinstance(m, KeyedDropout) and m.p > 0]
@@ -62,6 +76,12 @@ class Randomness:
         if self.sleeping is not None:
             self.sleeping.forwards = 0
             self.sleeping.draws.begin(self._step, lambda: bits(self._sample_key, positions), tokens=tokens)
+        if self.seeds_host:
+            seed_host(self._host_seed)
+
+    @property
+    def _host_seed(self) -> int:
+        return key_of(self._seed, "host", self._step)
 
     def drawing(self) -> AbstractContextManager[Any]:
         """Around a forward, and every backward, which may repeat one."""
@@ -113,6 +133,13 @@ class Randomness:
         if self.sleeping is None:
             return forward()
         return self.sleeping(forward, take_back=take_back, repeatable=repeatable)
+
+    def host_draws(self) -> list[str]:
+        """Of which generators that are not PyTorch's the last microbatch has drawn, where they are seeded for it."""
+        if not self.seeds_host:
+            return []
+        seeded = host_states_after(self._host_seed)
+        return [name for name, state in host_states().items() if state != seeded[name]]
 
     def unkeyed(self, device: torch.device) -> frozenset[str]:
         """What this step's forwards have drawn so far that no sample's key decides: names of functions of PyTorch.

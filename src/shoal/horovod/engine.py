@@ -2,16 +2,17 @@
 
 Small all-reduces that are ready together go as one vector, up to HOROVOD_FUSION_THRESHOLD bytes (64 MiB). Tensors on
 the CPU go over `shoal.wire`, those on a GPU over NCCL, those on another device by way of the CPU. bfloat16 on the CPU
-is summed in float32 and rounded once.
+is summed in float32 and rounded once. A mean of float16 whose sum overflows is summed once more in float32.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,7 +31,8 @@ from shoal.wire import Group
 CYCLE_S = 0.001
 """How long a rank waits after a round in which no call was ready."""
 WORD_BYTES = 1 << 14
-_STALL_CHECK, _STALL_SHUTDOWN = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+STALL_CHECK, STALL_SHUTDOWN = "HOROVOD_STALL_CHECK_TIME_SECONDS", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+STALL_DISABLE = "HOROVOD_STALL_CHECK_DISABLE"
 _STALL_S, _LATE_S = 60.0, 5.0
 
 
@@ -51,9 +53,12 @@ class Handle:
 
     def wait(self) -> Any:
         """Its result. Says every minute (HOROVOD_STALL_CHECK_TIME_SECONDS) that it is still waited for, and for whom;
-        raises what went wrong, and `HorovodInternalError` after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, if there are any.
+        raises what went wrong, and `HorovodInternalError` after HOROVOD_STALL_SHUTDOWN_TIME_SECONDS, if there are any;
+        neither where HOROVOD_STALL_CHECK_DISABLE is 1.
         """
-        look_s, most_s, waited_s = _seconds(_STALL_CHECK) or _STALL_S, _seconds(_STALL_SHUTDOWN), 0.0
+        if os.environ.get(STALL_DISABLE, "0") == "1":
+            return self.undo(self.future.result())
+        look_s, most_s, waited_s = number_of(STALL_CHECK) or _STALL_S, number_of(STALL_SHUTDOWN), 0.0
         while True:
             try:
                 return self.undo(self.future.result(look_s))
@@ -63,17 +68,25 @@ class Handle:
             waited_s += look_s
             line = f"{self.begun.name} has waited for {waited_s:g} s: {self.missing(self.begun.name)}"
             if 0 < most_s <= waited_s:
-                raise HorovodInternalError(f"{line}; {_STALL_SHUTDOWN} is {most_s:g}")
+                raise HorovodInternalError(f"{line}; {STALL_SHUTDOWN} is {most_s:g}")
             print(line + "\n", end="", flush=True)  # with its end: ranks that share a terminal write at once
 
 
-def _seconds(name: str) -> float:
-    """Of a variable of the environment; 0 where it is not set."""
-    given = os.environ.get(name) or "0"
+def number_of(
+    name: str, default: float = 0.0, *, unit: str = "seconds", environ: Mapping[str, str] = os.environ
+) -> float:
+    """Of a variable of the environment; `default` where it is not set. Raises `UsageError` for what is no number from 0
+    on.
+    """
+    if not (given := environ.get(name)):
+        return default
     try:
-        return float(given)
+        number = float(given)
     except ValueError:
-        raise UsageError(f"{name} is {given!r}: give seconds, as a number") from None
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise UsageError(f"{name} is {given!r}: give {unit}, as a number")
+    return number
 
 
 class Engine:
@@ -238,7 +251,21 @@ class Engine:
     def _reduced(self, flat: Tensor, call: Begun) -> None:
         if call.prescale != 1.0:
             flat.mul_(call.prescale)
-        op = "sum" if call.op == "avg" else call.op
+        op, size = ("sum", self.group.size) if call.op == "avg" else (call.op, 1)
+        overflows = flat.dtype == torch.float16 and op == "sum" and call.postscale < size
+        total = flat.clone() if overflows else flat
+        self._over_ranks(total, op)
+        if overflows and not total.isfinite().all():  # as on every other rank: all have the same sum
+            total = flat.float()
+            self._over_ranks(total, op)
+        if size > 1:
+            total.div_(size)
+        if call.postscale != 1.0:
+            total.mul_(call.postscale)
+        flat.copy_(total)
+
+    def _over_ranks(self, flat: Tensor, op: str) -> None:
+        """Reduces it in place."""
         if flat.is_cuda:
             self._gpu().all_reduce(flat, op)
         elif flat.dtype == torch.bfloat16 or flat.device.type != "cpu":
@@ -247,10 +274,6 @@ class Engine:
             flat.copy_(wide)
         else:
             self.group.all_reduce(flat.numpy(), op=op, out=flat.numpy())  # pyright: ignore[reportArgumentType]
-        if call.op == "avg":
-            flat.div_(self.group.size)
-        if call.postscale != 1.0:
-            flat.mul_(call.postscale)
 
     def _reducescatter(self, calls: dict[int, Begun], call: Begun, tensors: list[Tensor]) -> list[Tensor]:
         """Rows are divided as evenly as can be, the lower ranks take one more."""

@@ -27,6 +27,7 @@ from shoal.elastic.rendezvous import (
 )
 from shoal.errors import Stopped
 from shoal.fleet.processes import assignment_from
+from shoal.horovod.engine import number_of
 from shoal.launcher.environment import STORE_FD, Place, master_from
 from shoal.launcher.store.connection import StoreConnection, reach_store
 from shoal.launcher.supervision import say_arrived
@@ -49,7 +50,7 @@ class Members:
 
     def __init__(self, environ: Mapping[str, str] = os.environ) -> None:
         self._mine, (host, port) = assignment_from(environ), master_from(environ)
-        self._wait_s = float(environ.get(ELASTIC_TIMEOUT) or START_S)
+        self._wait_s = number_of(ELASTIC_TIMEOUT, START_S, environ=environ)
         self._address, self._token = f"{host}:{port}", self._mine.coordinator.token
         place = Place(0, 1, 0, 1, 0, "shoal")
         self._own = reach_store(

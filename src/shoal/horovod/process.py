@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -18,7 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 from shoal.comm.mesh import open_nccl
 from shoal.errors import CollectiveError, UsageError
 from shoal.fleet.processes import REPLICA
-from shoal.horovod.engine import Engine
+from shoal.horovod.engine import STALL_CHECK, STALL_DISABLE, STALL_SHUTDOWN, Engine, number_of
 from shoal.horovod.timeline import Timeline
 from shoal.launcher.environment import Place
 from shoal.launcher.rendezvous import STORE_TIMEOUT_S
@@ -33,6 +34,10 @@ TIMEOUT_S = 24 * 3600.0
 """A rank may evaluate for long while the others wait."""
 _FUSION, _TIMELINE, _MARK = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_TIMELINE", "HOROVOD_TIMELINE_MARK_CYCLES"
 _FUSION_BYTES = 64 << 20
+_READ = frozenset({
+    _FUSION, _TIMELINE, _MARK, STALL_CHECK, STALL_SHUTDOWN, STALL_DISABLE, "HOROVOD_ELASTIC_TIMEOUT",
+})  # fmt: skip
+"""All of Horovod's variables that mean something here; docs/horovod.md has them."""
 
 
 class ProcessSet:
@@ -88,6 +93,9 @@ class Process:
         assert self.met is not None
         if os.environ.get(_TIMELINE) and self.met.place.rank == 0:
             self.timeline.start(Path(os.environ[_TIMELINE]), mark_cycles=os.environ.get(_MARK, "0") == "1")
+        unread = sorted(name for name in os.environ if name.startswith("HOROVOD_") and name not in _READ)
+        if unread and self.met.place.rank == 0:
+            print(f"{', '.join(unread)}: set, and without effect in shoal.horovod", file=sys.stderr, flush=True)
         atexit.register(self.shutdown)
 
     def add_set(self, ranks: ProcessSet | Sequence[int]) -> ProcessSet:
@@ -160,7 +168,7 @@ class Process:
         self._engine = self._engine_over(group_of(met, timeout_s=TIMEOUT_S, prefix=f"horovod/{generation}"))
 
     def _engine_over(self, group: Any) -> Engine:
-        fusion_bytes = int(os.environ.get(_FUSION) or _FUSION_BYTES)
+        fusion_bytes = int(number_of(_FUSION, _FUSION_BYTES, unit="bytes"))
         return Engine(group, fusion_bytes=fusion_bytes, gpu=cache(self._gpu), timeline=self.timeline)
 
     def shutdown(self) -> None:

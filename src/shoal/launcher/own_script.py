@@ -43,6 +43,8 @@ SCRIPT_CHECK = "SHOAL_SCRIPT_CHECK"
 """The `ScriptCheck` that this process is a part of, as JSON."""
 KEYS = "SHOAL_KEYS"
 """Keys that replace those of the script's run, as `shoal train RUN.toml key=value` does: a list in JSON."""
+EXPECTS = "SHOAL_EXPECTS_CALL"
+"""The process of a script that a verb has started to train, until the script calls Shoal: its number."""
 DESCRIBES = "SHOAL_DESCRIBES"
 """Set where the script is run to learn which run its first call of `shoal.train` or `shoal.start` trains."""
 PROFILE = "SHOAL_PROFILE"
@@ -115,6 +117,17 @@ def run_file_of_script(command: Sequence[str], keys: Sequence[str], environ: Mut
 def keys_told(environ: Mapping[str, str]) -> list[str]:
     """The keys that replace those of this script's run."""
     return json.loads(environ.get(KEYS, "[]"))
+
+
+def say_unless_called(environ: Mapping[str, str]) -> None:
+    """At the end of this process, if it is the script of `EXPECTS` and has not called Shoal. Where it raises, its error
+    says more.
+    """
+    if environ.get(EXPECTS) == str(os.getpid()) and getattr(sys, "last_value", None) is None:
+        sys.stderr.write(
+            f"shoal: {sys.argv[0]} came to its end without a call of shoal.train or shoal.start, so nothing of Shoal "
+            "took part; start what calls shoal.horovod, shoal.wire or torch.distributed by `shoal launch`\n"
+        )
 
 
 def divided(arguments: Sequence[str]) -> tuple[list[str], list[str]]:

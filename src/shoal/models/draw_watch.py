@@ -8,10 +8,12 @@ and repeated under the mode, which stays. Whoever bets or not, the numbers are t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Mapping
 from functools import cache, wraps
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import checkpoint
@@ -49,6 +51,28 @@ def seed_all_devices(seed: int) -> None:
     module = torch.get_device_module(accelerator)
     if accelerator.type != "mps" and module.is_initialized() and torch.accelerator.device_count() > 1:
         module.manual_seed_all(seed)
+
+
+def seed_host(seed: int) -> None:
+    """Seeds the generators that a process shares with all its threads: Python's `random`, and NumPy's old functions."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+def host_states() -> dict[str, Any]:
+    """The state of the generators of `seed_host`, by name, to be compared."""
+    return _states(random.getstate(), np.random.get_state(legacy=False))
+
+
+def host_states_after(seed: int) -> dict[str, Any]:
+    """What `seed_host` leaves them in."""
+    return _states(random.Random(seed).getstate(), np.random.RandomState(seed % 2**32).get_state(legacy=False))
+
+
+def _states(own: Any, numpy: Mapping[str, Any] | tuple[Any, ...]) -> dict[str, Any]:
+    assert isinstance(numpy, Mapping), "asked for as a mapping"
+    twister = numpy["state"]
+    return {"Python's random": own, "NumPy": (twister["key"].tobytes(), twister["pos"], numpy["has_gauss"])}
 
 
 class DrawWatch:

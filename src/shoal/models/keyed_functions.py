@@ -6,9 +6,14 @@ of PyTorch's functions; the numbers are others.
 
 from __future__ import annotations
 
+import ast
+import linecache
 import math
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -118,7 +123,8 @@ def _recurrent(mode: Draws, func: Any, *args: Any) -> Any:
 
 def _drawn(law: Callable[[Tensor, Any, Any, Any], Tensor]) -> Callable[..., Tensor]:
     """A random function whose result is overwritten, in its own shape and type, by numbers of `law`. What is drawn for
-    a parameter, in place or as `torch.randn_like(weight)`, knows no samples, whatever its shape.
+    a parameter, in place or as `torch.randn_like(weight)`, knows no samples, whatever its shape; nor does a tensor
+    whose size the code spells out, as the coin of `torch.rand(1)`: it is as long in a microbatch of any size.
     """
 
     def handler(mode: Draws, func: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -126,6 +132,9 @@ def _drawn(law: Callable[[Tensor, Any, Any, Any], Tensor]) -> Callable[..., Tens
         if kwargs.get("generator") is not None or not isinstance(out, Tensor):
             return out
         samples = not _is_for_parameter(out, [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)])
+        if samples and func in _SIZED:
+            caller = sys._getframe(2)  # of the mode's __torch_function__
+            samples = not _spells_size(caller.f_code, caller.f_lasti)
         with torch.no_grad():
             for part in (out.real, out.imag) if out.is_complex() else (out,):
                 drawn = mode.bits_for(out.shape, device=out.device, samples=samples)
@@ -141,6 +150,33 @@ def _is_for_parameter(out: Tensor, given: Sequence[Tensor]) -> bool:
         return True
     own = [isinstance(each, nn.Parameter) for each in given]
     return any(own) and (all(own) or (own[0] and given[0].shape == out.shape))
+
+
+_SIZED = (torch.rand, torch.randn, torch.randint)
+
+
+@lru_cache(maxsize=4096)
+def _spells_size(code: types.CodeType, instruction: int) -> bool:
+    """Whether the call of one of `_SIZED` at this place in `code` has its size in figures. Not where its source is not
+    at hand.
+    """
+    first, last, begin, end = next(islice(code.co_positions(), instruction // 2, None))
+    if first is None or last is None or begin is None or end is None:
+        return False
+    lines = [line.encode() for line in linecache.getlines(code.co_filename)[first - 1 : last]]
+    if len(lines) <= last - first:
+        return False
+    lines[-1] = lines[-1][:end]
+    lines[0] = lines[0][begin:]
+    try:
+        call = ast.parse(b"(" + b"".join(lines) + b")", mode="eval").body
+        if not isinstance(call, ast.Call):
+            return False
+        named = [keyword.value for keyword in call.keywords if keyword.arg == "size"]
+        sizes = named or (call.args[-1:] if ast.unparse(call.func).endswith("randint") else call.args)
+        return bool(sizes) and bool([ast.literal_eval(size) for size in sizes])
+    except (SyntaxError, ValueError):  # a file that has changed, a size that is computed
+        return False
 
 
 def _uniform(drawn: Tensor, out: Tensor) -> Tensor:

@@ -161,7 +161,8 @@ class OwnedAdafactor(WholeOptimizer):
         if direction.ndim > 1:
             row = state["row_var"].lerp_(square.mean(-1, keepdim=True), 1 - kept)
             column = state["col_var"].lerp_(square.mean(-2, keepdim=True), 1 - kept)
-            square = (row @ column).div_(row.mean(-2, keepdim=True).clamp_(min=least))
+            mean = row.mean(-2, keepdim=True).clamp_(min=least)
+            square = (row / mean) @ column  # row @ column would leave float32's range
         else:
             square = state["variance"].lerp_(square, 1 - kept)
         update = direction * square.clamp(min=least * least).rsqrt_()

@@ -93,12 +93,12 @@ def _rounded(x: Tensor, a: float, b: float, c: float) -> Tensor:
 
 def _factor(x: Tensor, steps: Sequence[Quintic], *, normalise: bool) -> Tensor:
     """P, the product of Q in `steps`, for which G is followed. `normalise`: P is that of X / |X|, over |X|, so that X
-    itself is not divided; |X|^2 is the trace of G.
+    itself is not divided; |X|^2 is the trace of G. Where that overflows, P is 0, as X / |X| is then for PyTorch's Muon.
     """
     gram, scale, found = symmetric_product(x, x), None, None
     if normalise:
         scale = 1 / gram.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt_().clamp_(min=_TINY)[..., None, None]
-        gram.mul_(scale * scale)
+        gram.mul_(scale * scale).nan_to_num_(0.0, 0.0, 0.0)  # infinity times 0
     for number, (a, b, c) in enumerate(steps):
         q = symmetric_product(gram, gram).mul_(c).add_(gram, alpha=b)
         q.diagonal(dim1=-2, dim2=-1).add_(a)
@@ -264,8 +264,9 @@ class OwnedDion(WholeOptimizer):
         left = torch.linalg.qr(product(buffer, state["right_factor"]))[0]
         right = product(buffer.mT, left)
         buffer.addmm_(left, right.mT, alpha=-(1 - group["momentum"]))
-        lengths = torch.linalg.vector_norm(right, dim=0, keepdim=True)
-        state["right_factor"] = right / lengths.clamp_(min=torch.finfo(right.dtype).tiny)
+        tiny = torch.finfo(right.dtype).tiny
+        right = right / right.abs().amax(0, keepdim=True).clamp_(min=tiny)  # or squares leave the range of the type
+        state["right_factor"] = right / torch.linalg.vector_norm(right, dim=0, keepdim=True).clamp_(min=tiny)
         return product(left, state["right_factor"].mT).mul_(math.sqrt(rows / columns)).view(direction.shape)
 
     def cost(self, shape: Dims) -> float:

@@ -54,9 +54,9 @@ LIKELY = (
 )
 """What a difference that is no rounding comes from, most often."""
 DREW = (
-    "the script draws random numbers that are not keyed on samples (a permutation of the batch, numbers of Python's "
-    "random or of NumPy), and each rank draws others: draw by functions of PyTorch, or from a generator that is seeded "
-    "by what they are for"
+    "the script draws random numbers that are not keyed on samples (a permutation of the batch, or numbers for single "
+    "samples from Python's random or NumPy, which give every microbatch the same): draw by functions of PyTorch, or "
+    "from a generator that is seeded by what they are for"
 )
 
 

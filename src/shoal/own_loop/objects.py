@@ -235,6 +235,17 @@ def unread_arguments(loader: DataLoader | None) -> list[str]:
     return [f"the DataLoader's {name} is not used: {does[name]}" for name, is_given in given.items() if is_given]
 
 
+def unsaved_scheduler(objects: UserObjects) -> list[str]:
+    """A sentence where a scheduler of PyTorch's moves an optimizer's rates, and nothing of the script's is saved."""
+    moved = any("initial_lr" in group for optimizer in objects.optimizers for group in optimizer.param_groups)
+    if not moved or objects.state:
+        return []
+    return [
+        "a scheduler moves the optimizer's rates, and state= is empty: a run that is resumed would begin it anew. Pass "
+        'state={"scheduler": scheduler}'
+    ]
+
+
 # What a script's own loop cannot be: layouts, strategies and models that take the loop's work from it.
 
 

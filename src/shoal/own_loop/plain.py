@@ -77,7 +77,7 @@ class PlainTraining:
         self.model: nn.Module = work.model
         self._run_file, self._work, self._check = run_file, work, check
         draws = draws_of(run_file, work.model, own_loop=True)
-        randomness = Randomness(work.model, seed=run_file.run.seed, replica=0, draws=draws)
+        randomness = Randomness(work.model, seed=run_file.run.seed, replica=0, draws=draws, seeds_host=True)
         self._compute = Compute(work.model, work.loss, work.precision, self.device, randomness)
         self._feed, data = _whole_steps(run_file, work.data.train, order_of(run_file, work.data)), work.data
         self._with_targets = not isinstance(data.train, AsInputs)

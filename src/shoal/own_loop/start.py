@@ -48,6 +48,7 @@ from shoal.own_loop.objects import (
     samples_of_step,
     stop_in_reader,
     unread_arguments,
+    unsaved_scheduler,
     widened,
     with_precision,
 )
@@ -197,7 +198,8 @@ def start_own_loop(
     try:
         stack.enter_context(_marked(run_file, place, os.environ))
         compared = None if check is None else partial(Comparison, check=check, notes=notes)
-        said, compiled = [*unread_arguments(loader), *narrow], is_compiled(objects["model"])
+        said = [*unread_arguments(loader), *narrow, *unsaved_scheduler(given)]
+        compiled = is_compiled(objects["model"])
         return _training(run_file, place, given, stack, said=said, compared=compared, compiled=compiled)
     except BaseException:
         stack.__exit__(*sys.exc_info())  # leaves with the exit code and the sentence of the error

@@ -53,6 +53,7 @@ def reference_of(run: Run) -> Reference:
     trained = [(name, p, roles[name].decay) for name, p in model.named_parameters() if p.requires_grad]
     draws = draws_of(run_file, model)
     randomness = Randomness(model, seed=run_file.run.seed, replica=0, draws=draws)
+    randomness.seeds_host = run.generation.forward_backward.compute.randomness.seeds_host
     loss, distillation = loss_of(run_file.loss, objects, precision), run.workload.distillation
     compute = Compute(model, loss, precision, device, randomness, distillation=distillation)
     sparse = [name for name, role in roles.items() if role.kind == "table"]
