@@ -48,6 +48,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -194,7 +195,7 @@ def named(fault: Fault, outcome: Outcome) -> bool | None:
     if not outcome.codes:
         return None
     if fault.kind == "full":
-        return re.search("no space left", outcome.said, re.IGNORECASE) is not None
+        return re.search("no space left|disk is full", outcome.said, re.IGNORECASE) is not None
     if outcome.rank is None:
         return None
     return re.search(rf"\brank {outcome.rank}\b", outcome.said) is not None
@@ -305,12 +306,14 @@ class _World:
                 fill(self._folder / RUNS)
             return functools.partial(end_fill, self._folder / RUNS)
         there = sorted(marked(self._environ[MARK]))
-        victim = there[int(fault.share * len(there))]
+        first = int(fault.share * len(there))
+        cut, victim = 0, there[first]
+        if fault.kind == "cut":  # of a process that has connections
+            cut, victim = next(filter(itemgetter(0), map(_cut, there[first:] + there[:first])), (0, victim))
         environ = environ_at(victim)
         self._outcome.rank = int(environ["RANK"]) if "LOCAL_RANK" in environ and "RANK" in environ else None
-        self._outcome.struck = self._name_of(victim)
+        self._outcome.struck = self._name_of(victim) + (f", {cut} connections" if fault.kind == "cut" else "")
         if fault.kind == "cut":
-            self._outcome.struck += f", {cut_connections(victim)} connections"
             return _nothing
         with suppress(ProcessLookupError):
             os.kill(victim, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
@@ -324,6 +327,10 @@ class _World:
         """What programs and ranks have printed."""
         paths = [*sorted(self._folder.glob("*.out")), *sorted(self._folder.glob(f"{RUNS}/**/*.log"))]
         return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in paths)
+
+
+def _cut(pid: int) -> tuple[int, int]:
+    return cut_connections(pid), pid
 
 
 def _nothing() -> None:

@@ -28,7 +28,7 @@ def holds(fault: Fault = KILL, job: str = "train", **found: Any) -> bool:
 def test_each_broken_promise_is_found() -> None:
     """Other bits, other names, no state, no culprit, a hang, a process or a name that is left."""
     assert holds()
-    for wrong in (
+    wrongs: list[dict[str, Any]] = [
         {"state": {"model/weight": torch.tensor([0.0, 1.0, 3.0])}},
         {"state": {"model/bias": STATE["model/weight"]}},
         {"state": None},
@@ -36,7 +36,8 @@ def test_each_broken_promise_is_found() -> None:
         {"hangs": 1},
         {"orphans": 1},
         {"left": ["psm_1"]},
-    ):
+    ]
+    for wrong in wrongs:
         assert not holds(**wrong), wrong
 
 
