@@ -50,11 +50,12 @@ import typer
 
 from benchmarks.command import run
 from benchmarks.random_faults_job import BATCH, RECORD, SAMPLES, STEP, Used, read_record
+from benchmarks.struck_processes import MARK, POLL_S, end_orphans, ranks_of, state_of
 from shoal.bench.options import AsJson
 from shoal.bench.report import Result, check, print_report
 from shoal.data.order import Order
 from shoal.errors import EnvironmentFault, Stopped
-from tests.programs import Program, environ_of, is_forked, start
+from tests.programs import Program, is_forked, start
 
 Launcher = subprocess.Popen | Program
 
@@ -62,7 +63,7 @@ ELASTIC, RESTARTED = "elastic", "restarted"
 SILENCE_S, ACCEPT_S, REPLACEMENT_S = 10.0, 20.0, 20.0
 """A rank in silence is lost, on both sides; a replica that does not answer is; a process starts and joins."""
 BOUND_S = SILENCE_S + ACCEPT_S + REPLACEMENT_S
-START_S, END_S, GRACE_S, POLL_S = 120.0, 60.0, 3.0, 0.02
+START_S, END_S = 120.0, 60.0
 FIRST_STEP = 3
 """From this step on time is taken."""
 NOTICE_S = 1.0
@@ -73,7 +74,6 @@ EVERY_STEPS = 4
 """From one agreement to the next, of a strategy whose replicas take steps of their own."""
 APART = 2 * EVERY_STEPS
 """The most that its replicas may be apart, in steps."""
-MARK = "RANDOM_FAULTS_SIDE"
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 COUNTED = ("steps", "effective", "taken_again", "samples_twice", "samples_never", "longest_gap_s", "hangs", "orphans")
 
@@ -318,7 +318,7 @@ def _train(side: str, faults: Sequence[Fault], setting: Setting) -> Trial:
             print((folder / "out.txt").read_text(errors="replace")[-2000:], file=sys.stderr)
             raise
         finally:
-            trial.orphans = _end_orphans(mark)
+            trial.orphans = end_orphans(mark)
         logs = sorted(folder.glob("run/logs/*.log"))
         trial.said = "\n".join(path.read_text(errors="replace")[-6000:] for path in (folder / "out.txt", *logs))
     return trial
@@ -366,7 +366,7 @@ def _play(trial: Trial, launcher: Launcher, path: Path, faults: Sequence[Fault],
         watch.until(lambda: watch.stepped_s > times[-1] + NOTICE_S, within_s=within_s)
     trial.hangs += hangs_of(times, [used.time_s for used in trial.record])
     struck = {pid for _, pid, _ in trial.struck}
-    trial.ended_unstruck = len(trial.seen - struck - set(_ranks_of(launcher.pid)))
+    trial.ended_unstruck = len(trial.seen - struck - set(ranks_of(launcher.pid)))
     launcher.send_signal(signal.SIGTERM)
     try:
         trial.exit_code = launcher.wait(END_S)
@@ -400,45 +400,8 @@ class _Watch:
         self._trial.record += lines
         if lines:
             self.step, self.stepped_s = lines[-1].step, lines[-1].time_s
-        self.candidates = sorted(pid for pid in _ranks_of(self._launcher.pid) if _state(pid) not in "TtZX")
+        self.candidates = sorted(pid for pid in ranks_of(self._launcher.pid) if state_of(pid) not in "TtZX")
         self._trial.seen |= set(self.candidates)
-
-
-def _ranks_of(launcher: int) -> list[int]:
-    """The launcher's children that are ranks."""
-    with suppress(OSError):
-        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-        return [int(pid) for pid in children if "LOCAL_RANK" in _environ(int(pid))]
-    return []
-
-
-def _environ(pid: int) -> dict[str, str]:
-    with suppress(OSError, ValueError):  # it has ended, or has only just been forked
-        return environ_of(pid)
-    return {}
-
-
-def _state(pid: int) -> str:
-    """The letter of proc(5): "T" and "t" are stopped, "Z" and "X" dead; so is what is not there."""
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return "X"
-
-
-def _end_orphans(mark: str) -> int:
-    """Kills the processes that are left of a side after some seconds; how many there were."""
-    deadline_s = time.monotonic() + GRACE_S
-    while (left := _marked(mark)) and time.monotonic() < deadline_s:
-        time.sleep(POLL_S)
-    for pid in left:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    return len(left)
-
-
-def _marked(mark: str) -> list[int]:
-    pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal())
-    return [pid for pid in pids if _environ(pid).get(MARK) == mark and _state(pid) not in "ZX"]
 
 
 def _told(trial: Trial) -> str:

@@ -21,7 +21,7 @@ def played(config: LocalConfig, moves: list[float], units: list[float]) -> float
     """Where x comes from 1 if the inner steps of round r move it by `-moves[r]`."""
     parameter = Parameter(torch.ones(1, dtype=torch.float64))
     owned = [Owned("x", parameter, cast(Any, None), ())]
-    outer = OuterStep(config, Replica(owned, lambda: None, [], 100), Alone(), owned)
+    outer = OuterStep(config, Replica(owned, lambda: None, [], [], 100), Alone(), owned)
     for move, unit in zip(moves, units, strict=True):
         outer.start.read()
         with torch.no_grad():

@@ -140,7 +140,7 @@ def _agreement(
     """
     model = parts.split.model
     saved = model.state_dict(keep_vars=True)
-    buffers = [b for name, b in model.named_buffers() if name in saved and b.is_floating_point()]
+    buffers = [b for name, b in model.named_buffers() if name in saved]
     needs = [optimizer.works_on for optimizer in optimizers] or [run_file.optimizer.needs]
     whole = (
         "matrices" in needs or run_file.optimizer.asks_for_whole
@@ -149,7 +149,8 @@ def _agreement(
         Replica(
             gradients.owned,
             gradients.gather,
-            buffers,
+            [buffer for buffer in buffers if buffer.is_floating_point()],
+            [buffer for buffer in buffers if not buffer.is_floating_point()],
             run_file.run.steps,
             whole,
             coded or AllReduce,

@@ -39,7 +39,8 @@ NewPushes = Callable[[int, Sequence[int], Sequence[Segment], torch.dtype], Coded
 @dataclass(frozen=True)
 class Replica:
     """What a rank updates, as strategies see it. `owned` are the tensors that its optimizer steps; after they have been
-    written, `gather` makes the model compute with them. `buffers` are the model's persistent buffers of floating point.
+    written, `gather` makes the model compute with them. `buffers` are the model's persistent buffers of floating point,
+    `counts` those of other dtypes, such as how many batches there were.
     `steps` is the length of the run. `whole`: its optimizer works on whole matrices. `exchange` sums what replicas send
     each other: as it is, or with the run's codec. `pushes` codes what it sends to servers; None: it is sent as it is.
     `rounds` records the order of events, or repeats a recorded one.
@@ -49,6 +50,7 @@ class Replica:
     owned: Sequence[Owned]
     gather: Callable[[], None]
     buffers: Sequence[Tensor]
+    counts: Sequence[Tensor]
     steps: int
     whole: bool = False
     exchange: NewExchange = AllReduce
