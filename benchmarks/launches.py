@@ -1,26 +1,27 @@
-"""`python -m benchmarks.simulated_cuda benchmarks.launches`: what a step launches on a GPU, without one.
+"""`python -m benchmarks.launches`: what a step launches on a GPU, without one.
 
-Each row is a step of a run on a simulated device (benchmarks/simulated_cuda.py), of ranks that are processes of this
-machine: operators with a kernel, copies between host and device, what the host waited for, and operators of two streams
-without an order. The same steps are taken on the CPU, too, and `off` is the largest relative difference of a loss.
+A row is a step of a run on a simulated device (benchmarks/simulated_cuda.py), whose ranks are processes of this
+machine: operators that launch, copies between host and device, what the host waited for, and operators of two streams
+that nothing orders. The same steps are taken on the CPU, too: `off` is the largest relative difference of a loss.
+Ranks talk over Gloo as over NCCL: in a stream of the group's own, for which the stream of the caller waits.
 
-    plain        a loop as a careful person writes it: bfloat16 autocast, fused AdamW, clipping; the first row
-    own loop     the loop of `shoal.start`, with the same calls
-    train        the step of `shoal train`
-
-The others are `train` with the tables that stand beside their names.
+    plain        a loop as a careful person writes it: bfloat16 autocast, fused AdamW, clipping; no Shoal
+    own loop     the loop of `shoal.start`, with the same calls and the same model
+    train        the step of `shoal train`, with the same model
+    shoal's gpt  the same step with Shoal's own model; the other rows are this one, with the keys that they are named by
 """
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -28,16 +29,16 @@ from typing import Annotated, Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 import typer
 from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
 from torch.utils import _pytree
 from torch.utils.data import TensorDataset
 
 from benchmarks.command import run
 from benchmarks.host_overhead import CLIP_NORM, adamw, loss_of
 from benchmarks.own_gpt import build
-from benchmarks.simulated_cuda import Watch, on_host
+from benchmarks.simulated_cuda import Watch, on_host, simulated
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.run import open_run
 from shoal.bench.training_job import ENDLESS, LR, Training, training_job
@@ -46,7 +47,7 @@ from shoal.comm.c10d_forms import open_gloo
 from shoal.config.named import GIVEN
 from shoal.data.inputs import AsInputs
 from shoal.engine.loop import take_step
-from shoal.errors import EnvironmentFault
+from shoal.errors import UsageError
 from shoal.launcher.environment import Place
 from shoal.own_loop.loop import Training as OwnLoop
 from shoal.runfile.run_file import RunFile
@@ -61,6 +62,7 @@ CASES: Mapping[str, tuple[int, dict[str, Any]]] = {
     PLAIN: (1, {}),
     OWN: (1, {}),
     TRAIN: (1, {}),
+    "shoal's gpt": (1, {}),
     "float32": (1, {"precision": {"kind": "float32"}}),
     "float16": (1, {"precision": {"kind": "float16"}}),
     "masters": (1, {"precision": {"kind": "bfloat16_params"}}),
@@ -89,8 +91,8 @@ CASES: Mapping[str, tuple[int, dict[str, Any]]] = {
     "SOAP": (1, {"optimizer": {"kind": "soap"}}),
     "K-FAC": (1, {"optimizer": {"kind": "kfac"}}),
     "Lion": (1, {"optimizer": {"kind": "lion"}}),
-    "averages": (1, {"optimizer": {"average": "ema"}}),
-    "masks": (1, {"sparsity": {"kind": "magnitude", "schedule": {"shape": "one_shot"}}}),
+    "averages": (1, {"optimizer": {"average": {"kind": "ema", "decay": 0.9}}}),
+    "masks": (1, {"sparsity": {"kind": "magnitude", "density": 0.5, "schedule": {"shape": "one_shot"}}}),
     "optimizer on the host": (1, {"memory": {"offload": {"optimizer": "host"}}}),
     "activations on the host": (1, {"memory": {"offload": {"activations": "host"}}}),
 }
@@ -151,17 +153,18 @@ class SimulatedNccl:
         self._stream.wait_stream(torch.accelerator.current_stream())
         with self._stream:
             torch.ops.simulated_cuda.collective(read, written, name)
-        return SimulatedWork(call(*_pytree.tree_map_only(Tensor, on_host, given)), self._stream)
+        return SimulatedWork(call(*_pytree.tree_map_only(Tensor, on_host, given)), self._stream, given)
 
 
 class SimulatedWork:
-    """A collective in `stream`: who waits is the stream of the caller."""
+    """A collective in `stream`: who waits is the stream of the caller. `given` is kept until then, as NCCL does."""
 
-    def __init__(self, work: Any, stream: torch.Stream) -> None:
-        self._work, self._done = work, stream.record_event()
+    def __init__(self, work: Any, stream: torch.Stream, given: Any) -> None:
+        self._work, self._done, self._given = work, stream.record_event(), given
 
     def wait(self, *_: Any) -> bool:
         self._work.wait()
+        self._given = None
         torch.accelerator.current_stream().wait_event(self._done)
         return True
 
@@ -256,7 +259,7 @@ def own_loop(setting: Setting) -> Callable[[], Any]:
     optimizer, data = adamw(model), TensorDataset(setting.data())
     training = setting.training(UserObjects(model=model, data=(AsInputs(data), None), optimizers=[optimizer]))
     job = training_job(training, setting.folder / setting.device, setting.stack)
-    loop = OwnLoop(training.run, msgspec_free(job), ExitStack())
+    loop = setting.stack.enter_context(OwnLoop(training.run, replace(job, rate=lambda number: None), ExitStack()))
     batches = loop.batches()
 
     def step() -> Any:
@@ -269,12 +272,6 @@ def own_loop(setting: Setting) -> Callable[[], Any]:
         return loss.detach()
 
     return step
-
-
-def msgspec_free(job: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(job, rate=lambda number: None)
 
 
 def trained(setting: Setting) -> Callable[[], float]:
@@ -318,9 +315,7 @@ def _rank(case: str, rank: int, ports: Mapping[str, int], size: Size, answers: A
     place = Place(rank=rank, world_size=world, local_rank=0, local_world_size=1, node_rank=rank, launcher="shoal")
     try:
         limit = timedelta(seconds=60)
-        stores = {
-            device: dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit) for device, port in ports.items()
-        }
+        stores = {device: TCPStore("127.0.0.1", port, is_master=False, timeout=limit) for device, port in ports.items()}
         answers.send(measured(case, place, stores, size))
     except BaseException:
         answers.send(Row(case, world, failed=traceback.format_exc()))
@@ -328,7 +323,7 @@ def _rank(case: str, rank: int, ports: Mapping[str, int], size: Size, answers: A
 
 def on_ranks(case: str, size: Size) -> list[Row]:
     """`measured` on each of the case's ranks, processes that this one forks: it has computed nothing yet."""
-    stores = {device: dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for device in ("cuda", "cpu")}
+    stores = {device: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for device in ("cuda", "cpu")}
     ports = {device: store.port for device, store in stores.items()}
     started, context = [], multiprocessing.get_context("fork")
     for rank in range(CASES[case][0]):
@@ -348,34 +343,42 @@ def on_ranks(case: str, size: Size) -> list[Row]:
 
 
 def launches(
-    cases: Annotated[str, typer.Option(help="Some of the rows, with commas between them; default: all.")] = "",
-    layers: Annotated[int, typer.Option(help="Blocks of the model.", min=1)] = 2,
-    width: Annotated[int, typer.Option(help="Of the model.", min=16)] = 32,
-    as_json: Annotated[bool, typer.Option("--json", help="All that was counted.")] = False,
+    cases: Annotated[str, typer.Option(help='Some of the rows, with ";" between them. Default: all.')] = "",
+    layers: Annotated[int, typer.Option(help="Blocks of the model.", min=1)] = 12,
+    width: Annotated[int, typer.Option(help="Of the model. What is launched does not depend on it.", min=16)] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="All that was counted, of each rank.")] = False,
 ) -> None:
-    """Operators, copies, waits and races of a step on a simulated GPU.
+    """Launches, copies, waits and races of a step on a simulated GPU.
 
-    Example: python -m benchmarks.simulated_cuda benchmarks.launches --cases "plain;train;ZeRO-3"
+    Example: python -m benchmarks.launches --cases "plain;train;ZeRO-3"
     """
-    if not torch.cuda.is_available():
-        raise EnvironmentFault("it runs on a simulated GPU: python -m benchmarks.simulated_cuda benchmarks.launches")
+    if not simulated():  # in this process PyTorch has looked for its GPUs
+        command = [sys.executable, "-m", "benchmarks.simulated_cuda", "benchmarks.launches", *sys.argv[1:]]
+        os.execv(sys.executable, command)
     wanted = [name.strip() for name in cases.split(";")] if cases else list(CASES)
-    rows = []
+    if unknown := [name for name in wanted if name not in CASES]:
+        raise UsageError(f"--cases names {', '.join(unknown)}; there are: {'; '.join(CASES)}")
+    rows: list[Row] = []
+    if not as_json:
+        print(f"{'a step of rank 0':26} ranks launches copies collectives waits    off")
     for case in wanted:
         own = on_ranks(case, Size(layers, width))
-        failed = [row for row in own if row.failed]
-        row = (failed or own)[0]
         rows += own
-        if as_json:
-            continue
-        if row.failed:
-            print(f"{case:28} {row.failed.strip().splitlines()[-1][:300]}")
-            if len(wanted) == 1: print(row.failed)
-            continue
-        print(f"{case:28} {row.ranks} {row.launched:7.1f} {row.copies:5.1f} off {row.off:.1e} waits {row.waits} races {row.races} copied {row.copied}", flush=True)
-        if len(wanted) == 1: print(row.launches, row.collectives)
+        if not as_json:
+            print("\n".join(_lines(own[0])), flush=True)
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
+
+
+def _lines(row: Row) -> list[str]:
+    if row.failed:
+        return [f"{row.case:26} {row.failed.strip().splitlines()[-1]}"]
+    waits, calls = sum(row.waits.values()) / STEPS, sum(row.collectives.values()) / STEPS
+    first = (
+        f"{row.case:26} {row.ranks:5} {row.launched:8.1f} {row.copies:6.1f} {calls:11.1f} {waits:5.1f} {row.off:6.0e}"
+    )
+    asked = [f"    waits {times / STEPS:.1f} times for {what}" for what, times in row.waits.items()]
+    return [first, *asked, *(f"    race: {what}" for what in row.races)]
 
 
 if __name__ == "__main__":

@@ -470,7 +470,17 @@ void collective(at::TensorList read, at::TensorList written, std::string name) {
   account(name, reads, writes, current);
 }
 
+// What `UntypedStorage.resize_` does on CUDA.
+void resize_storage(c10::Storage storage, int64_t size_bytes) {
+  auto made = at::empty({size_bytes}, at::kByte).storage();
+  const size_t kept = std::min<size_t>(size_bytes, storage.nbytes());
+  if (kept) std::memcpy(made.mutable_data(), storage.data(), kept);
+  storage.unsafeGetStorageImpl()->set_data_ptr_noswap(adopted(made));
+  storage.unsafeGetStorageImpl()->set_nbytes(size_bytes);
+}
+
 TORCH_LIBRARY(simulated_cuda, m) {
+  m.def("resize_storage(Storage storage, int size_bytes) -> ()", &resize_storage);
   m.def("on_host(Tensor(a) tensor) -> Tensor(a)");
   m.def("collective(Tensor[] read, Tensor(a!)[] written, str name) -> ()");
 }

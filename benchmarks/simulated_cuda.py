@@ -44,8 +44,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-FOLDER = Path("out/simulated_cuda")
+FOLDER = SOURCE.parent.parent / "out/simulated_cuda"
 NAME = "a simulated GPU"
+_LINES = 4
 _LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_int64)
 
 
@@ -98,11 +99,13 @@ class Watch:
 
 
 def _asker() -> str:
-    """The innermost line that is neither PyTorch's nor this module's."""
-    for frame in reversed(traceback.extract_stack()):
-        if not frame.filename.startswith((str(_folder_of("torch")), __file__, "<")):
-            return f"{Path(frame.filename).name}:{frame.lineno}"
-    return "a thread of autograd's"
+    """The innermost lines that are neither PyTorch's nor this module's, and who called them."""
+    lines = [
+        f"{Path(frame.filename).name}:{frame.lineno}"
+        for frame in traceback.extract_stack()
+        if not frame.filename.startswith((str(_folder_of("torch")), __file__, "<"))
+    ]
+    return " > ".join(lines[-_LINES:]) or "a thread of autograd's"
 
 
 def simulate() -> None:
@@ -111,11 +114,23 @@ def simulate() -> None:
     """
     if "torch" in sys.modules:
         raise EnvironmentFault("PyTorch has looked for its GPUs already: python -m benchmarks.simulated_cuda MODULE")
+    if (_folder_of("torch") / "lib/libtorch_cuda.so").exists():
+        raise EnvironmentFault(
+            "this PyTorch is built with CUDA, whose place a simulated GPU takes: install a build for CPUs, "
+            "pip install torch --index-url https://download.pytorch.org/whl/cpu"
+        )
     library = _library()
     for name in _with_kernels_of_cuda():
         library.simulated_kernel(name.encode())
     for module, name, value in _answers():
         setattr(module, name, value)
+
+
+def simulated() -> bool:
+    """Whether this process has a simulated device."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_name() == NAME
 
 
 def on_host(tensor: Tensor) -> Tensor:
@@ -131,10 +146,27 @@ def _answers() -> Iterator[tuple[Any, str, Any]]:
 
     cuda = torch.cuda
     yield cuda, "_initialized", True
-    for name, value in {"is_available": True, "is_bf16_supported": True, "device_count": 1, "current_device": 0}.items():
+    yield torch._C, "_cuda_getDevice", _always(0)
+    for name, value in {
+        "is_available": True,
+        "is_bf16_supported": True,
+        "device_count": 1,
+        "current_device": 0,
+    }.items():
         yield cuda, name, _always(value)
     for name, value in {"get_device_name": NAME, "get_device_capability": (9, 0), "set_device": None}.items():
         yield cuda, name, _always(value)
+    for name in ("_exchange_device", "_maybe_exchange_device"):
+        yield cuda, name, _always(0)
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: Any, size_bytes: int) -> Any:
+        if storage.device.type != "cuda":
+            return resize(storage, size_bytes)
+        torch.ops.simulated_cuda.resize_storage(storage, size_bytes)
+        return storage
+
+    yield torch.UntypedStorage, "resize_", resized
     yield cuda, "synchronize", lambda device=None: torch.accelerator.synchronize()
     yield cuda, "manual_seed_all", torch.default_generator.manual_seed
     yield cuda, "default_generators", (torch.default_generator,)
