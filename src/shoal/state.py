@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import repeat
 from operator import attrgetter, is_, is_not
 from typing import Any, NamedTuple, Protocol
@@ -20,6 +21,21 @@ def works_in_streams(device: torch.device) -> bool:
     memory: GPUs of CUDA, ROCm and XPU. Not so CPUs and MPS, whose memory is the host's.
     """
     return device.type not in ("cpu", "meta", "mps")
+
+
+def numbers_on(device: torch.device, numbers: Sequence[float], *, dtype: torch.dtype = torch.float64) -> Tensor:
+    """`numbers` as a tensor on `device`. `torch.tensor` would wait there for all that was launched before."""
+    if not works_in_streams(device):
+        return torch.tensor(numbers, dtype=dtype, device=device)
+    return torch.tensor(numbers, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+@cache
+def side_stream(device: torch.device) -> torch.Stream | None:
+    """A stream for small sums that the host waits for: they are not behind the forward that was launched before. None
+    where a device has no streams.
+    """
+    return torch.Stream(device) if works_in_streams(device) else None
 
 
 # What a rank trains, and what of it is its own to update and to save.

@@ -198,7 +198,8 @@ def orthonormal(parts: Sequence[Tensor], *, dtype: torch.dtype) -> list[Tensor]:
     gram = torch.stack([part.T @ part for part in wide])
     mean = gram.diagonal(dim1=1, dim2=2).mean(1)
     ridge = torch.where(mean == 0, 1.0, RIDGE * mean)
-    factor, _ = torch.linalg.cholesky_ex(gram + ridge[:, None, None] * torch.eye(gram.shape[1]).to(gram))
+    ones = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
+    factor, _ = torch.linalg.cholesky_ex(gram + ridge[:, None, None] * ones)
     return [
         torch.linalg.solve_triangular(lower, part.T, upper=False).T.to(dtype)
         for lower, part in zip(factor, wide, strict=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, get_args
 
@@ -19,7 +20,7 @@ from shoal.data.sample import Batch
 from shoal.engine.growing_batch import BatchGrowth
 from shoal.errors import DataError, UserCodeError
 from shoal.gradients.reducer import OwnGradient
-from shoal.state import works_in_streams
+from shoal.state import numbers_on, side_stream, works_in_streams
 from shoal.sync.strategy import Agreed
 
 # What a step counts before its backward: the denominator of the loss, samples, tokens, who wants to stop, and whose
@@ -55,15 +56,18 @@ class Meeting:
         own[len(CALLS) : len(CALLS) + len(numbers)] = numbers
         self._own = own
         if group.size > 1:
-            self._sums = torch.tensor(own, dtype=torch.float64, device=device)
-            self._handle = group.all_reduce(self._sums)
+            self._stream = side_stream(device)
+            with self._stream or nullcontext():
+                self._sums = numbers_on(device, own)
+                self._handle = group.all_reduce(self._sums)
 
     def wait(self) -> list[float]:
         """The sums. Raises `UserCodeError`, on every rank, where not all of them are in the same call."""
         if self._handle is None:
             return self._own[len(CALLS) :]
-        self._handle.wait()
-        sums = self._sums.tolist()
+        with self._stream or nullcontext():
+            self._handle.wait()
+            sums = _read(*_to_host(self._sums))
         if sums[self._call] != self._size:
             said = [f"{int(ranks)} in {call}" for call, ranks in zip(CALLS, sums, strict=False) if ranks]
             raise UserCodeError(
@@ -144,7 +148,8 @@ class DeviceVote:
         both = torch.stack([norm.double(), loss.double().to(norm.device)])
         self._norm = both[0]
         self._on_host, self._copied = _to_host(both)
-        self.found_inf = 1 - torch.isfinite(both).all().float()
+        total = both.sum()
+        self.found_inf = (total - total).ne(0).float()  # NaN, which is not 0, where one of them is not finite
         """1.0: nothing is updated."""
 
     def divisor(self, scale: float, limits: Sequence[float]) -> Tensor | None:
@@ -153,14 +158,13 @@ class DeviceVote:
         """
         if not limits:
             return None if scale == 1.0 else torch.full((), scale, device=self._norm.device)
-        over = self._norm / min(limits)
-        return (torch.where(over > 1, over, torch.ones_like(over)) * scale).float()
+        over = self._norm if min(limits) == 1.0 else self._norm / min(limits)
+        factor = over.clamp(min=1.0)
+        return (factor if scale == 1.0 else factor * scale).float()
 
     def read(self) -> tuple[float, float]:
         """Norm and loss, when they are there. What was launched after them may still run."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        norm, loss = self._on_host.tolist()
+        norm, loss = _read(self._on_host, self._copied)
         return norm, loss
 
     @staticmethod
@@ -176,6 +180,13 @@ def _to_host(numbers: Tensor) -> tuple[Tensor, torch.Event | None]:
     there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     there.copy_(numbers, non_blocking=True)
     return there, torch.accelerator.current_stream(numbers.device).record_event()
+
+
+def _read(on_host: Tensor, copied: torch.Event | None) -> list[float]:
+    """What `_to_host` gave, when it is there."""
+    if copied is not None:
+        copied.synchronize()
+    return on_host.tolist()
 
 
 # Measures the gradient noise scale while training: the gradient of a part of the batch beside that of all of it.

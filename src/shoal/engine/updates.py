@@ -207,8 +207,8 @@ class AtOnce:
         tally, clock = work.tally.wait(), UpdateClock(context)
         loss_scale = context.scaler.scale
         scale = loss_scale * (1.0 if denominator is None else denominator)
-        norm = float(self.gradients.reduce()) / scale
-        loss = work.loss.wait() / (tally.denominator if denominator is None else denominator)
+        norm, loss = _both(self.gradients.reduce(), work.loss)
+        norm, loss = norm / scale, loss / (tally.denominator if denominator is None else denominator)
         finite = math.isfinite(norm) and math.isfinite(loss)
         for each in self._leaves_out if finite else ():
             each.explore(work.step, lambda: self._repeat(context, work))
@@ -251,13 +251,14 @@ class AtOnce:
         if not wanted or measured or self._leaves_out or self._fused is None or not self._fused.takes_vote:
             return None
         tally, clock, scale = work.tally.wait(), UpdateClock(context), context.scaler.scale
-        vote = DeviceVote(self.gradients.reduce() / scale, work.loss.tensor() / tally.denominator)
+        norm = self.gradients.reduce()
+        vote = DeviceVote(norm if scale == 1.0 else norm / scale, work.loss.tensor() / tally.denominator)
         context.agree_on_buffers(tally)
         set_rate(self._fused, work.lr)
         self._fused.grad_scale, self._fused.found_inf = vote.divisor(scale, limits), vote.found_inf
         self._fused.step()
-        norm, loss = vote.read()
-        return self.conclude(context, AgreedUpdate(loss, norm, vote.finite(norm, loss), scale, None, clock))
+        measured, loss = vote.read()
+        return self.conclude(context, AgreedUpdate(loss, measured, vote.finite(measured, loss), scale, None, clock))
 
     def _hand_over(self, gradient: AgreedGradient) -> None:
         """What is still to be multiplied by is the kernel's, where it takes it."""
@@ -288,6 +289,14 @@ class AtOnce:
         if self._noise is None:
             return None
         return self._noise.reading(batches, tally, norm=norm, scale=scale)
+
+
+def _both(norm: Tensor, loss: GlobalSum) -> tuple[float, float]:
+    """Their values, for which the host waits once."""
+    if not works_in_streams(norm.device):
+        return float(norm), loss.wait()
+    own, total = torch.stack([norm.double(), loss.tensor().double().to(norm.device)]).tolist()
+    return own, total
 
 
 def check_repeatable(context: RankContext) -> None:

@@ -8,6 +8,7 @@ capacity, and the losses of the router are functions of its own sequence: no bat
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -392,7 +393,10 @@ def load_figures(mixtures: Sequence[Mixture]) -> dict[str, float]:
 
     Empty where there is no mixture, or no step was committed yet.
     """
-    ratios = [float(load.max() / load.double().mean()) for load in loads(mixtures).values() if bool(load.any())]
+    if not mixtures:
+        return {}
+    each = [load.max() / load.double().mean() for load in loads(mixtures).values()]
+    ratios = [ratio for ratio in torch.stack(each).tolist() if not math.isnan(ratio)]  # read once; no load: 0 / 0
     if not ratios:
         return {}
     figures = {"moe/load_max_over_mean": max(ratios), "moe/load_max_over_mean_average": sum(ratios) / len(ratios)}

@@ -115,7 +115,8 @@ def through_experts(
     """
     goes_to = chosen.flatten() if kept is None else chosen.masked_fill(~kept, number).flatten()
     order = torch.argsort(goes_to, stable=True)
-    counts = torch.bincount(goes_to, minlength=number)[:number]
+    # `bincount` would have a GPU tell the host how many there are
+    counts = goes_to.new_zeros(number + 1).scatter_add_(0, goes_to, torch.ones_like(goes_to))[:number]
     if kept is not None:
         order = order[: int(counts.sum())]
     choices = chosen.shape[-1]

@@ -24,6 +24,7 @@ from torch import Tensor
 from shoal.comm.collective import Collective, gather_lines
 from shoal.engine.rank_context import GlobalSum
 from shoal.errors import UserCodeError
+from shoal.state import numbers_on
 
 BITS = 20
 
@@ -37,15 +38,20 @@ class Declaration(GlobalSum):
         super().__init__(group)
         self._ranks, self._decisions, self._device = group, decisions, loss.device
         self._sums: list[float] | None = None
+        self._without, self._told = without, loss.double().reshape(1)
         if group.size == 1:  # nobody decides otherwise
-            self._sums = [float(loss), float(without)]
             return
         text = "\n".join(decisions).encode()
         first, second = (zlib.crc32(text, start) >> (32 - BITS) for start in (0, 1))
         numbers = [without, first, first**2, second, second**2]
-        told = torch.tensor([float(number) for number in numbers], dtype=torch.float64, device=loss.device)
-        self._told = torch.cat([loss.double().reshape(1), told])
+        self._told = torch.cat([self._told, numbers_on(loss.device, numbers)])
         self.start(self._told)
+
+    def tensor(self) -> Tensor:
+        """The loss of all ranks, a scalar on the device."""
+        if self._handle is not None:
+            self._handle.wait()
+        return self._told[0]
 
     def wait(self) -> float:
         """The loss of all ranks."""
@@ -54,13 +60,13 @@ class Declaration(GlobalSum):
     @property
     def all_used(self) -> bool:
         """Whether every parameter got a gradient on every rank."""
-        return self._all()[1] == 0
+        return (self._without if self._ranks.size == 1 else self._all()[1]) == 0
 
     def check(self, step: int) -> None:
         """Raises `UserCodeError`, on every rank, where ranks have decided differently."""
-        _, _, *sums = self._all()
         if (size := self._ranks.size) == 1:
             return
+        _, _, *sums = self._all()
         if all(size * square == total**2 for total, square in (sums[:2], sums[2:])):
             return
         everyone = gather_lines(self._decisions, self._ranks, self._device)

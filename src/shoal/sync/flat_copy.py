@@ -17,7 +17,7 @@ from torch import Tensor
 
 from shoal.comm.collective import Collective
 from shoal.comm.exchanges.exchange import Segment
-from shoal.state import Held, Owned, views
+from shoal.state import Held, Owned, numbers_on, views
 from shoal.sync.strategy import Agreed, Replica, Taken
 
 
@@ -170,7 +170,7 @@ class Meeting:
             sum_over(self.replicas, [mean])
             buffer.copy_(mean / self.replicas.size)
         told = [float(self.stop), float(self.tokens), self.losses / max(1, self.steps)]
-        shared = torch.tensor(told, dtype=torch.float64, device=device)
+        shared = numbers_on(device, told)
         self.replicas.all_reduce(shared).wait()
         stop, tokens, loss = shared.tolist()
         self.stop, self.tokens, self.losses, self.steps = False, 0, 0.0, 0

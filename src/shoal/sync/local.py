@@ -23,7 +23,7 @@ from shoal.comm.exchanges.adasum import Adasum
 from shoal.comm.exchanges.exchange import Exchange, NewExchange
 from shoal.comm.mesh import Mesh
 from shoal.errors import ConfigError
-from shoal.state import Held, Owned, Section
+from shoal.state import Held, Owned, Section, numbers_on
 from shoal.sync.config import LocalConfig, OuterKeys, StreamingConfig
 from shoal.sync.flat_copy import MOMENTUM, SYNC, FlatCopy, Meeting, OwnSection, device_of
 from shoal.sync.period import LinkPace, Period
@@ -86,9 +86,10 @@ class OuterStep:
 
     def _share(self, weight: float) -> float:
         """The weight of this replica beside the mean weight."""
-        total = torch.tensor([weight], dtype=torch.float64, device=self.start.buffers[0].device)
+        total = numbers_on(self.start.buffers[0].device, [weight])
         self._replicas.all_reduce(total).wait()
-        return weight * self._replicas.size / float(total) if float(total) else 1.0  # none counts: all alike
+        whole = float(total)
+        return weight * self._replicas.size / whole if whole else 1.0  # none counts: all alike
 
     def arrive(self) -> None:
         """Returns when the outer gradient is there."""

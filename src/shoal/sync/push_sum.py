@@ -29,6 +29,7 @@ from shoal.comm.collective import Collective, Handle
 from shoal.comm.ledger import Ledger
 from shoal.errors import ConfigError
 from shoal.maths.mixing import Matrix
+from shoal.state import numbers_on
 from shoal.sync.event_order import AsTheyCome, EventOrder, Rounds
 
 
@@ -118,7 +119,7 @@ def message_bytes(like: Sequence[Tensor]) -> int:
 
 def pack(share: Share, device: torch.device) -> Tensor:
     """One message, uint8: number and weight, then the tensors, the largest element size first."""
-    head = torch.tensor([float(share.number), share.weight], dtype=torch.float64, device=device)
+    head = numbers_on(device, [float(share.number), share.weight])
     parts = sorted(share.x, key=lambda x: -x.element_size())
     return torch.cat([part.view(torch.uint8) for part in (head, *parts)])
 

@@ -16,6 +16,7 @@ from shoal.codec.codec import Codec, pack, unpack
 from shoal.codec.config import BlockwiseConfig, CastConfig
 from shoal.config.check import implementation_of
 from shoal.errors import UserCodeError
+from shoal.state import numbers_on
 
 # `Form`: the shape and dtype of what crosses a boundary, and how the receiver is told.
 #
@@ -50,9 +51,8 @@ class Form:
     def header(self, device: torch.device) -> Tensor:
         """int64 `[HEADER_NUMEL]`."""
         sizes = [*self.shape, *[0] * (_MOST_DIMS - len(self.shape))]
-        return torch.tensor(
-            [_DTYPES.index(self.dtype), self.differentiable, len(self.shape), *sizes], dtype=torch.int64, device=device
-        )
+        numbers = [_DTYPES.index(self.dtype), self.differentiable, len(self.shape), *sizes]
+        return numbers_on(device, numbers, dtype=torch.int64)
 
     @classmethod
     def read(cls, header: Tensor) -> Form:

@@ -1,0 +1,158 @@
+"""A step on a simulated GPU: what it launches, copies and waits for, and that it computes what a CPU does.
+
+The simulated device is compiled and loaded before PyTorch, so that every check is a program of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.waiting import HANG_S
+
+ROOT = Path(__file__).parents[2]
+COMPILED_S = 3 * HANG_S
+"""The device is compiled once for a PyTorch, and a row is some steps on two devices."""
+ONE_RANK = ("train", "float32", "float16", "masters", "recompute", "loss in chunks", "dropout", "averages")
+SEVERAL = ("replicated", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, masters", "tensor", "low-rank gradients")
+IN_PARTS = ("context", "pipeline")
+MOST_COPIES, MORE_OF_RANKS, MORE_OF_PARTS = 4, 2, 12
+"""Inputs, targets and positions to the device; norm and loss back. Ranks also send what they count, and read the sum;
+a pipeline copies each microbatch by itself."""
+EXTRA_LAUNCHES = 12
+"""Of `shoal train` beside a plain loop: the weights and their sum, the vote, a group of parameters without decay."""
+ROUNDING = {"float32": 1e-5, "other": 2e-3}
+"""Of losses: sums in another order; in bfloat16, operators that autocast takes in another type on GPUs than on CPUs."""
+
+pytestmark = pytest.mark.slow
+
+
+def program(module: str, *given: str, paths: Sequence[Path] = ()) -> str:
+    """What a module prints that runs as a program with a simulated GPU."""
+    command = [sys.executable, "-m", "benchmarks.simulated_cuda", module, *given]
+    places = ":".join(map(str, (ROOT, *paths)))
+    environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=COMPILED_S, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def rows_of(cases: Sequence[str], *given: str, module: str = "benchmarks.launches", paths: Sequence[Path] = ()) -> Any:
+    """The rows of `cases`, with a small model."""
+    return json.loads(program(module, "--json", "--layers", "2", "--cases", ";".join(cases), *given, paths=paths))
+
+
+def planted(folder: Path, text: str) -> str:
+    """The name of a module with `text`, which is run before the benchmark's command."""
+    end = "\nfrom benchmarks.command import run\nfrom benchmarks.launches import launches\nrun(launches)\n"
+    (folder / "planted_fault.py").write_text(text + end)
+    return "planted_fault"
+
+
+@pytest.mark.parametrize(
+    ("cases", "most"),
+    [(ONE_RANK, MOST_COPIES), (SEVERAL, MOST_COPIES + MORE_OF_RANKS), (IN_PARTS, MOST_COPIES + MORE_OF_PARTS)],
+)
+def test_a_step_never_waits_and_copies_next_to_nothing(cases: Sequence[str], most: int) -> None:
+    """And streams are in order, and losses are those of a CPU."""
+    for row in rows_of(cases):
+        assert row["failed"] == ""
+        assert row["waits"] == {}, row["case"]
+        assert row["races"] == {}, row["case"]
+        assert row["copies"] <= most, (row["case"], row["copied"])
+        assert row["off"] <= ROUNDING.get(row["case"], ROUNDING["other"]), row["case"]
+
+
+def test_a_step_launches_little_more_than_a_plain_loop() -> None:
+    """Each operator more is time that a small model does not hide."""
+    plain, train, own = rows_of(["plain", "train", "own loop"])
+    assert train["launched"] <= plain["launched"] + EXTRA_LAUNCHES, train["launches"]
+    assert own["launched"] <= plain["launched"] + EXTRA_LAUNCHES, own["launches"]
+
+
+def test_a_read_that_was_planted_shows_with_its_line(tmp_path: Path) -> None:
+    fault = planted(
+        tmp_path,
+        "from shoal.engine.tally import DeviceVote\n"
+        "divisor = DeviceVote.divisor\n"
+        "def read(self, scale, limits):\n"
+        "    self._norm.item()\n"
+        "    return divisor(self, scale, limits)\n"
+        "DeviceVote.divisor = read\n",
+    )
+    (row,) = rows_of(["train"], module=fault, paths=[tmp_path])
+    assert sum(row["waits"].values()) == 3
+    assert "planted_fault.py:4" in next(iter(row["waits"]))
+
+
+def test_a_collective_that_nobody_waits_for_shows_as_a_race(tmp_path: Path) -> None:
+    fault = planted(
+        tmp_path,
+        "from benchmarks.launches import SimulatedWork\n"
+        "def wait(self, *_):\n"
+        "    return self._work.wait()\n"
+        "SimulatedWork.wait = wait\n",
+    )
+    rows = rows_of(["replicated"], module=fault, paths=[tmp_path])
+    assert all("reads what was written by allreduce" in " ".join(row["races"]) for row in rows)
+
+
+DEVICE = """
+import torch
+from benchmarks.simulated_cuda import Watch
+
+def seen(work):
+    with Watch() as watch:
+        work()
+    return watch
+
+x, side = torch.ones(4, device="cuda"), torch.Stream("cuda")
+pinned = torch.empty(4, pin_memory=True)
+
+def unordered():
+    x.mul_(2)
+    with side:
+        x + 1
+
+def ordered():
+    x.mul_(2)
+    side.wait_event(torch.accelerator.current_stream().record_event())
+    with side:
+        x + 1
+    torch.accelerator.current_stream().wait_event(side.record_event())
+    x.mul_(2)
+
+assert seen(unordered).races and not seen(ordered).races
+assert seen(lambda: torch.tensor([1.0], device="cuda")).waits
+assert seen(lambda: x.to("cpu")).waits and seen(lambda: bool(x.any())).waits and seen(lambda: x.nonzero()).waits
+assert not seen(lambda: pinned.copy_(x, non_blocking=True)).waits
+assert seen(lambda: torch.empty(4).copy_(x, non_blocking=True)).waits
+assert seen(lambda: x.view(2, 2).t()).launched == 0 and seen(lambda: x + x).launched == 1
+assert seen(lambda: torch._foreach_add_([x, x.clone()], 1)).launches["_foreach_add_"] == 1
+for mixed in (lambda: x + torch.ones(4), lambda: torch.cat([x, torch.ones(4)])):
+    try:
+        mixed()
+    except RuntimeError as error:
+        assert "on the CPU" in str(error)
+    else:
+        raise AssertionError("a tensor of the CPU in an operator of the device")
+w = torch.ones(4, device="cuda", requires_grad=True)
+with torch.autocast("cuda", dtype=torch.bfloat16):
+    product = w.view(2, 2) @ x.view(2, 2)
+product.sum().backward()
+assert product.dtype == torch.bfloat16 and w.grad.is_cuda
+"""
+
+
+def test_the_device_tells_what_a_gpu_would_do(tmp_path: Path) -> None:
+    """Orders of streams, waits, launches and mixed devices; autocast and autograd are PyTorch's."""
+    (tmp_path / "simulated_device.py").write_text(DEVICE)
+    program("simulated_device", paths=[tmp_path])
