@@ -68,7 +68,7 @@ class _Bill:
 
     `movable` bytes of what is kept for the backward can leave, and `shares` are what each block has of it. `summed`:
     what a microbatch's gradients are added to; `lent`: those that are whole in a backward and sent away in it. `first`:
-    no gradients are there when the backward begins.
+    no gradients are there when the backward begins; `together`: the most of them and activations in it, where known.
     """
 
     footprint: Footprint
@@ -79,6 +79,7 @@ class _Bill:
     lent: float
     shares: Sequence[float]
     first: bool
+    together: float | None
 
     @property
     def kept(self) -> float:
@@ -87,7 +88,10 @@ class _Bill:
 
     def keeping(self, size_bytes: float, step_s: float) -> _Bill:
         """The same with so much kept, and such a step."""
-        return replace(self, footprint=replace(self.footprint, activations=size_bytes), step_s=step_s)
+        together = None if self.together is None else self.together + size_bytes - self.kept
+        return replace(
+            self, footprint=replace(self.footprint, activations=size_bytes), step_s=step_s, together=together
+        )
 
 
 class Prices:
@@ -257,6 +261,7 @@ class Prices:
             lent=lent,
             shares=predictor.kept_shares(plan),
             first=alone and plan.microbatches == 1,
+            together=predictor.first_backward_bytes(plan),
         )
 
     def _peak(self, bill: _Bill) -> float:
@@ -282,6 +287,8 @@ class Prices:
             gradients *= _neighbours(shares, HELD_GRADIENTS)
             twice = bill.summed * _most(shares, SUMMED_GRADIENTS)
             update = other + weights + gradients + twice + max(0.0, 1 - gone) * kept
+        if bill.first and stays and offload.parameters == "device" and bill.together is not None:
+            return max(other - one.recomputed + weights + bill.together, update)
         if bill.first:
             goes = kept if stays else 0.0
             gradients = max(0.0, min(gradients, last * one.gradients) - last * goes)

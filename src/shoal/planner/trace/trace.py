@@ -100,7 +100,7 @@ class Trace:
 
     `kept_bytes`: what lives from the forward to the backward, by unit (None: outside of them); `on_the_way_bytes`: the
     most that the backward of a unit makes beside it; `peak_bytes`: the most that lived at once. Parameters, gradients
-    and inputs are in none of these.
+    and inputs are in none of these. `first_peak_bytes` is the peak with gradients that this backward makes.
     """
 
     units: Units
@@ -110,6 +110,7 @@ class Trace:
     kept_bytes: Mapping[int | None, int]
     on_the_way_bytes: Mapping[int | None, int]
     peak_bytes: int
+    first_peak_bytes: int
     boundary_bytes: Mapping[int, int]
 
     @property
@@ -171,6 +172,7 @@ def traced(
         kept_bytes=kept,
         on_the_way_bytes=dict(alive.peak_by_unit),
         peak_bytes=alive.peak_bytes,
+        first_peak_bytes=alive.first_peak_bytes,
         boundary_bytes=boundaries,
     )
 
