@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import mmap
+import os
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from shoal.comm.shm.host import window_name
 from shoal.errors import OutOfMemory
 from shoal.memory.simulated_device import SimulatedDevice
 from shoal.memory.tracker import allocated
@@ -69,3 +72,32 @@ def test_the_hosts_memory_does_not_count_and_what_is_emptied_neither() -> None:
         assert device.live_bytes == at_rest
         kept.untyped_storage().resize_(0)
         assert device.live_bytes == at_rest - (4 << 16)
+
+
+def window(size_bytes: int) -> Tensor:
+    """Memory as a group of ranks gives it out for tensors; it goes with the last tensor in it."""
+    descriptor = os.memfd_create(window_name())
+    os.ftruncate(descriptor, size_bytes)
+    with os.fdopen(descriptor) as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), size_bytes), dtype=torch.uint8)
+
+
+def now_bytes(device: SimulatedDevice) -> int:
+    """When the next forward begins."""
+    with device.counting():
+        return device.live_bytes
+
+
+def test_windows_that_end_do_not_hide_later_ones() -> None:
+    """Of an earlier run in this process, and those in which parameters of this one lay, as of an earlier generation."""
+    page = mmap.PAGESIZE
+    earlier = window(4 * page)
+    device = SimulatedDevice(None)
+    assert now_bytes(device) == 0
+    held, messages = window(8 * page), window(page)
+    device.hold([held])
+    assert (now_bytes(device), device.by_holder()["windows of messages"]) == (9 * page, page)
+    del earlier, held
+    assert now_bytes(device) == page
+    later = window(16 * page)
+    assert now_bytes(device) == later.nbytes + messages.nbytes

@@ -22,13 +22,15 @@ from shoal.errors import ConfigError, LayoutError
 from shoal.launcher.environment import Place
 from shoal.observe.events import read_events
 from shoal.observe.facts import read_facts
+from shoal.observe.terminal import ProgressBar
 from shoal.planning import mixture_search, trial
 from shoal.planning.memory_budget import FILE_NAME, Bill, foreseen, used_by, with_budget
-from shoal.planning.mixture_prices import Prices
+from shoal.planning.mixture_prices import PRICING, Prices
 from shoal.planning.mixtures import AS_IT_IS, CHANGES, choices, ladder, mixtures, with_values
 from shoal.planning.trial import FirstSteps, bare, hurried, needed
 from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile
+from tests.planning.test_mixture_prices import every_mixture
 from tests.verification.layouts import run_file_of
 
 MIB = 1 << 20
@@ -57,7 +59,7 @@ class Trials:
 def as_priced(run_file: RunFile, scale: float = 1.0) -> Callable[[RunFile], int]:
     """Peaks are what the planner says of each mixture, times `scale`."""
     prices = Prices(run_file)
-    priced = ((one, prices.of(one)) for change in CHANGES for one in prices.mixtures(change))
+    priced = ((one, prices.of(one)) for change in CHANGES for one in every_mixture(run_file, prices, change))
     known = {dumped(run_file, one.values): price for one, price in priced if price is not None}
     return lambda tried: int(scale * known[dumped(tried, {})].size_bytes)
 
@@ -87,7 +89,7 @@ def test_the_cheapest_that_fits_is_found(tmp_path: Path, processes: int, share: 
     fitting = [
         (place, price.step_s, one)
         for place, change in enumerate(CHANGES[:2])
-        for one in prices.mixtures(change)
+        for one in every_mixture(own, prices, change)
         if (price := prices.of(one)) is not None
         if peak(with_values(own, one.values)) <= (own.memory.budget_bytes or 0)
     ]
@@ -135,6 +137,21 @@ def test_it_is_held_to_the_budget_and_the_bill_says_what_was_tried(budgeted: Run
     assert "losses keep every bit (the run as it is needs 60 MiB)" in why
     bill = msgspec.json.decode((tmp_path / "run" / FILE_NAME).read_bytes(), type=Bill)
     assert [one.peak_bytes for one in bill.tried] == [60 * MIB, 29 * MIB]
+
+
+def test_what_takes_long_is_said(budgeted: RunFile) -> None:
+    """Pricing, and each trial with its mixture."""
+    said: list[str] = []
+
+    class Heard(ProgressBar):
+        def update(self, text: str, *, done: int = 0, total: int = 0) -> None:
+            said.append(text)
+
+    with_budget(budgeted, None, trial=Trials(lambda run_file: 60 * MIB if len(said) < 5 else 20 * MIB), bar=Heard())
+    tried = [text for text in said if "trial" in text]
+    assert said[0] == PRICING
+    assert tried[0] == "memory.budget: trial 1, of the run as it is"
+    assert tried[1].startswith("memory.budget: trial 2, of memory.")
 
 
 def test_ranks_and_later_starts_use_what_was_chosen(budgeted: RunFile) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -12,11 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from shoal.memory.config import BudgetChange
 from shoal.models.build import build, parameter_count
 from shoal.models.config import GPTConfig
+from shoal.models.roles import Role
+from shoal.planner.trace.predictor import TracedPredictor
 from shoal.planning.memory_budget import FILE_NAME, Bill, with_budget
-from shoal.planning.mixture_prices import ROOM, Prices, _neighbours
-from shoal.planning.mixtures import AS_IT_IS, BOUNDLESS, RECOMPUTE, Mixture, with_values
+from shoal.planning.mixture_prices import ROOM, Prices, _neighbours, cheapest
+from shoal.planning.mixtures import AS_IT_IS, BOUNDLESS, CHANGES, RECOMPUTE, WORTH, Mixture, mixtures, with_values
 from shoal.planning.trial import FirstSteps, trial_of
 from shoal.runfile.run_file import RunFile
 from tests.verification.layouts import corpus, run_file_of
@@ -48,9 +52,19 @@ def bill_of(run_file: RunFile) -> Bill:
     return msgspec.json.decode((Path(run_file.run.directory or "") / FILE_NAME).read_bytes(), type=Bill)
 
 
-def keeping(prices: Prices) -> list[Mixture]:
+def every_mixture(run_file: RunFile, prices: Prices, change: BudgetChange) -> Iterator[Mixture]:
+    """All that change so much, and no more; behind those that compute whole blocks again, what keeps some of them."""
+    for one in mixtures(run_file, change):
+        yield one
+        if RECOMPUTE["full"] in one.means and (other := prices.keeping_some(one)) is not None:
+            yield other
+
+
+def keeping(run_file: RunFile) -> tuple[Prices, list[Mixture]]:
     """The mixtures that keep some of what blocks save."""
-    return [one for one in prices.mixtures("nothing") if "memory.recompute_budget" in one.values]
+    prices = Prices(run_file)
+    every = every_mixture(run_file, prices, "nothing")
+    return prices, [one for one in every if "memory.recompute_budget" in one.values]
 
 
 def test_what_blocks_may_keep_fills_the_room_that_whole_blocks_leave(tmp_path: Path) -> None:
@@ -58,8 +72,7 @@ def test_what_blocks_may_keep_fills_the_room_that_whole_blocks_leave(tmp_path: P
     plain = Prices(budgeted(tmp_path, None)).of(AS_IT_IS)
     assert plain is not None
     budget = int(0.7 * plain.size_bytes)
-    prices = Prices(budgeted(tmp_path, f"{budget} B"))
-    found = keeping(prices)
+    prices, found = keeping(budgeted(tmp_path, f"{budget} B"))
     assert found
     for one in found:
         own, full, none = (
@@ -79,8 +92,8 @@ def test_what_keeps_more_is_weaker(tmp_path: Path) -> None:
     assert plain is not None
     seen = set[float]()
     for share in (0.5, 0.6, 0.7, 0.8, 0.9):
-        prices = Prices(budgeted(tmp_path, f"{int(share * plain.size_bytes)} B"))
-        for one in keeping(prices):
+        prices, found = keeping(budgeted(tmp_path, f"{int(share * plain.size_bytes)} B"))
+        for one in found:
             own, fixed = prices.of(one), prices.of(one.recomputing(RECOMPUTE["operators"]))
             assert own is not None
             assert fixed is not None
@@ -111,6 +124,71 @@ class Unequal(nn.Module):
         for block in self.blocks:
             x = block(x).tanh()
         return self.head(x)
+
+
+class Spans(nn.Module):
+    """Unequal blocks on tokens, so that microbatches, blocks and a loss in chunks all free something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(61, 32)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(32, w), nn.GELU(), nn.Linear(w, 32)) for w in (64, 256)])
+        self.head = nn.Linear(32, 61)
+
+    def parameter_roles(self) -> dict[str, Role]:
+        """The head's, whose product a loss in chunks divides."""
+        head, other = (Role(kind, init=None, decay=True) for kind in ("head", "replicated"))
+        return {"head.weight": head, "*": other}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("share", "clip_norm"), [(1.0, None), (0.7, None), (0.4, 1.0), (0.25, None), (0.1, 1.0)])
+def test_what_is_not_priced_is_not_the_cheapest(tmp_path: Path, share: float, clip_norm: float | None) -> None:
+    """Of a traced model, beside all mixtures priced one by one; and few of the sizes of microbatches are traced."""
+    corpus(tmp_path)
+    given: dict[str, Any] = {
+        "model": {"kind": "python", "build": f"{__name__}:Spans"},
+        "optimizer": {"kind": "adamw", "clip_norm": clip_norm},
+        "batch": {"global_samples": 16, "sequence": 16},
+        "memory": {"budget_may_change": "moments"},
+    }
+    every = Prices(budgeted(tmp_path, None, **given))
+    plain = every.of(AS_IT_IS)
+    assert plain is not None
+    own = budgeted(tmp_path, f"{int(share * plain.size_bytes) + 1} B", **given)
+    prices, oracle = Prices(own), Prices(own)
+    found = cheapest(own, prices)
+    assert (None if found is None else prices.cost(found[0])) == cost_of_the_cheapest(own, oracle)
+    assert traces_of(prices) < traces_of(oracle)
+
+
+def traces_of(prices: Prices) -> int:
+    """That its model was traced."""
+    assert isinstance(prices._predictor, TracedPredictor)
+    return len(prices._predictor.job.subject._traces)
+
+
+def cost_of_the_cheapest(run_file: RunFile, prices: Prices) -> tuple[float, int] | None:
+    """With a price for every mixture: of the run as it is where it fits, else of what changes least while its step is
+    worth that; None: nothing fits.
+    """
+
+    def fits(mixture: Mixture) -> bool:
+        price = prices.of(mixture)
+        return price is not None and price.size_bytes <= own_bytes(run_file)
+
+    of_all = [[prices.cost(one) for one in every_mixture(run_file, prices, change) if fits(one)] for change in CHANGES]
+    least, plain = [min(costs) for costs in of_all if costs], prices.cost(AS_IT_IS)
+    if fits(AS_IT_IS):
+        return plain
+    longest_s = WORTH * max(plain[0], min((cost[0] for cost in least), default=0.0))
+    return next(iter([*(cost for cost in least if cost[0] <= longest_s), *least]), None)
 
 
 class Points(torch.utils.data.Dataset[tuple[Tensor, int]]):

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -147,7 +148,8 @@ def plan(
             measured_step=step,
             expert_imbalance=expert_imbalance,
         )
-    budget = foreseen(with_processes(asked, result.predictor.cluster.devices), where)
+    with busy("pricing what memory.budget may choose") if asked.memory.budget is not None else nullcontext():
+        budget = foreseen(with_processes(asked, result.predictor.cluster.devices), where)
     trials = _trials(run_file, result, overrides or (), measure) if measure else []
     confidence = confidence_in(result.predictor, os.environ, evidence=result.evidence)
     best = result.found.best[0]

@@ -179,9 +179,9 @@ class Compute:
         for announced in self.announces:
             announced(batch.weights)
         if self.synchronised_norms:
-            real = batch.positions >= 0
+            real = self.counted(batch)
             for norm in self.synchronised_norms:
-                norm.real = None if bool(real.all()) else real.to(self.device)
+                norm.real = real
         if self.global_batch is not None:
             self.global_batch.microbatch(batch.positions)
         first = first_leaf(batch.inputs)
@@ -190,6 +190,11 @@ class Compute:
             weights = microbatch.weights
             whole = weights.flatten(1).sum(1) if weights.ndim > 1 else weights
             set_auxiliary(self.model, whole, factor(), real=self._real(microbatch), samples=batch.positions)
+
+    def counted(self, batch: Batch) -> Tensor | None:
+        """Which samples are no padding, that makes microbatches alike, bool `[samples]`; None: all of them."""
+        real = batch.positions >= 0
+        return None if bool(real.all()) else real.to(self.device)
 
     def losses(self, batch: Batch) -> tuple[Any, Tensor]:
         """The whole chain on a prepared batch: its outputs, and the loss of each sample or position."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal import units
-from shoal.comm.shm.host import window_bytes, windows
+from shoal.comm.shm.host import windows
 from shoal.errors import OutOfMemory
 
 Holders = Callable[[], Mapping[str, Iterable[Tensor]]]
@@ -32,10 +32,13 @@ ACTIVATIONS = "activations and temporaries"
 
 @dataclass(frozen=True)
 class _Entry:
-    """A storage on the device. One that lives between steps may be emptied and filled again, as ZeRO-3 does."""
+    """A storage on the device. One that lives between steps may be emptied and filled again, as ZeRO-3 does.
+    `in_window`: it lies in one of this run's windows, whose bytes then are not all messages.
+    """
 
     bytes: int
     lasting: weakref.ref[torch.UntypedStorage] | None = None
+    in_window: bool = False
 
     @property
     def now_bytes(self) -> int:
@@ -52,8 +55,8 @@ class SimulatedDevice:
         self.advice: Mapping[str, str] = {}
         """For a holder the key that would free some of it."""
         self._made_bytes, self._peak_bytes = 0, 0
-        self._others_bytes, self._window_bytes = window_bytes(), 0
-        """Of windows: what is not this run's, or was entered by itself, and the rest."""
+        self._others, self._window_bytes = windows(), 0
+        """Windows that are not this run's, and bytes of messages in those that are."""
         self._made: dict[int, _Entry] = {}
         self._lasting: dict[int, _Entry] = {}
         self._mode = _Counting(self)
@@ -66,15 +69,14 @@ class SimulatedDevice:
 
     def hold(self, tensors: Iterable[Tensor]) -> None:
         """Enters what lives between steps, such as parameters, wherever it was made: it may lie in a window."""
-        spans = windows()
+        spans = self._own_windows()
         for tensor in tensors:
             storage = tensor.untyped_storage()
             self._leave(storage._cdata, self._made)
             if storage._cdata not in self._lasting:
-                self._lasting[storage._cdata] = _Entry(storage.nbytes(), weakref.ref(storage))
+                in_window = any(storage.data_ptr() in span for span in spans)
+                self._lasting[storage._cdata] = _Entry(storage.nbytes(), weakref.ref(storage), in_window)
                 weakref.finalize(storage, self._leave, storage._cdata, self._lasting)
-                if any(storage.data_ptr() in span for span in spans):
-                    self._others_bytes += storage.nbytes()
         self._window_bytes = self._windows()
         self._check("what a rank keeps between steps")
 
@@ -131,8 +133,15 @@ class SimulatedDevice:
         found[ACTIVATIONS] = self.live_bytes - sum(found.values())
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
+    def _own_windows(self) -> list[range]:
+        """Those of this run. Others are forgotten when they end: what lies there later is this run's."""
+        spans = windows()
+        self._others = [span for span in self._others if span in spans]
+        return [span for span in spans if span not in self._others]
+
     def _windows(self) -> int:
-        return max(0, window_bytes() - self._others_bytes)
+        entered = sum(entry.bytes for entry in self._lasting.values() if entry.in_window)
+        return max(0, sum(map(len, self._own_windows())) - entered)
 
     def _enter(self, storage: torch.UntypedStorage, operator: str) -> None:
         key = storage._cdata

@@ -26,9 +26,11 @@ def arranged(run_file: RunFile, place: Place | None, *, keeps: bool = True) -> R
         run_file = chosen.run_file
         _say(chosen.why, tells)
     if run_file.memory.budget is not None:
+        from shoal.observe.terminal import ProgressBar, open_progress_bar
         from shoal.planning.memory_budget import with_budget
 
-        run_file, why = with_budget(run_file, place, keeps=keeps)
+        with open_progress_bar(sys.stderr) if tells else ProgressBar() as bar:
+            run_file, why = with_budget(run_file, place, keeps=keeps, bar=bar)
         _say(why, tells)
     if run_file.memory.fit_microbatch:
         from shoal.planning.fitted_microbatch import with_microbatch

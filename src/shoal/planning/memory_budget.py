@@ -29,9 +29,10 @@ from shoal.launcher.environment import Place
 from shoal.memory.config import BudgetChange
 from shoal.observe.config import ObserveConfig
 from shoal.observe.facts import replace_file
+from shoal.observe.terminal import ProgressBar
 from shoal.planning.mixture_prices import Prices, cheapest, said_of
 from shoal.planning.mixture_search import Search, Trial, Tried, held, need
-from shoal.planning.mixtures import AS_IT_IS, CHANGES, with_values
+from shoal.planning.mixtures import AS_IT_IS, allowed_by, with_values
 from shoal.planning.trial import trial_of
 from shoal.runfile.rules import refusal
 from shoal.runfile.run_file import RunFile, run_directory
@@ -52,11 +53,16 @@ class Bill(msgspec.Struct, frozen=True):
 
 
 def with_budget(
-    run_file: RunFile, place: Place | None, *, keeps: bool = True, trial: Trial | None = None
+    run_file: RunFile,
+    place: Place | None,
+    *,
+    keeps: bool = True,
+    trial: Trial | None = None,
+    bar: ProgressBar | None = None,
 ) -> tuple[RunFile, str]:
     """The run file with the mixture, and a sentence on it. `place` is None in the process that starts the ranks. Unless
     it `keeps` something, a bill that the run directory does not have lies in the cache folder. `trial` tries a mixture;
-    None: by `first_steps` in processes of their own.
+    None: by `first_steps` in processes of their own. `bar` hears what is priced and tried.
 
     Raises `ConfigError` where nothing can be tried, `LayoutError` where nothing fits.
     """
@@ -71,7 +77,8 @@ def with_budget(
             "the run with shoal train, or write the keys that its run.toml has"
         )
     with interrupted_by_sigterm():
-        bill = _tried(run_file, digest, trial or trial_of)
+        _check(run_file)
+        bill = _tried(run_file, digest, Search(run_file, trial or trial_of, bar or ProgressBar()))
     path = own if keeps else apart
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, msgspec.json.encode(bill) + b"\n")
@@ -136,10 +143,8 @@ _CHANGED: dict[BudgetChange, str] = {
 }
 
 
-def _tried(run_file: RunFile, digest: str, trial: Trial) -> Bill:
-    _check(run_file)
-    search = Search(run_file, trial)
-    allowed = CHANGES[: CHANGES.index(run_file.memory.budget_may_change) + 1]
+def _tried(run_file: RunFile, digest: str, search: Search) -> Bill:
+    allowed = allowed_by(run_file)
     if (
         search.as_it_is()
         or any(search.fits(change, longest_s) for change, longest_s in search.rounds(allowed))

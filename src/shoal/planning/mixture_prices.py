@@ -10,7 +10,8 @@ the line between that mixture and the one that keeps all, as if it kept whole bl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -22,9 +23,20 @@ from shoal.cost.footprint import Footprint, StateBytes
 from shoal.cost.plan import Plan
 from shoal.errors import ShoalError
 from shoal.memory.config import BudgetChange, OffloadConfig
+from shoal.observe.terminal import ProgressBar
 from shoal.planner.predict.predictor import Predictor
 from shoal.planner.predict.workload import Stage
-from shoal.planning.mixtures import CHANGES, RECOMPUTE, WORTH, Mixture, keeping, mixtures, part_of, with_values
+from shoal.planning.mixtures import (
+    AS_IT_IS,
+    RECOMPUTE,
+    WORTH,
+    Mixture,
+    allowed_by,
+    by_microbatch,
+    keeping,
+    part_of,
+    with_values,
+)
 from shoal.runfile.run_file import RunFile
 
 HELD_BLOCKS, HELD_GRADIENTS, SUMMED_GRADIENTS = 2, 3, 2
@@ -37,6 +49,10 @@ ROOM, LEAST_KEPT = 0.95, 0.05
 """Of the budget, what recomputation may fill, as predictions are off by some percent; and the least of what blocks save
 for which it is worth to keep some of it.
 """
+
+
+PRICING = "memory.budget: pricing the mixtures of keys that may fit"
+Predicate = Callable[[Mixture], bool]
 
 
 class Price(NamedTuple):
@@ -52,7 +68,7 @@ class _Bill:
 
     `movable` bytes of what is kept for the backward can leave, and `shares` are what each block has of it. `summed`:
     what a microbatch's gradients are added to; `lent`: those that are whole in a backward and sent away in it. `first`:
-    no gradients are there when the backward begins.
+    no gradients are there when the backward begins; `together`: the most of them and activations in it, where known.
     """
 
     footprint: Footprint
@@ -63,6 +79,7 @@ class _Bill:
     lent: float
     shares: Sequence[float]
     first: bool
+    together: float | None
 
     @property
     def kept(self) -> float:
@@ -71,39 +88,113 @@ class _Bill:
 
     def keeping(self, size_bytes: float, step_s: float) -> _Bill:
         """The same with so much kept, and such a step."""
-        return replace(self, footprint=replace(self.footprint, activations=size_bytes), step_s=step_s)
+        together = None if self.together is None else self.together + size_bytes - self.kept
+        return replace(
+            self, footprint=replace(self.footprint, activations=size_bytes), step_s=step_s, together=together
+        )
 
 
 class Prices:
     """Of the mixtures of one run file."""
 
-    def __init__(self, run_file: RunFile, cluster: Path | None = None) -> None:
-        """On the devices of a cluster's file; None: on this machine's cores. Raises `ShoalError` where the run cannot
-        be priced.
+    def __init__(self, run_file: RunFile, cluster: Path | None = None, *, bar: ProgressBar | None = None) -> None:
+        """On the devices of a cluster's file; None: on this machine's cores. `bar` hears what takes long: models and
+        traces of them. Raises `ShoalError` where the run cannot be priced.
         """
         from shoal.planning.answer import predictor_of  # imports torch where a model is traced
 
+        self._bar = bar or ProgressBar()
+        self._bar.update(PRICING)
         self._run_file = with_values(run_file, {**part_of(run_file), "memory.budget": None})
         self._room = ROOM * (run_file.memory.budget_bytes or 0)
         self._predictor = predictor_of(_on_device(self._run_file), cluster)
         self._bills: dict[Mixture, _Bill | None] = {}
+        self._prices: dict[Mixture, Price | None] = {}
+        self._chains: dict[BudgetChange, list[list[Mixture]]] = {}
         self._billed(self._run_file)
 
     def of(self, mixture: Mixture) -> Price | None:
         """None where the planner has no price for it."""
-        bill = self._bill(mixture)
-        return None if bill is None else Price(self._peak(bill), bill.step_s)
+        if mixture not in self._prices:
+            bill = self._bill(mixture)
+            self._prices[mixture] = None if bill is None else Price(self._peak(bill), bill.step_s)
+        return self._prices[mixture]
 
-    def mixtures(self, change: BudgetChange) -> Iterator[Mixture]:
-        """Those that change so much, and no more; behind those that compute whole blocks again those that keep of them
-        what there is room for.
+    def cost(self, mixture: Mixture) -> tuple[float, int]:
+        """What is the least of the mixture that is used: seconds of a step, infinite without a price, and means."""
+        price = self.of(mixture)
+        return (math.inf if price is None else price.step_s), len(mixture.means)
+
+    def cheapest(self, change: BudgetChange, fits: Predicate, *, wanted: Predicate = lambda _: True) -> Mixture | None:
+        """Of `mixtures` that are `wanted` and that fit, as `fits` says, the one with the least `cost`; None: there is
+        none.
+
+        Each size of microbatch is one more trace. A smaller one takes no less time and no more memory, so that of those
+        that differ in nothing else none is priced behind the first that fits, or that costs more than another does; nor
+        where the smallest does not fit.
         """
-        for one in mixtures(self._run_file, change):
-            yield one
-            if RECOMPUTE["full"] in one.means and (other := self._keeping(one)) is not None:
-                yield other
+        best: Mixture | None = None
+        for chain in self._cheap_first(change):
+            if self.of(chain[0]) is None and self.of(chain[-1]) is None:
+                continue
+            for one in (*self._first_of(chain, fits, wanted, best), *self._keeping_of(chain, fits, wanted, best)):
+                best = one if best is None else min(best, one, key=self.cost)
+        return best
 
-    def _keeping(self, again: Mixture) -> Mixture | None:
+    def smallest(self, change: BudgetChange, *, wanted: Predicate) -> list[Mixture]:
+        """Of `mixtures` that are `wanted`, those with the smallest microbatches, which need least."""
+        ends = ([one for one in chain if wanted(one)][-1:] for chain in self._by_microbatch(change))
+        return [one for end in ends for one in end if self.of(one) is not None]
+
+    def _by_microbatch(self, change: BudgetChange) -> list[list[Mixture]]:
+        if change not in self._chains:
+            self._chains[change] = by_microbatch(self._run_file, change)
+        return self._chains[change]
+
+    def _cheap_first(self, change: BudgetChange) -> list[list[Mixture]]:
+        return sorted(self._by_microbatch(change), key=lambda chain: self.cost(chain[0].without("microbatch")))
+
+    def _first_of(
+        self, chain: Sequence[Mixture], fits: Predicate, wanted: Predicate, best: Mixture | None
+    ) -> Iterator[Mixture]:
+        """The largest microbatch that fits, if it may cost less than `best`."""
+        if self._costs_no_less(chain[0].without("microbatch"), best):
+            return
+        for place, one in enumerate(chain):
+            if self.of(one) is None:
+                continue
+            if self._costs_no_less(one, best):
+                return
+            if wanted(one) and fits(one):
+                yield one
+                return
+            if place == 0 and self.of(chain[-1]) is not None and not fits(chain[-1]):
+                return
+
+    def _keeping_of(
+        self, chain: Sequence[Mixture], fits: Predicate, wanted: Predicate, best: Mixture | None
+    ) -> Iterator[Mixture]:
+        """Those that keep some of what blocks save; they take no less time than with blocks that keep all."""
+        if RECOMPUTE["full"] not in chain[0].means:
+            return
+        for again in chain:
+            if self._costs_no_less(again.recomputing(None), best):
+                return
+            one = self.keeping_some(again)
+            if one is not None and wanted(one) and fits(one):
+                yield one
+            if one is None and not self._has_room(chain[-1]):
+                return
+
+    def _has_room(self, mixture: Mixture) -> bool:
+        """By prediction, or as far as is known."""
+        bill = self._bill(mixture)
+        return bill is None or self._fits(bill)
+
+    def _costs_no_less(self, mixture: Mixture, best: Mixture | None) -> bool:
+        return best is not None and self.of(mixture) is not None and self.cost(mixture) >= self.cost(best)
+
+    def keeping_some(self, again: Mixture) -> Mixture | None:
         """None where blocks can keep all, or nearly nothing, or what they keep lives elsewhere."""
         least, most = self._bill(again), self._bill(again.recomputing(None))
         if least is None or most is None or least.offload.activations != "device" or self._fits(most):
@@ -148,6 +239,7 @@ class Prices:
         from shoal.planning.plan_file import written_plan
         from shoal.planning.stack import with_optimizer
 
+        self._bar.update(PRICING, done=len(self._bills))
         on_device, offload = _on_device(run_file), run_file.memory.offload
         predictor = with_optimizer(self._predictor, on_device)
         plan = written_plan(on_device, predictor.cluster)
@@ -169,6 +261,7 @@ class Prices:
             lent=lent,
             shares=predictor.kept_shares(plan),
             first=alone and plan.microbatches == 1,
+            together=predictor.first_backward_bytes(plan),
         )
 
     def _peak(self, bill: _Bill) -> float:
@@ -194,6 +287,8 @@ class Prices:
             gradients *= _neighbours(shares, HELD_GRADIENTS)
             twice = bill.summed * _most(shares, SUMMED_GRADIENTS)
             update = other + weights + gradients + twice + max(0.0, 1 - gone) * kept
+        if bill.first and stays and offload.parameters == "device" and bill.together is not None:
+            return max(other - one.recomputed + weights + bill.together, update)
         if bill.first:
             goes = kept if stays else 0.0
             gradients = max(0.0, min(gradients, last * one.gradients) - last * goes)
@@ -264,17 +359,31 @@ def _on_device(run_file: RunFile) -> RunFile:
 
 
 def cheapest(run_file: RunFile, prices: Prices) -> tuple[Mixture, Price] | None:
-    """The one that a start would try first, of those that fit by their prices; None: none does."""
-    budget, most = run_file.memory.budget_bytes or 0, CHANGES.index(run_file.memory.budget_may_change)
-    found: dict[BudgetChange, tuple[Mixture, Price]] = {}
-    for change in CHANGES[: most + 1]:
-        priced = ((one, prices.of(one)) for one in prices.mixtures(change))
-        fitting = [(one, price) for one, price in priced if price is not None and price.size_bytes <= budget]
-        if fitting:
-            found[change] = min(fitting, key=lambda one: one[1].step_s)
-    longest_s = WORTH * min((price.step_s for change, (_, price) in found.items() if change != "moments"), default=0.0)
-    within = [found[change] for change in CHANGES if change in found and found[change][1].step_s <= longest_s]
-    return next(iter([*within, *found.values()]), None)
+    """The one that a start would use, if trials came to what is predicted: the run as it is where it fits; None: none
+    does.
+    """
+    budget, allowed = run_file.memory.budget_bytes or 0, allowed_by(run_file)
+
+    def fits(mixture: Mixture) -> bool:
+        price = prices.of(mixture)
+        return price is not None and price.size_bytes <= budget
+
+    if fits(AS_IT_IS):
+        return _with_price(AS_IT_IS, prices)
+    same = prices.cheapest("nothing", fits)
+    if same is not None and prices.cost(same)[0] <= WORTH * prices.cost(AS_IT_IS)[0]:
+        return _with_price(same, prices)
+    other = prices.cheapest("rounding", fits) if "rounding" in allowed else None
+    if same is not None and (other is None or prices.cost(same)[0] <= WORTH * prices.cost(other)[0]):
+        return _with_price(same, prices)
+    if other is None and "moments" in allowed:
+        other = prices.cheapest("moments", fits)
+    return None if other is None else _with_price(other, prices)
+
+
+def _with_price(mixture: Mixture, prices: Prices) -> tuple[Mixture, Price] | None:
+    price = prices.of(mixture)
+    return None if price is None else (mixture, price)
 
 
 def said_of(price: Price, plain: Price) -> str:

@@ -20,6 +20,7 @@ import msgspec
 from shoal import units
 from shoal.errors import LayoutError, ShoalError
 from shoal.memory.config import BudgetChange
+from shoal.observe.terminal import ProgressBar
 from shoal.planning.mixture_prices import Price, Prices, freed
 from shoal.planning.mixtures import (
     AS_IT_IS,
@@ -78,10 +79,11 @@ def held(run_file: RunFile, values: dict[str, Any], limit: str | None) -> RunFil
 
 @dataclass
 class Search:
-    """The trials of one budget. `found` has what each tried mixture came to."""
+    """The trials of one budget. `found` has what each tried mixture came to; `bar` hears what is being tried."""
 
     run_file: RunFile
     trial: Trial
+    bar: ProgressBar = field(default_factory=ProgressBar)
     unpriced: str = ""
     found: dict[Mixture, Tried] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
@@ -89,13 +91,11 @@ class Search:
 
     def __post_init__(self) -> None:
         self._budget = self.run_file.memory.budget_bytes or 0
-        self._prices: dict[Mixture, Price | None] = {}
         self._given_up: set[BudgetChange] = set()
         try:
-            self._priced = Prices(self.run_file)
+            self._priced = Prices(self.run_file, bar=self.bar)
         except ShoalError as why:
             self._priced, self.unpriced = None, str(why)
-        self._every: dict[BudgetChange, list[Mixture]] = {}
 
     @property
     def tried(self) -> list[Tried]:
@@ -107,7 +107,7 @@ class Search:
         that is worth it, then all such, then all. What rounds is not priced before it is needed.
         """
         yield allowed[0], WORTH * self._cost(AS_IT_IS)[0]
-        likely = [one for change in allowed[:2] for one in self._of(change) if self._may_fit(one)]
+        likely = [one for change in allowed[:2] if (one := self._likely(change, wanted=lambda _: True)) is not None]
         worth_s = WORTH * min((self._cost(one)[0] for one in likely), default=math.inf)
         for longest_s in (worth_s, math.inf):
             for change in allowed:
@@ -121,15 +121,11 @@ class Search:
             self.found[waiting] = self.found.pop(waiting)
             return True
         while True:
-            left = [one for one in self._of(change) if one not in self.found and self._may(one)]
-            left = [one for one in left if self._cost(one)[0] <= longest_s]
-            likely = [one for one in left if self._may_fit(one)]
-            if likely:
-                one = min(likely, key=self._cost)
-            elif left and longest_s == math.inf and change not in self._given_up:
-                one = min(left, key=lambda one: (self.expected(one), self._cost(one)))
+            one = self._likely(change, wanted=self._is_open)
+            if one is None and longest_s == math.inf and change not in self._given_up:
+                one = self._least_expected(change)
                 self._given_up.add(change)
-            else:
+            if one is None or self._cost(one)[0] > longest_s:
                 return False
             if self._fits(one):
                 return True
@@ -165,13 +161,22 @@ class Search:
         ran = {one: tried.peak_bytes for one, tried in self.found.items() if tried.peak_bytes is not None}
         return min(ran, key=lambda one: ran[one], default=None)
 
-    def _of(self, change: BudgetChange) -> list[Mixture]:
-        """Those that change so much; without those that the planner cannot price, where it can price others."""
-        if change not in self._every and self._priced is None:
-            self._every[change] = [one for one in ladder(self.run_file) if one.change == change]
-        elif change not in self._every and self._priced is not None:
-            self._every[change] = [one for one in self._priced.mixtures(change) if self.price(one) is not None]
-        return self._every[change]
+    def _likely(self, change: BudgetChange, *, wanted: Callable[[Mixture], bool]) -> Mixture | None:
+        """The one that costs least of those that change so much, are `wanted` and may fit; None: there is none."""
+        if self._priced is not None:
+            return self._priced.cheapest(change, self._may_fit, wanted=wanted)
+        return min(filter(wanted, self._rungs(change)), key=self._cost, default=None)
+
+    def _least_expected(self, change: BudgetChange) -> Mixture | None:
+        """The one with the least peak of those that are left, whatever the budget."""
+        left = [] if self._priced is None else self._priced.smallest(change, wanted=self._is_open)
+        return min(left, key=lambda one: (self.expected(one), self._cost(one)), default=None)
+
+    def _rungs(self, change: BudgetChange) -> list[Mixture]:
+        return [one for one in ladder(self.run_file) if one.change == change]
+
+    def _is_open(self, mixture: Mixture) -> bool:
+        return mixture not in self.found and self._may(mixture)
 
     def _waiting(self, change: BudgetChange) -> Mixture | None:
         """One that fitted, and changed more than it was tried for, and no more than this."""
@@ -191,6 +196,7 @@ class Search:
         price, plain = self.price(mixture), self.price(AS_IT_IS)
         longer = None if price is None or plain is None else price.step_s / plain.step_s - 1
         predicted = None if price is None else round(self.expected(mixture))
+        self.bar.update(f"memory.budget: trial {len(self.found) + 1}, of {mixture.said}")
         steps = self.trial(held(run_file, values, BOUNDLESS))
         change, peak_bytes, why, step_s = mixture.change, None, "", None
         if isinstance(steps, str):
@@ -238,9 +244,7 @@ class Search:
 
     def price(self, mixture: Mixture) -> Price | None:
         """Predicted, as it is; None where the planner has none."""
-        if mixture not in self._prices:
-            self._prices[mixture] = None if self._priced is None else self._priced.of(mixture)
-        return self._prices[mixture]
+        return None if self._priced is None else self._priced.of(mixture)
 
     def expected(self, mixture: Mixture) -> float:
         """Its peak in bytes: as predicted, times what the trial that is most like it was off by; 0 without a price."""

@@ -74,8 +74,12 @@ class Mixture:
 
     def recomputing(self, how: Means | None) -> Mixture:
         """The same with another way of recomputation; None: without any."""
-        others = tuple(one for one in self.means if one.kind != "recompute")
-        return Mixture(others if how is None else (*others, how))
+        others = self.without("recompute")
+        return others if how is None else Mixture((*others.means, how))
+
+    def without(self, kind: str) -> Mixture:
+        """The same with no means of that kind."""
+        return Mixture(tuple(one for one in self.means if one.kind != kind))
 
     @property
     def change(self) -> BudgetChange:
@@ -122,6 +126,19 @@ def mixtures(run_file: RunFile, change: BudgetChange) -> Iterator[Mixture]:
         mixture = Mixture(tuple(means for means in chosen if means is not None))
         if mixture.change == change and possible(run_file, mixture):
             yield mixture
+
+
+def by_microbatch(run_file: RunFile, change: BudgetChange) -> list[list[Mixture]]:
+    """`mixtures`, in lists of those that differ in the size of microbatches alone, from the largest to the smallest."""
+    found: dict[Mixture, list[Mixture]] = {}
+    for one in mixtures(run_file, change):
+        found.setdefault(one.without("microbatch"), []).append(one)
+    return list(found.values())
+
+
+def allowed_by(run_file: RunFile) -> tuple[BudgetChange, ...]:
+    """What mixtures may change, from the least to the most."""
+    return CHANGES[: CHANGES.index(run_file.memory.budget_may_change) + 1]
 
 
 def possible(run_file: RunFile, mixture: Mixture) -> bool:

@@ -78,6 +78,13 @@ def traced_predictor(
     return TracedPredictor(job, where, stack=stack, constants=constants, overheads=overheads, measured=measured)
 
 
+class _Traced(Compute):
+    """Computes what has no numbers."""
+
+    def counted(self, batch: Batch) -> None:
+        """All samples: a trace has no padding."""
+
+
 @dataclass(frozen=True)
 class _Steps:
     """Microbatches in the shapes of a sample."""
@@ -98,7 +105,7 @@ class _Steps:
         precision, randomness = precision_of(self.run_file.precision), Randomness(model, seed=0, replica=0)
         loss = self.loss if vocabulary is None else partial(self._of_parts, vocabulary, group)
         loss = loss if loss_chunks == 1 else in_chunks(model, loss, loss_chunks)
-        compute = Compute(model, loss, precision, CPU, randomness)
+        compute = _Traced(model, loss, precision, CPU, randomness)
         microbatch = compute.prepared(_of_size(self.sample, samples))
         batch = microbatch.batch
 

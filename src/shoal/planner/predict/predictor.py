@@ -148,6 +148,12 @@ class Predictor:
         layers = max(1, math.ceil(self.workload.model.layers))
         return [1 / layers] * layers
 
+    def first_backward_bytes(self, plan: Plan) -> float | None:
+        """At most of activations and gradients, where a rank's backward makes its gradients; None: not known, and they
+        come as what blocks kept goes.
+        """
+        return None
+
     @property
     def parameter_shares(self) -> Sequence[float]:
         """What each block has, in order, of all parameters."""

@@ -306,6 +306,10 @@ class TracedPredictor(Predictor):
         trace = self.trace(plan)
         return [trace.kept_bytes.get(block, 0) / max(1, trace.held_bytes) for block in trace.units.blocks]
 
+    def first_backward_bytes(self, plan: Plan) -> float | None:
+        """See `Predictor.first_backward_bytes`."""
+        return None if plan.layout.pipeline > 1 else float(self.trace(plan).first_peak_bytes)
+
     @property
     def parameter_shares(self) -> Sequence[float]:
         """What each block has, in order, of all parameters."""

@@ -72,15 +72,19 @@ def _units(named: Iterable[tuple[str, Iterable[str]]], *, blocks: tuple[int, ...
 
 @dataclass
 class Alive:
-    """Counts storages from their first sight to their end; those of `apart` never."""
+    """Counts storages from their first sight to their end; those of `apart` never. `first_peak_bytes`: the most of them
+    and of gradients, if a backward makes these in the place of adding to them.
+    """
 
     bytes: int = 0
     peak_bytes: int = 0
+    first_peak_bytes: int = 0
     peak_by_unit: dict[int | None, int] = field(default_factory=dict)
     _living: dict[int, tuple[int, int | None]] = field(default_factory=dict)
     _apart: set[int] = field(default_factory=set)
     _kept_bytes: int = 0
     _kept: set[int] = field(default_factory=set)
+    _gradient_bytes: int = 0
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """These are no activations: parameters, gradients, inputs. They must outlive the trace."""
@@ -96,8 +100,13 @@ class Alive:
         weakref.finalize(storage, self._end, key, size)
         self.bytes += size
         self.peak_bytes = max(self.peak_bytes, self.bytes)
+        self.first_peak_bytes = max(self.first_peak_bytes, self.bytes + self._gradient_bytes)
         new = self.bytes - self._kept_bytes
         self.peak_by_unit[unit] = max(self.peak_by_unit.get(unit, 0), new)
+
+    def accumulates(self, gradient: Tensor) -> None:
+        """A term of it was added to it, and ends; the first would be the gradient, and stay."""
+        self._gradient_bytes += gradient.untyped_storage().nbytes()
 
     def keep(self) -> dict[int | None, int]:
         """Bytes by unit that are alive now, at the end of a forward: from here on, what is new is counted apart."""
@@ -217,6 +226,8 @@ class Recorder(TorchDispatchMode):
         new = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in behind]
         if not new and not func._schema.is_mutable:
             return  # a view
+        if name == "aten.add_" and self._accumulates():
+            self._alive.accumulates(inputs[0])
         for tensor in new:
             self._alive.see(tensor, unit)
         if name in ALLOCATIONS:
