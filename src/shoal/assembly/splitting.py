@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from shoal.codec.kernels import load_kernels
 from shoal.comm.collective import exchanged
 from shoal.comm.mesh import Mesh
 from shoal.cost.activations import in_flight
@@ -128,6 +129,8 @@ def draws_of(
         return None
     key_checkpoints()
     draws = KeyedDraws(model, seed=run_file.run.seed, one_at_a_time=one_at_a_time)
+    if (kernels := load_kernels()) is not None:
+        draws.write_mask = kernels.mask
     if nothing:
         draws.sleep()
     return draws

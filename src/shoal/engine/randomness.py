@@ -65,7 +65,7 @@ class Randomness:
 
     def drawing(self) -> AbstractContextManager[Any]:
         """Around a forward, and every backward, which may repeat one."""
-        return nullcontext() if self.draws is None or self.draws.asleep else self.draws
+        return nullcontext() if self.draws is None or self.draws.asleep else self.draws.opened()
 
     def beside_loop(self) -> AbstractContextManager[None]:
         """Around what is no part of what a script's own loop draws: a backward, an update."""

@@ -2,13 +2,15 @@
 
 A generator that has not moved has given no number. Its state is compared before and after: microseconds, where a mode
 that looks at every call costs a small model a third of its step. On that rests a bet: a model that has drawn nothing
-is called without the mode that keys draws (`KeyedDraws`). Where it then draws after all, the forward is taken back,
-and repeated under the mode, which stays. Whoever bets or not, the numbers are the same.
+is called without the mode that keys draws (`KeyedDraws`), and of one that draws by dropout alone, whose masks need no
+generator, only the modules that have drawn are called under it. Where something is then drawn elsewhere after all, the
+forward is taken back, and repeated under the mode, which stays. Whoever bets or not, the numbers are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache, wraps
 from typing import Any, TypeVar
 
@@ -75,7 +77,8 @@ def repeats_alike(model: nn.Module) -> bool:
 
 
 class SleepingDraws:
-    """Calls forwards under `draws`, or without them for as long as nothing is drawn. See above.
+    """Calls forwards under `draws`, or for as long as that is enough without them or with some modules under them. See
+    above.
 
     `may_sleep`: a forward can be repeated, as it cannot where ranks exchange something in it.
     """
@@ -91,35 +94,43 @@ class SleepingDraws:
         """
         draws = self.draws
         if not self.may_sleep or not draws.training:
-            with draws:
+            with draws.opened():
                 return forward()
         watch = DrawWatch()
-        if not draws.asleep:
+        if not draws.asleep and not draws.dozes:
             with draws:
                 result = forward()
             self.learn(watch, stays=not repeatable())
             return result
-        result = forward()
+        with draws.opened() if draws.dozes else nullcontext():
+            result = forward()
         if not watch.drew():
             return result
-        self.stay()
-        watch.rewind()
-        take_back()
+        self.start_again(watch, take_back)
         with draws:
             return forward()
 
+    def start_again(self, watch: DrawWatch, take_back: Callable[[], None]) -> None:
+        """The forward since `watch` has drawn what nobody has keyed: all is as before it, and the mode is awake."""
+        self.stay()
+        watch.rewind()
+        take_back()
+        self.draws.restart()
+
     def learn(self, watch: DrawWatch, *, stays: bool) -> None:
         """After a forward under the mode, which `watch` has seen: `stays` the mode, whatever was drawn?"""
-        if stays or self.draws.drew or watch.drew():
+        draws = self.draws
+        if stays or watch.drew() or (draws.drawers and not draws.may_doze):
             self.stay()
+        elif draws.drawers:
+            draws.doze()
         else:
-            self.draws.sleep()
+            draws.sleep()
 
     def stay(self) -> None:
         """The mode has something to do: it is there from now on."""
         self.may_sleep = False
-        if self.draws.asleep:
-            self.draws.wake()
+        self.draws.wake()
 
 
 # Draws of a forward that a user's model repeats in the backward, by `torch.utils.checkpoint`.
