@@ -71,7 +71,7 @@ class Setting:
         """The same weights on every side."""
         return new_gpt() if self.other is None else self.other.new()
 
-    def data(self) -> torch.utils.data.Dataset:
+    def data(self) -> Sequences | Samples:
         """What the sides train on."""
         return Sequences(self.corpus) if self.other is None else Samples(self.other.draw)
 

@@ -136,6 +136,8 @@ TABLE, FACTORS = 2000, 16
 class Recommender(nn.Module):
     """Tables of categories beside numbers, whose products meet in a small network (DLRM, arXiv 1906.00091)."""
 
+    pairs: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(TABLE, FACTORS) for _ in range(26))

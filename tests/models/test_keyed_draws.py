@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.codec.kernels import load_kernels
-from shoal.models.keyed_draws import KeyedDraws, draws_nothing
+from shoal.models.draw_watch import draws_nothing
+from shoal.models.keyed_draws import KeyedDraws
 from tests.codec.test_kernels import kernels_built
 
 NUMBERS = 4096

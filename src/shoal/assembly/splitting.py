@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from shoal.codec.kernels import load_kernels
 from shoal.comm.collective import exchanged
 from shoal.comm.mesh import Mesh
 from shoal.cost.activations import in_flight
@@ -40,8 +39,8 @@ from shoal.memory.recompute import check_recompute, recompute
 from shoal.memory.recompute_budget import Exchange
 from shoal.models.adapters import BypassWatch, refuse_bypassed_layers
 from shoal.models.config import ForeignModel
-from shoal.models.draw_watch import key_checkpoints, repeats_alike
-from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
+from shoal.models.draw_watch import draws_nothing, key_checkpoints, repeats_alike
+from shoal.models.keyed_draws import Extent, KeyedDraws, Slices
 from shoal.models.roles import DeclaresParts
 from shoal.parallel.context import positions
 from shoal.parallel.pipeline.stages import Stages, balanced_cut, cut_at, estimated_costs, staged
@@ -129,8 +128,6 @@ def draws_of(
         return None
     key_checkpoints()
     draws = KeyedDraws(model, seed=run_file.run.seed, one_at_a_time=one_at_a_time)
-    if (kernels := load_kernels()) is not None:
-        draws.write_mask = kernels.mask
     if nothing:
         draws.sleep()
     return draws

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from shoal.codec.kernels import load_kernels
 from shoal.errors import UserCodeError
 from shoal.maths.counter import bits, key_of
 from shoal.models.draw_watch import DrawWatch, SleepingDraws, generators_in_use, seed_all_devices
@@ -40,6 +41,8 @@ class Randomness:
         may_sleep: bool = False,
     ) -> None:
         self._seed, self._replica, self.draws = seed, replica, draws
+        if draws is not None and (kernels := load_kernels()) is not None:
+            draws.write_mask = kernels.mask
         self.sleeping = None if draws is None else SleepingDraws(draws, may_sleep=may_sleep)
         self._sample_key, self._step, self._step_seed = key_of(seed, "dropout"), 0, 0
         self._keyed = [m for m in model.modules() if isinstance(m, KeyedDropout) and m.p > 0]

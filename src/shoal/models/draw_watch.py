@@ -53,6 +53,25 @@ def seed_all_devices(seed: int) -> None:
         module.manual_seed_all(seed)
 
 
+_DRAW_NOTHING = frozenset({
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Unflatten,
+    nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax,
+    nn.AvgPool1d, nn.AvgPool2d, nn.MaxPool1d, nn.MaxPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
+})  # fmt: skip
+
+
+def draws_nothing(model: nn.Module) -> bool:
+    """Is `model` made of modules alone that draw nothing, or whose draws are keyed: PyTorch's and Shoal's? A class of a
+    user's, whatever it does, is none of them, nor is a module with a hook or with a forward of its own.
+    """
+    for module in model.modules():
+        known = type(module) in _DRAW_NOTHING or type(module).__module__.startswith("shoal.models.")
+        if not known or "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+            return False
+    return True
+
+
 class DrawWatch:
     """The state of `generators_in_use` when it was made."""
 
