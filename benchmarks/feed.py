@@ -17,6 +17,7 @@ import typer
 from torch._C._distributed_c10d import PrefixStore
 
 from benchmarks.command import run
+from shoal.assembly.objects import UserObjects
 from shoal.bench.groups import gathered, join_group, join_store
 from shoal.bench.options import AsJson, Processes
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
@@ -83,7 +84,9 @@ def measure(run_file: RunFile, place: Place, *, steps: int) -> Result | None:
     sample_s = NEED * gathered(join_group("clock", place, store), [step_s])[0][0] / samples
     with ExitStack() as stack:
         slow = SlowSource(source, sample_s)
-        training = start_training(run_file, place, stack, store=PrefixStore("slow", store), data=slow)
+        training = start_training(
+            run_file, place, stack, store=PrefixStore("slow", store), objects=UserObjects(data=slow)
+        )
         slow_share, slow_step_s = _waiting(training, stack, steps)
     if place.rank != 0:
         return None

@@ -1,7 +1,8 @@
 """One training script in the ways that people distribute it: Shoal's own loop, DDP by hand, and other libraries.
 
-Model, data set, optimizer, loss and clipping are the same in all. Each function sets one library up as its documents
-say, and returns the body of the loop. The libraries join PyTorch's default group, over Gloo.
+Model, data set, optimizer, loss and clipping are the same in all: those of a GPT on bytes, or of one of
+`benchmarks.models_of_others`. Each function sets one library up as its documents say, and returns the body of the loop.
+The libraries join PyTorch's default group, over Gloo.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,8 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
+from benchmarks.models_of_others import Model, Samples
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.run import open_run
 from shoal.bench.ddp_script import decay_groups, new_gpt
@@ -50,7 +55,9 @@ class Sequences(torch.utils.data.Dataset):
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a script runs: which rank it is, on which data, with how many `samples` of this rank in a step."""
+    """Where a script runs: which rank it is, on which data, with how many `samples` of this rank in a step. `other` is
+    what it trains in the place of the GPT.
+    """
 
     place: Place
     store: Store
@@ -58,20 +65,48 @@ class Setting:
     folder: Path
     corpus: Path
     samples: int
+    other: Model | None = None
+
+    def new_model(self) -> nn.Module:
+        """The same weights on every side."""
+        return new_gpt() if self.other is None else self.other.new()
+
+    def data(self) -> Sequences | Samples:
+        """What the sides train on."""
+        return Sequences(self.corpus) if self.other is None else Samples(self.other.draw)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean over the batch."""
+        return loss_of(model, batch) if self.other is None else self.other.loss(model, batch)
+
+    def run_file(self, folder: Path, *, zero: int | None = None) -> RunFile:
+        """The run of a side of Shoal's, whose folder is made here, replicated or under a stage of ZeRO."""
+        folder.mkdir()
+        ranks, given = self.place.world_size, {"kind": "python", "build": GIVEN}
+        norms = {"batch_norm": "grouped", "group_samples": self.samples}
+        grouped = norms if ranks > 1 and self.other is not None and self.other.batch_norm else {}
+        run = {"name": "bench", "steps": ENDLESS, "directory": str(folder), "device": "cpu", "processes": ranks}
+        tables = {
+            "run": run,
+            "model": given | grouped,
+            "data": given,
+            "batch": {"global_samples": self.samples * ranks},
+            "layout": {"replicate": ranks} if zero is None else {"shard": ranks},
+            "memory": {} if zero is None else {"zero": zero},
+            "optimizer": {"kind": "adamw", "lr": LR, "clip_norm": CLIP_NORM},
+            "wire": {"timeout_s": 600.0},
+            "checkpoint": {"every_steps": 0},
+        }
+        return msgspec.convert(tables, RunFile)
 
 
 def own_loop(setting: Setting, *, zero: int | None = None) -> Step:
     """The loop of `shoal.start`, replicated or under a stage of ZeRO."""
     place, name = setting.place, f"own_loop_{zero}"
-    (folder := setting.folder / name).mkdir()
-    model = new_gpt()
+    folder, model = setting.folder / name, setting.new_model()
     optimizer = adamw(model)
-    run = open_run(
-        _run_file(folder, setting, zero=zero),
-        place,
-        UserObjects(model=model, data=(AsInputs(Sequences(setting.corpus)), None), optimizers=[optimizer]),
-        store=PrefixStore(name, setting.store),
-    )
+    objects = UserObjects(model=model, data=(AsInputs(setting.data()), None), optimizers=[optimizer])
+    run = open_run(setting.run_file(folder, zero=zero), place, objects, store=PrefixStore(name, setting.store))
     setting.stack.callback(run.generation.gradients.close)
     feed = setting.stack.enter_context(run.feed())
     job = training_job(Training(run, feed), folder, setting.stack)
@@ -79,7 +114,7 @@ def own_loop(setting: Setting, *, zero: int | None = None) -> Step:
     batches = loop.batches()
 
     def step() -> float:
-        loss = loss_of(model, next(batches))
+        loss = setting.loss(model, next(batches))
         loop.backward(loss)
         loop.clip_grad_norm_(CLIP_NORM)
         optimizer.step()
@@ -90,20 +125,23 @@ def own_loop(setting: Setting, *, zero: int | None = None) -> Step:
 
 def ddp(setting: Setting) -> Step:
     """PyTorch's DistributedDataParallel."""
-    model = new_gpt()
-    optimizer, parameters = adamw(model), list(model.parameters())
-    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    batches = endless(_divided_loader(setting))
+    model = setting.new_model()
+    return _plain_loop(setting, model, nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True))
 
-    def step() -> float:
-        loss = loss_of(wrapped, next(batches))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
-        optimizer.step()
-        optimizer.zero_grad()
-        return float(loss.detach())
 
-    return step
+def fsdp2(setting: Setting) -> Step:
+    """PyTorch's `fully_shard` over all ranks, a unit for each entry of the model's lists of modules."""
+    mesh, model = init_device_mesh("cpu", (setting.place.world_size,)), setting.new_model()
+    for unit in [each for held in model.modules() if isinstance(held, nn.ModuleList) for each in held]:
+        fully_shard(unit, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return _plain_loop(setting, model, model)
+
+
+def plain(setting: Setting) -> Step:
+    """The loop of one process, on this rank's samples: no gradient is sent."""
+    model = setting.new_model()
+    return _plain_loop(setting, model, model)
 
 
 def accelerate(setting: Setting) -> Step:
@@ -111,13 +149,13 @@ def accelerate(setting: Setting) -> Step:
     from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
 
     accelerator = Accelerator(cpu=True)
-    own = new_gpt()
-    loader = DataLoader(Sequences(setting.corpus), batch_size=setting.samples, shuffle=True)
+    own = setting.new_model()
+    loader = DataLoader(setting.data(), batch_size=setting.samples, shuffle=True)
     model, optimizer, loader = accelerator.prepare(own, adamw(own), loader)
     batches = endless(loader)
 
     def step() -> float:
-        loss = loss_of(model, next(batches))
+        loss = setting.loss(model, next(batches))
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), CLIP_NORM)
         optimizer.step()
@@ -138,13 +176,13 @@ def fabric(setting: Setting) -> Step:
     )
     lightning = Fabric(accelerator="cpu", devices=setting.place.world_size, strategy=strategy)
     lightning.launch()
-    own = new_gpt()
+    own = setting.new_model()
     model, optimizer = lightning.setup(own, adamw(own))
-    loader = DataLoader(Sequences(setting.corpus), batch_size=setting.samples, shuffle=True)
+    loader = DataLoader(setting.data(), batch_size=setting.samples, shuffle=True)
     batches = endless(lightning.setup_dataloaders(loader))
 
     def step() -> float:
-        loss = loss_of(model, next(batches))
+        loss = setting.loss(model, next(batches))
         lightning.backward(loss)
         lightning.clip_gradients(model, optimizer, max_norm=CLIP_NORM)
         optimizer.step()
@@ -159,7 +197,7 @@ def deepspeed(setting: Setting, *, stage: int) -> Step:
     import deepspeed  # pyright: ignore[reportMissingImports]
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    model = new_gpt()
+    model = setting.new_model()
     config = {
         "train_micro_batch_size_per_gpu": setting.samples,
         "gradient_clipping": CLIP_NORM,
@@ -171,9 +209,25 @@ def deepspeed(setting: Setting, *, stage: int) -> Step:
     batches = endless(_divided_loader(setting))
 
     def step() -> float:
-        loss = loss_of(engine, next(batches))
+        loss = setting.loss(engine, next(batches))
         engine.backward(loss)
         engine.step()
+        return float(loss.detach())
+
+    return step
+
+
+def _plain_loop(setting: Setting, model: nn.Module, called: nn.Module) -> Step:
+    """PyTorch's loop, which calls `called` and trains `model`."""
+    optimizer, parameters = adamw(model), [p for p in model.parameters() if p.requires_grad]
+    batches = endless(_divided_loader(setting))
+
+    def step() -> float:
+        loss = setting.loss(called, next(batches))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
         return float(loss.detach())
 
     return step
@@ -189,31 +243,13 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
-def endless(loader: DataLoader) -> Iterator[Tensor]:
+def endless(loader: DataLoader) -> Iterator[Any]:
     """One epoch after the other."""
     while True:
         yield from loader
 
 
 def _divided_loader(setting: Setting) -> DataLoader:
-    data, place = Sequences(setting.corpus), setting.place
+    data, place = setting.data(), setting.place
     sampler = DistributedSampler(data, place.world_size, place.rank)
     return DataLoader(data, batch_size=setting.samples, sampler=sampler)
-
-
-def _run_file(folder: Path, setting: Setting, *, zero: int | None) -> RunFile:
-    ranks = setting.place.world_size
-    given = {"kind": "python", "build": GIVEN}
-    return msgspec.convert(
-        {
-            "run": {"name": "bench", "steps": ENDLESS, "directory": str(folder), "device": "cpu", "processes": ranks},
-            "model": given,
-            "data": given,
-            "batch": {"global_samples": setting.samples * ranks},
-            "layout": {"replicate": ranks} if zero is None else {"shard": ranks},
-            "memory": {} if zero is None else {"zero": zero},
-            "wire": {"timeout_s": 600.0},
-            "checkpoint": {"every_steps": 0},
-        },
-        RunFile,
-    )

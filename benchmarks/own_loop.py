@@ -1,8 +1,9 @@
 """`python -m benchmarks.own_loop`: a script's own loop on Shoal beside `shoal train` and beside other libraries.
 
-All sides train the same model with the same optimizer (`benchmarks.loop_scripts`); every rank holds all of them, and
-takes their steps in turn. A measured step follows a step of the same side, as in training. `shoal train` is measured a
-second time (A/A), which shows what noise alone does to a ratio. A peer that cannot be imported is left out, and named.
+All sides train the same model with the same optimizer (`benchmarks.loop_scripts`): a GPT, or with `--model` what others
+have written (`benchmarks.models_of_others`). Every rank holds all of them, and takes their steps in turn. A measured
+step follows a step of the same side, as in training. `shoal train` is measured a second time (A/A), which shows what
+noise alone does to a ratio. What cannot be imported is left out, and named.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib.util
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,12 @@ import typer
 from torch._C._distributed_c10d import PrefixStore
 
 from benchmarks.command import run
-from benchmarks.loop_scripts import Setting, Step, accelerate, ddp, deepspeed, fabric
+from benchmarks.loop_scripts import Setting, Step, accelerate, ddp, deepspeed, fabric, fsdp2, plain
 from benchmarks.loop_scripts import own_loop as own
+from benchmarks.models_of_others import MODELS
+from shoal.assembly.objects import UserObjects
 from shoal.bench.groups import interleaved, join_default_group, join_group, join_store
-from shoal.bench.options import AsJson, Processes, names, token_counts
+from shoal.bench.options import AsJson, names, token_counts
 from shoal.bench.ranks import is_rank, on_ranks, run_as_rank
 from shoal.bench.report import (
     Result,
@@ -47,6 +50,8 @@ WITHIN = 0.99
 """Promised of the 95 % bound of the own loop's ratio to `shoal train`."""
 PEERS: dict[str, tuple[str, Callable[[Setting], Step], str]] = {
     "ddp": ("torch", ddp, OWN),
+    "fsdp2": ("torch", fsdp2, "own_zero_3"),
+    "plain": ("torch", plain, OWN),
     "accelerate": ("accelerate", accelerate, OWN),
     "fabric": ("lightning_fabric", fabric, OWN),
     "deepspeed_zero_1": ("deepspeed", partial(deepspeed, stage=1), "own_zero_1"),
@@ -64,62 +69,87 @@ def own_loop(
     tokens: Annotated[
         str, typer.Option(help="Tokens of a rank and step, several with commas; multiples of 128.")
     ] = "256,2048",
+    model: Annotated[
+        str, typer.Option(help="In the place of the GPT: one of benchmarks.models_of_others, several with commas; all.")
+    ] = "",
     pairs: Annotated[int, typer.Option(help="Turns of all sides.", min=6)] = 40,
     peers: Annotated[
-        str, typer.Option(help="Of ddp, accelerate, fabric, deepspeed_zero_1, deepspeed_zero_3, or none. Default: all.")
-    ] = "",
-    processes: Processes = 2,
+        str, typer.Option(help=f"Of {', '.join(PEERS)}, or none. Default: all but plain.")
+    ] = "ddp,fsdp2,accelerate,fabric,deepspeed_zero_1,deepspeed_zero_3",
+    processes: Annotated[int, typer.Option(help="Ranks of one thread.", min=1)] = 2,
     as_json: AsJson = False,
 ) -> None:
-    """A script's own loop on Shoal beside `shoal train`, DDP, Accelerate, Fabric and DeepSpeed.
+    """A script's own loop on Shoal beside `shoal train`, DDP, FSDP2, Accelerate, Fabric and DeepSpeed.
 
     Example: python -m benchmarks.own_loop --tokens 256 --pairs 20 --peers ddp,accelerate
     """
-    sizes = token_counts(tokens)
     chosen = [] if peers == "none" else names(peers, "--peers", PEERS)
+    models = names("" if model == "all" else model, "--model", MODELS) if model else []
     if is_rank():
-        run_as_rank(lambda place: measure(place, chosen, tokens=sizes[0], pairs=pairs))
+        size = 0 if models else token_counts(tokens)[0]
+        run_as_rank(lambda place: measure(place, chosen, model=model, tokens=size, pairs=pairs))
         return
     os.environ.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")  # what peers call is deprecated in newer torch
-    there = [name for name in chosen if importlib.util.find_spec(PEERS[name][0]) is not None]
-    for name in chosen:
-        if name not in there:
-            typer.echo(f"{name} is left out: pip install {PEERS[name][0].replace('_', '-')}", err=True)
+    there = _installed(chosen, {name: PEERS[name][0] for name in chosen})
+    models = _installed(models, {name: MODELS[name].needs for name in models})
     command = ["benchmarks.own_loop", "--pairs", str(pairs), "--peers", ",".join(there) or "none"]
-    results = [on_ranks([*command, "--tokens", str(size)], processes=processes) for size in sizes]
+    loads = [["--model", name] for name in models] if model else [["--tokens", str(t)] for t in token_counts(tokens)]
+    results = [on_ranks([*command, *load], processes=processes) for load in loads]
     print_report("own_loop", merged(results), as_json=as_json)
 
 
-def measure(place: Place, peers: Sequence[str], *, tokens: int, pairs: int) -> Result | None:
-    """A row and a check for each pair of sides, for `tokens` of a rank and step; None on all ranks but rank 0."""
+def _installed(chosen: Sequence[str], packages: Mapping[str, str]) -> list[str]:
+    """Those whose packages are there; says which are not."""
+    there = [name for name in chosen if importlib.util.find_spec(packages[name]) is not None]
+    for name in chosen:
+        if name not in there:
+            typer.echo(f"{name} is left out: pip install {packages[name].replace('_', '-')}", err=True)
+    return there
+
+
+def measure(place: Place, peers: Sequence[str], *, model: str, tokens: int, pairs: int) -> Result | None:
+    """A row and a check for each pair of sides; None on all ranks but rank 0. `model` is trained, or for "" the GPT
+    with `tokens` of a rank and step.
+    """
+    other = MODELS[model] if model else None
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
         corpus, store = corpus_file(folder), join_store(place)
         os.environ.update(ACCELERATE_USE_CPU="true", DS_ACCELERATOR="cpu")
         join_default_group(place, store, stack)
-        setting = Setting(place, store, stack, folder, corpus, samples=tokens // SEQUENCE)
+        samples = other.samples if other is not None else tokens // SEQUENCE
+        setting = Setting(place, store, stack, folder, corpus, samples, other)
         sides: dict[str, Callable[[], Any]] = {name: _trained(setting, name) for name in (TRAIN, TRAIN_AGAIN)}
         sides |= {name: OWN_SIDES[name](setting) for name in sorted({OWN, *(PEERS[peer][2] for peer in peers)})}
         sides |= {name: PEERS[name][1](setting) for name in peers}
         clock = join_group("clock", place, store)
         turns = interleaved(sides, clock, pairs=pairs, always=sorted(sides), warm=True)
-    return _result(turns, peers, tokens=tokens, ranks=place.world_size) if place.rank == 0 else None
+    if place.rank != 0:
+        return None
+    compared = [(OWN, TRAIN), *((PEERS[peer][2], peer) for peer in peers)]
+    compared += [(TRAIN, peer) for peer in peers if other is not None and PEERS[peer][2] == OWN]
+    return _result(turns, compared, load=model or f"{tokens} tokens a rank", ranks=place.world_size)
 
 
 def _trained(setting: Setting, name: str) -> Callable[[], Any]:
     """The body of the loop of `shoal train`."""
-    (folder := setting.folder / name).mkdir()
-    run_file = gpt_run_file(folder, setting.corpus, setting.samples * SEQUENCE * setting.place.world_size)
-    training = start_training(run_file, setting.place, setting.stack, store=PrefixStore(name, setting.store))
+    folder, other, objects = setting.folder / name, setting.other, UserObjects()
+    if other is None:
+        folder.mkdir()
+        run_file = gpt_run_file(folder, setting.corpus, setting.samples * SEQUENCE * setting.place.world_size)
+    else:
+        run_file = setting.run_file(folder)
+        objects = UserObjects(model=other.new, data=setting.data(), loss=other.losses)
+    store = PrefixStore(name, setting.store)
+    training = start_training(run_file, setting.place, setting.stack, store=store, objects=objects)
     return partial(take_step, training_job(training, folder, setting.stack))
 
 
-def _result(turns: Turns, peers: Sequence[str], *, tokens: int, ranks: int) -> Result:
+def _result(turns: Turns, compared: Sequence[tuple[str, str]], *, load: str, ranks: int) -> Result:
     times = columns(turns)
     again = again_cells(ratios(turns, TRAIN_AGAIN, peer=TRAIN))
     rows, checks = [], []
-    for peer in (TRAIN, *peers):
-        side = OWN if peer == TRAIN else PEERS[peer][2]
+    for side, peer in compared:
         gained = ratios(turns, side, peer=peer)
         (own_ms,) = milliseconds({side: times[side]}).values()
         (peer_ms,) = milliseconds({peer: times[peer]}).values()
@@ -127,7 +157,7 @@ def _result(turns: Turns, peers: Sequence[str], *, tokens: int, ranks: int) -> R
             {
                 "side": side,
                 "peer": peer,
-                "tokens_per_rank": tokens,
+                "load": load,
                 "ranks": ranks,
                 "pairs": len(gained),
                 "side_ms": own_ms,
@@ -137,7 +167,7 @@ def _result(turns: Turns, peers: Sequence[str], *, tokens: int, ranks: int) -> R
                 **again,
             }
         )
-        what = f"{side} against {peer}, 95 % bound, {tokens} tokens a rank"
+        what = f"{side} against {peer}, 95 % bound, {load}"
         checks.append(check(what, lower_bound(gained), WITHIN if peer == TRAIN else 1.0))
     return {"rows": rows, "checks": checks}
 

@@ -21,18 +21,21 @@ from shoal.engine.batch_statistics import StepBuffers
 from shoal.engine.randomness import Randomness
 from shoal.models import draw_watch
 from shoal.models.draw_watch import generators_in_use, key_checkpoints, seed_all_devices
-from shoal.models.keyed_draws import KeyedDraws
+from shoal.models.keyed_draws import KeyedDraws, active_draws
 from shoal.own_loop.steps import DrawsBySample
 
 STEPS = 5
 
 
 class Sleeper(nn.Module):
-    """Draws from its forward `wakes` on: dropout in a module, dropout of its own, and what nobody can key."""
+    """Draws from its forward `wakes` on: dropout in a module, dropout of its own, and what nobody can key. It `drops`:
+    the module does so all along.
+    """
 
-    def __init__(self, wakes: int) -> None:
+    def __init__(self, wakes: int, *, drops: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.drops = drops
         self.inner, self.inside = nn.Linear(6, 6), nn.Dropout(0.0)
         self.wakes, self.calls = wakes, 0
         self.register_buffer("seen", torch.zeros(()))
@@ -40,7 +43,7 @@ class Sleeper(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         draws = self.calls >= self.wakes
         self.seen += 1
-        self.inside.p = 0.5 if draws else 0.0
+        self.inside.p = 0.5 if draws or self.drops else 0.0
         x = self.inside(self.inner(x))
         if not draws:
             return x
@@ -51,9 +54,11 @@ def randomness_of(model: nn.Module, *, may_sleep: bool) -> Randomness:
     return Randomness(model, seed=5, replica=0, draws=KeyedDraws(model, seed=5), may_sleep=may_sleep)
 
 
-def trained(wakes: int, *, may_sleep: bool, repeatable: bool = True) -> tuple[list[Tensor], Sleeper, Randomness]:
+def trained(
+    wakes: int, *, may_sleep: bool, repeatable: bool = True, drops: bool = False
+) -> tuple[list[Tensor], Sleeper, Randomness]:
     """The outputs of some steps, each of one microbatch, as `shoal train` computes them."""
-    model = Sleeper(wakes)
+    model = Sleeper(wakes, drops=drops)
     randomness, buffers = randomness_of(model, may_sleep=may_sleep), StepBuffers(model)
     found = []
     for step in range(STEPS):
@@ -71,15 +76,17 @@ def trained(wakes: int, *, may_sleep: bool, repeatable: bool = True) -> tuple[li
     return found, model, randomness
 
 
+@pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("wakes", [0, 1, 3, STEPS])
-def test_outputs_and_buffers_are_those_of_the_mode(wakes: int) -> None:
+def test_outputs_and_buffers_are_those_of_the_mode(wakes: int, drops: bool) -> None:
     """Whenever it begins to draw: the forward that was taken back is computed as if it were the first."""
-    expected, model, _ = trained(wakes, may_sleep=False)
-    found, other, randomness = trained(wakes, may_sleep=True)
+    expected, model, _ = trained(wakes, may_sleep=False, drops=drops)
+    found, other, randomness = trained(wakes, may_sleep=True, drops=drops)
     assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
     assert float(model.seen) == float(other.seen) == STEPS  # type: ignore[arg-type]
     assert randomness.draws is not None
-    assert randomness.draws.asleep is (wakes == STEPS)
+    assert randomness.draws.asleep is (wakes == STEPS and not drops)
+    assert randomness.draws.dozes is (wakes == STEPS and drops)
     assert bool(other._forward_hooks) is (wakes < STEPS)
 
 
@@ -89,9 +96,21 @@ def test_a_forward_that_meets_other_ranks_is_under_the_mode() -> None:
     assert not randomness.draws.asleep
 
 
-def looped(wakes: int, *, may_sleep: bool, calls: int = 1) -> tuple[list[Tensor], Randomness]:
+def test_who_asks_for_the_mode_keeps_it() -> None:
+    """Such as what repeats a part of the forward, and has to know where in it that stands."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))
+    model[0].register_forward_hook(lambda *_: active_draws() and None)
+    randomness = randomness_of(model, may_sleep=True)
+    for step in range(2):
+        randomness.microbatch(torch.tensor([step]))
+        randomness.forward(lambda: model(torch.ones(1, 6)), take_back=lambda: None, repeatable=lambda: True)
+    assert randomness.draws is not None
+    assert not randomness.draws.dozes
+
+
+def looped(wakes: int, *, may_sleep: bool, calls: int = 1, drops: bool = False) -> tuple[list[Tensor], Randomness]:
     """The same in a script's own loop, which calls the model by itself, so many times a microbatch."""
-    model = Sleeper(wakes)
+    model = Sleeper(wakes, drops=drops)
     del model._buffers["seen"]
     model.seen = torch.zeros(())  # type: ignore[assignment]
     randomness = randomness_of(model, may_sleep=may_sleep)
@@ -108,14 +127,16 @@ def looped(wakes: int, *, may_sleep: bool, calls: int = 1) -> tuple[list[Tensor]
     return found, randomness
 
 
+@pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("wakes", [0, 1, 3, STEPS])
-def test_a_loop_of_a_script_draws_the_same(wakes: int, calls: int) -> None:
-    expected, _ = looped(wakes, may_sleep=False, calls=calls)
-    found, randomness = looped(wakes, may_sleep=True, calls=calls)
+def test_a_loop_of_a_script_draws_the_same(wakes: int, calls: int, drops: bool) -> None:
+    expected, _ = looped(wakes, may_sleep=False, calls=calls, drops=drops)
+    found, randomness = looped(wakes, may_sleep=True, calls=calls, drops=drops)
     assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
     assert randomness.draws is not None
-    assert randomness.draws.asleep is (wakes == STEPS and calls == 1)
+    assert randomness.draws.asleep is (wakes == STEPS and calls == 1 and not drops)
+    assert randomness.draws.dozes is (wakes == STEPS and calls == 1 and drops)
 
 
 def test_what_the_model_itself_drops_is_keyed_in_a_loop() -> None:

@@ -10,7 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.models.keyed_draws import KeyedDraws, draws_nothing
+from shoal.codec.kernels import load_kernels
+from shoal.models.draw_watch import draws_nothing
+from shoal.models.keyed_draws import KeyedDraws
+from tests.codec.test_kernels import kernels_built
 
 NUMBERS = 4096
 """Of each sample."""
@@ -79,6 +82,24 @@ def test_what_a_longer_batch_is_padded_with_changes_no_draw(inner: tuple[int, ..
     short, long = (drawn(lambda x, to=to: torch.rand(len(x), *to), [4, 5]) for to in (inner, padded))
     assert torch.equal(long[..., :5, :5], short)
     assert len(long.unique()) == long.numel()
+
+
+@kernels_built
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(4, 3, 9, 9), (64, 5), (7, 4, 5), (4, 70), (4,), (3, 5)], ids=str)
+def test_masks_of_the_loop_in_c_are_those_of_the_bits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Wherever samples stand, and where there are none."""
+    kernels, found = load_kernels(), []
+    assert kernels is not None
+    for write in (None, kernels.mask):
+        model = Draws(lambda x: F.dropout(x, 0.3))
+        mode = KeyedDraws(model, seed=3)
+        mode.write_mask = write
+        mode.begin(1, lambda: torch.arange(4) * 7919 - 2**62, tokens=5)
+        with mode:
+            found.append(model(torch.ones(shape, dtype=dtype)))
+    assert torch.equal(*found)
+    assert 0 < float((found[0] == 0).double().mean()) < 1 or found[0].numel() < 20
 
 
 @pytest.mark.parametrize("samples", [[2], [2, 3], [1, 2, 3, 0], [0, 2, 1]])

@@ -246,7 +246,7 @@ def masks_of_the_step_before(rank: int) -> Iterator[None]:
 @contextmanager
 def masks_of_the_first_part(rank: int) -> Iterator[None]:
     """Behind a split layer rank 1 draws the masks of rank 0's features."""
-    from shoal.models.keyed_draws import Extent
+    from shoal.models.sample_places import Extent
 
     original = Extent.__init__
 

@@ -39,8 +39,8 @@ from shoal.memory.recompute import check_recompute, recompute
 from shoal.memory.recompute_budget import Exchange
 from shoal.models.adapters import BypassWatch, refuse_bypassed_layers
 from shoal.models.config import ForeignModel
-from shoal.models.draw_watch import key_checkpoints, repeats_alike
-from shoal.models.keyed_draws import Extent, KeyedDraws, Slices, draws_nothing
+from shoal.models.draw_watch import draws_nothing, key_checkpoints, repeats_alike
+from shoal.models.keyed_draws import Extent, KeyedDraws, Slices
 from shoal.models.roles import DeclaresParts
 from shoal.parallel.context import positions
 from shoal.parallel.pipeline.stages import Stages, balanced_cut, cut_at, estimated_costs, staged

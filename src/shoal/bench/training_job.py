@@ -66,7 +66,12 @@ class Training:
 
 
 def start_training(
-    run_file: RunFile, place: Place, stack: ExitStack, *, store: Store | None = None, data: Any = None
+    run_file: RunFile,
+    place: Place,
+    stack: ExitStack,
+    *,
+    store: Store | None = None,
+    objects: UserObjects = UserObjects(),
 ) -> Training:
     """Connects this rank to the others and builds what it trains with. Blocks until all ranks are here.
 
@@ -75,9 +80,9 @@ def start_training(
         place: This rank among the ranks of the run.
         stack: Closes what is opened here.
         store: Where the ranks meet; None: the store that the launcher named.
-        data: Training data to use instead of the run file's, with `len(d)` and `d[i]`.
+        objects: What is used instead of what the run file names.
     """
-    run = open_run(run_file, place, UserObjects(data=data), store=store)
+    run = open_run(run_file, place, objects, store=store)
     stack.callback(run.generation.gradients.close)
     return Training(run, stack.enter_context(run.feed()))
 

@@ -1,5 +1,6 @@
-"""The hot loops in C of the codecs (`core/kernels.c`), of moments in 8 bits and AdamW (`core/adam.c`), and of LAMB and
-LARS (`core/layerwise.c`), as Python sees them: loaded with ctypes, so that calls leave the interpreter lock.
+"""The hot loops in C of the codecs (`core/kernels.c`), of moments in 8 bits and AdamW (`core/adam.c`), of LAMB and LARS
+(`core/layerwise.c`), and of dropout's masks (`core/masks.c`), as Python sees them: loaded with ctypes, so that calls
+leave the interpreter lock.
 
 They work on float32 vectors in the memory of a CPU. For all others, and where Shoal was installed without a C compiler,
 `kernels_for` returns None, and the torch forms run: these are also the oracle of the tests.
@@ -13,7 +14,7 @@ import importlib.machinery
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import c_double, c_float, c_int, c_uint64, c_void_p
+from ctypes import c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +44,7 @@ _FUNCTIONS = {
     "lars_step": (None, (c_void_p, c_void_p, *_VECTOR, c_float, c_float, c_float, c_float, c_int)),
     "squares": (c_double, (c_void_p, *_VECTOR)),
     "multiply": (None, (c_void_p, *_VECTOR, c_float)),
+    "mask": (None, (*_VECTOR, c_uint64, *_VECTOR, c_uint64, c_int64, c_float, c_void_p)),
 }
 
 SCALES = ("largest", "norm", "mean")
@@ -213,6 +215,15 @@ class Kernels:
     def multiply(self, vectors: Vectors, factor: float) -> None:
         """Multiplies all of them in place. Autograd does not see it: whoever calls this says so."""
         self._library.shoal_codec_multiply(*vectors.arguments(), factor)
+
+    def mask(self, keys: Tensor, layer: int, first: Tensor, out: Tensor, *, least: int, kept: float) -> None:
+        """Writes `out`, `[samples, rows, numel]`: `kept` where `bits(bits(keys, layer), first + i)` is `least` or more,
+        else 0. Both `keys` `[samples]` and `first` `[rows]` are int64.
+        """
+        self._library.shoal_codec_mask(
+            keys.data_ptr(), len(keys), layer % (1 << 64), first.data_ptr(), len(first), out.shape[-1], least, kept,
+            out.data_ptr(),
+        )  # fmt: skip
 
 
 def _floats(numbers: Sequence[float]) -> Any:

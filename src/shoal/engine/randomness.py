@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from shoal.codec.kernels import load_kernels
 from shoal.errors import UserCodeError
 from shoal.maths.counter import bits, key_of
 from shoal.models.draw_watch import (
@@ -54,6 +55,8 @@ class Randomness:
         seeds_host: bool = False,
     ) -> None:
         self._seed, self._replica, self.draws, self.seeds_host = seed, replica, draws, seeds_host
+        if draws is not None and (kernels := load_kernels()) is not None:
+            draws.write_mask = kernels.mask
         self.sleeping = None if draws is None else SleepingDraws(draws, may_sleep=may_sleep)
         self._sample_key, self._step, self._step_seed = key_of(seed, "dropout"), 0, 0
         self._keyed = [m for m in model.modules() if isinstance(m, KeyedDropout) and m.p > 0]
@@ -85,7 +88,7 @@ class Randomness:
 
     def drawing(self) -> AbstractContextManager[Any]:
         """Around a forward, and every backward, which may repeat one."""
-        return nullcontext() if self.draws is None or self.draws.asleep else self.draws
+        return nullcontext() if self.draws is None or self.draws.asleep else self.draws.opened()
 
     def beside_loop(self) -> AbstractContextManager[None]:
         """Around what is no part of what a script's own loop draws: a backward, an update."""

@@ -2,14 +2,16 @@
 
 A generator that has not moved has given no number. Its state is compared before and after: microseconds, where a mode
 that looks at every call costs a small model a third of its step. On that rests a bet: a model that has drawn nothing
-is called without the mode that keys draws (`KeyedDraws`). Where it then draws after all, the forward is taken back,
-and repeated under the mode, which stays. Whoever bets or not, the numbers are the same.
+is called without the mode that keys draws (`KeyedDraws`), and of one that draws by dropout alone, whose masks need no
+generator, only the modules that have drawn are called under it. Where something is then drawn elsewhere after all, the
+forward is taken back, and repeated under the mode, which stays. Whoever bets or not, the numbers are the same.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cache, wraps
 from typing import Any, TypeVar
 
@@ -75,6 +77,25 @@ def _states(own: Any, numpy: Mapping[str, Any] | tuple[Any, ...]) -> dict[str, A
     return {"Python's random": own, "NumPy": (twister["key"].tobytes(), twister["pos"], numpy["has_gauss"])}
 
 
+_DRAW_NOTHING = frozenset({
+    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Unflatten,
+    nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm,
+    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax,
+    nn.AvgPool1d, nn.AvgPool2d, nn.MaxPool1d, nn.MaxPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
+})  # fmt: skip
+
+
+def draws_nothing(model: nn.Module) -> bool:
+    """Is `model` made of modules alone that draw nothing, or whose draws are keyed: PyTorch's and Shoal's? A class of a
+    user's, whatever it does, is none of them, nor is a module with a hook or with a forward of its own.
+    """
+    for module in model.modules():
+        known = type(module) in _DRAW_NOTHING or type(module).__module__.startswith("shoal.models.")
+        if not known or "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
+            return False
+    return True
+
+
 class DrawWatch:
     """The state of `generators_in_use` when it was made."""
 
@@ -99,7 +120,8 @@ def repeats_alike(model: nn.Module) -> bool:
 
 
 class SleepingDraws:
-    """Calls forwards under `draws`, or without them for as long as nothing is drawn. See above.
+    """Calls forwards under `draws`, or for as long as that is enough without them or with some modules under them. See
+    above.
 
     `may_sleep`: a forward can be repeated, as it cannot where ranks exchange something in it.
     """
@@ -115,35 +137,43 @@ class SleepingDraws:
         """
         draws = self.draws
         if not self.may_sleep or not draws.training:
-            with draws:
+            with draws.opened():
                 return forward()
         watch = DrawWatch()
-        if not draws.asleep:
+        if not draws.asleep and not draws.dozes:
             with draws:
                 result = forward()
             self.learn(watch, stays=not repeatable())
             return result
-        result = forward()
+        with draws.opened() if draws.dozes else nullcontext():
+            result = forward()
         if not watch.drew():
             return result
-        self.stay()
-        watch.rewind()
-        take_back()
+        self.start_again(watch, take_back)
         with draws:
             return forward()
 
+    def start_again(self, watch: DrawWatch, take_back: Callable[[], None]) -> None:
+        """The forward since `watch` has drawn what nobody has keyed: all is as before it, and the mode is awake."""
+        self.stay()
+        watch.rewind()
+        take_back()
+        self.draws.restart()
+
     def learn(self, watch: DrawWatch, *, stays: bool) -> None:
         """After a forward under the mode, which `watch` has seen: `stays` the mode, whatever was drawn?"""
-        if stays or self.draws.drew or watch.drew():
+        draws = self.draws
+        if stays or watch.drew() or (draws.drawers and not draws.may_doze):
             self.stay()
+        elif draws.drawers:
+            draws.doze()
         else:
-            self.draws.sleep()
+            draws.sleep()
 
     def stay(self) -> None:
         """The mode has something to do: it is there from now on."""
         self.may_sleep = False
-        if self.draws.asleep:
-            self.draws.wake()
+        self.draws.wake()
 
 
 # Draws of a forward that a user's model repeats in the backward, by `torch.utils.checkpoint`.

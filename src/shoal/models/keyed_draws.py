@@ -7,10 +7,9 @@ common random functions (`keyed_functions`) take their numbers from a counter in
     bits(bits(sample key, layer key), index of the element within its sample)
 
 The layer is the innermost module that is being called, by name, with the number of its call in this forward and of the
-draw in this call. So a stage of a pipeline and a repeated forward draw what the whole model would. The dimension of
-samples is found by its length: dim 0, else a dim 0 of all tokens, else dim 1, else a dim 0 that holds several rows of
-each. A tensor without them, such as a weight, is drawn from (seed, step, layer): the same on every rank. On ranks that
-hold a part of a sample, `Extent`s say where their slices stand in the whole.
+draw in this call. So a stage of a pipeline and a repeated forward draw what the whole model would. Which
+dimension counts samples is found by its length (`shoal.models.sample_places`). A tensor without them, such as a weight,
+is drawn from (seed, step, layer): the same on every rank.
 
 A loop of a script's own may draw past its model's forward: noise, time steps, a part of the model that it calls by
 itself. Of these draws the loop is the layer (`enter_loop`), and their number is the order in which it makes them.
@@ -18,10 +17,11 @@ itself. Of these draws the loop is the layer (`enter_loop`), and their number is
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -34,37 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal.errors import UserCodeError
 from shoal.maths.counter import bits, key_of
 from shoal.models.keyed_functions import BODIES, DROPPING, HANDLERS
-
-
-@dataclass(frozen=True)
-class Extent:
-    """Slices of a dimension that a rank holds: their places in the whole, int64, and the length of the whole."""
-
-    places: Tensor
-    whole: int
-
-
-@dataclass(frozen=True)
-class Inside:
-    """What a rank of `tensor` holds between a column and a row layer; `heads` None where features stand alone.
-
-    `features` None: in blocks on a grid, of which a draw cannot know its part.
-    """
-
-    features: Extent | None
-    heads: Extent | None = None
-
-
-@dataclass(frozen=True)
-class Slices:
-    """What a rank holds of each sample. `sequence` gives, for the tokens of a sample that reach this rank, the extents
-    of what it may find in dim 1, by their length. `columns` are the names of split layers behind which a part of the
-    features follows, `rows` those of layers that end it.
-    """
-
-    sequence: Callable[[int], Mapping[int, Extent]] | None = None
-    columns: Mapping[str, Inside] = field(default_factory=dict)
-    rows: frozenset[str] = frozenset()
+from shoal.models.sample_places import APART, Extent, Inside, Slices, extents_in, numbered, samples_in
 
 
 @dataclass
@@ -81,10 +51,8 @@ class _Call:
 LOOP = "\0loop"
 """What draws past the model's forward."""
 
-APART = 2**21 + 17
-"""Rows of a sample's numbers are so far from each other: those of attention are longer in a batch that is padded to a
-longer sample, and draw the same there. Odd, so that rows stay apart modulo 2^64.
-"""
+WriteMask = Callable[..., None]
+"""Of `(keys, layer, first, out, *, least, kept)`, as `shoal.codec.kernels.Kernels.mask`."""
 
 SampleKeys = Callable[[], Tensor]
 """Gives the key of each sample of a forward, int64 `[samples]`: asked for where something is drawn."""
@@ -114,8 +82,11 @@ class KeyedDraws(TorchFunctionMode):
     generator, which knows no samples: what they return depends on the layout.
 
     Each call of PyTorch's and of a module passes through Python here, which a small model feels. So a mode whose model
-    has drawn nothing may be `asleep`: it is not entered, and its hooks are off, until `wake`. Who lets it sleep sees to
-    it that nothing is drawn meanwhile (`shoal.models.draw_watch`). `drew`: how often something was drawn.
+    has drawn nothing may be `asleep`: it is not entered, and its hooks are off, until `wake`. Where some modules have
+    drawn, it may `doze`: only they are called under it, and what is inside them. Who lets it sleep or doze sees to it
+    that nothing is drawn elsewhere meanwhile (`shoal.models.draw_watch`). `drew`: how often something was drawn;
+    `drawers`: the names of the modules that drew; `is_asked_for`: somebody has asked for the mode that is entered, and
+    relies on it being there.
     """
 
     def __init__(self, model: nn.Module, *, seed: int, one_at_a_time: bool = True) -> None:
@@ -124,7 +95,10 @@ class KeyedDraws(TorchFunctionMode):
         self._process = os.getpid()
         self.slices = Slices()
         self.unkeyed: set[str] = set()
-        self.drew = 0
+        self.drew, self.drawers = 0, set[str]()
+        self.is_asked_for = self.dozes = False
+        self.write_mask: WriteMask | None = None
+        """What writes masks on a CPU in one pass; None: operators of PyTorch's do."""
         self._keys_of: SampleKeys | None = None
         self._step, self._tokens, self._entered, self._replays = 0, 0, 0, 0
         self._calls: list[_Call] = []
@@ -148,13 +122,52 @@ class KeyedDraws(TorchFunctionMode):
         """Its model is to be called without it."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self.dozes = [], False
+
+    def doze(self) -> None:
+        """Only modules that have drawn, and those inside them, are to be called with it."""
+        self.sleep()
+        self.dozes, drawers = True, tuple(f"{name}." if name else "" for name in self.drawers)
+        self._hook(lambda name: f"{name}.".startswith(drawers))
+
+    @property
+    def may_doze(self) -> bool:
+        """Does nothing but draws need to know which modules are under way?"""
+        sliced = self.slices.sequence is not None or self.slices.columns or self.slices.rows
+        return self.one_at_a_time and not self.is_asked_for and not sliced
 
     def wake(self) -> None:
         """Its model is to be called with it."""
-        for name, module in self._model.named_modules() if self.asleep else ():
-            self._hooks.append(module.register_forward_pre_hook(self._before(name)))
-            self._hooks.append(module.register_forward_hook(self._after(name), always_call=True))
+        if self.dozes:
+            self.sleep()
+        if self.asleep:
+            self._hook(lambda name: True)
+
+    def _hook(self, wanted: Callable[[str], bool]) -> None:
+        for name, module in self._model.named_modules():
+            if wanted(name):
+                self._hooks.append(module.register_forward_pre_hook(self._before(name)))
+                self._hooks.append(module.register_forward_hook(self._after(name), always_call=True))
+
+    def open(self) -> None:
+        """A forward or a backward of the model follows, until `__exit__`."""
+        if self.dozes:
+            self._entered += 1
+        else:
+            self.__enter__()
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Around a forward or a backward of the model."""
+        self.open()
+        try:
+            yield
+        finally:
+            self.__exit__(None, None, None)
+
+    def restart(self) -> None:
+        """The forward that has been made so far does not count: another of the same samples follows."""
+        self._calls, self._counts = [], {}
 
     def begin(self, step: int, sample_keys: SampleKeys, *, tokens: int) -> None:
         """A forward follows, of samples with these keys, of which this rank gets so many tokens."""
@@ -258,10 +271,10 @@ class KeyedDraws(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # what a script compiles by itself draws from PyTorch's generator
-            return func(*args, **kwargs)
         handler = HANDLERS.get(func)
         if handler is None or self._keys_of is None or not self._trains():
+            return func(*args, **kwargs)
+        if torch.compiler.is_compiling():  # what a script compiles by itself draws from PyTorch's generator
             return func(*args, **kwargs)
         if self._process != os.getpid():  # a fork of this one, such as a worker of a DataLoader, draws for itself
             return func(*args, **kwargs)
@@ -291,7 +304,10 @@ class KeyedDraws(TorchFunctionMode):
                 self.__enter__()  # autograd leaves every mode
             else:
                 self._counts[name] = count + 1
-                self._calls.append(_Call(name, count))
+                alone = self.dozes and not self._calls
+                self._calls.append(_Call(name, count, entered_here=alone))
+                if alone:
+                    self.__enter__()
 
         return before
 
@@ -310,15 +326,38 @@ class KeyedDraws(TorchFunctionMode):
 
     def bits_for(self, shape: Sequence[int], *, device: torch.device, samples: bool = True) -> Tensor:
         """64 random bits for each element of a tensor of this shape, the next draw of the module that is called."""
+        return self._bits(self._next_key(), shape, device=device, samples=samples)
+
+    def mask_for(
+        self, shape: Sequence[int], *, p: float, dtype: torch.dtype, device: torch.device, samples: bool = True
+    ) -> Tensor:
+        """1 / (1 - p) where the bits of the next draw are among the 1 - p that stay, else 0."""
+        key, write, least = self._next_key(), self.write_mask, math.floor(p * 2**64) - 2**63
+        dim, inner = self._samples_of(shape) if samples else (None, ())
+        writable = write is not None and device.type == "cpu" and dtype in _AS_FLOAT32
+        if write is None or not writable or dim is None or not inner or self._extents(inner):
+            drawn = self._bits(key, shape, device=device, samples=samples)
+            return (drawn >= least).to(dtype) / (1 - p)
+        first = self._index(inner[:-1], device).flatten() * max(APART, inner[-1])
+        mask = torch.empty(len(self._sample_keys()), *inner)
+        write(self._sample_keys().contiguous(), key, first, mask, least=least, kept=_stays(p, dtype))
+        return mask.movedim(0, dim).reshape(shape).to(dtype)
+
+    def _next_key(self) -> int:
+        """That of the next draw."""
         if not self._calls:
             raise _repeated("a function that is no module")
         if any(level.key() == TransformType.Vmap for level in get_interpreter_stack() or ()):
             raise _MappedError
         call, self.drew = self._calls[-1], self.drew + 1
+        self.drawers.add(call.module)
         if call.number is None:
             raise _repeated(f"the module {call.module}")
         key = key_of(self._seed, "draw", call.module, call.number, call.draws)
         call.draws += 1
+        return key
+
+    def _bits(self, key: int, shape: Sequence[int], *, device: torch.device, samples: bool) -> Tensor:
         dim, inner = self._samples_of(shape) if samples else (None, tuple(shape))
         index = self._index(inner, device)
         if dim is None:
@@ -345,67 +384,24 @@ class KeyedDraws(TorchFunctionMode):
         if self.in_loop and not self._of_samples:
             return None, tuple(shape)
         samples = len(self._sample_keys())
-        if shape and shape[0] == samples:
-            return 0, tuple(shape[1:])
-        if len(shape) > 1 and shape[1] == samples and not self._are_rows(shape[0]):
-            return 1, (shape[0], *shape[2:])
-        if shape and shape[0] and shape[0] % samples == 0:
-            return 0, (shape[0] // samples, *shape[1:])
-        return None, tuple(shape)
-
-    def _are_rows(self, length: int) -> bool:
-        """Are that many rows those of the tokens of all samples, whole or in slices? Of one sample there is no telling,
-        and no need: its tokens stand in dim 0 either way.
-        """
-        samples = len(self._sample_keys())
-        return samples > 1 and length in {samples * tokens for tokens in (self._tokens, *self._sequence)}
+        return samples_in(shape, samples, rows={samples * tokens for tokens in (self._tokens, *self._sequence)})
 
     def _index(self, inner: Sequence[int], device: torch.device) -> Tensor:
-        """A number for every element of this rank's part `inner` of a sample: that of its place in the whole sample,
-        however far that is padded (modulo 2^64).
-        """
-        extents = dict(self._extents(inner))
-        flat = torch.zeros((), dtype=torch.int64, device=device)
-        for dim, length in enumerate(inner):
-            extent = extents.get(dim) or Extent(torch.arange(length), length)
-            flat = flat[..., None] * max(APART, extent.whole) + extent.places.to(device)
-        return flat
+        return numbered(inner, self._extents(inner), device)
 
-    def _extents(self, inner: Sequence[int]) -> Iterator[tuple[int, Extent]]:
-        if inner and inner[0] in self._sequence:
-            yield 0, self._sequence[inner[0]]
+    def _extents(self, inner: Sequence[int]) -> dict[int, Extent]:
         inside = next((call.inside for call in reversed(self._calls) if call.inside is not None), None)
-        if inside is None:
-            return
-        if inside.features is not None and len(inner) <= 2 and inner[-1:] == (len(inside.features.places),):
-            yield len(inner) - 1, inside.features
-        elif inside.heads is not None and len(inner) == 3 and len(inside.heads.places) in inner[:2]:
-            yield int(inner[0] != len(inside.heads.places)), inside.heads
-        else:
-            raise UserCodeError(
-                f"the module {self._calls[-1].module} drops from a tensor of {list(inner)} a sample between split "
-                "layers, and which part of the whole sample that is cannot be known: drop behind the row layer, or set "
-                "layout.tensor = 1"
-            )
+        return extents_in(inner, self._sequence, inside, module=self._calls[-1].module)
 
 
-_DRAW_NOTHING = frozenset({
-    nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Flatten, nn.Unflatten,
-    nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm,
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softmax,
-    nn.AvgPool1d, nn.AvgPool2d, nn.MaxPool1d, nn.MaxPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d,
-})  # fmt: skip
+_AS_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Types whose numbers float32 holds exactly."""
 
 
-def draws_nothing(model: nn.Module) -> bool:
-    """Is `model` made of modules alone that draw nothing, or whose draws are keyed: PyTorch's and Shoal's? A class of a
-    user's, whatever it does, is none of them, nor is a module with a hook or with a forward of its own.
-    """
-    for module in model.modules():
-        known = type(module) in _DRAW_NOTHING or type(module).__module__.startswith("shoal.models.")
-        if not known or "forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks:
-            return False
-    return True
+@cache
+def _stays(p: float, dtype: torch.dtype) -> float:
+    """1 / (1 - p), rounded as `dtype` is."""
+    return float(torch.ones((), dtype=dtype) / (1 - p))
 
 
 def _push_below(mode: TorchFunctionMode) -> None:
@@ -422,7 +418,10 @@ def _push_below(mode: TorchFunctionMode) -> None:
 def active_draws() -> KeyedDraws | None:
     """The mode that is entered here."""
     entered = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, KeyedDraws)]
-    return entered[-1] if entered else None
+    if not entered:
+        return None
+    entered[-1].is_asked_for = True
+    return entered[-1]
 
 
 def draws_of_a_forward() -> AbstractContextManager[None]:

@@ -32,6 +32,12 @@ class Draws(Protocol):
         """See `KeyedDraws.bits_for`."""
         ...
 
+    def mask_for(
+        self, shape: Sequence[int], *, p: float, dtype: torch.dtype, device: torch.device, samples: bool = True
+    ) -> Tensor:
+        """See `KeyedDraws.mask_for`."""
+        ...
+
     def counts_samples(self, length: int) -> bool:
         """See `KeyedDraws.counts_samples`."""
         ...
@@ -44,8 +50,7 @@ class Draws(Protocol):
 def _scaled_mask(mode: Draws, x: Tensor, p: float, shape: Sequence[int] | None = None) -> Tensor:
     """1 / (1 - p) where an element stays, else 0."""
     of_samples = not isinstance(x, nn.Parameter)
-    drawn = mode.bits_for(x.shape if shape is None else shape, device=x.device, samples=of_samples)
-    return (drawn >= math.floor(p * 2**64) - 2**63).to(x.dtype) / (1 - p)
+    return mode.mask_for(x.shape if shape is None else shape, p=p, dtype=x.dtype, device=x.device, samples=of_samples)
 
 
 def _dropout(

@@ -212,7 +212,8 @@ class Training:
         """
         player = self._player(optimizer)
         if clip_norm is not None:
-            player.clip(clip_norm)
+            with self._compute.randomness.beside_loop():
+                player.clip(clip_norm)
         player.optimizer.step()
         return player.update
 
@@ -221,7 +222,8 @@ class Training:
         before the step's last microbatch. Call it between `backward` and the optimizer's `step`.
         `torch.nn.utils.clip_grad_norm_` does the same.
         """
-        return self._player(optimizer).clip(max_norm)
+        with self._compute.randomness.beside_loop():
+            return self._player(optimizer).clip(max_norm)
 
     def save(self) -> None:
         """Asks for a checkpoint after this step, beside those of `checkpoint.every_steps`. Every rank calls it."""

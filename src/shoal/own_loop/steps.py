@@ -237,8 +237,9 @@ class OwnSteps:
 # Random numbers of a loop of a script's own, and of the model that it calls: keyed on the samples.
 #
 # Hooks around the models' forwards enter the keyed draws (`shoal.models.keyed_draws`) and leave them. A model that
-# draws nothing is called without them, as under `shoal train` (`shoal.models.draw_watch`), if it is one model, called
-# once a microbatch, and changes no buffers: a forward that has drawn after all can then be repeated. Between its
+# draws nothing is called without them, and one that drops has the modules that do so called under them, as under `shoal
+# train` (`shoal.models.draw_watch`), if it is one model, called once a microbatch, and changes no buffers: a forward
+# that has drawn after all can then be repeated. Between its
 # forwards, its backward and its update the loop itself is under them: it calls little, and may draw anything.
 
 
@@ -312,23 +313,21 @@ class DrawsBySample:
         if sleeping.forwards > 1 or self._buffers.moving:
             sleeping.stay()
         watch, entered = DrawWatch() if sleeping.may_sleep else None, not draws.asleep
-        self._open.append(_Forward(watch, entered=entered, resume=resume))
+        self._open.append(_Forward(watch, entered=entered, learns=entered and not draws.dozes, resume=resume))
         if entered:
-            draws.__enter__()
+            draws.open()
 
     def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """None, or the output of a repeated forward in the place of one that has drawn without the draws."""
         sleeping = self._sleeping
         if sleeping is None or not self._open or (watch := self._open[-1].watch) is None:
             return None
-        if self._open[-1].entered:
+        if self._open[-1].learns:
             sleeping.learn(watch, stays=False)
             return None
         if not watch.drew():
             return None
-        sleeping.stay()
-        watch.rewind()
-        self._buffers.take_back()
+        sleeping.start_again(watch, self._buffers.take_back)
         with sleeping.draws, sleeping.draws.calling():
             return module.forward(*args, **kwargs)
 
@@ -343,9 +342,12 @@ class DrawsBySample:
 
 
 class _Forward:
-    """A forward under way. `watch` is None where the draws are there to stay; `entered`: it runs under them; `resume`
-    enters the loop again that has called it; None where none has.
+    """A forward under way. `watch` is None where the draws are there to stay; `entered`: it runs under them; `learns`:
+    what it draws decides whether the next ones do; `resume` enters the loop again that has called it; None where none
+    has.
     """
 
-    def __init__(self, watch: DrawWatch | None, *, entered: bool, resume: Callable[[], None] | None) -> None:
-        self.watch, self.entered, self.resume = watch, entered, resume
+    def __init__(
+        self, watch: DrawWatch | None, *, entered: bool, resume: Callable[[], None] | None, learns: bool = False
+    ) -> None:
+        self.watch, self.entered, self.resume, self.learns = watch, entered, resume, learns

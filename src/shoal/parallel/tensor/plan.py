@@ -23,8 +23,8 @@ from torch import nn
 
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
-from shoal.models.keyed_draws import Extent, Inside
 from shoal.models.roles import DeclaresCounts, DeclaresRoles, role_of, roles_of
+from shoal.models.sample_places import Extent, Inside
 from shoal.parallel.tensor.layers import (
     ColumnLinear,
     Cut,
