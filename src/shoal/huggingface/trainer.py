@@ -106,6 +106,7 @@ class OnShoal(transformers.Trainer):
             require_carried(args)
             _require_methods(type(self))
         self._run: Training | None = None
+        self._stopped = False  # by a callback, before the last step
         self._loss_sum, self._losses, self._total_loss, self._logged_at = 0.0, 0, 0.0, 0
         super().__init__(model, args, *given, **named)
         self._loss_shifts_labels = shifts_labels(self.model)
@@ -150,9 +151,10 @@ class OnShoal(transformers.Trainer):
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         if self.args.eval_on_start and first == 0:
             self._evaluated(ignore_keys_for_eval)
-        for _number, microbatches in run.steps():
+        for _number, microbatches in () if self._stopped else run.steps():
             self._take_step(run, plan, microbatches, ignore_keys_for_eval)
-            if self.control.should_training_stop:
+            if self.control.should_training_stop and self.state.global_step < plan.steps:
+                self._stopped = True
                 run.save()
                 break
         return self._concluded(started_s, first, plan)
@@ -407,7 +409,7 @@ class OnShoal(transformers.Trainer):
         for each in self._stateful():
             callbacks.setdefault(type(each).__name__, []).append(each.state()["attributes"])
         losses = [self._loss_sum, self._losses, self._total_loss, self._logged_at]
-        return {"state": state, "callbacks": callbacks, "losses": losses, "stop": self.control.should_training_stop}
+        return {"state": state, "callbacks": callbacks, "losses": losses, "stopped": self._stopped}
 
     def _go_on(self, kept: dict[str, Any]) -> None:
         """Restores what `_kept` gave."""
@@ -418,7 +420,7 @@ class OnShoal(transformers.Trainer):
             for each, attributes in zip(same, states, strict=False):
                 vars(each).update(attributes)
         self._loss_sum, self._losses, self._total_loss, self._logged_at = kept["losses"]
-        self.control.should_training_stop = kept["stop"]
+        self._stopped = kept["stopped"]
 
     def _stateful(self) -> list[Any]:
         return [each for each in self.callback_handler.callbacks if isinstance(each, ExportableState)]
