@@ -35,7 +35,8 @@ def losses(name: str, folder: Path, world: int, *overrides: str) -> list[float]:
     (folder / "mine.py").write_text(after(name))
     codes = run_script(folder / "mine.py", folder, *overrides, world=world)
     assert codes == [0] * world, (folder / "rank-0.txt").read_text()
-    return [loss for e in read_events(folder / "runs/mine", 0) if (loss := e.get("loss/train")) is not None]
+    run = folder / ("output/shoal" if name == "hf-trainer" else "runs/mine")
+    return [loss for e in read_events(run, 0) if (loss := e.get("loss/train")) is not None]
 
 
 def plain(folder: Path, *, clips: bool) -> list[float]:

@@ -39,7 +39,7 @@ from shoal.sync.strategy import Agreed
 #     [ranks in each call ...  numbers ...]  summed over the ranks
 
 
-Call = Literal["the next step", "sum() or mean()", "held_out()", "export()", "the end of the loop"]
+Call = Literal["the next step", "sum() or mean()", "held_out()", "evaluation()", "export()", "the end of the loop"]
 CALLS: tuple[Call, ...] = get_args(Call)
 NUMBERS = 5
 """How many numbers a meeting sums."""

@@ -278,10 +278,18 @@ class Training:
             denominator="samples",
             limit=run_file.observe.evaluate_samples,
         )
-        with self.full_parameters(), torch.no_grad(), evaluating(self.model):
+        with self._evaluating():
             for batch in batches:
                 yield self._steps.given_of(self._compute.prepared(batch).batch)
-        self._compute.buffers.refresh()
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Around forwards on samples of the loop's own: every rank has all parameters, the model is in evaluation mode,
+        and nothing has a gradient. Every rank enters it, between two steps or behind an update.
+        """
+        self._meet("evaluation()")
+        with self._evaluating():
+            yield
 
     def sum(self, value: float | Tensor) -> float:
         """The sum of a number over all ranks, in float64. Every rank calls it, or all of them raise `UserCodeError`."""
@@ -335,6 +343,12 @@ class Training:
         self._closed = True
         self._leave_script()
         self._stack.__exit__(kind, error, trace)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        with self.full_parameters(), torch.no_grad(), evaluating(self.model):
+            yield
+        self._compute.buffers.refresh()
 
     def _look_at(self, loss: Tensor, kind: LossKind) -> None:
         """In the first step: warns once where a loss does not look like the mean or sum over samples that it is taken

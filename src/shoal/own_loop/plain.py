@@ -15,7 +15,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -201,9 +201,14 @@ class PlainTraining:
             denominator="samples",
             limit=run_file.observe.evaluate_samples,
         )
-        with torch.no_grad(), evaluating(self.model):
+        with self.evaluation():
             for batch in batches:
                 yield self._given(self._compute.prepared(batch).batch)
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        with torch.no_grad(), evaluating(self.model):
+            yield
 
     def sum(self, value: float | Tensor) -> float:
         return as_number(value)

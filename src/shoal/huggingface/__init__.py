@@ -1,0 +1,32 @@
+"""transformers' `Trainer` on Shoal: a script changes one import.
+
+    from shoal.huggingface import Trainer, TrainingArguments     # instead of: from transformers import ...
+
+The constructor, callbacks and methods are transformers' own; `train()` runs on the engine of `shoal.start`, with its
+layouts, order of samples, checkpoints, resume and report. transformers is imported when a name is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import MissingExtra
+
+if TYPE_CHECKING:
+    from shoal.huggingface.arguments import Seq2SeqTrainingArguments, TrainingArguments
+    from shoal.huggingface.trainer import Seq2SeqTrainer, Trainer
+
+__all__ = ["Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'shoal.huggingface' has no attribute '{name}'")
+    for package in ("transformers", "accelerate"):
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise MissingExtra(package, extra="huggingface", purpose=f"shoal.huggingface.{name}") from error
+    where = "arguments" if name.endswith("Arguments") else "trainer"
+    return getattr(importlib.import_module(f"shoal.huggingface.{where}"), name)

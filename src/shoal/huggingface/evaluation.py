@@ -1,0 +1,145 @@
+"""An evaluation over all ranks: each computes its share of the batches, and every rank gets all rows in their order.
+
+Batch b of the set is that of rank b mod N. Predictions of other lengths are padded with -100, as transformers does it,
+to the longest on any rank. A rank without a batch computes the first one, of which no row counts, so that all ranks
+know what there is to exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader, IterableDataset
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
+
+from shoal.errors import UsageError, UserCodeError
+from shoal.huggingface.labels import IGNORED
+
+if TYPE_CHECKING:
+    from shoal.huggingface.trainer import OnShoal
+
+
+class Share(NamedTuple):
+    """A batch of this rank's, and the numbers of its samples in the set; -1: it counts for nothing."""
+
+    batch: Any
+    numbers: Tensor
+
+
+def evaluated(
+    trainer: OnShoal, loader: DataLoader, *, loss_only: bool, ignore_keys: list[str] | None, prefix: str
+) -> EvalLoopOutput:
+    """What `evaluation_loop` returns. Raises `UsageError` for a set without samples."""
+    args, model = trainer.args, trainer.model
+    numbers, rows, reduced = [], _Rows(), trainer.preprocess_logits_for_metrics
+    sums = torch.zeros(2, dtype=torch.float64, device=args.device)
+    for share in shares(loader, rank=args.process_index, ranks=args.world_size):
+        inputs = trainer._prepare_inputs(share.batch)
+        weight = trainer.loss_weight(inputs)
+        loss, logits, labels = trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+        if logits is not None and reduced is not None:
+            logits = reduced(logits, labels)  # pyright: ignore[reportArgumentType]
+        counts = bool((share.numbers >= 0).all())
+        if loss is not None and counts and weight:
+            sums += torch.tensor([weight * float(loss), weight], dtype=torch.float64, device=args.device)
+        numbers.append(share.numbers)
+        rows.add((logits, labels), len(share.numbers))
+        trainer.control = trainer.callback_handler.on_prediction_step(args, trainer.state, trainer.control)
+    if not numbers:
+        raise UsageError("the evaluation set has no samples")
+    place = torch.cat(numbers)
+    if args.world_size > 1:
+        dist.all_reduce(sums)
+    order = gathered([place], args.world_size, args.device)
+    order = np.argsort(order, kind="stable")[(order < 0).sum() :]
+    predictions, label_ids = rows.whole(order, args.world_size, args.device)
+    metrics: dict[str, Any] = {}
+    if trainer.compute_metrics is not None and predictions is not None and label_ids is not None:
+        found: Any = trainer.compute_metrics(EvalPrediction(predictions, label_ids))  # pyright: ignore
+        metrics = {**denumpify_detensorize(found)}  # pyright: ignore[reportGeneralTypeIssues]
+    if float(sums[1]):
+        metrics["loss"] = float(sums[0] / sums[1])
+    named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
+    return EvalLoopOutput(predictions=predictions, label_ids=label_ids, metrics=named, num_samples=len(order))
+
+
+def shares(loader: DataLoader, *, rank: int, ranks: int) -> Iterator[Share]:
+    """The batches of this rank, at least one where the set has any."""
+    data, size = loader.dataset, loader.batch_size or 1
+    if isinstance(data, IterableDataset):
+        batches = list(enumerate(loader))
+    else:
+        starts = range(0, len(data), size)  # pyright: ignore[reportArgumentType]
+        mine = [number for number in range(len(starts)) if number % ranks == rank] or [0][: len(starts)]
+        rows = [list(range(starts[n], min(starts[n] + size, len(data)))) for n in mine]  # pyright: ignore
+        batches = zip(mine, DataLoader(data, batch_sampler=rows, collate_fn=loader.collate_fn), strict=True)
+    given = False
+    for number, batch in batches:
+        if number % ranks == rank:
+            given = True
+            yield Share(batch, torch.arange(number * size, number * size + _samples(batch)))
+        elif not given and number == 0 and not isinstance(data, IterableDataset):
+            yield Share(batch, torch.full((_samples(batch),), -1))
+
+
+def _samples(batch: Any) -> int:
+    return len(next(value for value in batch.values() if isinstance(value, Tensor)))
+
+
+class _Rows:
+    """Trees of tensors [samples, ...] of some batches, all of one structure; on the host."""
+
+    def __init__(self) -> None:
+        self._leaves: list[list[Tensor]] = []
+        self._structure: Any = None
+
+    def add(self, tree: Any, samples: int) -> None:
+        """Raises `UserCodeError` for a prediction that has no row for each sample."""
+        leaves, self._structure = tree_flatten(tree)
+        for leaf in leaves:
+            if leaf is not None and (not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != samples):
+                what = f"of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+                raise UserCodeError(
+                    f"a prediction is {what}, not [{samples}, ...], a row for each sample: name it in ignore_keys, or "
+                    "return what compute_metrics needs from preprocess_logits_for_metrics"
+                )
+        self._leaves = self._leaves or [[] for _ in leaves]
+        for kept, leaf in zip(self._leaves, leaves, strict=True):
+            if leaf is not None:
+                kept.append(leaf.detach().cpu())
+
+    def whole(self, order: np.ndarray, ranks: int, device: torch.device) -> Any:
+        """The tree of arrays of all ranks, in that order of their rows."""
+        arrays = [gathered(kept, ranks, device)[order] if kept else None for kept in self._leaves]
+        return tree_unflatten(arrays, self._structure)
+
+
+def gathered(parts: list[Tensor], ranks: int, device: torch.device) -> np.ndarray:
+    """The rows of `parts` [samples, ...] of all ranks, rank by rank, padded with -100 to one shape."""
+    shape = torch.tensor([list(part.shape[1:]) for part in parts]).max(0).values.to(device)
+    if ranks > 1:
+        dist.all_reduce(shape, dist.ReduceOp.MAX)
+    own = torch.cat([_padded(part, shape.tolist()) for part in parts])
+    own = own.float() if own.dtype == torch.bfloat16 else own
+    if ranks == 1:
+        return own.numpy()
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(counts, torch.tensor([len(own)], device=device))
+    most = int(max(counts))
+    sent = pad(own, [*[0, 0] * (own.dim() - 1), 0, most - len(own)]).contiguous().to(device)
+    received = [torch.empty_like(sent) for _ in range(ranks)]
+    dist.all_gather(received, sent)
+    return torch.cat([rows[: int(count)] for rows, count in zip(received, counts, strict=True)]).cpu().numpy()
+
+
+def _padded(part: Tensor, shape: list[int]) -> Tensor:
+    """`part` [samples, ...] with dims behind the first of that shape."""
+    missing = [size - own for size, own in zip(shape, part.shape[1:], strict=True)]
+    return pad(part, [each for behind in reversed(missing) for each in (0, behind)], value=IGNORED)

@@ -1,0 +1,94 @@
+"""What the loss of a batch is a mean over, and whether a collator makes the same batch of the same samples.
+
+transformers' models compute the mean of the cross-entropy over the labels that count: those other than -100. A causal
+model predicts the label behind each position, so the first label of every sequence is no target. A mean of such means
+over microbatches is not the mean over the batch: transformers#34373.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from shoal.errors import UserCodeError
+
+IGNORED = -100
+TRIED_SAMPLES = 8
+"""So many samples are given to a collator to see whether it draws."""
+
+
+def innermost(model: nn.Module) -> nn.Module:
+    """The model inside of adapters of peft."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the loss of `model` compares each position with the label behind it."""
+    inside = innermost(model)
+    if getattr(getattr(inside, "config", None), "is_encoder_decoder", False):
+        return False
+    known = type(inside).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    return (known or getattr(inside, "loss_type", None) == "ForCausalLM") and _loss_of(inside) is ForCausalLMLoss
+
+
+def _loss_of(model: nn.Module) -> Any:
+    return getattr(model, "loss_function", None)
+
+
+def label_count(inputs: Mapping[str, Any], model: nn.Module, *, shifted: bool) -> float:
+    """How many labels count, of [samples, ...]; how many samples there are, where none is a tensor."""
+    labels = inputs.get("shift_labels", inputs.get("labels"))
+    if not isinstance(labels, Tensor):
+        return float(len(next(value for value in inputs.values() if isinstance(value, Tensor))))
+    if shifted and "shift_labels" not in inputs:
+        labels = labels[..., 1:]
+    counts = labels != IGNORED
+    other = getattr(getattr(innermost(model), "config", None), "semantic_loss_ignore_index", None)
+    return float((counts if other is None else counts & (labels != other)).sum())
+
+
+def require_repeatable(collate: Callable[[list[Any]], Any], data: Any) -> None:
+    """Raises `UserCodeError` for a collator that draws, such as one that masks tokens: what it draws would depend on
+    how the batch is divided among ranks.
+    """
+    if isinstance(data, IterableDataset):
+        return
+    items = [data[index] for index in range(min(TRIED_SAMPLES, len(data)))]
+    before = _generators()
+    first = collate(deepcopy(items))
+    if before == _generators() and _same(first, collate(deepcopy(items))):
+        return
+    raise UserCodeError(
+        f"the data_collator ({_name(collate)}) draws random numbers for a batch, so that the result would depend on "
+        "the number of ranks and a resume would not repeat it: draw in data.augment, which keys what it draws on the "
+        "sample, or in the data set, by a generator seeded with the index"
+    )
+
+
+def _generators() -> str:
+    """The state of those that a collator may draw from."""
+    return repr((torch.get_rng_state().numpy().tobytes(), random.getstate(), np.random.get_state(legacy=False)))
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(other, Tensor) and one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other)
+
+
+def _name(collate: Any) -> str:
+    inside = getattr(collate, "data_collator", collate)
+    return getattr(inside, "__name__", type(inside).__name__)

@@ -1,0 +1,135 @@
+"""What becomes of each field of `TrainingArguments`, and of methods and collators that a run cannot have."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.errors import UsageError, UserCodeError
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow  # the import of transformers' Trainer takes seconds
+
+
+def arguments(folder: Path, **given: Any) -> Any:
+    from shoal.huggingface import TrainingArguments
+
+    return TrainingArguments(str(folder), use_cpu=True, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"fsdp": "full_shard"}, "TrainingArguments.fsdp"),
+        ({"torch_compile": True}, "model.compile()"),
+        ({"auto_find_batch_size": True}, "batch.micro_samples"),
+        ({"neftune_noise_alpha": 5.0}, "keyed on the sample"),
+        ({"push_to_hub": True}, "upload the folder"),
+        ({"data_seed": 3}, "run.seed"),
+        ({"save_only_model": True}, "trainer.save_model(folder)"),
+        ({"average_tokens_across_devices": False}, "the mean over all tokens"),
+        ({"include_for_metrics": ["inputs"]}, "compute_metrics"),
+        ({"train_sampling_strategy": "group_by_length"}, "data.group_by_length"),
+        ({"optim": "adamw_bnb_8bit"}, "optimizers=(optimizer, scheduler)"),
+        ({"hub_revision": "main"}, "does not carry it out"),
+    ],
+)
+def test_what_is_not_carried_is_refused(given: dict[str, Any], words: str, tmp_path: Path) -> None:
+    """In one sentence, which names the field, or the way to have it."""
+    from shoal.huggingface.arguments import require_carried
+
+    with pytest.raises(UsageError, match=r"TrainingArguments\.") as refusal:
+        require_carried(arguments(tmp_path, **given))
+    assert words in str(refusal.value)
+
+
+def test_what_is_of_no_use_is_said(tmp_path: Path) -> None:
+    from shoal.huggingface.arguments import require_carried, unused
+
+    given = arguments(tmp_path, dataloader_num_workers=4, ddp_find_unused_parameters=False)
+    require_carried(given)
+    assert [sentence.split()[0] for sentence in unused(given)] == [
+        "TrainingArguments.dataloader_num_workers",
+        "TrainingArguments.ddp_find_unused_parameters",
+    ]
+    assert unused(arguments(tmp_path)) == []
+
+
+def test_each_field_has_one_answer() -> None:
+    """No field is carried and refused; what is named exists in some version of transformers, most of it in this one."""
+    from shoal.huggingface.arguments import CARRIED, REFUSED, UNUSED
+
+    assert not CARRIED & (REFUSED.keys() | UNUSED.keys())
+    assert not REFUSED.keys() & UNUSED.keys()
+    known = {field.name for field in fields(transformers.TrainingArguments)}
+    assert (CARRIED | REFUSED.keys() | UNUSED.keys()) - known <= {"warmup_ratio", "logging_dir"}
+
+
+def test_transformers_own_arguments_are_refused(tmp_path: Path) -> None:
+    from shoal.huggingface.arguments import require_carried
+
+    with pytest.raises(UsageError, match=r"from shoal\.huggingface import TrainingArguments"):
+        require_carried(transformers.TrainingArguments(str(tmp_path), use_cpu=True))
+
+
+def test_tables_of_the_run(tmp_path: Path) -> None:
+    from shoal.huggingface.arguments import tables_of
+
+    tables = tables_of(arguments(tmp_path, bf16=True, seed=3, save_total_limit=2))
+    assert tables["run"] == {"directory": f"{tmp_path}/shoal", "seed": 3, "device": "cpu"}
+    assert tables["precision"] == {"kind": "bfloat16"}
+    assert tables["checkpoint"] == {"every_steps": 0, "keep": 2}
+
+
+def test_methods_that_would_not_be_called_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With exit code 2; those of another library's subclass of transformers' too."""
+    from shoal.huggingface import Trainer
+
+    class Mine(Trainer):
+        def training_step(self, *given: Any, **named: Any) -> Any: ...
+
+    with pytest.raises(SystemExit) as ended:
+        Mine(torch.nn.Linear(2, 2), arguments(tmp_path))
+    assert ended.value.code == 2
+    assert "Mine.training_step would not be called: override compute_loss" in capsys.readouterr().err
+
+
+def test_a_collator_that_draws_is_refused() -> None:
+    """What it draws would depend on the number of ranks. One that pads is not."""
+    from shoal.huggingface.labels import require_repeatable
+
+    data = [{"input_ids": torch.arange(3)} for _ in range(4)]
+
+    def pads(items: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"input_ids": torch.stack([item["input_ids"] for item in items])}
+
+    def draws(items: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"input_ids": pads(items)["input_ids"] * (torch.rand(len(items), 3) > 0.1)}
+
+    require_repeatable(pads, data)
+    with pytest.raises(UserCodeError, match=r"\(draws\) draws random numbers"):
+        require_repeatable(draws, data)
+
+
+def test_the_labels_that_count() -> None:
+    """Those other than -100; of a causal model all but the first, which nothing predicts; without labels, samples."""
+    from shoal.huggingface.labels import label_count
+
+    model = torch.nn.Linear(1, 1)
+    labels = torch.tensor([[5, 6, -100], [7, -100, -100]])
+    assert label_count({"labels": labels}, model, shifted=False) == 3
+    assert label_count({"labels": labels}, model, shifted=True) == 1
+    assert label_count({"labels": labels, "shift_labels": labels}, model, shifted=True) == 3
+    assert label_count({"input_ids": labels}, model, shifted=False) == 2
+
+
+def test_rows_of_uneven_batches_are_padded() -> None:
+    """With -100, to the longest; in the order in which they came."""
+    from shoal.huggingface.evaluation import gathered
+
+    rows = gathered([torch.ones(2, 3), torch.zeros(1, 1)], 1, torch.device("cpu"))
+    assert rows.tolist() == [[1, 1, 1], [1, 1, 1], [0, -100, -100]]
