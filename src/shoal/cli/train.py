@@ -57,8 +57,7 @@ def train(
         Path | None, typer.Option("--lab", metavar="LAB.toml", help="Train on the hosts and links of a lab file.")
     ] = None,
     replay: Annotated[
-        Path | None,
-        typer.Option("--replay", metavar="RUN_DIR", help="Repeat a run to the bit, in RUN_DIR-replay."),
+        Path | None, typer.Option("--replay", metavar="RUN_DIR", help="Repeat a run to the bit, in RUN_DIR-replay.")
     ] = None,
     coordinator: Annotated[
         str | None,

@@ -109,7 +109,7 @@ BATCH_AXES: tuple[Axis, ...] = ("replicate", "shard", "context")
 
 _READING: Mapping[Kind, tuple[Axis, ...]] = MappingProxyType({"dense": DENSE, "expert": EXPERT})
 _SUMMED: Mapping[Kind, tuple[Axis, ...]] = MappingProxyType(
-    {"dense": BATCH_AXES, "expert": ("replicate", "expert_shard")},
+    {"dense": BATCH_AXES, "expert": ("replicate", "expert_shard")}
 )
 _SHARDED: Mapping[Kind, tuple[Axis, ...]] = MappingProxyType({"dense": (), "expert": ("expert",)})
 
