@@ -119,6 +119,15 @@ def _descriptor(path: Path, error: type[ShoalError], repair: str) -> int:
 PREFIX = "shoal-run-"
 
 
+def make_durable(path: Path) -> None:
+    """Returns when the file or the folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
     """A new folder, until the end of the block; those that dead processes have left are removed first.

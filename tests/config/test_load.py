@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +117,9 @@ def test_tables_are_frozen() -> None:
     """A run file cannot change under a run."""
     with pytest.raises(AttributeError):
         checked({"place": {"name": "a"}}, Root, file="x").place.steps = 4  # type: ignore[misc]
+
+
+def test_the_tables_of_a_run_file_are_read_without_torch() -> None:
+    """A wrong key is refused before anything heavy is imported."""
+    code = "import sys, shoal.runfile.load, shoal.config; sys.exit(bool({'torch', 'numpy'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], env=None, check=False).returncode == 0

@@ -19,7 +19,6 @@ def test_a_line_is_found_again() -> None:
     assert line.beta_s == pytest.approx(2e-10, rel=EXACT)
     assert line.worst_off < EXACT
     assert line.bytes_s == pytest.approx(5e9, rel=EXACT)
-    assert line.seconds(1000) == pytest.approx(3.2e-6, rel=EXACT)
 
 
 def test_short_messages_count_as_much_as_long_ones() -> None:

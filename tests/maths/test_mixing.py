@@ -14,7 +14,6 @@ from shoal.maths.mixing import (
     metropolis,
     one_peer_exponential,
     ring,
-    times,
     torus,
 )
 
@@ -24,6 +23,12 @@ EXACT = 1e-12
 def sums(matrix: Matrix) -> tuple[list[float], list[float]]:
     """Of rows, and of columns."""
     return [sum(row) for row in matrix], [sum(column) for column in zip(*matrix, strict=True)]
+
+
+def times(left: Matrix, right: Matrix) -> Matrix:
+    """The matrix product: first `right` mixes, then `left`."""
+    size = range(len(left))
+    return tuple(tuple(sum(left[i][k] * right[k][j] for k in size) for j in size) for i in size)
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4, 6, 8, 9, 12])

@@ -31,7 +31,7 @@ from shoal.runfile.rules import check_across
 from shoal.sync.config import GossipConfig
 from shoal.sync.event_order import EventFiles, Rounds
 from shoal.sync.flat_copy import SYNC
-from shoal.sync.push_sum import LateShares, PushSum, Schedule, Share
+from shoal.sync.push_sum import LateShares, MixingSchedule, PushSum, Share
 from shoal.verification.refusals import require_provable
 from tests.assembly.journey import save, whole_state
 from tests.ranks import TestPlace
@@ -133,7 +133,7 @@ def test_sums_are_kept_on_a_clock_of_uneven_replicas(seed: int) -> None:
     """
     network, generator = Network(chance=random.Random(seed)), torch.Generator().manual_seed(seed)
     nodes = [Counting(rank, [torch.randn(5, generator=generator, dtype=torch.float64)]) for rank in range(4)]
-    schedule = Schedule([equal_shares(NEIGHBOURS)], STEPS, STEPS)
+    schedule = MixingSchedule([equal_shares(NEIGHBOURS)], STEPS, STEPS)
     replicas = [LateShares(Lane(rank, network), schedule, delay=STEPS, ledger=Ledger()) for rank in range(4)]  # type: ignore[arg-type]
     (expected, _), delays = total(nodes), []
     events = [(1.0 + rank, rank, 1) for rank in range(4)]

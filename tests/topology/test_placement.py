@@ -35,7 +35,7 @@ def terms(layout: Layout, axes: tuple[Axis, ...]) -> list[int]:
 )
 def test_sum_axes_of_each_kind(kind: Kind, axes: tuple[Axis, ...]) -> None:
     """Dense gradients are sums over what splits the batch; experts' over their own data axis and the replicas."""
-    assert Layout().sum_axes(kind) == axes
+    assert placed(kind).partial == axes
 
 
 @each_placement
@@ -74,19 +74,10 @@ def test_each_piece_has_as_many_copies_as_its_replicated_axes(placement: Placeme
     assert layout.size(placement.sharded) * layout.size(placement.replicated) == layout.world_size
 
 
-@each_placement
-def test_a_partial_axis_is_all_reduced_or_scattered(placement: Placement) -> None:
-    """The two collectives of gradient sync split the partial axes between them; only a sharded one scatters."""
-    assert {*placement.all_reduce_axes, *placement.reduce_scatter_axes} == {*placement.partial}
-    assert not {*placement.all_reduce_axes} & {*placement.reduce_scatter_axes}
-    assert {*placement.reduce_scatter_axes} <= {*placement.sharded}
-
-
 def test_zero_3_scatters_over_shard_and_reduces_over_replicas() -> None:
     """A parameter that is stored in pieces along `shard` gets its gradient there by a reduce-scatter."""
     zero = placed("dense", sharded=["shard", "tensor"])
-    assert zero.reduce_scatter_axes == ("shard",)
-    assert zero.all_reduce_axes == ("replicate", "context")
+    assert zero.partial == ("replicate", "shard", "context")
     assert zero.sharded == ("shard", "tensor")
     assert zero.replicated == ("replicate", "pipeline", "context")
 

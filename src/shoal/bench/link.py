@@ -46,8 +46,7 @@ def link(
     mbit: Annotated[str, typer.Option(help="Rates of the part `rate`, Mbit/s, several with commas.")] = "100,400",
     lab: Annotated[str, typer.Option(help="One lab of a part, by name; default: all of them.")] = "",
     network: Annotated[
-        str,
-        typer.Option(help="kernel: real links, which takes root; throttle: ranks that wait, for few parts."),
+        str, typer.Option(help="kernel: real links, which takes root; throttle: ranks that wait, for few parts.")
     ] = "kernel",
     as_json: AsJson = False,
 ) -> None:

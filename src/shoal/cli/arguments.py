@@ -21,6 +21,7 @@ from typer.core import TyperGroup
 from shoal.errors import EnvironmentFault, UsageError
 
 if TYPE_CHECKING:
+    from shoal.launcher.lab.lab_file import Lab
     from shoal.runfile.run_file import RunFile
 
 
@@ -249,3 +250,10 @@ def coordination(
         "SHOAL_REPLICAS_HERE": replicas,
     }
     return {name: str(value) for name, value in given.items() if value is not None}
+
+
+def lab_at(path: Path | None) -> Lab | None:
+    """The lab of a lab file; None where none is named."""
+    from shoal.launcher.lab.lab_file import load_lab
+
+    return None if path is None else load_lab(path)

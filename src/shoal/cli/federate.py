@@ -95,8 +95,7 @@ def enrol(
 def join(
     server: Annotated[str, typer.Option("--server", metavar="HOST:PORT", help="A server that runs with --enrol.")],
     certificates: Annotated[
-        Path,
-        typer.Option("--certificates", metavar="FOLDER", help="Has authority.pem; gets key and certificate."),
+        Path, typer.Option("--certificates", metavar="FOLDER", help="Has authority.pem; gets key and certificate.")
     ],
     name: Annotated[str, typer.Option(help="What this client is to be called.")],
     token: Annotated[str, typer.Option(help="From whoever runs the server; good once.")],

@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shoal.cli.arguments import AsJson, ScriptOverrides, busy, output_file
+from shoal.cli.arguments import AsJson, ScriptOverrides, busy, lab_at, output_file
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
     from shoal.assembly.profiling import Profile
     from shoal.launcher.environment import Place
-    from shoal.launcher.lab.lab_file import Lab
     from shoal.runfile.run_file import RunFile
 
 OPERATORS = 5
@@ -91,7 +90,7 @@ def profile(
     if flame is not None:
         told += ["--flame", str(flame), "--flame-rank", str(flame_rank)]
     command = [sys.executable, "-m", "shoal", "profile", str(run_file), *(overrides or ()), *told]
-    directory, hosts = run_directory(loaded), _lab(lab)
+    directory, hosts = run_directory(loaded), lab_at(lab)
     raise typer.Exit(
         run(loaded, [*command, *(["--json"] if as_json else [])], rank, directory=directory, file=str(run_file),
             patience=NOTHING_KEPT, lab=hosts, planner=LOOKING)
@@ -129,12 +128,6 @@ def _check_rank(rank: int, world_size: int) -> None:
 
     if rank >= world_size:
         raise UsageError(f"--flame-rank is {rank}, and the ranks are 0 to {world_size - 1}: name one of them")
-
-
-def _lab(path: Path | None) -> Lab | None:
-    from shoal.launcher.lab.lab_file import load_lab
-
-    return None if path is None else load_lab(path)
 
 
 def _tell(found: Profile, trace: Path, flame: Path | None, *, as_json: bool) -> None:

@@ -189,8 +189,7 @@ def compress(
         ),
     ] = "0.1",
     directory: Annotated[
-        Path | None,
-        typer.Option("--directory", help="Its folder; default: RUN_DIR-HOW.", callback=output_folder),
+        Path | None, typer.Option("--directory", help="Its folder; default: RUN_DIR-HOW.", callback=output_folder)
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.arguments import AsJson, ScriptOverrides, coordination
+from shoal.cli.arguments import AsJson, ScriptOverrides, coordination, lab_at
 from shoal.observe.figures import help_lines
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
     from shoal.launcher.environment import Place
-    from shoal.launcher.lab.lab_file import Lab
     from shoal.observe.config import ObserveConfig
     from shoal.runfile.run_file import RunFile
 
@@ -58,8 +57,7 @@ def train(
         Path | None, typer.Option("--lab", metavar="LAB.toml", help="Train on the hosts and links of a lab file.")
     ] = None,
     replay: Annotated[
-        Path | None,
-        typer.Option("--replay", metavar="RUN_DIR", help="Repeat a run to the bit, in RUN_DIR-replay."),
+        Path | None, typer.Option("--replay", metavar="RUN_DIR", help="Repeat a run to the bit, in RUN_DIR-replay.")
     ] = None,
     coordinator: Annotated[
         str | None,
@@ -109,7 +107,7 @@ def train(
         from shoal.assembly.run_record import replayed  # imports torch
 
         loaded = replayed(recorded)
-    directory, hosts = run_directory(loaded), _lab(lab)
+    directory, hosts = run_directory(loaded), lab_at(lab)
     be_rank = partial(_rank, replay=replay)
     _check_one_rank(loaded)
     with _page(loaded.observe, directory):
@@ -145,12 +143,6 @@ def _page(observe: ObserveConfig, directory: Path) -> AbstractContextManager[obj
     from shoal.page.server import page_beside
 
     return page_beside(directory, port=observe.page_port, say=say)
-
-
-def _lab(path: Path | None) -> Lab | None:
-    from shoal.launcher.lab.lab_file import load_lab
-
-    return None if path is None else load_lab(path)
 
 
 def _rank(run_file: RunFile, place: Place, *, replay: Path | None) -> None:

@@ -62,10 +62,10 @@ class WaitGraph:
         """The ranks of a group that was entered."""
         return self._groups[group]
 
-    def call(self, group: str, what: object) -> Wait:
+    def call(self, group: str, what: object) -> WatchedWait:
         """Counts a call in a group, which `str(what)` describes; for the wait that follows."""
         self._made[group] += 1
-        return Wait(self, group, self._made[group], what)
+        return WatchedWait(self, group, self._made[group], what)
 
     def publish(self, group: str, number: int, what: object) -> None:
         """This rank waits."""
@@ -113,7 +113,7 @@ class WaitGraph:
         return {keys[key]: BlockedCall(*json.loads(text)) for key, text in found.items()}
 
 
-class Wait:
+class WatchedWait:
     """One wait: a context, in which `look` is called each second that it lasts."""
 
     def __init__(self, graph: WaitGraph, group: str, number: int, what: object) -> None:
@@ -121,7 +121,7 @@ class Wait:
         self._published = False
         self._seen: dict[int, BlockedCall] = {}
 
-    def __enter__(self) -> Wait:
+    def __enter__(self) -> WatchedWait:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -202,7 +202,7 @@ class CollectiveChecker:
 class CheckedWork(dist.Work):
     """A collective that is compared first."""
 
-    def __init__(self, queued: QueuedWork, wait: Wait | None) -> None:
+    def __init__(self, queued: QueuedWork, wait: WatchedWait | None) -> None:
         super().__init__()
         self._queued, self._wait = queued, wait
 

@@ -68,10 +68,6 @@ class Line:
         """The rate that long messages reach, in bytes per second; infinite where time does not depend on size."""
         return 1 / self.beta_s if self.beta_s else float("inf")
 
-    def seconds(self, size_bytes: float) -> float:
-        """What the line says of a message."""
-        return self.alpha_s + self.beta_s * size_bytes
-
 
 def fit(sizes: Sequence[float], times_s: Sequence[float]) -> Line:
     """The line through at least two different `sizes` in bytes and their times, all positive.

@@ -135,14 +135,7 @@ class Footprint:
 
 
 def footprint(
-    model: Transformer,
-    plan: Plan,
-    *,
-    rank: int,
-    sequence: int,
-    state: StateBytes,
-    kept: Kept,
-    overheads: Overheads,
+    model: Transformer, plan: Plan, *, rank: int, sequence: int, state: StateBytes, kept: Kept, overheads: Overheads
 ) -> Footprint:
     """The peak of pipeline rank `rank`, counted from 0, the first stage."""
     dense, experts = stage_parameters(model, plan, rank)
@@ -354,14 +347,7 @@ class _Step:
 
 
 def eager_footprint(
-    model: Transformer,
-    plan: Plan,
-    *,
-    rank: int,
-    sequence: int,
-    state: StateBytes,
-    kept: Kept,
-    overheads: Overheads,
+    model: Transformer, plan: Plan, *, rank: int, sequence: int, state: StateBytes, kept: Kept, overheads: Overheads
 ) -> Footprint:
     """The peak of pipeline rank `rank` of a dense model. `bucket_bytes` are those of one gradient bucket."""
     step = _Step(model=model, plan=plan, kept=kept, tokens=plan.microbatch * sequence / plan.layout.context)

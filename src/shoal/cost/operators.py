@@ -21,13 +21,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from shoal.cost.matmul import BACKWARD_FLOPS, Float8Casts, Matmul, Rates, float8_casts_s, float8_s, matmul_s, pass_s
-from shoal.cost.transformer import (
-    Transformer,
-    attention_parameters,
-    attention_shapes,
-    expert_parameters,
-    layer_kinds,
-)
+from shoal.cost.transformer import Transformer, attention_parameters, attention_shapes, expert_parameters, layer_kinds
 
 # What the host spends on a step beside its operators: the loop, hooks, modules.
 #

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Protocol
 
 from shoal.errors import DataError, EnvironmentFault
+from shoal.files import make_durable
 
 
 @dataclass(frozen=True)
@@ -140,11 +141,11 @@ def _make(folder: Path, make: Callable[[Path], None]) -> None:
     try:
         make(building)
         for path in building.iterdir():
-            _sync(path)
+            make_durable(path)
         building.chmod(0o755)
-        _sync(building)
+        make_durable(building)
         os.replace(building, folder)
-        _sync(folder.parent)
+        make_durable(folder.parent)
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -158,11 +159,3 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -198,13 +198,7 @@ class ReplicaRank:
         return False
 
     def _begin(
-        self,
-        client: Client,
-        begin: Begin,
-        run: Run,
-        committed: CommittedState,
-        reports: StepReports,
-        stack: ExitStack,
+        self, client: Client, begin: Begin, run: Run, committed: CommittedState, reports: StepReports, stack: ExitStack
     ) -> Job:
         """Everybody gets the state; the generation's job."""
         sinks, view = self._sinks.of(run), begin.view

@@ -116,12 +116,6 @@ def check_mixing(matrices: Sequence[Matrix], *, replicas: int, doubly: bool) -> 
         )
 
 
-def times(left: Matrix, right: Matrix) -> Matrix:
-    """The matrix product: first `right` mixes, then `left`."""
-    size = range(len(left))
-    return tuple(tuple(sum(left[i][k] * right[k][j] for k in size) for j in size) for i in size)
-
-
 def _one_peer(replicas: int, distance: int) -> Matrix:
     weights = {((i + distance) % replicas, i): 0.5 for i in range(replicas) if distance % replicas}
     return _with_rest(replicas, weights)

@@ -34,8 +34,7 @@ class ObserveConfig(Table, frozen=True):
         int, says("Steps between two records of the load of every expert of a mixture; 0: none.", ge=0)
     ] = 10
     noise_every_steps: Annotated[
-        int,
-        says("Steps between two measurements of the gradient noise scale (arXiv:1812.06162); 0: none.", ge=0),
+        int, says("Steps between two measurements of the gradient noise scale (arXiv:1812.06162); 0: none.", ge=0)
     ] = 0
     noise_by_layer: Annotated[
         bool, says("Whether the noise scale is also measured layer by layer, in the same steps.")
@@ -50,8 +49,7 @@ class ObserveConfig(Table, frozen=True):
         int, says("Steps over which it has to be; fewer than 16 confuse noise with slowness.", ge=8, le=1024)
     ] = 16
     straggler_s: Annotated[
-        float,
-        says("Seconds without a break for which it has to be, until a warning names it, once.", ge=0),
+        float, says("Seconds without a break for which it has to be, until a warning names it, once.", ge=0)
     ] = 120.0
     one_rank: Annotated[
         str | None,
@@ -65,8 +63,7 @@ class ObserveConfig(Table, frozen=True):
         ),
     ] = None
     page: Annotated[
-        bool,
-        says("Serve the live page on loopback while `shoal train` runs its own ranks (extra `page`)."),
+        bool, says("Serve the live page on loopback while `shoal train` runs its own ranks (extra `page`).")
     ] = False
     page_port: Annotated[int, says("Port of that page, 0: any that is free.", ge=0, le=65535)] = 0
     report: Annotated[bool, says("Write `report.html` at the end; `shoal report` draws `loss.png` besides.")] = True

@@ -296,8 +296,7 @@ class Common(Table, frozen=True):
         says("By what `lr_for_samples` multiplies `lr`: the ratio of the batches, or its square root."),
     ] = "linear"
     groups: Annotated[
-        dict[str, Group],
-        says("Tables by patterns of parameter names (`blocks.*.bias`); the first that fits decides."),
+        dict[str, Group], says("Tables by patterns of parameter names (`blocks.*.bias`); the first that fits decides.")
     ] = msgspec.field(default_factory=dict)
 
     layer_decay: Annotated[

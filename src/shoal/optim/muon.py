@@ -24,15 +24,7 @@ from torch.nn import Parameter
 from shoal.maths.counter import indices, key_of, normal
 from shoal.maths.products import product, symmetric_product
 from shoal.optim.declared import Dims
-from shoal.optim.matrix_kinds import (
-    Dion,
-    Muon,
-    dion_rank,
-    followed,
-    muon_scale,
-    orthogonalising_flops,
-    sides,
-)
+from shoal.optim.matrix_kinds import Dion, Muon, dion_rank, followed, muon_scale, orthogonalising_flops, sides
 from shoal.optim.owners import WholeOptimizer, as_matrix
 
 # Newton-Schulz iterations: from a matrix to the nearest one whose singular values are all near 1.

@@ -27,11 +27,7 @@ SILENT_STEPS = 20.0
 SILENT_S = 60.0
 """A rank that has recorded nothing for this many median steps, and for this long, is reported while the run is on."""
 _LINE = re.compile(r"(\S{10,40}Z)  rank (\d{1,9})  (WARNING|ERROR|CRITICAL) *  (.{1,2000})")
-_PARTS = {
-    "data": "waiting for data",
-    "forward_backward": "forward and backward",
-    "optimizer": "the optimizer",
-}
+_PARTS = {"data": "waiting for data", "forward_backward": "forward and backward", "optimizer": "the optimizer"}
 
 
 class Notice(msgspec.Struct, frozen=True):

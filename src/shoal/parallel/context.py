@@ -93,11 +93,6 @@ def positions(tokens: int, *, size: int, rank: int) -> Tensor:
     return torch.cat((torch.arange(rank * chunk, (rank + 1) * chunk), torch.arange(late * chunk, (late + 1) * chunk)))
 
 
-def slice_sequence(tensor: Tensor, places: Tensor, *, dim: int = 1) -> Tensor:
-    """The slices of `tensor` `[..., tokens, ...]` at `places`, a rank's `positions`, along `dim`."""
-    return tensor.index_select(dim, places.to(tensor.device))
-
-
 def in_sequence(by_rank: Sequence[Tensor] | Tensor, *, dim: int) -> Tensor:
     """What all ranks hold, rank 0 first, put together in the order of the sequence along `dim`."""
     early, late = zip(*(part.chunk(2, dim) for part in by_rank), strict=True)

@@ -27,11 +27,7 @@ from shoal.runfile.sync_rules import (
     shard_codec_refusal,
     sync_refusal,
 )
-from shoal.runfile.training_rules import (
-    masters_refusal,
-    norm_refusal,
-    optimizer_refusal,
-)
+from shoal.runfile.training_rules import masters_refusal, norm_refusal, optimizer_refusal
 
 
 def check_across(run_file: RunFile, *, file: str) -> None:

@@ -138,8 +138,7 @@ class RunConfig(Table, frozen=True):
         ),
     ] = None
     preemption_url: Annotated[
-        str | None,
-        says("URL of the cloud's metadata that says so; asked every 2 s. 404, FALSE and NONE mean nothing."),
+        str | None, says("URL of the cloud's metadata that says so; asked every 2 s. 404, FALSE and NONE mean nothing.")
     ] = None
 
     @property

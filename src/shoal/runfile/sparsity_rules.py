@@ -181,10 +181,7 @@ def _against_changes(run_file: RunFile) -> Iterator[tuple[str, str]]:
     """(key and value, why what is trained cannot change in a run)"""
     sync = run_file.sync
     if sync.replicas_are != "lockstep":
-        yield (
-            f'sync.kind = "{sync.variant}"',
-            "its replicas have no agreed gradient to leave a part out of",
-        )
+        yield (f'sync.kind = "{sync.variant}"', "its replicas have no agreed gradient to leave a part out of")
     if run_file.elastic is not None:
         yield "[elastic]", "what is left out is not carried from one membership to the next"
     if run_file.codec.variant != "none":

@@ -31,10 +31,7 @@ def _against_masters(run_file: RunFile, precision: BFloat16Params) -> Iterator[t
     if run_file.gradients.schedule == "priority":
         yield 'gradients.schedule = "priority"', f"it updates the parameters that a forward is about to use; {autocast}"
     if run_file.pipeline.asynchronous:
-        yield (
-            'pipeline.schedule = "PipeDream"',
-            f"its stages keep older weights, without masters; {autocast}",
-        )
+        yield ('pipeline.schedule = "PipeDream"', f"its stages keep older weights, without masters; {autocast}")
     if sync.replicas_are != "lockstep":
         yield f'sync.kind = "{sync.variant}"', f"replicas agree on the weights that they compute with; {autocast}"
     if run_file.elastic is not None:

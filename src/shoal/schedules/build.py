@@ -137,7 +137,7 @@ def _of_v(rank: int, sizes: Sizes) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RowMaker:
     """How rows are made, and what sizes allow it. `stages_per_rank` 0: any number, 2 unless given."""
 
     row: Callable[[int, Sizes], Row]
@@ -150,18 +150,18 @@ class Schedule:
 
 _SCHEDULES = MappingProxyType(
     {
-        "GPipe": Schedule(_gpipe, 1),
-        "1F1B": Schedule(lambda rank, sizes: _one_by_one(rank, sizes, ahead=1), 1),
-        "Interleaved1F1B": Schedule(lambda rank, sizes: _interleaved(rank, sizes, ahead=2), 0, rounds=True),
-        "LoopedBFS": Schedule(_looped_bfs, 0),
-        "InterleavedZeroBubble": Schedule(
+        "GPipe": RowMaker(_gpipe, 1),
+        "1F1B": RowMaker(lambda rank, sizes: _one_by_one(rank, sizes, ahead=1), 1),
+        "Interleaved1F1B": RowMaker(lambda rank, sizes: _interleaved(rank, sizes, ahead=2), 0, rounds=True),
+        "LoopedBFS": RowMaker(_looped_bfs, 0),
+        "InterleavedZeroBubble": RowMaker(
             lambda rank, sizes: _interleaved(rank, sizes, ahead=1, lag=rank), 0, rounds=True
         ),
-        "ZBVZeroBubble": Schedule(_zero_bubble_v, 2, v=True),
-        "DualPipeV": Schedule(_dual_pipe_v, 2, enough=True, v=True),
-        "ZB-H1": Schedule(lambda rank, sizes: _one_by_one(rank, sizes, ahead=1, lag=rank), 1),
-        "ZB-H2": Schedule(lambda rank, sizes: _one_by_one(rank, sizes, ahead=2, lag=2 * rank), 1),
-        "PipeDream": Schedule(lambda rank, sizes: _one_by_one(rank, sizes, ahead=1), 1, flushes=False),
+        "ZBVZeroBubble": RowMaker(_zero_bubble_v, 2, v=True),
+        "DualPipeV": RowMaker(_dual_pipe_v, 2, enough=True, v=True),
+        "ZB-H1": RowMaker(lambda rank, sizes: _one_by_one(rank, sizes, ahead=1, lag=rank), 1),
+        "ZB-H2": RowMaker(lambda rank, sizes: _one_by_one(rank, sizes, ahead=2, lag=2 * rank), 1),
+        "PipeDream": RowMaker(lambda rank, sizes: _one_by_one(rank, sizes, ahead=1), 1, flushes=False),
     }
 )
 NAMES: tuple[str, ...] = tuple(_SCHEDULES)

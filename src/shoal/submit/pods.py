@@ -332,10 +332,7 @@ def trainjob(job: SubmittedJob, options: KubernetesOptions) -> list[dict[str, An
     name, asked = object_name(job), job.resources
     hosts = {
         "name": CONTAINER,
-        "template": {
-            "metadata": {"labels": {STEP_LABEL: "trainer"}},
-            "spec": job_spec(job, options, variables=[]),
-        },
+        "template": {"metadata": {"labels": {STEP_LABEL: "trainer"}}, "spec": job_spec(job, options, variables=[])},
     }
     runtime = {
         "apiVersion": TRAINER_API,

@@ -7,15 +7,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from shoal.config.check import Positive, Table, says
-from shoal.maths.mixing import (
-    Matrix,
-    check_mixing,
-    equal_shares,
-    metropolis,
-    one_peer_exponential,
-    ring,
-    torus,
-)
+from shoal.maths.mixing import Matrix, check_mixing, equal_shares, metropolis, one_peer_exponential, ring, torus
 
 ReplicasAre = Literal["lockstep", "own_steps", "workers"]
 EventsAre = Literal["ordered", "recorded", "unordered"]
@@ -140,8 +132,7 @@ class LocalConfig(OuterKeys, frozen=True, tag_field="kind", tag="local"):
     ] = 0.0
     longest_period: Annotated[int, says("wait_share: steps between two agreements at most.", ge=1)] = 500
     warmup_steps: Annotated[
-        int,
-        says("First steps after each of which parameters are averaged (post-local SGD, arXiv:1808.07217).", ge=0),
+        int, says("First steps after each of which parameters are averaged (post-local SGD, arXiv:1808.07217).", ge=0)
     ] = 0
 
     def __post_init__(self) -> None:
@@ -306,8 +297,7 @@ class StreamingConfig(OuterKeys, frozen=True, tag_field="kind", tag="streaming")
         int, says("Steps that replicas take while a fragment is on the wire, before it is applied.", ge=0)
     ] = 5
     mixing: Annotated[
-        float,
-        says("The part of its own parameters that a replica keeps where it applies a fragment.", ge=0, lt=1),
+        float, says("The part of its own parameters that a replica keeps where it applies a fragment.", ge=0, lt=1)
     ] = 0.5
 
     def __post_init__(self) -> None:
@@ -330,8 +320,7 @@ class EASGDConfig(Strategy, frozen=True, tag_field="kind", tag="easgd"):
 
     period: Annotated[int, says("Steps of each replica between two pulls.", ge=1)] = 10
     beta: Annotated[
-        float,
-        says("Part of the way to the mean of the replicas that the centre goes in a pull.", gt=0, le=1),
+        float, says("Part of the way to the mean of the replicas that the centre goes in a pull.", gt=0, le=1)
     ] = 0.9
 
 
@@ -358,8 +347,7 @@ class GossipConfig(Strategy, frozen=True, tag_field="kind", tag="gossip"):
         list[list[int]], says('For each replica those that it sends to, for `graph = "neighbours"`.')
     ] = msgspec.field(default_factory=list)
     weights: Annotated[
-        list[list[float]],
-        says('The mixing matrix, for `graph = "weights"`: row i has what replica i takes from each.'),
+        list[list[float]], says('The mixing matrix, for `graph = "weights"`: row i has what replica i takes from each.')
     ] = msgspec.field(default_factory=list)
     delay: Annotated[
         int,

@@ -37,7 +37,7 @@ from shoal.maths.mixing import Matrix
 from shoal.state import Section
 from shoal.sync.config import GossipConfig
 from shoal.sync.flat_copy import FlatCopy, Meeting, OwnSection, device_of, sum_over
-from shoal.sync.push_sum import LateShares, PushSum, Schedule, Share, message_bytes, pack, unpack
+from shoal.sync.push_sum import LateShares, MixingSchedule, PushSum, Share, message_bytes, pack, unpack
 from shoal.sync.strategy import Agreed, OwnOptimizer, OwnSteps, Replica, Taken
 
 
@@ -62,7 +62,7 @@ class GossipSync(OwnSteps):
     def agreement(self, replica: Replica) -> GossipAgreement:
         late = None
         if self._lane is not None:
-            schedule = Schedule(self._matrices, self._config.meet_every, replica.steps)
+            schedule = MixingSchedule(self._matrices, self._config.meet_every, replica.steps)
             late = LateShares(
                 self._lane, schedule, delay=self._config.delay, ledger=self._ledger, rounds=replica.rounds
             )

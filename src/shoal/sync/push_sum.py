@@ -206,7 +206,7 @@ class Inbox:
             self._here[source].put(error)
 
 
-class Schedule(NamedTuple):
+class MixingSchedule(NamedTuple):
     """Who sends to whom in which step: `matrices` in turn. A round ends every `meet_every` steps and after `steps`."""
 
     matrices: Sequence[Matrix]
@@ -236,7 +236,7 @@ class LateShares:
     """Sends and adds the shares of this rank's replica over `lane`, whose ranks are the replicas."""
 
     def __init__(
-        self, lane: Collective, schedule: Schedule, *, delay: int, ledger: Ledger, rounds: Rounds | None = None
+        self, lane: Collective, schedule: MixingSchedule, *, delay: int, ledger: Ledger, rounds: Rounds | None = None
     ) -> None:
         self._lane, self._schedule, self._delay, self._ledger = lane, schedule, delay, ledger
         self._rounds = rounds

@@ -134,12 +134,7 @@ class ServedPart:
     """
 
     def __init__(
-        self,
-        values: Tensor,
-        *,
-        merge: Merge,
-        tables: Sequence[ServedTable] = (),
-        rows: Sequence[Tensor] = (),
+        self, values: Tensor, *, merge: Merge, tables: Sequence[ServedTable] = (), rows: Sequence[Tensor] = ()
     ) -> None:
         self.values, self.tables = values, tables
         self.step: Callable[[float, Tensor], None] | None = None

@@ -137,13 +137,7 @@ class Worker:
     """
 
     def __init__(
-        self,
-        parts: FlatParts,
-        lanes: Lanes,
-        own: ServedPart,
-        *,
-        dtype: torch.dtype,
-        tables: Sequence[TablePlaces] = (),
+        self, parts: FlatParts, lanes: Lanes, own: ServedPart, *, dtype: torch.dtype, tables: Sequence[TablePlaces] = ()
     ) -> None:
         shared = lanes.shared
         self.row = torch.zeros(parts.numel, dtype=dtype) if shared is None else shared.parameters[lanes.push.rank]

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -26,6 +26,8 @@ from shoal.config.load import markdown, read
 from shoal.errors import ConfigError
 from shoal.topology.cluster import Architecture, Cluster, Device, FatTree, Link, Machine, Network, Price, Reliability
 from shoal.topology.devices import DEVICES, MACHINES, PUBLISHED, published_rate
+
+Known = TypeVar("Known")
 
 
 class ClusterTable(Table, frozen=True):
@@ -64,8 +66,8 @@ def load_cluster(path: Path) -> Cluster:
 def cluster_from(data: Mapping[str, Any], *, file: str) -> Cluster:
     """The cluster of a file's plain dictionaries. Raises `ConfigError`."""
     table = data.get("cluster")
-    known = _known_machine(table.get("machine") if isinstance(table, dict) else None, file)
-    device = _known_device(table.get("device") if isinstance(table, dict) else None, file)
+    known = _known(table, "machine", MACHINES, file)
+    device = _known(table, "device", DEVICES, file)
     tables = checked(_filled(data, known, device), ClusterFile, file=file)
     return _assembled(tables, known, file)
 
@@ -75,20 +77,14 @@ def known_cluster(machine: str, nodes: int) -> Cluster:
     return cluster_from({"cluster": {"machine": machine, "nodes": nodes}}, file="command line")
 
 
-def _known_machine(name: object, file: str) -> Machine | None:
+def _known(table: object, key: str, known: Mapping[str, Known], file: str) -> Known | None:
+    """What `table` names under `key`; None where it names nothing."""
+    name = table.get(key) if isinstance(table, dict) else None
     if name is None:
         return None
-    if not isinstance(name, str) or name not in MACHINES:
-        raise ConfigError(f"{file}: cluster.machine: found {name!r}; known machines: {', '.join(MACHINES)}")
-    return MACHINES[name]
-
-
-def _known_device(name: object, file: str) -> Device | None:
-    if name is None:
-        return None
-    if not isinstance(name, str) or name not in DEVICES:
-        raise ConfigError(f"{file}: cluster.device: found {name!r}; known devices: {', '.join(DEVICES)}")
-    return DEVICES[name]
+    if not isinstance(name, str) or name not in known:
+        raise ConfigError(f"{file}: cluster.{key}: found {name!r}; known {key}s: {', '.join(known)}")
+    return known[name]
 
 
 def _filled(data: Mapping[str, Any], machine: Machine | None, device: Device | None) -> dict[str, Any]:

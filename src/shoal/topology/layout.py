@@ -88,9 +88,8 @@ def _listed(axes: Iterable[str]) -> str:
 # - Do the ranks along the axis hold different pieces of it (`sharded`), or the same numbers (`replicated`)?
 # - Does each of them compute one term of its gradient (`partial`), or the whole?
 #
-# Both are true of `shard` under ZeRO-3, where a reduce-scatter answers them at once. Gradient sync asks for
-# `all_reduce_axes` and `reduce_scatter_axes`; a norm or a count adds up over `sharded` alone, so that a number that
-# several ranks hold counts once.
+# Both are true of `shard` under ZeRO-3, where a reduce-scatter answers them at once. A norm or a count adds up over
+# `sharded` alone, so that a number that several ranks hold counts once.
 #
 #     part                                   sharded      partial, beside the batch axes
 #     a norm's weight                        -            -
@@ -110,7 +109,7 @@ BATCH_AXES: tuple[Axis, ...] = ("replicate", "shard", "context")
 
 _READING: Mapping[Kind, tuple[Axis, ...]] = MappingProxyType({"dense": DENSE, "expert": EXPERT})
 _SUMMED: Mapping[Kind, tuple[Axis, ...]] = MappingProxyType(
-    {"dense": BATCH_AXES, "expert": ("replicate", "expert_shard")},
+    {"dense": BATCH_AXES, "expert": ("replicate", "expert_shard")}
 )
 _SHARDED: Mapping[Kind, tuple[Axis, ...]] = MappingProxyType({"dense": (), "expert": ("expert",)})
 
@@ -127,16 +126,6 @@ class Placement:
     def replicated(self) -> tuple[Axis, ...]:
         """The axes along which every rank holds the same numbers."""
         return tuple(axis for axis in self.reading if axis not in self.sharded)
-
-    @property
-    def all_reduce_axes(self) -> tuple[Axis, ...]:
-        """Terms are summed, and every rank keeps the sum."""
-        return tuple(axis for axis in self.partial if axis not in self.sharded)
-
-    @property
-    def reduce_scatter_axes(self) -> tuple[Axis, ...]:
-        """Terms are summed, and each rank keeps the piece that it holds."""
-        return tuple(axis for axis in self.partial if axis in self.sharded)
 
 
 def placed(kind: Kind, *, sharded: Iterable[Axis] = (), partial: Iterable[Axis] = ()) -> Placement:
@@ -169,14 +158,6 @@ def to_digits(number: int, bases: Sequence[int]) -> tuple[int, ...]:
         number, digit = divmod(number, base)
         digits.append(digit)
     return tuple(reversed(digits))
-
-
-def to_number(digits: Sequence[int], bases: Sequence[int]) -> int:
-    """The inverse of `to_digits`."""
-    number = 0
-    for digit, base in zip(digits, bases, strict=True):
-        number = number * base + digit
-    return number
 
 
 def strides(bases: Sequence[int]) -> tuple[int, ...]:
@@ -218,7 +199,6 @@ class Layout:
     tensor: int = 1
     expert: int = 1
 
-    batch_axes: ClassVar[tuple[Axis, ...]] = BATCH_AXES
     replica_axes: ClassVar[tuple[Axis, ...]] = INSIDE_REPLICA
 
     def __post_init__(self) -> None:
@@ -279,13 +259,6 @@ class Layout:
         """Where `rank` lies in the box."""
         return Coordinate(**dict(zip(DENSE, to_digits(self._known(rank), self._sizes(DENSE)), strict=True)))
 
-    def rank_of(self, coordinate: Coordinate) -> int:
-        """The inverse of `coordinate`. Raises `ValueError` for a place outside the box."""
-        sizes, places = self._named(DENSE), asdict(coordinate)
-        for axis, size in sizes.items():
-            _check_place(axis, places[axis], size)
-        return to_number([places[axis] for axis in sizes], list(sizes.values()))
-
     def index(self, axis: Axis, rank: int) -> int:
         """Place of `rank` along one axis, the experts' included: which member it is of its `group(axis, rank)`."""
         reading = reading_of((axis,))
@@ -311,10 +284,6 @@ class Layout:
         wanted = _as_tuple(axes)
         others: tuple[Axis, ...] = tuple(axis for axis in reading_of(wanted) if axis not in wanted)
         return tuple(self.group(wanted, first) for first in self.group(others, 0))
-
-    def sum_axes(self, kind: Kind) -> tuple[Axis, ...]:
-        """The axes over which the gradient of a parameter of this kind is a sum; `placement.placed` says the rest."""
-        return placed(kind).partial
 
     def describe(self) -> str:
         """One line for people: `2 replicas x (shard 2, tensor 2) = 8 ranks`."""

@@ -24,13 +24,7 @@ from shoal.models.mixture import RecordRoutes, ReplayRoutes, RouteDifference, Ro
 from shoal.state import owned_gradients
 from shoal.topology.holding import Box
 from shoal.verification.plain_rules import Vectors
-from shoal.verification.reference import (
-    buffers_of,
-    collected,
-    gather_routes,
-    held_weights,
-    reference_of,
-)
+from shoal.verification.reference import buffers_of, collected, gather_routes, held_weights, reference_of
 
 Tensors = dict[str, Tensor]
 

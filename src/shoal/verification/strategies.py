@@ -43,15 +43,7 @@ from shoal.models.mixture import ReplayRoutes
 from shoal.observe.terminal import ProgressBar
 from shoal.runfile.run_file import RunFile, declared_group
 from shoal.sync.config import LocalConfig, StreamingConfig
-from shoal.verification.plain_rules import (
-    Rule,
-    Setting,
-    Stepped,
-    Vectors,
-    fragments_of,
-    rule_of,
-    telling_steps,
-)
+from shoal.verification.plain_rules import Rule, Setting, Stepped, Vectors, fragments_of, rule_of, telling_steps
 from shoal.verification.reference import (
     axes_of,
     compare_buffers,

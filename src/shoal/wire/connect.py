@@ -18,12 +18,7 @@ from shoal.comm.shm.host import Apart, host_identity
 from shoal.errors import UsageError
 from shoal.launcher import sockets
 from shoal.launcher.environment import ALONE, FIRST_PORT, LOOPBACK, PORTS, STORE_FD, Place, master_from, place_from
-from shoal.launcher.store.connection import (
-    StoreConnection,
-    meet_over_mpi,
-    mpi_is_there,
-    reach_store,
-)
+from shoal.launcher.store.connection import StoreConnection, meet_over_mpi, mpi_is_there, reach_store
 from shoal.launcher.store.messages import job_token
 from shoal.wire.arrays import Array
 from shoal.wire.board import StoreBoard

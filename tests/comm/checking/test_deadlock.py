@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from shoal.comm.board import Board
-from shoal.comm.checking import Wait, WaitGraph
+from shoal.comm.checking import WaitGraph, WatchedWait
 from shoal.errors import CollectiveError
 from tests.waiting import HANG_S
 
@@ -25,7 +25,7 @@ def graphs() -> list[WaitGraph]:
     return made
 
 
-def called(graph: WaitGraph, *groups: str) -> Wait:
+def called(graph: WaitGraph, *groups: str) -> WatchedWait:
     """Calls in these groups; for the wait in the last one."""
     waits = [graph.call(group, f"a call in {group}") for group in groups]
     return waits[-1]

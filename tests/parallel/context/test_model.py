@@ -20,7 +20,7 @@ from shoal.models.attention_config import AttentionConfig, Causal, SlidingWindow
 from shoal.models.build import build, initialise
 from shoal.models.config import GPTConfig
 from shoal.models.layers import set_sample_keys
-from shoal.parallel.context import kv_copies, positions, slice_sequence
+from shoal.parallel.context import kv_copies, positions
 from shoal.parallel.context_cores import KINDS, ContextKind, fetch_of, put_context
 from shoal.topology.layout import Layout
 from tests.ranks import TestPlace
@@ -129,7 +129,7 @@ def on_a_rank(place: TestPlace, kind: Any, *, packed: bool, variant: Any) -> tup
     if variant in ("selective", "operators", "full"):
         recompute(model, variant)
     here = positions(SEQ, size=place.size, rank=place.rank)
-    parts = {name: x if x is None else slice_sequence(x, here) for name, x in batch(packed=packed).items()}
+    parts = {name: x if x is None else x.index_select(1, here) for name, x in batch(packed=packed).items()}
     if variant == "rotary offset":
         parts["places"] = None
     if variant == "documents lost" and place.rank == 1:

@@ -90,10 +90,10 @@ def test_a_rank_keeps_its_parameters_by_name_and_drops_the_others() -> None:
         stages = staged(model, balanced_cut(estimated_costs(model, model.parts()), 4), (0, 1, 0, 1))
         stages.keep(rank)
         kept.append(dict(model.named_parameters(remove_duplicate=False)))
-        assert stages.tied_across(rank) == {"embedding.weight": (0, 1)}
+        assert [name for name in names if len(stages.holders(name)) > 1] == ["embedding.weight", "head.weight"]
     assert sorted([*kept[0], *kept[1]]) == sorted(names)
     assert "embedding.weight" in kept[0]
-    assert stages.local_name("embedding.weight", 1) == "head.weight"
+    assert "head.weight" in kept[1]
 
 
 def test_parameters_of_no_part_or_of_two_are_refused() -> None:

@@ -80,8 +80,10 @@ def run_case(
         for name in stages.names[stage]:
             if (gradient := model.get_parameter(name).grad) is not None:
                 gradients[stages.aliases[name]] = gradient
-    for name, holders in stages.tied_across(group.rank).items():
-        sum_copies(gradients[name], holders, group)
+    for name in dict.fromkeys(stages.aliases.values()):
+        holders = stages.holders(name)
+        if len(holders) > 1 and group.rank in holders:
+            sum_copies(gradients[name], holders, group)
     return result, gradients
 
 

@@ -11,20 +11,15 @@ from shoal.parallel.tensor.operators import (
     check_sequence,
     enter,
     enter_sequence,
-    join_sequence,
     leave,
     leave_sequence,
-    split_sequence,
 )
 from tests.parallel.tensor.split import tensor_group
 from tests.ranks import TestPlace
 
 OPERATORS = {
     "enter": enter, "leave": leave, "enter_sequence": enter_sequence, "leave_sequence": leave_sequence,
-    "split_sequence": split_sequence, "join_sequence": join_sequence,
 }  # fmt: skip
-FROM_SLICES = ("enter_sequence", "join_sequence")
-TO_SLICES = ("leave_sequence", "split_sequence")
 BATCH, SEQUENCE, WIDTH = 3, 8, 5
 # Small whole numbers: every sum is exact in every type.
 TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -54,7 +49,7 @@ def forward_and_backward(place: TestPlace, dtype: torch.dtype) -> dict[str, tupl
 def lengths(name: str, size: int) -> tuple[int, int]:
     """Of the sequence before and behind an operator."""
     part = SEQUENCE // size
-    return part if name in FROM_SLICES else SEQUENCE, part if name in TO_SLICES else SEQUENCE
+    return part if name == "enter_sequence" else SEQUENCE, part if name == "leave_sequence" else SEQUENCE
 
 
 def expected(name: str, xs: list[Tensor], grads: list[Tensor], rank: int) -> tuple[Tensor, Tensor]:
@@ -65,14 +60,12 @@ def expected(name: str, xs: list[Tensor], grads: list[Tensor], rank: int) -> tup
         "leave": lambda: (sum(xs), grads[rank]),
         "enter_sequence": lambda: (torch.cat(xs, 1), sum(grads)[:, part]),
         "leave_sequence": lambda: (sum(xs)[:, part], torch.cat(grads, 1)),
-        "split_sequence": lambda: (xs[rank][:, part], torch.cat(grads, 1)),
-        "join_sequence": lambda: (torch.cat(xs, 1), grads[rank][:, part]),
     }[name]()
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_operators_are_what_they_are_defined_to_be(ranks, world: int) -> None:
-    """Output and gradient of all six, in all types; neither the input nor the gradient is written to."""
+    """Output and gradient of all four, in all types; neither the input nor the gradient is written to."""
     for dtype in TYPES if world == 4 else TYPES[:1]:
         for rank, results in enumerate(ranks(world, forward_and_backward, dtype)):
             for name, (y, grad) in results.items():

@@ -24,13 +24,7 @@ from shoal.federated.robust import refusal
 from shoal.federated.rounds import Rounds, Ticket
 from shoal.federated.secure.messages import Keys, Revealed, Sealed
 from shoal.federated.secure.server import SecureServer
-from shoal.federated.secure.summing import (
-    fewest_in_sum,
-    mean_update,
-    noise_of_clients,
-    quantiser_for,
-    skellam_of,
-)
+from shoal.federated.secure.summing import fewest_in_sum, mean_update, noise_of_clients, quantiser_for, skellam_of
 from shoal.federated.strategy import Update, norms_of
 from shoal.federated.task import Task
 from shoal.federated.transport import messages

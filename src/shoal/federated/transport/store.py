@@ -33,6 +33,7 @@ from shoal.federated.rounds import Decision, Rounds, Ticket
 from shoal.federated.strategy import Plan
 from shoal.federated.transport import messages
 from shoal.federated.work import ClientState
+from shoal.files import make_durable
 from shoal.observe.facts import replace_file
 
 JOURNAL_VERSION = 201
@@ -139,15 +140,6 @@ class Store:
 def digest_of(path: Path) -> str:
     """The hash of a file's bytes."""
     return blake3().update_mmap(path).hexdigest()
-
-
-def make_durable(path: Path) -> None:
-    """Returns when the file or the folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 STATE_VECTORS = ("kept", "own", "residual", "personal")

@@ -136,16 +136,6 @@ class Stages:
         stages = [s for s, names in enumerate(self.names) if any(self.aliases[n] == wanted for n in names)]
         return tuple(sorted({self.placement[stage] for stage in stages}))
 
-    def tied_across(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The parameters of `rank` that other ranks have a copy of: canonical name to holders."""
-        found = {name: self.holders(name) for name in dict.fromkeys(self.aliases.values())}
-        return {name: ranks for name, ranks in found.items() if len(ranks) > 1 and rank in ranks}
-
-    def local_name(self, name: str, rank: int) -> str:
-        """The first name under which `rank` holds the parameter whose canonical name in the whole model is `name`."""
-        held = [n for s, names in enumerate(self.names) if self.placement[s] == rank for n in names]
-        return next(n for n in self.aliases if n in held and self.aliases[n] == name)
-
     def keep(self, rank: int) -> None:
         """Takes the modules of the stages that `rank` does not hold out of the model."""
         for stage, holder in enumerate(self.placement):

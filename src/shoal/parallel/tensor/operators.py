@@ -9,8 +9,6 @@ along the sequence (arXiv:2205.05198). Each operator is a linear map between suc
     leave             sum                the same           whole
     enter_sequence    gather             sum and scatter    split along the sequence
     leave_sequence    sum and scatter    gather             split along the sequence
-    split_sequence    slice              gather             becomes split; later work is shared out
-    join_sequence     gather             slice              becomes whole; later work is repeated on every rank
 
 The sequence is dimension 1, and the size of the group must divide it. Floating types of any width; sums are in the
 type of the activations.
@@ -59,16 +57,6 @@ def enter_sequence(x: Tensor, group: Collective) -> Tensor:
 def leave_sequence(x: Tensor, group: Collective) -> Tensor:
     """This rank's slice `[batch, seq / size, ...]` of the sum of the ranks' terms. Raises `LayoutError`: `slice_of`."""
     return linear_map(x, partial(scattered, group=group), adjoint=partial(gathered, group=group))
-
-
-def split_sequence(x: Tensor, group: Collective) -> Tensor:
-    """This rank's slice of what every rank has whole. Raises `LayoutError`: see `slice_of`."""
-    return linear_map(x, partial(slice_of, group=group), adjoint=partial(gathered, group=group))
-
-
-def join_sequence(x: Tensor, group: Collective) -> Tensor:
-    """The whole sequence from slices, before work that every rank does alike on all of it."""
-    return linear_map(x, partial(gathered, group=group), adjoint=partial(slice_of, group=group))
 
 
 def linear_map(x: Tensor, there: Map, *, adjoint: Map) -> Tensor:

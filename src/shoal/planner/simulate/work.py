@@ -118,12 +118,6 @@ def uniform(stages: int, *, forward_s: float, input_s: float, weight_s: float, t
     return Work(stages=(stage,) * stages, transfer=Message(busy_s=0.0, latency_s=transfer_s))
 
 
-def rank_seconds(work: Work, stages: Sequence[int], microbatches: int) -> float:
-    """Seconds that a rank with these stages computes in a step, the optimizer left out."""
-    each = (work.stages[stage] for stage in stages)
-    return microbatches * sum(stage.forward_s + stage.input_s + stage.weight_s for stage in each)
-
-
 HEAD_FORWARD, HEAD_INPUT = 1 / 3, 1 / 3
 """Head and loss are matrix products: as long forward as for the input's and for the weights' gradient."""
 

@@ -30,11 +30,6 @@ class Shape:
     element_bytes: int
     size: int
 
-    @property
-    def numel(self) -> int:
-        """Numbers in it."""
-        return prod(self.dims)
-
 
 @dataclass(frozen=True, slots=True)
 class Product:
