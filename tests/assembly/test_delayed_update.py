@@ -170,6 +170,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "with [sparsity]",
     ),
+    "a thaw": (
+        {
+            "memory": {"offload": {"delay_update_after": 0, "optimizer": "host"}},
+            "freeze": {"later": [{"layers": ["blocks.0"], "at": 2, "until": 4}]},
+        },
+        "with [freeze]",
+    ),
     **{
         kind: (
             {

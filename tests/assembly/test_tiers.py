@@ -98,6 +98,22 @@ def test_losses_are_the_same_to_the_bit_and_less_is_on_the_device(ranks, folder:
         assert in_turn["memory/to_device_bytes"] > 0
 
 
+THAWING = {"freeze": {"later": [{"layers": ["embedding", "blocks.0"], "at": 2, "until": 4}]}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "home"), [("one process", "disk"), ("ZeRO-1", "host"), ("ZeRO-3", "disk")])
+def test_state_waits_in_its_tier_while_its_layer_is_frozen(ranks, folder: Path, layout: str, home: str) -> None:
+    """A layer that thaws goes on from the moments that it had, to the bit."""
+    world = 1 if layout == "one process" else 2
+    plain, moved = (
+        ranks(world, trained, tables(layout, ROOMY | memory) | THAWING, str(folder), 6) for memory in ({}, HOMES[home])
+    )
+    unfrozen = ranks(world, trained, tables(layout, ROOMY), str(folder), 6)
+    assert [losses for losses, _ in plain] == [losses for losses, _ in moved]
+    assert plain[0][0] != unfrozen[0][0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("home", ["host", "disk"])

@@ -229,6 +229,22 @@ def test_a_sum_that_is_taken_for_a_mean_is_warned_of(said_as: str, warning: str,
     assert said.count(warning) == 1
 
 
+@pytest.mark.parametrize(
+    ("entered", "left_out"),
+    [
+        ("", True),
+        pytest.param("with run.autocast(): ", False, marks=pytest.mark.slow),
+        pytest.param("with torch.autocast('cpu', torch.bfloat16): ", False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_forward_outside_of_autocast_is_warned_of(entered: str, left_out: bool, tmp_path: Path) -> None:
+    """A key that a script does not follow would leave it in float32."""
+    (tmp_path / "mine.py").write_text(LOOP.replace("run.backward(", f"{entered}run.backward("))
+    assert run_script(tmp_path / "mine.py", tmp_path, "precision.kind=bfloat16", world=1) == [0]
+    said = (tmp_path / "rank-0.txt").read_text()
+    assert said.count('precision.kind = "bfloat16", and the forward runs outside of run.autocast()') == left_out
+
+
 def test_gradients_of_a_step_are_gone_before_the_next_ones_come(tmp_path: Path) -> None:
     """As in a plain loop: else there would be two of each in memory."""
     run_of(tmp_path, FREED, world=1)

@@ -48,7 +48,7 @@ from shoal.gradients.reducer import all_at_the_end
 from shoal.observe.sink import Ending
 from shoal.optim.layer_statistics import aside
 from shoal.own_loop.comparison import Comparison
-from shoal.own_loop.losses import LossKind, as_number, doubt, kind_of, one_pass
+from shoal.own_loop.losses import AutocastWatch, LossKind, as_number, doubt, kind_of, one_pass
 from shoal.own_loop.steps import DrawsBySample, Microbatches, OwnSteps, joint_outcome, players_of
 from shoal.own_loop.update import Player, Update
 
@@ -74,6 +74,8 @@ class Training:
         models = list(self.model) if isinstance(self.model, nn.ModuleList) else [self.model]
         mixed = run.workload.precision.mixed
         self._casts = [] if mixed is None else [cast for each in models for cast in cast_at_borders(each, mixed)]
+        watches = run.workload.precision.compute is not None and not compiled
+        self._autocasts = AutocastWatch(models, device) if watches else None
         self._draws = DrawsBySample(
             models, self._compute, inside=lambda: self._steps.open is not None, keys_loop=not compiled
         )
@@ -190,6 +192,8 @@ class Training:
         """
         players = self._players if optimizer is None else [self._player(optimizer)]
         kind, joined = kind_of(weight, reduction), players[0].expects_more
+        if self._autocasts is not None:
+            self._look_at_autocast(self._autocasts)
         totals = [player.weighed(loss, weight, kind=kind, more=more, leader=players[0]) for player in players]
         if kind != "weighed" and self._doubted_in in (None, self._steps.given):
             self._look_at(loss, kind)
@@ -359,6 +363,15 @@ class Training:
             return
         self._doubted_in = 0
         self._job.sinks.warn(f"step {pending.number}: {found}. As it is, the result depends on the number of ranks")
+
+    def _look_at_autocast(self, watch: AutocastWatch) -> None:
+        """In the first backward: warns where the forward did not compute in the type that was asked for."""
+        self._autocasts = None
+        if watch.left_out():
+            self._job.sinks.warn(
+                f'precision.kind = "{self._run.run_file.precision.variant}", and the forward runs outside of '
+                "run.autocast(), in float32: put `with run.autocast():` around the forward and its loss"
+            )
 
     def _player(self, optimizer: torch.optim.Optimizer | None) -> Player:
         if optimizer is None and len(self._players) == 1:

@@ -14,12 +14,13 @@ has not said it is warned in its first step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from shoal.errors import UserCodeError
 
@@ -206,3 +207,21 @@ def _number(value: Any) -> float | None:
     if isinstance(value, Tensor) and (value.numel() != 1 or value.requires_grad):
         return None
     return None if value is None else abs(float(value)) or None
+
+
+class AutocastWatch:
+    """Whether the next forwards of `models` run under autocast, by hooks that `left_out` takes off."""
+
+    def __init__(self, models: Sequence[nn.Module], device: torch.device) -> None:
+        seen = self._seen = set[bool]()  # all that a hook holds: a copy of the model takes its hooks along
+
+        def see(module: nn.Module, inputs: object) -> None:
+            seen.add(torch.is_autocast_enabled(device.type))
+
+        self._hooks = [model.register_forward_pre_hook(see) for model in models]
+
+    def left_out(self) -> bool:
+        """Has every forward run without it? Not where none was seen."""
+        for hook in self._hooks:
+            hook.remove()
+        return self._seen == {False}
