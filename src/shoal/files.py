@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import fcntl
 import os
 import shutil
@@ -27,6 +28,23 @@ from shoal.errors import EnvironmentFault, ShoalError
 Decoded = TypeVar("Decoded")
 
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+
+_REPAIRS = {
+    errno.ENOSPC: "the disk is full; free some space, or give another place",
+    errno.EDQUOT: "your share of the disk is used up; free some space, or give another place",
+    errno.EROFS: "the file system is read-only; give another place",
+    errno.EACCES: "you may not do that there; change the permissions, or give another place",
+    errno.EEXIST: "a file stands where a folder is to be; move it, or give another place",
+    errno.ENOTDIR: "a part of this path is a file and not a folder; move it, or give another place",
+    errno.ENAMETOOLONG: "the name is too long for this file system; give a shorter one",
+}
+"""What a user can do where the system refuses a file, by the number of the error."""
+
+
+def refused_file(error: OSError) -> EnvironmentFault | None:
+    """The sentence where the system refuses a file in a way that a user can mend; None for any other error."""
+    repair = _REPAIRS.get(error.errno or 0)
+    return None if repair is None else EnvironmentFault(f"{error.filename or error.strerror}: {repair}")
 
 
 @contextmanager

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
+from pathlib import Path
+from unittest.mock import Mock
+
 import msgspec
 import pytest
 import torch
@@ -10,6 +16,7 @@ from shoal.assembly import start
 from shoal.assembly.process import device_of
 from shoal.errors import EnvironmentFault
 from shoal.launcher.environment import Place
+from shoal.observe.facts import facts_path
 from shoal.runfile.run_file import RunFile
 
 
@@ -52,3 +59,27 @@ def test_ranks_that_share_take_the_gpus_in_turn(one_gpu: list[int], monkeypatch:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(EnvironmentFault, match="0 GPUs"):
         device_of("cuda", place(0, 2), shared=True)
+
+
+def test_a_launcher_that_cannot_write_says_so_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script's launcher too, which would end with a traceback: a name that is too long, a disk that is full since the
+    last start. Another error of the system is not hidden.
+    """
+    code = "raise SystemExit('no rank starts')"
+
+    def launch(directory: Path) -> None:
+        starting = run_file(device="cpu", processes=2)
+        start.run(starting, [sys.executable, "-c", code], _never, directory=directory, file="run.toml", environ={})
+
+    with pytest.raises(EnvironmentFault, match="the name is too long for this file system"):
+        launch(tmp_path / ("x" * 300))
+    facts_path(tmp_path).touch()
+    for number, expected in ((errno.ENOSPC, EnvironmentFault), (errno.EIO, OSError)):
+        failure = OSError(number, os.strerror(number), str(facts_path(tmp_path)))
+        monkeypatch.setattr(start, "write_facts", Mock(side_effect=failure))
+        with pytest.raises(expected, match=r"facts\.json"):
+            launch(tmp_path)
+
+
+def _never(run_file: RunFile, place: Place) -> None:
+    raise AssertionError("this process is no rank")

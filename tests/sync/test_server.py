@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal.assembly.run import Run, open_run
 from shoal.config.check import checked
@@ -36,9 +36,23 @@ LEAST: Tables = {
     "batch": {"global_samples": 2},
 }
 BATCH: Tables = {"batch": {"global_samples": 12, "denominator": "samples"}}
+COUNTING: Tables = {"model": {"kind": "python", "build": f"{__name__}:Counting"}, "data": {"kind": "digits"}}
 SUM_ORDER = 1e-12  # float64
 AMPLIFIED = 1e-9  # float64, 12 steps of Adam
 LIKE_ALL_REDUCE = 1e-6  # float32, 50 steps
+
+
+class Counting(nn.Linear):
+    """A model that counts its forwards, as batch norm does."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 10)
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.training:
+            self.forwards += 1
+        return super().forward(input.flatten(1))
 
 
 class Trained(NamedTuple):
@@ -227,7 +241,7 @@ def test_a_gradient_that_is_not_finite_holds_up_nobody(ranks, folder: Path, sync
 
 def train_late(place: TestPlace, tables: Tables, folder: str) -> tuple[list[bool], dict[str, float], bool]:
     """One round in which rank 2 ends its first step when rank 0 has made five: which steps it skipped, its figures
-    after the last, and whether its parameters are those of rank 0.
+    after the last, and whether its parameters and buffers are those of rank 0.
     """
     run = opened(place, tables, folder, Path(folder) / "late", STEPS)
     skipped = []
@@ -238,7 +252,7 @@ def train_late(place: TestPlace, tables: Tables, folder: str) -> tuple[list[bool
             skipped.append(run.step(number, feed.next().microbatches, lr=LR, on_gradients=wait).skipped)
             if place.rank == 0 and number == 5:
                 place.store.set("five steps", "made")
-    mine = torch.cat([p.detach().flatten() for p in run.model.parameters()])
+    mine = torch.cat([tensor.detach().double().flatten() for tensor in run.model.state_dict().values()])
     first_ranks = mine.clone()
     run.mesh.world.broadcast(first_ranks).wait()
     return skipped, dict(run.generation.agreement.take_figures()), torch.equal(mine, first_ranks)
@@ -246,9 +260,9 @@ def train_late(place: TestPlace, tables: Tables, folder: str) -> tuple[list[bool
 
 def test_a_late_worker_holds_up_nobody_and_goes_on_with_the_others(ranks, folder: Path) -> None:
     """Two of three make an update: the late gradient is dropped, its worker skips the steps made without it, there are
-    as many updates as steps, and all agree at the end.
+    as many updates as steps, and all agree at the end, also on how many forwards there were.
     """
-    tables = SGD | BATCH | server("backup", backup=1)
+    tables = SGD | BATCH | COUNTING | server("backup", backup=1)
     found = ranks(3, train_late, tables, str(folder))
     skipped, figures, _ = found[2]
     assert skipped[1:5] == [True] * 4

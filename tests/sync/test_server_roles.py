@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from shoal.assembly.run import Run
 from shoal.config.check import checked
@@ -23,6 +22,7 @@ from tests.sync.test_server import (
     ADAM,
     AMPLIFIED,
     BATCH,
+    COUNTING,
     LEAST,
     LR,
     SGD,
@@ -88,19 +88,6 @@ def test_dedicated_servers_make_the_updates_of_the_workers(ranks, folder: Path, 
     assert found[0].agreed == found[2].agreed == [step % 6 == 0 for step in range(1, STEPS + 1)]
 
 
-class Counting(nn.Linear):
-    """A model that counts its forwards, as batch norm does."""
-
-    def __init__(self) -> None:
-        super().__init__(64, 10)
-        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.forwards += 1
-        return super().forward(x.flatten(1))
-
-
 def forwards(place: TestPlace, tables: Tables, folder: str) -> int:
     """What this rank has counted after three steps."""
     run = opened(place, tables, folder, Path(folder) / "counting", 3)
@@ -112,8 +99,7 @@ def forwards(place: TestPlace, tables: Tables, folder: str) -> int:
 
 def test_a_server_has_counted_as_often_as_its_workers(ranks, folder: Path) -> None:
     """Though it runs no forward: copies that differ would end the run before its first save."""
-    counting = {"model": {"kind": "python", "build": f"{__name__}:Counting"}, "data": {"kind": "digits"}}
-    assert ranks(3, forwards, SGD | BATCH | counting | server(servers=1), str(folder)) == [3, 3, 3]
+    assert ranks(3, forwards, SGD | BATCH | COUNTING | server(servers=1), str(folder)) == [3, 3, 3]
 
 
 @pytest.mark.slow

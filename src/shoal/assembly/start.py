@@ -24,7 +24,7 @@ from shoal.assembly.failed_run import alerts, largest_tensors, tell_of_failure
 from shoal.assembly.lab import processes_in
 from shoal.comm.mpi_world import why_no_mpi
 from shoal.errors import EnvironmentFault, OutOfMemory, ShoalError, Stopped, UsageError
-from shoal.files import temporary_folder
+from shoal.files import refused_file, temporary_folder
 from shoal.launcher.children import die_with_parent
 from shoal.launcher.devices import ONE_RANK_DEVICES, gpus, too_few_gpus
 from shoal.launcher.environment import Place, place_from
@@ -145,7 +145,17 @@ class _Launch:
     environ: Mapping[str, str]
 
     def to_the_end(self) -> ExitCode:
-        """Starts the ranks and waits for them; says what is to be done where the run failed."""
+        """Starts the ranks and waits for them; says what is to be done where the run failed. Raises `EnvironmentFault`
+        where a file is refused that this process writes, as on a full disk.
+        """
+        try:
+            return self._to_the_end()
+        except OSError as error:
+            if (fault := refused_file(error)) is None:
+                raise
+            raise fault from error
+
+    def _to_the_end(self) -> ExitCode:
         joins, writes = _joins_a_coordinator(self.run_file.elastic, self.environ), self.patience != NOTHING_KEPT
         began_s = time.time()
         with ExitStack() as stack:

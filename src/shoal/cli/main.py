@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import sys
 from typing import Annotated
 
@@ -27,7 +26,8 @@ from shoal.cli import (
     watch,
 )
 from shoal.cli.arguments import Verbs
-from shoal.errors import EnvironmentFault, ShoalError
+from shoal.errors import ShoalError
+from shoal.files import refused_file
 from shoal.standard_output import escape_controls
 
 app = typer.Typer(
@@ -39,18 +39,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-REPAIRS = {
-    errno.ENOSPC: "the disk is full; free some space, or give another place",
-    errno.EDQUOT: "your share of the disk is used up; free some space, or give another place",
-    errno.EROFS: "the file system is read-only; give another place",
-    errno.EACCES: "you may not do that there; change the permissions, or give another place",
-    errno.EEXIST: "a file stands where a folder is to be; move it, or give another place",
-    errno.ENOTDIR: "a part of this path is a file and not a folder; move it, or give another place",
-    errno.ENAMETOOLONG: "the name is too long for this file system; give a shorter one",
-}
-"""What a user can do where the system refuses a file, by the number of the error."""
 
 
 def _version(wanted: bool) -> None:
@@ -104,10 +92,10 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except OSError as error:
-        if (repair := REPAIRS.get(error.errno or 0)) is None:
+        if (fault := refused_file(error)) is None:
             raise
-        _say(f"shoal: {error.filename or error.strerror}: {repair}")
-        sys.exit(EnvironmentFault.exit_code)
+        _say(f"shoal: {fault}")
+        sys.exit(fault.exit_code)
 
 
 def _say(text: str) -> None:

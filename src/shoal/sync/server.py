@@ -13,7 +13,7 @@ Its gradient was of the version before: each part drops it by that. A rank that 
 
 A worker whose gradient is not finite takes part in the update and adds nothing. Clipping is of each worker's own
 gradient. Persistent buffers, such as running statistics, are averaged over the workers at agreements; what counts
-forwards, a dedicated server takes from the first worker.
+forwards, dedicated servers and backup workers take from the first worker.
 
 With a codec what workers push is coded (`comm.exchanges.coded_sum`); pulls bring parameters as they are.
 
@@ -335,13 +335,14 @@ class ServerAgreement:
             mean = buffer.double() if self._works else torch.zeros_like(buffer, dtype=torch.float64)
             self._replicas.all_reduce(mean).wait()
             buffer.copy_(mean / (self._replicas.size - self._config.servers))
-        if self._config.servers:
+        if self._config.servers or self._config.admission == "backup":
             self._take_counts()
 
     def _take_counts(self) -> None:
-        """A rank that only serves runs no forward which counts: it takes what the first worker has."""
+        """Ranks that only serve, and late backup workers, run fewer forwards: they take what the first worker has."""
         for buffer in self._replica.counts:
-            first = buffer.clone() if self._works else buffer  # workers that differ are found by the fingerprints
+            takes = not self._works or self._config.admission == "backup"
+            first = buffer if takes else buffer.clone()  # workers that differ otherwise are found by the fingerprints
             self._replicas.broadcast(first, root=self._roles.workers[0]).wait()
 
     def _share(self) -> Agreed:
