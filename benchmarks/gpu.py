@@ -195,22 +195,28 @@ def require_gpu() -> None:
 
 def measure(setting: Setting, card: str, *, turns: int, block: int, end_s: float) -> list[dict[str, Any]]:
     """A row for each side: the median of its steps. A side that cannot run says why; none is begun after `end_s`."""
-    made: dict[str, Callable[[], Any]] = {PLAIN: plain(setting, compiled=False)}
-    made[COMPILED[PLAIN]] = plain(setting, compiled=True)
-    start_s = {name: _seconds(setting, partial(repeat, step, 3)) for name, step in made.items()}
-    refused: dict[str, str] = {}
+    opens: dict[str, Callable[[], Callable[[], Any]]] = {
+        PLAIN: partial(plain, setting, compiled=False),
+        COMPILED[PLAIN]: partial(plain, setting, compiled=True),
+    }
     sides = {name: (keys, {}) for name, keys in SIDES.items()}
     sides |= {name: (SIDES[SHOAL], tables) for name, tables in MASKED.items()}
     for name, (keys, tables) in sides.items():
-        if time.monotonic() > end_s:
+        opens[name] = partial(trained, setting, name.replace(" ", "-").replace(":", "-"), *keys, **tables)
+    made: dict[str, Callable[[], Any]] = {}
+    start_s: dict[str, float] = {}
+    refused: dict[str, str] = {}
+    for name, opened in opens.items():
+        if time.monotonic() > end_s and name in sides:
             refused[name] = OVER
             continue
         try:
-            step = trained(setting, name.replace(" ", "-").replace(":", "-"), *keys, **tables)
-        except ShoalError as error:
-            refused[name] = str(error)
+            step = opened()
+            start_s[name] = _seconds(setting, partial(repeat, step, 3))
+        except (ShoalError, RuntimeError) as error:  # what one side's compiler or memory refuses is not the others' end
+            refused[name] = str(error).partition("\n")[0]
         else:
-            made[name], start_s[name] = step, _seconds(setting, partial(repeat, step, 3))
+            made[name] = step
     took_s: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(turns):
         for name, step in made.items():

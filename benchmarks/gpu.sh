@@ -17,13 +17,19 @@ if ! "$python" -c 'import importlib.metadata as m; m.version("shoal")' 2>/dev/nu
 fi
 PYTHONPATH="$site:src:.${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONPATH
-"$python" -c 'from benchmarks.gpu import require_gpu
+"$python" -c 'import importlib.util, sys
+needed = "torch numpy msgspec typer setuptools pytest hypothesis".split()
+if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+    sys.exit("make gpu: " + ", ".join(missing) + " cannot be imported: install them, or lay their wheels into wheels/")
+from benchmarks.gpu import require_gpu
 from shoal.errors import ShoalError
-import sys
 try: require_gpu()
 except ShoalError as error: sys.exit(f"make gpu: {error}")'
 "$python" setup.py -q build_ext --inplace
-"$python" -m pytest -m gpu -q --durations=0
-"$python" -m benchmarks.gpu --out docs/benchmarks/gpu.json
-"$python" -m benchmarks.gpu --kernels --limit-s 30 --out docs/benchmarks/gpu.json
-"$python" -m benchmarks.gpu --layouts docs/benchmarks/gpu.md
+# A test or a measurement that fails takes nothing from those behind it; the last line says that one did.
+failed=
+"$python" -m pytest -m gpu -q --durations=0 || failed="$failed tests"
+"$python" -m benchmarks.gpu --out docs/benchmarks/gpu.json || failed="$failed speed"
+"$python" -m benchmarks.gpu --kernels --limit-s 30 --out docs/benchmarks/gpu.json || failed="$failed kernels"
+"$python" -m benchmarks.gpu --layouts docs/benchmarks/gpu.md || failed="$failed layouts"
+[ -z "$failed" ] || { echo "make gpu: failed:$failed" >&2; exit 1; }

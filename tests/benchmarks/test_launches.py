@@ -21,10 +21,10 @@ COMPILED_S = 3 * HANG_S
 """The device is compiled once for a PyTorch, and a row is some steps on two devices."""
 ONE_RANK = ("train", "float32", "float16", "masters", "recompute", "loss in chunks", "dropout", "averages")
 SEVERAL = ("replicated", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, masters", "tensor", "low-rank gradients")
-IN_PARTS = ("context", "pipeline")
-MOST_COPIES, MORE_OF_RANKS, MORE_OF_PARTS = 4, 2, 12
+IN_PARTS = ("context",)
+MOST_COPIES, MORE_OF_RANKS, MORE_OF_PARTS = 4, 2, 4
 """Inputs, targets and positions to the device; norm and loss back. Ranks also send what they count, and read the sum;
-a pipeline copies each microbatch by itself."""
+a part of each sample leaves the whole ones' pinned memory."""
 EXTRA_LAUNCHES = 12
 """Of `shoal train` beside a plain loop: the weights and their sum, the vote, a group of parameters without decay."""
 ROUNDING = {"float32": 1e-5, "other": 2e-3}
@@ -130,7 +130,9 @@ def ordered():
     torch.accelerator.current_stream().wait_event(side.record_event())
     x.mul_(2)
 
-assert seen(unordered).races and not seen(ordered).races
+assert seen(unordered).races
+torch.accelerator.synchronize()
+assert not seen(ordered).races
 assert seen(lambda: torch.tensor([1.0], device="cuda")).waits
 assert seen(lambda: x.to("cpu")).waits and seen(lambda: bool(x.any())).waits and seen(lambda: x.nonzero()).waits
 assert not seen(lambda: pinned.copy_(x, non_blocking=True)).waits
