@@ -16,6 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from shoal.cost.transformer import Transformer, model_flops, total_parameters
 from shoal.errors import UserCodeError
 from shoal.memory.closed_form import Activations, block_saved_bytes
+from shoal.memory.recompute import RecomputeKind, recompute
+from shoal.memory.simulated_device import SimulatedDevice
 from shoal.memory.tracker import allocated, measured_activation_bytes
 from shoal.models.build import build
 from shoal.models.config import ConvNetConfig, GPTConfig
@@ -214,3 +216,16 @@ def test_an_operator_that_is_tried_in_vain_is_not_told_of() -> None:
         assert len(told.buffer) == 1
     finally:
         log.removeHandler(told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", ["none", "full"])
+def test_a_backward_onto_no_gradients_makes_them(again: RecomputeKind) -> None:
+    """At its peak, and of activations, there is what a device counts of the real one; blocks are computed again."""
+    model, x, device = Blocks(), vectors(8), SimulatedDevice(None)
+    recompute(model, again)
+    device.hold([*model.parameters(), x])
+    at_rest = device.live_bytes
+    with device.counting():
+        model(x).square().sum().backward()
+    assert subject(Blocks).of(TracedSplit(8, recompute=again)).first_peak_bytes == device.take_peak() - at_rest
