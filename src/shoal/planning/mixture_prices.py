@@ -68,7 +68,8 @@ class _Bill:
 
     `movable` bytes of what is kept for the backward can leave, and `shares` are what each block has of it. `summed`:
     what a microbatch's gradients are added to; `lent`: those that are whole in a backward and sent away in it. `first`:
-    no gradients are there when the backward begins; `together`: the most of them and activations in it, where known.
+    no gradients are there when the backward begins. `together`: the most of activations and of gradients that are on
+    their way in it, where that is known.
     """
 
     footprint: Footprint
@@ -252,6 +253,7 @@ class Prices:
         sent = plan.zero >= 2 and plan.layout.shard > 1 and plan.microbatches == 1 and plan.recompute != "operators"
         lent = stage.numbers * state.gradient if sent and offload.parameters == "device" else 0.0
         alone = plan.world_size == 1 or offload.parameters != "device"
+        first = alone and plan.microbatches == 1
         return _Bill(
             footprint=_living_elsewhere(fullest, stage, state, offload),
             offload=offload,
@@ -260,8 +262,8 @@ class Prices:
             summed=summed,
             lent=lent,
             shares=predictor.kept_shares(plan),
-            first=alone and plan.microbatches == 1,
-            together=predictor.first_backward_bytes(plan),
+            first=first,
+            together=predictor.backward_bytes(plan) if first or (plan.zero >= 2 and plan.layout.shard > 1) else None,
         )
 
     def _peak(self, bill: _Bill) -> float:
@@ -287,8 +289,9 @@ class Prices:
             gradients *= _neighbours(shares, HELD_GRADIENTS)
             twice = bill.summed * _most(shares, SUMMED_GRADIENTS)
             update = other + weights + gradients + twice + max(0.0, 1 - gone) * kept
-        if bill.first and stays and offload.parameters == "device" and bill.together is not None:
-            return max(other - one.recomputed + weights + bill.together, update)
+        if stays and offload.parameters == "device" and bill.together is not None:
+            there = 0.0 if bill.first else gradients
+            return max(other - one.recomputed - one.buckets + weights + there + bill.together, update)
         if bill.first:
             goes = kept if stays else 0.0
             gradients = max(0.0, min(gradients, last * one.gradients) - last * goes)

@@ -76,3 +76,19 @@ def subject(
         return Step(lambda: loss(model(x)), (x,))
 
     return Subject.built(build, steps, dtype=torch.float32)
+
+
+class Normed(nn.Module):
+    """Images `[samples, 1, 8, 8]` through a batch norm, with blocks, to classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(1, WIDTH, 3, padding=1), nn.BatchNorm2d(WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(WIDTH, WIDTH, 3, padding=1), nn.ReLU()) for _ in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x)).relu()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))

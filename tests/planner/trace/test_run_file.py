@@ -13,8 +13,10 @@ from typer.testing import CliRunner
 from shoal.cli.plan import plan
 from shoal.errors import ConfigError, UserCodeError
 from shoal.planner.simulate.work import Stragglers
+from shoal.planner.trace.subject import TracedSplit
 from shoal.planning.answer import planned
 from shoal.planning.simulating import simulated
+from shoal.planning.tracing import subject_of
 from shoal.planning.tried_step import tried_step
 from shoal.runfile.load import load_run
 
@@ -98,3 +100,13 @@ def test_what_cannot_be_traced_or_played_is_refused(run: Path) -> None:
     build = 'model.build="tests.planner.trace.models:Looking"'
     with pytest.raises(UserCodeError, match="cannot be traced"):
         planned(load_run(run, [build]), None, keep=1)
+
+
+def test_statistics_over_all_ranks_are_traced(run: Path) -> None:
+    """Which samples of a microbatch count is a question of numbers; a trace has no padding."""
+    text = run.read_text(encoding="utf-8").replace('build = "tests.verification.user_models:ragged"', "")
+    run.write_text(text, encoding="utf-8")
+    given = ['model.build="tests.planner.trace.models:Normed"', 'data.kind="digits"']
+    plain, _ = subject_of(load_run(run, [*given, "run.processes=1"]))
+    found, _ = subject_of(load_run(run, [*given, 'model.batch_norm="synchronised"']))
+    assert found.of(TracedSplit(4)).held_bytes > plain.of(TracedSplit(4)).held_bytes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import logging.handlers
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from shoal.cost.transformer import Transformer, model_flops, total_parameters
 from shoal.errors import UserCodeError
 from shoal.memory.closed_form import Activations, block_saved_bytes
+from shoal.memory.recompute import RecomputeKind, recompute
+from shoal.memory.simulated_device import SimulatedDevice
 from shoal.memory.tracker import allocated, measured_activation_bytes
 from shoal.models.build import build
 from shoal.models.config import ConvNetConfig, GPTConfig
+from shoal.planner.trace.recorder import Filled
 from shoal.planner.trace.subject import Subject, TracedSplit
 from shoal.planner.trace.trace import Trace
 from tests.planner.trace.models import CLASSES, LENGTH, WIDTH, Blocks, Looking, subject, vectors
@@ -214,3 +218,27 @@ def test_an_operator_that_is_tried_in_vain_is_not_told_of() -> None:
         assert len(told.buffer) == 1
     finally:
         log.removeHandler(told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", ["none", "full"])
+def test_a_backward_onto_no_gradients_makes_them(again: RecomputeKind) -> None:
+    """At its peak, and of activations, there is what a device counts of the real one; blocks are computed again."""
+    model, x, device = Blocks(), vectors(8), SimulatedDevice(None)
+    recompute(model, again)
+    device.hold([*model.parameters(), x])
+    at_rest = device.live_bytes
+    with device.counting():
+        model(x).square().sum().backward()
+    assert subject(Blocks).of(TracedSplit(8, recompute=again)).first_peak_bytes == device.take_peak() - at_rest
+
+
+def test_lent_buffers_stay_until_others_have_left() -> None:
+    """Beside what lives: three gradients of 10, 20 and 40 bytes, in as many buckets, or in one."""
+    steps = [Filled("a", 10, 100, 90), Filled("b", 20, 80, 70), Filled("c", 40, 60, 50)]
+    trace = replace(subject(Blocks).of(TracedSplit(1)), filled=tuple(steps), since_bytes=45)
+    assert trace.first_peak_bytes == max(100, 80 + 10, 60 + 30, 45 + 70)
+    apart = [["a"], ["b"], ["c"]]
+    assert trace.lent_peak_bytes(apart, in_flight=2) == max(100, 90 + 10, 70 + 30, 50 + 70, 45 + 60)
+    assert trace.lent_peak_bytes(apart, in_flight=1) == max(100, 90 + 10, 70 + 30, 50 + 60, 45 + 40)
+    assert trace.lent_peak_bytes([["c", "b", "a"]], in_flight=2) == 90 + 70

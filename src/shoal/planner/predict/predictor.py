@@ -148,9 +148,9 @@ class Predictor:
         layers = max(1, math.ceil(self.workload.model.layers))
         return [1 / layers] * layers
 
-    def first_backward_bytes(self, plan: Plan) -> float | None:
-        """At most of activations and gradients, where a rank's backward makes its gradients; None: not known, and they
-        come as what blocks kept goes.
+    def backward_bytes(self, plan: Plan) -> float | None:
+        """The most of activations and of gradients on their way: those that ZeRO-2 and -3 send, or that a first
+        backward on one rank makes; None: not known.
         """
         return None
 

@@ -19,6 +19,8 @@ from shoal.cost.plan import Plan
 from shoal.cost.prices import Heads, Prices
 from shoal.cost.transformer import Recompute
 from shoal.errors import ConfigError, LayoutError
+from shoal.gradients.bucket import IN_FLIGHT, Member, fill_buckets
+from shoal.gradients.config import GradientsConfig
 from shoal.planner.predict.layer import LayerBill
 from shoal.planner.predict.machine import tensor_group
 from shoal.planner.predict.measured import Measured
@@ -208,6 +210,22 @@ def _beside_buckets(plan: Plan, gradient_bytes: float, bucket_bytes: float) -> f
     return min(gradient_bytes, BUCKETS_ON_THE_WAY * bucket_bytes)
 
 
+def _buckets(trace: Trace, *, by_unit: bool, bucket_bytes: float) -> list[list[str]]:
+    """Parameters by the buckets in which ZeRO sends their gradients: of each block one, or as many as there is room
+    for."""
+    named = [(name, one) for name, one in trace.parameters.items() if one.trained]
+    sizes, blocks = {one.name: one.bytes for one in trace.filled}, set(trace.units.blocks)
+    members = [
+        Member(index, one.numel, sizes.get(name, 0), min(blocks & {*one.units}, default=-1) if by_unit else None)
+        for index, (name, one) in enumerate(named)
+    ]
+    most = int(sum(sizes.values()) + 1 if by_unit else bucket_bytes)
+    first = most if by_unit else GradientsConfig().first_bucket_bytes
+    found = fill_buckets(members, first_bytes=min(first, most), bytes_limit=most)
+    used = ([named[member.index][0] for member in bucket if member.bytes] for bucket in found)
+    return [bucket for bucket in used if bucket]
+
+
 class TracedPredictor(Predictor):
     """Predicts plans of one traced model on one cluster with one stack."""
 
@@ -306,9 +324,15 @@ class TracedPredictor(Predictor):
         trace = self.trace(plan)
         return [trace.kept_bytes.get(block, 0) / max(1, trace.held_bytes) for block in trace.units.blocks]
 
-    def first_backward_bytes(self, plan: Plan) -> float | None:
-        """See `Predictor.first_backward_bytes`."""
-        return None if plan.layout.pipeline > 1 else float(self.trace(plan).first_peak_bytes)
+    def backward_bytes(self, plan: Plan) -> float | None:
+        """See `Predictor.backward_bytes`."""
+        if plan.layout.pipeline > 1:
+            return None
+        trace = self.trace(plan)
+        if plan.zero < 2 or plan.layout.shard == 1:
+            return float(trace.first_peak_bytes)
+        buckets = _buckets(trace, by_unit=plan.zero == 3, bucket_bytes=self.stack.codecs.bucket_bytes)
+        return float(trace.lent_peak_bytes(buckets, in_flight=IN_FLIGHT))
 
     @property
     def parameter_shares(self) -> Sequence[float]:

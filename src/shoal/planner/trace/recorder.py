@@ -70,21 +70,33 @@ def _units(named: Iterable[tuple[str, Iterable[str]]], *, blocks: tuple[int, ...
 # operators; scratch memory inside of an operator it does not see.
 
 
+@dataclass(frozen=True)
+class Filled:
+    """The gradient of the parameter `name`, of `bytes`, is added to. `before_bytes`: the most that lived since the one
+    before; `with_term_bytes`: what lives now, the term that is added included.
+    """
+
+    name: str
+    bytes: int
+    before_bytes: int
+    with_term_bytes: int
+
+
 @dataclass
 class Alive:
-    """Counts storages from their first sight to their end; those of `apart` never. `first_peak_bytes`: the most of them
-    and of gradients, if a backward makes these in the place of adding to them.
+    """Counts storages from their first sight to their end; those of `apart` never. `filled` are the gradients in the
+    order in which a backward adds to them, and `since_bytes` the most that lived since the last of them.
     """
 
     bytes: int = 0
     peak_bytes: int = 0
-    first_peak_bytes: int = 0
+    since_bytes: int = 0
+    filled: list[Filled] = field(default_factory=list)
     peak_by_unit: dict[int | None, int] = field(default_factory=dict)
     _living: dict[int, tuple[int, int | None]] = field(default_factory=dict)
     _apart: set[int] = field(default_factory=set)
     _kept_bytes: int = 0
     _kept: set[int] = field(default_factory=set)
-    _gradient_bytes: int = 0
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """These are no activations: parameters, gradients, inputs. They must outlive the trace."""
@@ -100,13 +112,14 @@ class Alive:
         weakref.finalize(storage, self._end, key, size)
         self.bytes += size
         self.peak_bytes = max(self.peak_bytes, self.bytes)
-        self.first_peak_bytes = max(self.first_peak_bytes, self.bytes + self._gradient_bytes)
+        self.since_bytes = max(self.since_bytes, self.bytes)
         new = self.bytes - self._kept_bytes
         self.peak_by_unit[unit] = max(self.peak_by_unit.get(unit, 0), new)
 
-    def accumulates(self, gradient: Tensor) -> None:
-        """A term of it was added to it, and ends; the first would be the gradient, and stay."""
-        self._gradient_bytes += gradient.untyped_storage().nbytes()
+    def fill(self, name: str, gradient: Tensor) -> None:
+        """A term of it was added to the gradient of a parameter, and ends next."""
+        self.filled.append(Filled(name, gradient.untyped_storage().nbytes(), self.since_bytes, self.bytes))
+        self.since_bytes = 0
 
     def keep(self) -> dict[int | None, int]:
         """Bytes by unit that are alive now, at the end of a forward: from here on, what is new is counted apart."""
@@ -149,7 +162,7 @@ class Recorder(TorchDispatchMode):
         self._stack: list[str] = []
         self._starts: list[int] = []
         self._paths: list[str] = []
-        self._owners = {id(p): name.rpartition(".")[0] for name, p in model.named_parameters()}
+        self._names = {id(p): name for name, p in model.named_parameters()}
         self._weights = WeightGradients(model)
 
     def __torch_dispatch__(
@@ -211,7 +224,7 @@ class Recorder(TorchDispatchMode):
             return ""
         variable = getattr(node, "variable", None)
         if variable is not None:
-            return self._owners.get(id(variable), "")
+            return self._names.get(id(variable), "").rpartition(".")[0]
         place = bisect_right(self._starts, node._sequence_nr()) - 1
         return self._paths[place] if place >= 0 else ""
 
@@ -227,7 +240,8 @@ class Recorder(TorchDispatchMode):
         if not new and not func._schema.is_mutable:
             return  # a view
         if name == "aten.add_" and self._accumulates():
-            self._alive.accumulates(inputs[0])
+            variable = getattr(torch._C._current_autograd_node(), "variable", None)
+            self._alive.fill(self._names[id(variable)], inputs[0])
         for tensor in new:
             self._alive.see(tensor, unit)
         if name in ALLOCATIONS:

@@ -12,7 +12,7 @@ import gc
 import logging
 import os
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -32,7 +32,7 @@ from shoal.codec.stated import Matrices
 from shoal.errors import ShoalError, UserCodeError
 from shoal.models.roles import roles_of
 from shoal.planner.trace.operator import BACKWARD_ATTENTION, Message, Operator, ParameterTrace, TracedGroup
-from shoal.planner.trace.recorder import Alive, Recorder, Units
+from shoal.planner.trace.recorder import Alive, Filled, Recorder, Units
 
 Result = TypeVar("Result")
 
@@ -100,7 +100,8 @@ class Trace:
 
     `kept_bytes`: what lives from the forward to the backward, by unit (None: outside of them); `on_the_way_bytes`: the
     most that the backward of a unit makes beside it; `peak_bytes`: the most that lived at once. Parameters, gradients
-    and inputs are in none of these. `first_peak_bytes` is the peak with gradients that this backward makes.
+    and inputs are in none of these. `filled` are the gradients in the order in which the backward adds to them, and
+    `since_bytes` the most that lived behind the last one.
     """
 
     units: Units
@@ -110,13 +111,42 @@ class Trace:
     kept_bytes: Mapping[int | None, int]
     on_the_way_bytes: Mapping[int | None, int]
     peak_bytes: int
-    first_peak_bytes: int
+    filled: tuple[Filled, ...]
+    since_bytes: int
     boundary_bytes: Mapping[int, int]
 
     @property
     def held_bytes(self) -> int:
         """All that lives from the forward to the backward."""
         return sum(self.kept_bytes.values())
+
+    @property
+    def first_peak_bytes(self) -> int:
+        """The peak with the gradients, where this backward makes them in the place of adding to them."""
+        made, peak = 0, 0
+        for one in self.filled:
+            peak, made = max(peak, one.before_bytes + made), made + one.bytes
+        return max(peak, self.since_bytes + made)
+
+    def lent_peak_bytes(self, buckets: Sequence[Collection[str]], *, in_flight: int) -> int:
+        """The peak with lent buffers, one for each of `buckets`, which have names of parameters and leave in this
+        order. A buffer is there from the first gradient that is copied into it until it was sent and `in_flight` others
+        were, too.
+        """
+        home = {name: number for number, bucket in enumerate(buckets) for name in bucket}
+        missing = [len(bucket) for bucket in buckets]
+        sizes, lent, sent, peak = [0] * len(buckets), set[int](), 0, 0
+        for one in self.filled:
+            sizes[home[one.name]] += one.bytes
+        for one in self.filled:
+            peak = max(peak, one.before_bytes + sum(sizes[number] for number in lent))
+            lent.add(home[one.name])
+            peak = max(peak, one.with_term_bytes + sum(sizes[number] for number in lent))
+            missing[home[one.name]] -= 1
+            while sent < len(buckets) and missing[sent] == 0:
+                sent += 1
+                lent.discard(sent - 1 - in_flight)
+        return max(peak, self.since_bytes + sum(sizes[number] for number in lent))
 
     @property
     def flops(self) -> float:
@@ -172,7 +202,8 @@ def traced(
         kept_bytes=kept,
         on_the_way_bytes=dict(alive.peak_by_unit),
         peak_bytes=alive.peak_bytes,
-        first_peak_bytes=alive.first_peak_bytes,
+        filled=tuple(alive.filled),
+        since_bytes=alive.since_bytes,
         boundary_bytes=boundaries,
     )
 
