@@ -133,8 +133,7 @@ class KeyedDraws(TorchFunctionMode):
     @property
     def may_doze(self) -> bool:
         """Does nothing but draws need to know which modules are under way?"""
-        sliced = self.slices.sequence is not None or self.slices.columns or self.slices.rows
-        return self.one_at_a_time and not self.is_asked_for and not sliced
+        return self.one_at_a_time and not (self.is_asked_for or self.slices.columns or self.slices.rows)
 
     def wake(self) -> None:
         """Its model is to be called with it."""
