@@ -201,7 +201,7 @@ def own(setting: Setting, place: Place) -> Callable[[], Any]:
         optimizer.step()
         return float(loss.detach())
 
-    return by_itself(step, opened)
+    return by_itself(step, opened, setting.stack)
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:

@@ -120,14 +120,16 @@ def own_loop(setting: Setting, *, zero: int | None = None) -> Step:
         optimizer.step()
         return float(loss.detach())
 
-    return by_itself(step, run)
+    return by_itself(step, run, setting.stack)
 
 
-def by_itself(step: Step, run: Run) -> Step:
+def by_itself(step: Step, run: Run, stack: ExitStack) -> Step:
     """`step` of a loop that waits between two steps without the mode that keys its draws, which is there from one batch
-    to the next, and would hold up whatever else this thread does.
+    to the next, and would hold up whatever else this thread does. `stack` leaves it for good.
     """
-    away = ExitStack()
+    away, draws = ExitStack(), run.step.compute.randomness.draws
+    stack.callback(lambda: draws is not None and draws.in_loop and draws.leave_loop())
+    stack.callback(away.close)
 
     def alone() -> float:
         away.close()
