@@ -33,6 +33,7 @@ from torch._C._distributed_c10d import HashStore
 from torch.utils.data import TensorDataset
 
 from benchmarks.command import run
+from benchmarks.loop_scripts import by_itself
 from benchmarks.own_gpt import build
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.run import open_run
@@ -200,7 +201,7 @@ def own(setting: Setting, place: Place) -> Callable[[], Any]:
         optimizer.step()
         return float(loss.detach())
 
-    return step
+    return by_itself(step, opened, setting.stack)
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from benchmarks.models_of_others import Model, Samples
 from shoal.assembly.objects import UserObjects
-from shoal.assembly.run import open_run
+from shoal.assembly.run import Run, open_run
 from shoal.bench.ddp_script import decay_groups, new_gpt
 from shoal.bench.training_job import ENDLESS, LR, SEQUENCE, Training, training_job
 from shoal.config.named import GIVEN
@@ -120,7 +120,24 @@ def own_loop(setting: Setting, *, zero: int | None = None) -> Step:
         optimizer.step()
         return float(loss.detach())
 
-    return step
+    return by_itself(step, run, setting.stack)
+
+
+def by_itself(step: Step, run: Run, stack: ExitStack) -> Step:
+    """`step` of a loop that waits between two steps without the mode that keys its draws, which is there from one batch
+    to the next, and would hold up whatever else this thread does. `stack` leaves it for good.
+    """
+    away, draws = ExitStack(), run.step.compute.randomness.draws
+    stack.callback(lambda: draws is not None and draws.in_loop and draws.leave_loop())
+    stack.callback(away.close)
+
+    def alone() -> float:
+        away.close()
+        loss = step()
+        away.enter_context(run.step.compute.randomness.beside_loop())
+        return loss
+
+    return alone
 
 
 def ddp(setting: Setting) -> Step:

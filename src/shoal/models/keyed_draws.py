@@ -34,7 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from shoal.errors import UserCodeError
 from shoal.maths.counter import bits, key_of
 from shoal.models.keyed_functions import BODIES, DROPPING, HANDLERS
-from shoal.models.sample_places import APART, Extent, Inside, Slices, extents_in, numbered, samples_in
+from shoal.models.sample_places import Extent, Inside, Slices, extents_in, numbered, rows_of, samples_in
 
 
 @dataclass
@@ -133,8 +133,7 @@ class KeyedDraws(TorchFunctionMode):
     @property
     def may_doze(self) -> bool:
         """Does nothing but draws need to know which modules are under way?"""
-        sliced = self.slices.sequence is not None or self.slices.columns or self.slices.rows
-        return self.one_at_a_time and not self.is_asked_for and not sliced
+        return self.one_at_a_time and not (self.is_asked_for or self.slices.columns or self.slices.rows)
 
     def wake(self) -> None:
         """Its model is to be called with it."""
@@ -338,10 +337,10 @@ class KeyedDraws(TorchFunctionMode):
         if write is None or not writable or dim is None or not inner or self._extents(inner):
             drawn = self._bits(key, shape, device=device, samples=samples)
             return (drawn >= least).to(dtype) / (1 - p)
-        first = self._index(inner[:-1], device).flatten() * max(APART, inner[-1])
-        mask = torch.empty(len(self._sample_keys()), *inner)
-        write(self._sample_keys().contiguous(), key, first, mask, least=least, kept=_stays(p, dtype))
-        return mask.movedim(0, dim).reshape(shape).to(dtype)
+        keys = self._sample_keys().contiguous()
+        mask = torch.empty(len(keys), *inner)
+        write(keys, key, rows_of(inner), mask, least=least, kept=_stays(p, dtype))
+        return (mask.view(shape) if dim == 0 else mask.movedim(0, dim).reshape(shape)).to(dtype)
 
     def _next_key(self) -> int:
         """That of the next draw."""

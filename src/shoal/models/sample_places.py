@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -75,6 +76,12 @@ def numbered(inner: Sequence[int], extents: Mapping[int, Extent], device: torch.
         extent = extents.get(dim) or Extent(torch.arange(length), length)
         flat = flat[..., None] * max(APART, extent.whole) + extent.places.to(device)
     return flat
+
+
+@lru_cache(maxsize=256)
+def rows_of(inner: tuple[int, ...]) -> Tensor:
+    """The number of the first element in each row of a whole sample, int64 `[rows]` on the CPU, to be read alone."""
+    return numbered(inner[:-1], {}, torch.device("cpu")).flatten() * max(APART, inner[-1])
 
 
 def extents_in(

@@ -307,6 +307,13 @@ class Player:
         self._shown.close()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        with self._randomness.beside_loop():
+            agreed = self._make_ready(optimizer, args, kwargs)
+        if agreed is not None:
+            self._stepping.enter_context(self._randomness.updating(in_pieces=self.gradients.divided))
+
+    def _make_ready(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> AgreedUpdate | None:
+        """What all ranks have agreed on, if anything; the optimizer sees then what it is to step, and nothing else."""
         self._check_unscaled()
         if len(args) > 1 or any(value is not None for value in kwargs.values()):
             raise UserCodeError("optimizer.step() was given a closure; call it without, after the backward")
@@ -332,8 +339,7 @@ class Player:
             self._done = [(group, group["params"]) for group in optimizer.param_groups]
             for group, _ in self._done:
                 group["params"] = []
-        if agreed is not None:
-            self._stepping.enter_context(self._randomness.updating(in_pieces=self.gradients.divided))
+        return agreed
 
     def _give_back(self) -> None:
         """What the optimizer was not to see in its step."""
