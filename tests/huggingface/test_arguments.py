@@ -133,3 +133,17 @@ def test_rows_of_uneven_batches_are_padded() -> None:
 
     rows = gathered([torch.ones(2, 3), torch.zeros(1, 1)], 1, torch.device("cpu"))
     assert rows.tolist() == [[1, 1, 1], [1, 1, 1], [0, -100, -100]]
+
+
+def test_each_sample_is_evaluated_by_one_rank() -> None:
+    """Of more ranks than batches, each has one all the same, which counts for nothing."""
+    from shoal.huggingface.evaluation import shares
+
+    data = [{"input_ids": torch.tensor([number])} for number in range(5)]
+    loader = torch.utils.data.DataLoader(data, batch_size=2)  # pyright: ignore[reportArgumentType]
+    found = [list(shares(loader, rank=rank, ranks=4)) for rank in range(4)]
+    counted = [int(each) for rank in found for share in rank for each in share.numbers if each >= 0]
+    assert sorted(counted) == [0, 1, 2, 3, 4]
+    assert [share.numbers.tolist() for share in found[3]] == [[-1, -1]]
+    read = [int(each) for rank in found[:3] for share in rank for each in share.batch["input_ids"]]
+    assert read == counted

@@ -42,6 +42,8 @@ def evaluated(
     sums = torch.zeros(2, dtype=torch.float64, device=args.device)
     for share in shares(loader, rank=args.process_index, ranks=args.world_size):
         inputs = trainer._prepare_inputs(share.batch)
+        if trainer.masking is not None:
+            inputs = trainer.masking(inputs, seed=args.seed + max(0, int(share.numbers[0])))
         weight = trainer.loss_weight(inputs)
         loss, logits, labels = trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
         if logits is not None and reduced is not None:

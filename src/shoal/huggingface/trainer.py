@@ -15,6 +15,7 @@ Of transformers' loop nothing is used; of its class what a subclass may override
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
@@ -33,6 +34,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, speed_metrics
+from transformers.utils import is_datasets_available
 
 import shoal
 from shoal.assembly.start import leave_with
@@ -41,7 +43,8 @@ from shoal.engine.forward_backward import evaluating
 from shoal.errors import ShoalError, UsageError, UserCodeError
 from shoal.huggingface.arguments import ORDERS, TrainingArguments, Whereabouts, require_carried, tables_of, unused
 from shoal.huggingface.evaluation import evaluated
-from shoal.huggingface.labels import label_count, require_repeatable, shifts_labels
+from shoal.huggingface.labels import label_count, require_repeatable, shifts_labels, without_masking
+from shoal.launcher.environment import ALONE, place_from
 from shoal.launcher.own_script import divided, keys_told, script_check
 from shoal.runfile.run_file import RunFile
 
@@ -110,6 +113,7 @@ class OnShoal(transformers.Trainer):
         self._loss_sum, self._losses, self._total_loss, self._logged_at = 0.0, 0, 0.0, 0
         super().__init__(model, args, *given, **named)
         self._loss_shifts_labels = shifts_labels(self.model)
+        self.data_collator, self.masking = without_masking(self.data_collator)
 
     def create_accelerator_and_postprocess(self) -> None:
         """An accelerator that connects nothing and takes no device, for those who ask it to unwrap a model."""
@@ -129,7 +133,6 @@ class OnShoal(transformers.Trainer):
         resume_from_checkpoint: str | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
-        **_: Any,
     ) -> TrainOutput:
         """Train, or go on with the run of `output_dir` that was cut off, as the same command does.
 
@@ -242,7 +245,7 @@ class OnShoal(transformers.Trainer):
     def _loader(self, data: Any, batch: int) -> DataLoader:
         """The data set as transformers gives it to the collator, in global batches."""
         args, collate = self.args, self.data_collator
-        if hasattr(data, "column_names"):
+        if is_datasets_available() and isinstance(data, importlib.import_module("datasets").Dataset):
             data = self._remove_unused_columns(data, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
@@ -271,7 +274,8 @@ class OnShoal(transformers.Trainer):
                 "trainer": SimpleNamespace(state_dict=self._kept, load_state_dict=self._go_on),
             },
         )
-        args.whereabouts = Whereabouts(run.rank, args.local_process_index, run.world_size, run.device)
+        local_rank = (place_from(os.environ) or ALONE).local_rank
+        args.whereabouts = Whereabouts(run.rank, local_rank, run.world_size, run.device)
         self.state.is_world_process_zero, self.state.is_local_process_zero = (
             run.rank == 0,
             args.local_process_index == 0,
@@ -328,6 +332,7 @@ class OnShoal(transformers.Trainer):
     def _backward(self, run: Training, inputs: dict[str, Any]) -> None:
         """Of one microbatch."""
         inputs = self._prepare_inputs(inputs)
+        inputs = inputs if self.masking is None else self.masking(inputs)
         weight = self.loss_weight(inputs)
         items = torch.tensor(max(weight, 1.0), device=run.device) if "labels" in inputs else None
         with self.compute_loss_context_manager():
