@@ -85,6 +85,21 @@ def test_tables_of_the_run(tmp_path: Path) -> None:
     assert tables["checkpoint"] == {"every_steps": 0, "keep": 2}
 
 
+def test_the_length_of_a_run(tmp_path: Path) -> None:
+    """The batch is that of one process; keys count before the configuration, and both before the arguments."""
+    from shoal.huggingface.arguments import plan_of
+
+    given = arguments(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_train_epochs=1.5)
+    plan = plan_of(given, None, [], samples=26)
+    assert (plan.batch, plan.steps_per_epoch, plan.steps) == (8, 4, 6)
+    assert plan.tables["batch"] == {"micro_samples": 4}
+    plan = plan_of(given, {"batch": {"global_samples": 13}, "run": {"steps": 9}}, ["run.steps=3"], samples=26)
+    assert (plan.batch, plan.steps_per_epoch, plan.steps) == (13, 2, 3)
+    assert plan.tables["run"]["seed"] == 42
+    with pytest.raises(UsageError, match="set max_steps"):
+        plan_of(given, None, [], samples=None)
+
+
 def test_methods_that_would_not_be_called_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With exit code 2; those of another library's subclass of transformers' too."""
     from shoal.huggingface import Trainer
@@ -133,3 +148,17 @@ def test_rows_of_uneven_batches_are_padded() -> None:
 
     rows = gathered([torch.ones(2, 3), torch.zeros(1, 1)], 1, torch.device("cpu"))
     assert rows.tolist() == [[1, 1, 1], [1, 1, 1], [0, -100, -100]]
+
+
+def test_each_sample_is_evaluated_by_one_rank() -> None:
+    """Of more ranks than batches, each has one all the same, which counts for nothing."""
+    from shoal.huggingface.evaluation import shares
+
+    data = [{"input_ids": torch.tensor([number])} for number in range(5)]
+    loader = torch.utils.data.DataLoader(data, batch_size=2)  # pyright: ignore[reportArgumentType]
+    found = [list(shares(loader, rank=rank, ranks=4)) for rank in range(4)]
+    counted = [int(each) for rank in found for share in rank for each in share.numbers if each >= 0]
+    assert sorted(counted) == [0, 1, 2, 3, 4]
+    assert [share.numbers.tolist() for share in found[3]] == [[-1, -1]]
+    read = [int(each) for rank in found[:3] for share in rank for each in share.batch["input_ids"]]
+    assert read == counted

@@ -135,6 +135,26 @@ left(trainer, evaluated=trainer.evaluate()["eval_loss"])
 """
 )
 
+MASKED = (
+    HEAD
+    + """
+import datasets
+from tokenizers import Tokenizer, models
+from transformers import BertConfig, BertForMaskedLM, DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+special = {name: f"[{name[:4]}]" for name in ("pad_token", "mask_token", "unk_token")}
+known = {word: i for i, word in enumerate([*special.values(), *map(str, range(37))])}
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(known, "[unk_]")), **special)
+data = datasets.Dataset.from_list([{"text": "unused", "input_ids": words()} for _ in range(26)])
+model = BertForMaskedLM(BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+    intermediate_size=32, max_position_embeddings=16))
+trainer = Trainer(model=model, train_dataset=data, eval_dataset=data.select(range(9)),
+    data_collator=DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.4),
+    args=arguments(gradient_accumulation_steps=2, per_device_eval_batch_size=4))
+trainer.train()
+left(trainer, evaluated=trainer.evaluate()["eval_loss"])
+"""
+)
+
 
 def script(folder: Path, text: str, source: str, **more: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
@@ -202,6 +222,15 @@ def test_sequences_are_generated_on_all_ranks(tmp_path: Path) -> None:
     found = ours(tmp_path / "two", SEQUENCES, *SHARDED, world=2)
     assert logged(found, "loss") == pytest.approx(logged(expected, "loss"), rel=ROUNDING)
     assert found["evaluated"]["eval_tokens"] == expected["evaluated"]["eval_tokens"]
+
+
+def test_masks_are_those_of_the_sample(tmp_path: Path) -> None:
+    """A masked language model with dropout: the same masks on one rank and on two, in training and evaluation."""
+    one = ours(tmp_path / "one", MASKED, world=1)
+    two = ours(tmp_path / "two", MASKED, world=2)
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert logged(two, name) == pytest.approx(logged(one, name), rel=ROUNDING), name
+    assert two["evaluated"] == pytest.approx(one["evaluated"], rel=ROUNDING)
 
 
 def test_a_killed_run_goes_on_bit_by_bit(tmp_path: Path) -> None:

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from math import ceil
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
 from transformers.training_args import OptimizerNames
 
+from shoal.config.load import apply, read
 from shoal.errors import UsageError
 from shoal.launcher.environment import ALONE, place_from
+from shoal.launcher.own_script import divided, keys_told
+from shoal.runfile.run_file import RunFile
 
 
 class Whereabouts(NamedTuple):
@@ -203,6 +209,42 @@ def tables_of(arguments: Any) -> dict[str, dict[str, Any]]:
         "checkpoint": {"every_steps": 0, **({"keep": kept} if kept else {})},
         **({"precision": {"kind": kind}} if kind else {}),
     }
+
+
+class Plan(NamedTuple):
+    """What a run is started with: its tables and the keys on top, the samples of a global batch, and its length."""
+
+    tables: dict[str, Any]
+    overrides: list[str]
+    batch: int
+    steps: int
+    steps_per_epoch: int
+
+
+def plan_of(
+    arguments: Any,
+    config: str | Path | Mapping[str, Any] | None,
+    overrides: Sequence[str] | None,
+    *,
+    samples: int | None,
+) -> Plan:
+    """What the arguments stand for, below a run file or its tables, below keys (None: those of the command line), for a
+    data set of so many samples; None: an iterable. Raises `UsageError` where nobody knows how long the run is.
+    """
+    given = read(Path(config)) if isinstance(config, str | Path) else dict(config or {})
+    tables = {**given, **{name: {**own, **given.get(name, {})} for name, own in tables_of(arguments).items()}}
+    keys = divided(sys.argv[1:])[0] if overrides is None else list(overrides)
+    said = apply(tables, [key for key in [*keys, *keys_told(os.environ)] if "=" in key], RunFile)
+    micro = arguments.per_device_train_batch_size
+    batch = said.get("batch", {}).get("global_samples") or micro * arguments.gradient_accumulation_steps
+    tables["batch"] = {"micro_samples": min(micro, batch), **tables.get("batch", {})}
+    steps = said["run"].get("steps") or (arguments.max_steps if arguments.max_steps > 0 else None)
+    if samples is None:
+        if steps is None:
+            raise UsageError("the train_dataset is an iterable, which has no epochs: set max_steps")
+        return Plan(tables, keys, batch, steps, steps)
+    per_epoch = max(1, samples // batch if arguments.dataloader_drop_last else ceil(samples / batch))
+    return Plan(tables, keys, batch, steps or ceil(arguments.num_train_epochs * per_epoch), per_epoch)
 
 
 def _set_fields(arguments: Any) -> Iterator[str]:

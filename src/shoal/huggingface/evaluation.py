@@ -8,6 +8,7 @@ know what there is to exchange.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -37,33 +38,33 @@ def evaluated(
     trainer: OnShoal, loader: DataLoader, *, loss_only: bool, ignore_keys: list[str] | None, prefix: str
 ) -> EvalLoopOutput:
     """What `evaluation_loop` returns. Raises `UsageError` for a set without samples."""
-    args, model = trainer.args, trainer.model
-    numbers, rows, reduced = [], _Rows(), trainer.preprocess_logits_for_metrics
+    args, reduced = trainer.args, trainer.preprocess_logits_for_metrics
+    numbers, rows = [], _Rows()
     sums = torch.zeros(2, dtype=torch.float64, device=args.device)
     for share in shares(loader, rank=args.process_index, ranks=args.world_size):
         inputs = trainer._prepare_inputs(share.batch)
-        weight = trainer.loss_weight(inputs)
-        loss, logits, labels = trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+        if trainer.masking is not None:
+            inputs = trainer.masking(inputs, seed=args.seed + max(0, int(share.numbers[0])))
+        weight = trainer.loss_weight(inputs) if int(share.numbers[0]) >= 0 else 0.0
+        loss, logits, labels = trainer.prediction_step(trainer.model, inputs, loss_only, ignore_keys=ignore_keys)
         if logits is not None and reduced is not None:
             logits = reduced(logits, labels)  # pyright: ignore[reportArgumentType]
-        counts = bool((share.numbers >= 0).all())
-        if loss is not None and counts and weight:
+        if loss is not None and weight:
             sums += torch.tensor([weight * float(loss), weight], dtype=torch.float64, device=args.device)
         numbers.append(share.numbers)
         rows.add((logits, labels), len(share.numbers))
         trainer.control = trainer.callback_handler.on_prediction_step(args, trainer.state, trainer.control)
     if not numbers:
         raise UsageError("the evaluation set has no samples")
-    place = torch.cat(numbers)
     if args.world_size > 1:
         dist.all_reduce(sums)
-    order = gathered([place], args.world_size, args.device)
-    order = np.argsort(order, kind="stable")[(order < 0).sum() :]
+    everyone = gathered(numbers, args.world_size, args.device)
+    order = np.argsort(everyone, kind="stable")[(everyone < 0).sum() :]
     predictions, label_ids = rows.whole(order, args.world_size, args.device)
     metrics: dict[str, Any] = {}
     if trainer.compute_metrics is not None and predictions is not None and label_ids is not None:
-        found: Any = trainer.compute_metrics(EvalPrediction(predictions, label_ids))  # pyright: ignore
-        metrics = {**denumpify_detensorize(found)}  # pyright: ignore[reportGeneralTypeIssues]
+        measured: Any = trainer.compute_metrics(EvalPrediction(predictions, label_ids))
+        metrics = dict(denumpify_detensorize(measured))  # pyright: ignore[reportCallIssue, reportArgumentType]
     if float(sums[1]):
         metrics["loss"] = float(sums[0] / sums[1])
     named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
@@ -74,19 +75,21 @@ def shares(loader: DataLoader, *, rank: int, ranks: int) -> Iterator[Share]:
     """The batches of this rank, at least one where the set has any."""
     data, size = loader.dataset, loader.batch_size or 1
     if isinstance(data, IterableDataset):
-        batches = list(enumerate(loader))
+        batches = enumerate(loader)
     else:
-        starts = range(0, len(data), size)  # pyright: ignore[reportArgumentType]
-        mine = [number for number in range(len(starts)) if number % ranks == rank] or [0][: len(starts)]
-        rows = [list(range(starts[n], min(starts[n] + size, len(data)))) for n in mine]  # pyright: ignore
+        samples = len(data)  # pyright: ignore[reportArgumentType]
+        count = ceil(samples / size)
+        mine = list(range(rank, count, ranks)) or list(range(min(count, 1)))
+        rows = [list(range(n * size, min((n + 1) * size, samples))) for n in mine]
         batches = zip(mine, DataLoader(data, batch_sampler=rows, collate_fn=loader.collate_fn), strict=True)
-    given = False
+    first, given = None, False
     for number, batch in batches:
+        first = batch if first is None else first
         if number % ranks == rank:
             given = True
             yield Share(batch, torch.arange(number * size, number * size + _samples(batch)))
-        elif not given and number == 0 and not isinstance(data, IterableDataset):
-            yield Share(batch, torch.full((_samples(batch),), -1))
+    if first is not None and not given:
+        yield Share(first, torch.full((_samples(first),), -1))
 
 
 def _samples(batch: Any) -> int:
@@ -115,10 +118,11 @@ class _Rows:
             if leaf is not None:
                 kept.append(leaf.detach().cpu())
 
-    def whole(self, order: np.ndarray, ranks: int, device: torch.device) -> Any:
+    def whole(self, order: np.ndarray, ranks: int, device: torch.device) -> tuple[Any, Any]:
         """The tree of arrays of all ranks, in that order of their rows."""
         arrays = [gathered(kept, ranks, device)[order] if kept else None for kept in self._leaves]
-        return tree_unflatten(arrays, self._structure)
+        predictions, labels = tree_unflatten(arrays, self._structure)
+        return predictions, labels
 
 
 def gathered(parts: list[Tensor], ranks: int, device: torch.device) -> np.ndarray:

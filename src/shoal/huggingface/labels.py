@@ -3,19 +3,24 @@
 transformers' models compute the mean of the cross-entropy over the labels that count: those other than -100. A causal
 model predicts the label behind each position, so the first label of every sequence is no target. A mean of such means
 over microbatches is not the mean over the batch: transformers#34373.
+
+A masked language model's collator draws which tokens it masks. Here the collator only pads, and `Masking` draws in the
+loop, whose draws are keyed on the sample: a sample has the same mask in its epoch, whatever batch it is in.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from copy import deepcopy
+from copy import copy, deepcopy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
+from transformers import DataCollatorForLanguageModeling
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -54,6 +59,29 @@ def label_count(inputs: Mapping[str, Any], model: nn.Module, *, shifted: bool) -
     counts = labels != IGNORED
     other = getattr(getattr(innermost(model), "config", None), "semantic_loss_ignore_index", None)
     return float((counts if other is None else counts & (labels != other)).sum())
+
+
+class Masking:
+    """What `collator` of a masked language model does once it has padded."""
+
+    def __init__(self, collator: DataCollatorForLanguageModeling) -> None:
+        self._collator = copy(collator)
+
+    def __call__(self, inputs: Mapping[str, Any], *, seed: int | None = None) -> dict[str, Any]:
+        """`inputs` with some tokens masked, and labels for these. `seed`: draws from it, not as the loop does."""
+        tokens = inputs["input_ids"]
+        self._collator.generator = None if seed is None else torch.Generator().manual_seed(seed)
+        masked, labels = self._collator.torch_mask_tokens(tokens.cpu().clone())
+        return {**inputs, "input_ids": masked.to(tokens.device), "labels": labels.to(tokens.device)}
+
+
+def without_masking(collator: Any) -> tuple[Any, Masking | None]:
+    """The collator as one that only pads, and its masking; None where it masks no tokens, or whole words."""
+    if type(collator) is not DataCollatorForLanguageModeling or not collator.mlm:
+        return collator, None
+    if getattr(collator, "whole_word_mask", False):
+        return collator, None
+    return replace(collator, mlm=False, seed=None), Masking(collator)
 
 
 def require_repeatable(collate: Callable[[list[Any]], Any], data: Any) -> None:

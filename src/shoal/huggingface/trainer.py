@@ -15,8 +15,9 @@ Of transformers' loop nothing is used; of its class what a subclass may override
 
 from __future__ import annotations
 
+import importlib
 import os
-import sys
+import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -24,7 +25,7 @@ from dataclasses import asdict
 from math import ceil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -33,17 +34,17 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_callback import ExportableState, TrainerState
 from transformers.trainer_utils import EvalLoopOutput, TrainOutput, speed_metrics
+from transformers.utils.import_utils import is_datasets_available
 
 import shoal
 from shoal.assembly.start import leave_with
-from shoal.config.load import apply, read
 from shoal.engine.forward_backward import evaluating
 from shoal.errors import ShoalError, UsageError, UserCodeError
-from shoal.huggingface.arguments import ORDERS, TrainingArguments, Whereabouts, require_carried, tables_of, unused
+from shoal.huggingface.arguments import ORDERS, Plan, TrainingArguments, Whereabouts, plan_of, require_carried, unused
 from shoal.huggingface.evaluation import evaluated
-from shoal.huggingface.labels import label_count, require_repeatable, shifts_labels
-from shoal.launcher.own_script import divided, keys_told, script_check
-from shoal.runfile.run_file import RunFile
+from shoal.huggingface.labels import label_count, require_repeatable, shifts_labels, without_masking
+from shoal.launcher.environment import ALONE, place_from
+from shoal.launcher.own_script import script_check
 
 if TYPE_CHECKING:
     from shoal.own_loop.loop import Training
@@ -59,6 +60,8 @@ OVERRIDDEN = {
     "push_to_hub": "call save_model(folder), and upload the folder",
 }
 """Methods that a subclass may not override, and what to do instead."""
+LAUNCHERS = re.compile(r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_|PMI_|OMPI_|MV2_|MPI_|SLURM_|CCL_")
+"""Variables by which accelerate finds that there are ranks to connect."""
 KEPT_BY_RANKS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
 """What of a `TrainerState` is no part of a checkpoint, or is made anew for it."""
 
@@ -77,16 +80,6 @@ class RunKeys:
     ) -> None:
         self._config, self._overrides = config, overrides
         super().__init__(*given, **named)
-
-
-class Plan(NamedTuple):
-    """How long a run is, and what it is started with."""
-
-    tables: dict[str, Any]
-    overrides: list[str]
-    batch: int
-    steps: int
-    steps_per_epoch: int
 
 
 class OnShoal(transformers.Trainer):
@@ -110,6 +103,7 @@ class OnShoal(transformers.Trainer):
         self._loss_sum, self._losses, self._total_loss, self._logged_at = 0.0, 0, 0.0, 0
         super().__init__(model, args, *given, **named)
         self._loss_shifts_labels = shifts_labels(self.model)
+        self.data_collator, self.masking = without_masking(self.data_collator)
 
     def create_accelerator_and_postprocess(self) -> None:
         """An accelerator that connects nothing and takes no device, for those who ask it to unwrap a model."""
@@ -129,7 +123,6 @@ class OnShoal(transformers.Trainer):
         resume_from_checkpoint: str | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
-        **_: Any,
     ) -> TrainOutput:
         """Train, or go on with the run of `output_dir` that was cut off, as the same command does.
 
@@ -215,41 +208,24 @@ class OnShoal(transformers.Trainer):
             self._run.close()
 
     def _planned(self) -> tuple[Plan, DataLoader]:
-        """What to start. Raises `UsageError` where it is not known how long the run is."""
-        args, data = self.args, self.train_dataset
+        """What to start. Raises `UsageError` where there is no data, or nobody knows how long the run is."""
+        data = self.train_dataset
         if data is None:
             raise UsageError("train() needs a train_dataset")
-        config = read(Path(self._config)) if isinstance(self._config, str | Path) else dict(self._config or {})
-        tables = tables_of(args)
-        tables = {**config, **{name: {**tables[name], **config.get(name, {})} for name in tables}}
-        overrides = divided(sys.argv[1:])[0] if self._overrides is None else list(self._overrides)
-        said = apply(tables, [key for key in [*overrides, *keys_told(os.environ)] if "=" in key], RunFile)
-        batch = said.get("batch", {}).get("global_samples")
-        batch = batch or args.per_device_train_batch_size * args.gradient_accumulation_steps
-        micro = min(args.per_device_train_batch_size, batch)
-        tables["batch"] = {"micro_samples": micro, **tables.get("batch", {})}
-        loader = self._loader(data, batch)
-        steps = said.get("run", {}).get("steps") or (args.max_steps if args.max_steps > 0 else None)
-        if isinstance(loader.dataset, IterableDataset):
-            if steps is None:
-                raise UsageError("the train_dataset is an iterable, which has no epochs: set max_steps")
-            return Plan(tables, overrides, batch, steps, steps), loader
-        steps_per_epoch = max(1, len(loader))
-        return Plan(
-            tables, overrides, batch, steps or ceil(args.num_train_epochs * steps_per_epoch), steps_per_epoch
-        ), loader
+        samples = None if isinstance(data, IterableDataset) else len(data)  # pyright: ignore[reportArgumentType]
+        plan = plan_of(self.args, self._config, self._overrides, samples=samples)
+        return plan, self._loader(data, plan.batch)
 
     def _loader(self, data: Any, batch: int) -> DataLoader:
         """The data set as transformers gives it to the collator, in global batches."""
         args, collate = self.args, self.data_collator
-        if hasattr(data, "column_names"):
+        if is_datasets_available() and isinstance(data, importlib.import_module("datasets").Dataset):
             data = self._remove_unused_columns(data, description="training")
         else:
             collate = self._get_collator_with_removed_columns(collate, description="training")
-        order = (
-            None if isinstance(data, IterableDataset) else ORDERS[getattr(args, "train_sampling_strategy", "random")]
-        )
-        return DataLoader(data, batch, shuffle=order, collate_fn=collate, drop_last=args.dataloader_drop_last)
+        shuffle = ORDERS[getattr(args, "train_sampling_strategy", "random")]
+        shuffle = None if isinstance(data, IterableDataset) else shuffle
+        return DataLoader(data, batch, shuffle=shuffle, collate_fn=collate, drop_last=args.dataloader_drop_last)
 
     def _started(self, plan: Plan, loader: DataLoader) -> Training:
         """The run, with what an earlier start has left."""
@@ -271,16 +247,21 @@ class OnShoal(transformers.Trainer):
                 "trainer": SimpleNamespace(state_dict=self._kept, load_state_dict=self._go_on),
             },
         )
-        args.whereabouts = Whereabouts(run.rank, args.local_process_index, run.world_size, run.device)
-        self.state.is_world_process_zero, self.state.is_local_process_zero = (
-            run.rank == 0,
-            args.local_process_index == 0,
-        )
-        self.state.max_steps, self.state.num_train_epochs = plan.steps, ceil(plan.steps / plan.steps_per_epoch)
-        self.state.compute_steps(args, plan.steps)
-        handler = self.callback_handler
-        handler.model, handler.optimizer, handler.lr_scheduler = self.model, self.optimizer, self.lr_scheduler
-        handler.train_dataloader = loader
+        self._introduce(run, plan)
+        self.callback_handler.model, self.callback_handler.optimizer = self.model, self.optimizer
+        self.callback_handler.lr_scheduler, self.callback_handler.train_dataloader = self.lr_scheduler, loader
+        self.model.train()
+        return run
+
+    def _introduce(self, run: Training, plan: Plan) -> None:
+        """Tells the arguments and the state which rank this is, and the log what there is to know."""
+        args, state = self.args, self.state
+        local_rank = (place_from(os.environ) or ALONE).local_rank
+        args.whereabouts = Whereabouts(run.rank, local_rank, run.world_size, run.device)
+        state.is_world_process_zero = self.is_world_process_zero()
+        state.is_local_process_zero = self.is_local_process_zero()
+        state.max_steps, state.num_train_epochs = plan.steps, ceil(plan.steps / plan.steps_per_epoch)
+        state.compute_steps(args, plan.steps)
         run.note(
             f"a global batch has {plan.batch} samples on any number of ranks; per_device_train_batch_size x "
             f"gradient_accumulation_steps is {args.per_device_train_batch_size} x {args.gradient_accumulation_steps}; "
@@ -288,19 +269,33 @@ class OnShoal(transformers.Trainer):
         )
         for sentence in unused(args):
             run.note(sentence)
-        self.model.train()
-        return run
 
     def _take_step(self, run: Training, plan: Plan, microbatches: Iterable[Any], ignore_keys: list[str] | None) -> None:
-        args, handler = self.args, self.callback_handler
-        done, per_epoch = self.state.global_step, plan.steps_per_epoch
-        if done % per_epoch == 0 or not self.state.epoch:
-            self.control = handler.on_epoch_begin(args, self.state, self.control)
-        self.control = handler.on_step_begin(args, self.state, self.control)
+        args, handler, state = self.args, self.callback_handler, self.state
+        done = state.global_step + 1
+        if state.global_step % plan.steps_per_epoch == 0:
+            self.control = handler.on_epoch_begin(args, state, self.control)
+        self.control = handler.on_step_begin(args, state, self.control)
         for index, inputs in enumerate(microbatches):
             if index:
-                self.control = handler.on_substep_end(args, self.state, self.control)
+                self.control = handler.on_substep_end(args, state, self.control)
             self._backward(run, inputs)
+        logs = self._update(run)
+        state.global_step, state.epoch = done, done / plan.steps_per_epoch
+        self.control = handler.on_step_end(args, state, self.control)
+        self._act(run, logs, ignore_keys)
+        if done % plan.steps_per_epoch == 0 or done == plan.steps or self.control.should_training_stop:
+            self.control = handler.on_epoch_end(args, state, self.control)
+            self._act(run, logs, ignore_keys)
+        if self.control.should_epoch_stop:
+            raise UserCodeError(
+                "a callback has set should_epoch_stop, and each sample of an epoch is used once: set "
+                "should_training_stop, or give another data set"
+            )
+
+    def _update(self, run: Training) -> dict[str, float]:
+        """Behind the step's last backward: the norm that the gradient had, and the rate of the update."""
+        args, handler = self.args, self.callback_handler
         norm = run.clip_grad_norm_(args.max_grad_norm) if args.max_grad_norm > 0 else None
         self.control = handler.on_pre_optimizer_step(args, self.state, self.control)
         rate = float(self.optimizer.param_groups[0]["lr"])
@@ -312,22 +307,12 @@ class OnShoal(transformers.Trainer):
             self._loss_sum, self._losses = self._loss_sum + update.loss, self._losses + 1
             if not isinstance(self.lr_scheduler, ReduceLROnPlateau):
                 self.lr_scheduler.step()
-        self.state.global_step, self.state.epoch = done + 1, (done + 1) / per_epoch
-        logs = {"grad_norm": update.grad_norm if norm is None else norm, "learning_rate": rate}
-        self.control = handler.on_step_end(args, self.state, self.control)
-        self._act(run, logs, ignore_keys)
-        if (done + 1) % per_epoch == 0 or done + 1 == plan.steps or self.control.should_training_stop:
-            self.control = handler.on_epoch_end(args, self.state, self.control)
-            self._act(run, logs, ignore_keys)
-        if self.control.should_epoch_stop:
-            raise UserCodeError(
-                "a callback has set should_epoch_stop, and each sample of an epoch is used once: set "
-                "should_training_stop, or give another data set"
-            )
+        return {"grad_norm": update.grad_norm if norm is None else norm, "learning_rate": rate}
 
     def _backward(self, run: Training, inputs: dict[str, Any]) -> None:
         """Of one microbatch."""
         inputs = self._prepare_inputs(inputs)
+        inputs = inputs if self.masking is None else self.masking(inputs)
         weight = self.loss_weight(inputs)
         items = torch.tensor(max(weight, 1.0), device=run.device) if "labels" in inputs else None
         with self.compute_loss_context_manager():
@@ -453,8 +438,7 @@ def _require_methods(kind: type) -> None:
 @contextmanager
 def _without_launcher() -> Iterator[None]:
     """Hides the ranks of a launcher: inside, this process is alone."""
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    before = {name: os.environ.pop(name) for name in hidden if name in os.environ}
+    before = {name: os.environ.pop(name) for name in list(os.environ) if LAUNCHERS.match(name)}
     try:
         yield
     finally:
