@@ -17,6 +17,7 @@ from shoal.assembly.reading import check_reading, check_short_step, slow_reads
 from shoal.assembly.sameness import require_same, require_same_code, require_same_length, samples_of, shapes_of
 from shoal.checkpoint.commit import checkpoint_in, run_directory_of
 from shoal.checkpoint.inspect import copy_weights, require_weights_of, weights_of
+from shoal.data.batches import SlowReads
 from shoal.data.build import Dataset
 from shoal.data.config import StdlibText, TextFiles, Tokens
 from shoal.data.labelled import predicts_next_token, with_labels
@@ -100,11 +101,17 @@ def build_workload(
     slow = slow_reads(run_file.wire, rank=process.place.rank, ranks=process.place.world_size)
     if workload.data.iterable is not None:
         require_same_length(process.place.rank, process.first, workload.data.iterable)
+    workload = with_samples(workload, run_file, slow)
+    require_same(process.place.rank, process.announce, {"model": shapes_of(workload.model), "data": workload.samples})
+    return workload
+
+
+def with_samples(workload: Workload, run_file: RunFile, slow: SlowReads = SlowReads()) -> Workload:
+    """The same, with what some of its samples are, and what reading them draws from."""
     before = host_states()
     samples = samples_of(workload.data, slow, first=run_file.batch.global_samples)
     shared = getattr(run_file.data, "reader_kind", "threads") == "threads"
     drawing = [name for name, state in host_states().items() if shared and state != before[name]]
-    require_same(process.place.rank, process.announce, {"model": shapes_of(workload.model), "data": samples})
     return replace(workload, samples=samples, data_draws=drawing)
 
 

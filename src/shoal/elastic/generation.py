@@ -6,7 +6,6 @@ import fcntl
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -22,11 +21,10 @@ from shoal.assembly.sameness import (
     require_same,
     require_same_code,
     require_same_start,
-    samples_of,
     shapes_of,
 )
 from shoal.assembly.saving import CopySender, build_saver
-from shoal.assembly.workload import Workload, load_workload, with_new_model
+from shoal.assembly.workload import Workload, load_workload, with_new_model, with_samples
 from shoal.checkpoint.commit import newest_verified
 from shoal.data.feed import StepShare
 from shoal.elastic.committed_state import CommittedState, gather_served
@@ -45,9 +43,8 @@ class Generations:
     """
 
     def __init__(self, run_file: RunFile, workload: Workload) -> None:
-        samples = samples_of(workload.data)
-        self._run_file, self._workload = run_file, replace(workload, samples=samples)
-        self._sameness = {"model": shapes_of(workload.model), "data": samples}
+        self._run_file, self._workload = run_file, with_samples(workload, run_file)
+        self._sameness = {"model": shapes_of(workload.model), "data": self._workload.samples}
         self._used = False
         self._code = KnownCode(workload.trained_with)
         self.copies = CopySender()
