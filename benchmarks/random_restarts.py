@@ -70,7 +70,7 @@ from shoal.experiments.rehearsal.faults import end_fill, fill, small_disk
 from tests.checkpoint.s3_server import s3_server
 from tests.programs import Program, start
 
-BOUND_S, MOST_STARTS = 240.0, 6
+BOUND_S, MOST_STARTS = 240.0, 20
 STOPPED_S, FULL_S = (3.0, 25.0), (1.0, 5.0)
 DISK_BYTES = 24 << 20
 _CLONE_NEWNS = 0x00020000
@@ -258,8 +258,10 @@ class _World:
         undo, undo_s = _nothing, None
         while self._running and time.monotonic() < begin_s + BOUND_S:
             now_s = time.monotonic()
-            if fault is not None and strike_s is not None and now_s >= strike_s and self._can_strike(fault):
-                undo, strike_s, undo_s = self._strike(fault), None, now_s + fault.for_s
+            if fault is not None and strike_s is not None and now_s >= strike_s:
+                struck = self._strike(fault)
+                if struck is not None:
+                    undo, strike_s, undo_s = struck, None, now_s + fault.for_s
             if undo_s is not None and now_s >= undo_s:
                 undo()
                 undo_s = None
@@ -294,18 +296,15 @@ class _World:
         out = self._folder / f"{name}-{self._starts[name]}.out"
         self._running[name] = start(self._programs[name], cwd=self._folder, env=self._environ, stdout=out, stderr=out)
 
-    def _can_strike(self, fault: Fault) -> bool:
-        """A process that has only just been forked is not known as one of the job's."""
-        return fault.kind == "full" or bool(marked(self._environ[MARK]))
-
-    def _strike(self, fault: Fault) -> Callable[[], None]:
-        """Strikes; what ends it."""
+    def _strike(self, fault: Fault) -> Callable[[], None] | None:
+        """Strikes; what ends it. None where the job's processes have only just been forked, and are not known yet."""
         if fault.kind == "full":
             self._outcome.struck = "disk"
             with suppress(OSError):
                 fill(self._folder / RUNS)
             return functools.partial(end_fill, self._folder / RUNS)
-        there = sorted(marked(self._environ[MARK]))
+        if not (there := sorted(marked(self._environ[MARK]))):
+            return None
         first = int(fault.share * len(there))
         cut, victim = 0, there[first]
         if fault.kind == "cut":  # of a process that has connections

@@ -49,10 +49,11 @@ def lost_after(own: Project) -> int:
 CODED = {
     "top-k": '[codec]\nkind = "top_k"\nfraction = 0.1\n',
     "top-k to a server": SYNC["server"] + 'servers = 1\n[codec]\nkind = "top_k"\nfraction = 0.1\n',
-    "int8 between periods": SYNC["local"] + '[codec]\nkind = "blockwise"\nbits = 8\n',
+    "int8 between periods": SYNC["local"] + 'outer_lr = 1\nouter_momentum = 0\n[codec]\nkind = "blockwise"\nbits = 8\n',
 }
 CODED_TOLERANCE = 0.15
-"""Relative, above the end of the run without a codec: what was sent late, or lost, is a small part of all."""
+"""Relative, above the end of one process without a codec: what was sent late, or lost, is a small part of all. Local
+steps average: with DiLoCo's momentum two replicas end up to 0.25 above one process, without a codec or a loss."""
 
 
 @pytest.mark.stress
