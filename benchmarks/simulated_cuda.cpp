@@ -322,7 +322,8 @@ void bring_back(const Call& call) {
 const std::set<std::string> kWaits{"aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::equal",
     "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::bincount", "aten::histc", "aten::is_nonzero"};
 // Operators that launch nothing.
-const std::set<std::string> kQuiet{"aten::empty", "aten::empty_strided", "aten::resize_", "aten::set_", "aten::_fused_sdp_choice"};
+const std::set<std::string> kQuiet{"aten::empty", "aten::empty_strided", "aten::resize_", "aten::set_", "aten::is_set_to",
+    "aten::_fused_sdp_choice"};
 const std::set<std::string> kIndexed{"aten::index", "aten::_index_put_impl_", "aten::index_put_", "aten::_unsafe_index", "aten::index_put"};
 
 void check_devices(const Call& call, const c10::OperatorHandle& op, const std::string& name) {

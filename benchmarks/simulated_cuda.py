@@ -13,8 +13,8 @@ right and a step can be compared with one on the CPU. All between Python and the
 autocast, autograd's threads, streams, events and pinned memory. Tensors of two devices in one operator raise, as there.
 
 A launch is an operator of PyTorch with a kernel of its own on CUDA; one on lists of tensors (`_foreach_...`) counts
-once, though it launches a kernel for each 100 to 300 tensors. Kernels that CPUs lack (cuDNN, efficient attention, 2:4
-products, float8) cannot be simulated; PyTorch says which operator it was.
+once, though it launches a kernel for each 100 to 300 tensors, and PyTorch's fused RMS norm counts as its parts. Kernels
+that CPUs lack (cuDNN, efficient attention, 2:4 products) cannot be simulated; PyTorch says which operator it was.
 
 PyTorch asks for its GPUs when it is imported, once: a process has a simulated one from then on, or never.
 """
