@@ -13,6 +13,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -125,8 +126,10 @@ def test_a_trial_has_the_masks_and_references_that_its_run_will_have(tmp_path: P
 
 def test_it_is_held_to_the_budget_and_the_bill_says_what_was_tried(budgeted: RunFile, tmp_path: Path) -> None:
     peaks = iter([60 * MIB, 29 * MIB])
-    trials = Trials(lambda run_file: next(peaks))
-    chosen, why = with_budget(budgeted, None, trial=trials)
+    trials, bar = Trials(lambda run_file: next(peaks)), Mock(spec=ProgressBar)
+    chosen, why = with_budget(budgeted, None, trial=trials, bar=bar)
+    said = [call.args[0] for call in bar.update.call_args_list]
+    assert (said[0], said[-1].partition(", of memory.")[0]) == (PRICING, "memory.budget: trial 2")
     assert [one.memory.simulate_device for one in trials.tried] == ["1024 GiB"] * 2
     assert chosen.memory.simulate_device == "30 MiB"
     assert chosen.memory.budget is None
@@ -137,21 +140,6 @@ def test_it_is_held_to_the_budget_and_the_bill_says_what_was_tried(budgeted: Run
     assert "losses keep every bit (the run as it is needs 60 MiB)" in why
     bill = msgspec.json.decode((tmp_path / "run" / FILE_NAME).read_bytes(), type=Bill)
     assert [one.peak_bytes for one in bill.tried] == [60 * MIB, 29 * MIB]
-
-
-def test_what_takes_long_is_said(budgeted: RunFile) -> None:
-    """Pricing, and each trial with its mixture."""
-    said: list[str] = []
-
-    class Heard(ProgressBar):
-        def update(self, text: str, *, done: int = 0, total: int = 0) -> None:
-            said.append(text)
-
-    with_budget(budgeted, None, trial=Trials(lambda run_file: 60 * MIB if len(said) < 5 else 20 * MIB), bar=Heard())
-    tried = [text for text in said if "trial" in text]
-    assert said[0] == PRICING
-    assert tried[0] == "memory.budget: trial 1, of the run as it is"
-    assert tried[1].startswith("memory.budget: trial 2, of memory.")
 
 
 def test_ranks_and_later_starts_use_what_was_chosen(budgeted: RunFile) -> None:
@@ -314,6 +302,8 @@ def test_a_plan_says_what_is_predicted_and_then_what_was_chosen(budgeted: RunFil
         r'memory.budget = "600 KiB", as predicted: .+ needs [0-9.]+ KiB \(as it is [0-9.]+ MiB\), \+[0-9]+ % of .+'
     )
     assert re.fullmatch(predicted, foreseen(small, None) or "")
+    enough = foreseen(with_values(small, {"memory.budget": "1 GiB"}), None) or ""
+    assert re.fullmatch(r'memory.budget = "1 GiB", as predicted: the run as it is fits, and needs [0-9.]+ MiB', enough)
     assert "no mixture fits" in (foreseen(with_values(small, {"memory.budget": "1 KiB"}), None) or "")
     chosen, why = with_budget(small, None, trial=Trials(lambda run_file: 500 << 10))
     assert (foreseen(small, None) or "").startswith(why)

@@ -104,6 +104,8 @@ def foreseen(run_file: RunFile, cluster: Path | None) -> str | None:
             f"{asked}: by prediction, no mixture fits; a start tries those that need least, and says what they come to"
         )
     mixture, price = best
+    if mixture == AS_IT_IS:
+        return f"{asked}, as predicted: the run as it is fits, and needs {units.memory_size(price.size_bytes)}"
     return (
         f"{asked}, as predicted: {mixture.said} needs {units.memory_size(price.size_bytes)} (as it is "
         f"{units.memory_size(plain.size_bytes)}), {said_of(price, plain)}; {_CHANGED[mixture.change]}"
