@@ -88,16 +88,19 @@ def test_what_a_longer_batch_is_padded_with_changes_no_draw(inner: tuple[int, ..
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("shape", [(4, 3, 9, 9), (64, 5), (7, 4, 5), (4, 70), (4,), (3, 5)], ids=str)
 def test_masks_of_the_loop_in_c_are_those_of_the_bits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Wherever samples stand, and where there are none."""
+    """Wherever samples stand, and where there are none, whatever type new tensors have."""
     kernels, found = load_kernels(), []
+    before = torch.get_default_dtype()
     assert kernels is not None
     for write in (None, kernels.mask):
         model = Draws(lambda x: F.dropout(x, 0.3))
         mode = KeyedDraws(model, seed=3)
         mode.write_mask = write
         mode.begin(1, lambda: torch.arange(4) * 7919 - 2**62, tokens=5)
+        torch.set_default_dtype(torch.float64)
         with mode:
             found.append(model(torch.ones(shape, dtype=dtype)))
+        torch.set_default_dtype(before)
     assert torch.equal(*found)
     assert 0 < float((found[0] == 0).double().mean()) < 1 or found[0].numel() < 20
 

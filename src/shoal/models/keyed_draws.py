@@ -337,8 +337,8 @@ class KeyedDraws(TorchFunctionMode):
         if write is None or not writable or dim is None or not inner or self._extents(inner):
             drawn = self._bits(key, shape, device=device, samples=samples)
             return (drawn >= least).to(dtype) / (1 - p)
-        keys = self._sample_keys().contiguous()
-        mask = torch.empty(len(keys), *inner)
+        keys = self._sample_keys().to(device).contiguous()
+        mask = torch.empty(len(keys), *inner, dtype=torch.float32, device=device)
         write(keys, key, rows_of(inner), mask, least=least, kept=_stays(p, dtype))
         return (mask.view(shape) if dim == 0 else mask.movedim(0, dim).reshape(shape)).to(dtype)
 
@@ -400,7 +400,7 @@ _AS_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
 @cache
 def _stays(p: float, dtype: torch.dtype) -> float:
     """1 / (1 - p), rounded as `dtype` is."""
-    return float(torch.ones((), dtype=dtype) / (1 - p))
+    return float(torch.ones((), dtype=dtype, device="cpu") / (1 - p))
 
 
 def _push_below(mode: TorchFunctionMode) -> None:

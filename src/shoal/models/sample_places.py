@@ -73,7 +73,7 @@ def numbered(inner: Sequence[int], extents: Mapping[int, Extent], device: torch.
     """
     flat = torch.zeros((), dtype=torch.int64, device=device)
     for dim, length in enumerate(inner):
-        extent = extents.get(dim) or Extent(torch.arange(length), length)
+        extent = extents.get(dim) or Extent(torch.arange(length, device=device), length)
         flat = flat[..., None] * max(APART, extent.whole) + extent.places.to(device)
     return flat
 
