@@ -61,14 +61,13 @@ def evaluated(
     everyone = gathered(numbers, args.world_size, args.device)
     order = np.argsort(everyone, kind="stable")[(everyone < 0).sum() :]
     predictions, label_ids = rows.whole(order, args.world_size, args.device)
-    metrics: dict[str, Any] = {}
+    metrics: Any = {}
     if trainer.compute_metrics is not None and predictions is not None and label_ids is not None:
-        measured: Any = trainer.compute_metrics(EvalPrediction(predictions, label_ids))
-        metrics = dict(denumpify_detensorize(measured))  # pyright: ignore[reportCallIssue, reportArgumentType]
+        metrics = dict(denumpify_detensorize(trainer.compute_metrics(EvalPrediction(predictions, label_ids))))
     if float(sums[1]):
         metrics["loss"] = float(sums[0] / sums[1])
     named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
-    return EvalLoopOutput(predictions=predictions, label_ids=label_ids, metrics=named, num_samples=len(order))
+    return EvalLoopOutput(predictions, label_ids, named, len(order))  # pyright: ignore[reportArgumentType]
 
 
 def shares(loader: DataLoader, *, rank: int, ranks: int) -> Iterator[Share]:
