@@ -307,10 +307,18 @@ class Player:
         self._shown.close()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._check_unscaled()
-        if len(args) > 1 or any(value is not None for value in kwargs.values()):
-            raise UserCodeError("optimizer.step() was given a closure; call it without, after the backward")
         step = self._opened()
+        try:
+            self._begin_update(step, has_closure=len(args) > 1 or any(value is not None for value in kwargs.values()))
+        except UserCodeError as refusal:
+            step.stands(refusal)
+            raise
+
+    def _begin_update(self, step: OpenStep, *, has_closure: bool) -> None:
+        optimizer = self.optimizer
+        self._check_unscaled()
+        if has_closure:
+            raise UserCodeError("optimizer.step() was given a closure; call it without, after the backward")
         if self._stepped:
             raise UserCodeError(f"step {step.work.step}: step() was called twice for one batch")
         agreed = self.agreed()
