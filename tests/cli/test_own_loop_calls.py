@@ -199,6 +199,8 @@ def test_a_loop_learns_under_any_agreement(keys: tuple[str, ...], tmp_path: Path
         (("    run.backward(", "    first = F.mse_loss(model(x), here := torch.ones(len(x), 4)); here.zero_()\n"
           "    run.backward(first, more=True)\n    run.backward("),
          "an earlier one needs was changed in place meanwhile"),
+        (("run.batches()", "(batch for _, batches in run.epochs() for _, batch in zip(range(3), batches))"),
+         "the loop left epoch 0 after 12 of its 48 samples and asked for the next"),
     ],
 )  # fmt: skip
 def test_mistakes_are_a_sentence(change: tuple[str, str], sentence: str, tmp_path: Path) -> None:

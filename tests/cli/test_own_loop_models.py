@@ -140,6 +140,66 @@ def test_a_compiled_model_under_zero_3_is_refused(tmp_path: Path) -> None:
     assert "the model is compiled, and under memory.zero = 3" in (tmp_path / "rank-0.txt").read_text()
 
 
+OF_A_CLASS = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+import shoal
+
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 4)
+    def forward(self, x):
+        return self.last(F.dropout(torch.tanh(self.first(x)), RATE, self.training))
+def loss_of(x, y):
+    return F.cross_entropy(model(x), y)
+def take(x, y):
+    run.backward(loss_of(x, y))
+    run.clip_grad_norm_(0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+data = torch.utils.data.TensorDataset(torch.randn(48, 8), torch.randint(4, (48,)))
+COMPILE
+run = shoal.start(model=model, optimizer=optimizer, data=data, batch_samples=12, steps=4)
+for x, y in run.batches():
+    take(x, y)
+run.close()
+"""
+NOT_COMPILED = OF_A_CLASS.replace("COMPILE", "").replace("RATE", "0.0")
+
+
+def compiled(what: str, backend: str = "eager", *, dropout: float = 0.0) -> str:
+    line = f'{what} = torch.compile({what}, backend="{backend}")'
+    return OF_A_CLASS.replace("COMPILE", line).replace("RATE", str(dropout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["model", "loss_of", pytest.param("take", marks=pytest.mark.stress)])
+def test_what_a_script_compiles_trains_as_the_plain_one(what: str, tmp_path: Path) -> None:
+    """The model, a function that calls it, or the whole step: Shoal's hooks are no part of the program."""
+    keys = ("layout.shard=2", "memory.zero=1", "batch.micro_samples=3")
+    wanted = ran(tmp_path / "plain", NOT_COMPILED, *keys, world=2)
+    assert ran(tmp_path / "compiled", compiled(what), *keys, world=2) == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_what_a_compiled_function_draws_is_told(tmp_path: Path) -> None:
+    """Dropout in a program is PyTorch's own, and other numbers on other ranks."""
+    ran(tmp_path / "own", compiled("loss_of", "aot_eager", dropout=0.5), world=2)
+    assert "torch.compile has made for the script draws random numbers" in (tmp_path / "own/rank-0.txt").read_text()
+
+
+@pytest.mark.slow
+def test_a_compiled_function_under_zero_3_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(compiled("loss_of"))
+    assert run_script(tmp_path / "mine.py", tmp_path, "layout.shard=2", "memory.zero=3", world=2) == [2, 2]
+    assert "the script compiles a function that calls the model" in (tmp_path / "rank-0.txt").read_text()
+
+
 def test_a_model_in_float64_trains_in_it(tmp_path: Path) -> None:
     """Losses and weights are those of plain PyTorch to the last digits of float64."""
     double = "model, inputs = model.double(), inputs.double()"

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from shoal.assembly.run import Run
-from shoal.engine.randomness import Randomness
+from shoal.engine.randomness import COMPILED_PROGRAM, Randomness
 from shoal.errors import UsageError
 from shoal.files import read_json
 from shoal.models.config import ForeignModel
@@ -75,6 +75,10 @@ COMPILED = (
     "the model draws random numbers, and under run.compile = true no sample's key decides them: what it draws depends "
     "on the layout; with run.compile = false dropout and the common random functions do not"
 )
+COMPILED_BY_SCRIPT = (
+    "a program that torch.compile has made for the script draws random numbers, and no sample's key decides them: what "
+    "it draws depends on the layout; dropout and the common random functions do not where they are not compiled"
+)
 UNKEYED = (
     "the model calls {}, or the loop around it, which draws from PyTorch's generator and knows no samples: what it "
     "draws depends on the layout. Draw by torch.rand, torch.randn or dropout instead, or in the data, where results "
@@ -98,6 +102,8 @@ def said_of(names: Iterable[str], *, compiled: bool | str) -> str:
     called = sorted(names)
     if not called:
         return ""
+    if called == [COMPILED_PROGRAM]:
+        return COMPILED_BY_SCRIPT
     return COMPILED if compiled else UNKEYED.format(" and ".join(called))
 
 

@@ -12,6 +12,7 @@ one process draws for the global batch.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -35,6 +36,9 @@ from shoal.models.keyed_draws import KeyedDraws
 from shoal.models.layers import KeyedDropout, set_sample_keys
 
 T = TypeVar("T")
+
+COMPILED_PROGRAM = "a program of torch.compile"
+"""Stands among the names of unkeyed functions: no mode sees into it."""
 
 
 class Randomness:
@@ -60,10 +64,11 @@ class Randomness:
         self.sleeping = None if draws is None else SleepingDraws(draws, may_sleep=may_sleep)
         self._sample_key, self._step, self._step_seed = key_of(seed, "dropout"), 0, 0
         self._keyed = [m for m in model.modules() if isinstance(m, KeyedDropout) and m.p > 0]
+        self._drew_before = 0
 
     def step(self, step: int) -> None:
         """Before a step."""
-        self._step = step
+        self._step, self._drew_before = step, 0 if self.draws is None else self.draws.drew
         seed = self._step_seed = key_of(self._seed, "step", step, self._replica)
         for generator in generators_in_use():  # `torch.manual_seed` takes a millisecond to note it for absent GPUs
             generator.manual_seed(seed)
@@ -96,8 +101,12 @@ class Randomness:
 
     def end_samples(self) -> None:
         """All gradients of a step are there: see `KeyedDraws.end_samples`."""
-        if self.draws is not None:
-            self.draws.end_samples()
+        if self.draws is None:
+            return
+        self.draws.end_samples()
+        keyed = self.draws.drew > self._drew_before
+        if _compiled() and not keyed and not self.draws.unkeyed and any(map(self._moved, generators_in_use())):
+            self.draws.unkeyed.add(COMPILED_PROGRAM)
 
     def seed_alike(self, what: str) -> None:
         """From here to the next step every rank draws the same from PyTorch's generators."""
@@ -153,6 +162,15 @@ class Randomness:
         if self.draws is not None:
             return frozenset(self.draws.unkeyed)
         used = next(generator for generator in generators_in_use() if generator.device.type == device.type)
-        fresh = torch.Generator(device)
+        return frozenset({"PyTorch's generator"} if self._moved(used) else ())
+
+    def _moved(self, generator: torch.Generator) -> bool:
+        """Has it given a number since the step began?"""
+        fresh = torch.Generator(generator.device)
         fresh.manual_seed(self._step_seed)
-        return frozenset() if torch.equal(fresh.get_state(), used.get_state()) else frozenset({"PyTorch's generator"})
+        return not torch.equal(fresh.get_state(), generator.get_state())
+
+
+def _compiled() -> bool:
+    """Has `torch.compile` made a program in this process?"""
+    return "torch._dynamo.utils" in sys.modules and sys.modules["torch._dynamo.utils"].counters["frames"]["ok"] > 0

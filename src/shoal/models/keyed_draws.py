@@ -294,7 +294,7 @@ class KeyedDraws(TorchFunctionMode):
 
     def _before(self, name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
-            if not self._entered or self.in_loop:
+            if torch.compiler.is_compiling() or not self._entered or self.in_loop:
                 return
             count = self._counts.get(name, 0)
             if _in_backward() and not self._replays:
@@ -312,7 +312,7 @@ class KeyedDraws(TorchFunctionMode):
 
     def _after(self, name: str) -> Callable[..., None]:
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            if not self._entered or not self._calls or self.in_loop:
+            if torch.compiler.is_compiling() or not self._entered or not self._calls or self.in_loop:
                 return
             if self._calls.pop().entered_here:
                 self.__exit__(None, None, None)

@@ -34,6 +34,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo as uncompiled
 
 from shoal.assembly.run import Run
 from shoal.checkpoint.inspect import write_weights
@@ -49,7 +50,15 @@ from shoal.observe.sink import Ending
 from shoal.optim.layer_statistics import aside
 from shoal.own_loop.comparison import Comparison
 from shoal.own_loop.losses import AutocastWatch, LossKind, as_number, doubt, kind_of, one_pass
-from shoal.own_loop.steps import DrawsBySample, Microbatches, OwnSteps, joint_outcome, players_of
+from shoal.own_loop.steps import (
+    DrawsBySample,
+    Evaluation,
+    Microbatches,
+    OwnSteps,
+    joint_outcome,
+    left_epoch,
+    players_of,
+)
 from shoal.own_loop.update import Player, Update
 
 
@@ -83,6 +92,7 @@ class Training:
         self._steps = OwnSteps(run, job, self._players, self._draws, after_step=after_step)
         self._closed = False
         self._doubted_in: int | None = None
+        self._evaluation = Evaluation()
 
     @property
     def model(self) -> nn.Module:
@@ -160,9 +170,12 @@ class Training:
         size = self._steps.epoch_samples
         while not self._steps.all_given:
             before = self._steps.position
-            yield before // size, self._steps.until((before // size + 1) * size)
+            end = (before // size + 1) * size
+            yield before // size, self._steps.until(end)
             if self._steps.position == before:
                 raise UserCodeError("the loop took no batch of an epoch; iterate over what epochs() gives with it")
+            if self._steps.position < end and not self._steps.all_given:
+                raise left_epoch(self._steps.position / size, size)
         self._steps.finish()
 
     def steps(self) -> Iterator[tuple[int, Microbatches]]:
@@ -173,6 +186,7 @@ class Training:
         while (step := self._steps.next_step()) is not None:
             yield self.steps_done, Microbatches(partial(self._steps.microbatches, step))
 
+    @uncompiled
     def backward(
         self,
         loss: Tensor,
@@ -190,24 +204,16 @@ class Training:
         computed there, in one pass. `optimizer`: whose parameters the gradient is of, where the loop has several; None:
         those of all.
         """
-        players = self._players if optimizer is None else [self._player(optimizer)]
-        kind, joined = kind_of(weight, reduction), players[0].expects_more
-        if self._autocasts is not None:
-            self._look_at_autocast(self._autocasts)
-        totals = [player.weighed(loss, weight, kind=kind, more=more, leader=players[0]) for player in players]
-        if kind != "weighed" and self._doubted_in in (None, self._steps.given):
-            self._look_at(loss, kind)
-        if totals[0] is None:
-            return
-        last = self._steps.open is not None and self._steps.open.is_last
-        around = players[0].backward(last=last) if len(players) == 1 else _around_all(players, last=last)
-        others = [player.optimizer for player in self._players if player not in players]
-        away = aside(others) if others else nullcontext()
-        randomness = self._compute.randomness
-        with randomness.beside_loop(), around, randomness.drawing(), one_pass(joined=joined), away:
-            self._compute.begin_backward()
-            totals[0].backward(inputs=players[0].inputs if others else None)  # pyright: ignore[reportArgumentType]
+        step = self._steps.open
+        try:
+            self._backward(loss, kind_of(weight, reduction), weight=weight, more=more, optimizer=optimizer)
+        except Exception as error:
+            if step is not None:
+                step.stands(error)
+            raise
+        self._steps.gradient_there()
 
+    @uncompiled
     def step(self, *, clip_norm: float | None = None, optimizer: torch.optim.Optimizer | None = None) -> Update | None:
         """Calls the optimizer's `step`, once for every microbatch: makes the update after the last of a step, and
         returns None before it.
@@ -221,6 +227,7 @@ class Training:
         player.optimizer.step()
         return player.update
 
+    @uncompiled
     def clip_grad_norm_(self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None) -> float | None:
         """Scales the gradient of the global batch down to the 2-norm `max_norm`, and returns the norm it had; None
         before the step's last microbatch. Call it between `backward` and the optimizer's `step`.
@@ -282,7 +289,7 @@ class Training:
             denominator="samples",
             limit=run_file.observe.evaluate_samples,
         )
-        with self._evaluating():
+        with self._evaluating(), self._evaluation.under_way():
             for batch in batches:
                 yield self._steps.given_of(self._compute.prepared(batch).batch)
 
@@ -353,6 +360,28 @@ class Training:
         with self.full_parameters(), torch.no_grad(), evaluating(self.model):
             yield
         self._compute.buffers.refresh()
+
+    def _backward(
+        self, loss: Tensor, kind: LossKind, *, weight: float | None, more: bool, optimizer: torch.optim.Optimizer | None
+    ) -> None:
+        self._evaluation.check()
+        players = self._players if optimizer is None else [self._player(optimizer)]
+        joined = players[0].expects_more
+        if self._autocasts is not None:
+            self._look_at_autocast(self._autocasts)
+        totals = [player.weighed(loss, weight, kind=kind, more=more, leader=players[0]) for player in players]
+        if kind != "weighed" and self._doubted_in in (None, self._steps.given):
+            self._look_at(loss, kind)
+        if totals[0] is None:
+            return
+        last = self._steps.open is not None and self._steps.open.is_last
+        around = players[0].backward(last=last) if len(players) == 1 else _around_all(players, last=last)
+        others = [player.optimizer for player in self._players if player not in players]
+        away = aside(others) if others else nullcontext()
+        randomness = self._compute.randomness
+        with randomness.beside_loop(), around, randomness.drawing(), one_pass(joined=joined), away:
+            self._compute.begin_backward()
+            totals[0].backward(inputs=players[0].inputs if others else None)  # pyright: ignore[reportArgumentType]
 
     def _look_at(self, loss: Tensor, kind: LossKind) -> None:
         """In the first step: warns once where a loss does not look like the mean or sum over samples that it is taken

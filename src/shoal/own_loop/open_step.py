@@ -13,6 +13,7 @@ from torch import Tensor
 from shoal.data.sample import Batch
 from shoal.engine.compute import Microbatch
 from shoal.engine.updates import Work
+from shoal.errors import UserCodeError
 from shoal.own_loop.losses import LossKind
 
 
@@ -23,6 +24,10 @@ class OpenStep:
     """How many optimizers have made their update in this step."""
     begun = False
     """Whether a microbatch was given."""
+    refusal: UserCodeError | None = None
+    """What a call of the loop's has failed for in this step: see `stands`."""
+    versions: Sequence[int] = ()
+    """How often each weight was written when a microbatch's gradient was there, and another one follows."""
 
     def __init__(self, work: Work, batches: Sequence[Batch], *, scale: float, optimizers: int) -> None:
         self.work, self.batches = work, batches
@@ -62,7 +67,25 @@ class OpenStep:
 
     def enter(self, index: int, microbatch: Microbatch) -> None:
         """The loop is given this microbatch."""
-        self._index, self._microbatch, self.begun = index, microbatch, True
+        self._index, self._microbatch, self.begun, self.versions = index, microbatch, True, ()
+
+    def stands(self, error: Exception) -> None:
+        """A call has failed for `error`. A loop that catches it, as where it leaves out a batch for lack of memory, is
+        told of it again where it goes on (`check`): a part of the gradient may be summed, or sent, already.
+        """
+        if isinstance(error, UserCodeError):
+            self.refusal = error
+            return
+        self.refusal = UserCodeError(
+            f"step {self.work.step}: backward() failed for {self.place}, and the loop has caught the error: "
+            f"{type(error).__name__}: {error}. A part of its gradient may be in the sum of all ranks, so the batch "
+            "cannot be left out: let the error end the run; a smaller batch.micro_samples needs less memory"
+        )
+
+    def check(self) -> None:
+        """Raises what a call has failed for, where the loop goes on behind it."""
+        if self.refusal is not None:
+            raise self.refusal
 
 
 def counted(loss: Tensor, counts: float) -> float | Tensor:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
+from torch._compile import _disable_dynamo as uncompiled
 
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.process import settle
@@ -50,7 +51,7 @@ from shoal.maths.norm import two_norm
 from shoal.optim.layer_statistics import SeesLayers, aside, watch_alone
 from shoal.own_loop.losses import NO_WEIGHT, LossKind, as_number, kind_of, one_pass
 from shoal.own_loop.shown_optimizer import StepHooks
-from shoal.own_loop.steps import DrawsBySample, Microbatches
+from shoal.own_loop.steps import DrawsBySample, Evaluation, Microbatches, left_epoch
 from shoal.own_loop.update import Update
 from shoal.runfile.run_file import RunFile
 from shoal.topology.layout import Layout
@@ -95,6 +96,7 @@ class PlainTraining:
         self._draws = DrawsBySample(
             models, self._compute, inside=lambda: self._open is not None, keys_loop=not compiled
         )
+        self._evaluation = Evaluation()
         self._closed, self._generators, self._keyed = False, "", draws is not None and not compiled
         check.samples.write_text("\n".join(_samples_of(data, run_file)), encoding="utf-8")
         if not dist.is_initialized():
@@ -130,12 +132,15 @@ class PlainTraining:
         while self.steps_done < self._steps:
             before = self._position // size
             yield before, self._until((before + 1) * size)
+            if self._position < (before + 1) * size and self.steps_done + (self._open is not None) < self._steps:
+                raise left_epoch(self._position / size, size)
 
     def steps(self) -> Iterator[tuple[int, Microbatches]]:
         while True:
             given = self._next()
             yield self.steps_done, Microbatches(partial(self._one_pass, given))
 
+    @uncompiled
     def backward(
         self,
         loss: Tensor,
@@ -146,6 +151,7 @@ class PlainTraining:
         reduction: str = "mean",
     ) -> None:
         """`weight` and `reduction` change no gradient: this batch is the whole of its step."""
+        self._evaluation.check()
         terms = float(self._batch("backward()").weights.sum()) if weight is None else float(weight)
         kind = kind_of(weight, reduction)
         players = self._players if optimizer is None else [self._player(optimizer)]
@@ -164,6 +170,7 @@ class PlainTraining:
         if all(player.backwards and player.deferred is None for player in self._players):
             randomness.end_samples()
 
+    @uncompiled
     def step(self, *, clip_norm: float | None = None, optimizer: torch.optim.Optimizer | None = None) -> Update | None:
         player = self._player(optimizer)
         if clip_norm is not None:
@@ -171,6 +178,7 @@ class PlainTraining:
         player.optimizer.step()
         return Update(player.loss, player.norm, True)
 
+    @uncompiled
     def clip_grad_norm_(self, max_norm: float, *, optimizer: torch.optim.Optimizer | None = None) -> float | None:
         return float(nn.utils.clip_grad_norm_(list(self._player(optimizer).trained.values()), max_norm))
 
@@ -201,7 +209,7 @@ class PlainTraining:
             denominator="samples",
             limit=run_file.observe.evaluate_samples,
         )
-        with self.evaluation():
+        with self.evaluation(), self._evaluation.under_way():
             for batch in batches:
                 yield self._given(self._compute.prepared(batch).batch)
 

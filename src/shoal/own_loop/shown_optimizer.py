@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+from torch._compile import _disable_dynamo as uncompiled
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -42,11 +43,13 @@ class StepHooks:
         """No step is under way, also where the last one failed."""
         self._depth = 0
 
+    @uncompiled
     def _enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._depth += 1
         if self._depth == 1:
             self._calls[0](optimizer, args, kwargs)
 
+    @uncompiled
     def _leave(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
@@ -57,6 +60,7 @@ class StepHooks:
         for handle in (self._before, self._after, self._ordering):
             handle.remove()
 
+    @uncompiled
     def _put_inside(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer is self._optimizer:
             cast(OrderedDict, optimizer._optimizer_step_pre_hooks).move_to_end(self._before.id)

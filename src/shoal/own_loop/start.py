@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, cast
 
 from torch._C._distributed_c10d import HashStore
+from torch._dynamo.exc import TorchDynamoException
 from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.assembly.conclusion import stop_request_of
@@ -196,6 +197,7 @@ def start_own_loop(
     stack.enter_context(in_rank(place, os.environ, advice))
     _leave_through(stack)
     try:
+        stack.enter_context(_told_of_compiled(run_file))
         stack.enter_context(_marked(run_file, place, os.environ))
         compared = None if check is None else partial(Comparison, check=check, notes=notes)
         said = [*unread_arguments(loader), *narrow, *unsaved_scheduler(given)]
@@ -256,6 +258,21 @@ def _close_at_exit(training: Training, stack: ExitStack) -> None:
         training.close()
     except BaseException:
         stack.__exit__(*sys.exc_info())
+
+
+@contextmanager
+def _told_of_compiled(run_file: RunFile) -> Iterator[None]:
+    """Raises `ConfigError` in the place of an error of the compiler's, which has met the collectives of ZeRO-3."""
+    try:
+        yield
+    except TorchDynamoException as error:
+        if run_file.layout.shard != 1 and run_file.memory.zero == 3:
+            raise ConfigError(
+                "the script compiles a function that calls the model, and under memory.zero = 3 its layers fetch their "
+                "weights while they compute, which a compiled program cannot: leave torch.compile out, or set "
+                "memory.zero to 1 or 2"
+            ) from error
+        raise
 
 
 @contextmanager

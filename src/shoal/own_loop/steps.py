@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from shoal.assembly.profiling import profiled
@@ -69,6 +70,15 @@ def players_of(
     return players
 
 
+def left_epoch(epoch: float, samples: int) -> UserCodeError:
+    """The refusal of a loop that leaves an epoch of so many `samples`, and asks for the next."""
+    return UserCodeError(
+        f"the loop left epoch {int(epoch)} after {epoch % 1 * samples:.0f} of its {samples} samples and asked for the "
+        "next, which would be the rest of it: each sample of an epoch is used. Take all batches that epochs() gives "
+        "with an epoch; for shorter ones hand over fewer samples, such as a torch.utils.data.Subset"
+    )
+
+
 def joint_outcome(players: Sequence[Player]) -> Outcome:
     """What the updates of a step did together: the sum of the losses, one of several optimizers counted once, and the
     norm over all gradients.
@@ -98,6 +108,30 @@ class Microbatches:
         return self._one_pass()
 
 
+class Evaluation:
+    """The loops over `held_out()` that are under way, in which the model is evaluated and no gradient is recorded."""
+
+    def __init__(self) -> None:
+        self._loops = 0
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Around one of them."""
+        self._loops += 1
+        try:
+            yield
+        finally:
+            self._loops -= 1
+
+    def check(self) -> None:
+        """Raises `UserCodeError` for a backward within one, as where a loop goes on with both by `zip` or `next`."""
+        if self._loops:
+            raise UserCodeError(
+                "backward() was called inside a loop over held_out(), where the model is in evaluation mode and "
+                "records no gradient: end that loop first, or take its batches beforehand, list(run.held_out())"
+            )
+
+
 class OwnSteps:
     """The steps of `job`, whose updates the `players` make.
 
@@ -119,6 +153,8 @@ class OwnSteps:
         self._run, self._job, self._players = run, replace(job, feed=profiled(run, job.feed)), players
         self._compute, self._draws = run.step.compute, draws
         self._each = self._opened()
+        self._weights = {each.holding.name: each.parameter for each in run.trained}
+        self._told_of_weights = False
         self._leaving, self._after_step = False, after_step
         self._with_targets = not isinstance(run.workload.data.train, AsInputs)
 
@@ -166,6 +202,8 @@ class OwnSteps:
             self._compute.announce(step.microbatch, lambda: step.factor())
             with self._compute.coupled(), self._draws.loop():
                 yield self.given_of(step.microbatch.batch)
+            step.check()
+            self._look_at_weights(step)
             computed = [player.leave() for player in self._players]
             if not any(computed):
                 raise UserCodeError(
@@ -180,6 +218,8 @@ class OwnSteps:
 
     def leave(self) -> None:
         """The loop ends here, before the last step. Raises `UserCodeError`, on every rank, where others go on."""
+        if self.open is not None:
+            self.open.check()
         self._leaving = True
         if self.open is not None and self.open.is_last and any(player.outcome is not None for player in self._players):
             self.next_step()  # ends this one; those who go on begin another
@@ -188,6 +228,23 @@ class OwnSteps:
 
     def _meet_at_end(self) -> None:
         meet("the end of the loop", self._run.step.lockstep, device=self._run.device)
+
+    def gradient_there(self) -> None:
+        """The gradient of the microbatch is there."""
+        if self.open is not None and not self.open.is_last and not self._told_of_weights:
+            self.open.versions = [weight._version for weight in self._weights.values()]
+
+    def _look_at_weights(self, step: OpenStep) -> None:
+        """Warns once of a loop that writes weights between two microbatches of a step."""
+        now = zip(self._weights.items(), step.versions, strict=False)
+        written = next((name for (name, weight), version in now if weight._version != version), None)
+        if written is None:
+            return
+        self._told_of_weights = True
+        self._job.sinks.warn(
+            f"step {step.work.step}: the loop wrote {written} behind {step.place}, and the next ones compute with "
+            "other weights: the result depends on how a batch is divided. Write weights after an update: if run.update"
+        )
 
     def given_of(self, batch: Batch) -> Any:
         """What the script gets of a batch: what its data set's samples are; of a source of Shoal's own inputs and
@@ -222,6 +279,7 @@ class OwnSteps:
         for player in self._players:
             player.begin(self.open)
         yield self.open
+        self.open.check()
         if not self.open.is_last:
             raise UserCodeError(f"step {work.step}: the loop did not go beyond {self.open.place}; take them all")
         updated = [player.leave_step() for player in self._players]
@@ -301,7 +359,7 @@ class DrawsBySample:
 
     def _before(self, module: nn.Module, inputs: object) -> None:
         sleeping = self._sleeping
-        if sleeping is None:
+        if torch.compiler.is_compiling() or sleeping is None:
             return
         draws, resume = sleeping.draws, None
         if draws.in_loop:
@@ -320,7 +378,9 @@ class DrawsBySample:
     def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """None, or the output of a repeated forward in the place of one that has drawn without the draws."""
         sleeping = self._sleeping
-        if sleeping is None or not self._open or (watch := self._open[-1].watch) is None:
+        if torch.compiler.is_compiling() or sleeping is None or not self._open:
+            return None
+        if (watch := self._open[-1].watch) is None:
             return None
         if self._open[-1].learns:
             sleeping.learn(watch, stays=False)
@@ -332,7 +392,7 @@ class DrawsBySample:
             return module.forward(*args, **kwargs)
 
     def _after(self, module: nn.Module, inputs: object, outputs: object) -> None:
-        if self._sleeping is None or not self._open:
+        if torch.compiler.is_compiling() or self._sleeping is None or not self._open:
             return
         forward = self._open.pop()
         if forward.entered:

@@ -307,17 +307,23 @@ class Player:
         self._shown.close()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        with self._randomness.beside_loop():
-            agreed = self._make_ready(optimizer, args, kwargs)
+        step = self._opened()
+        try:
+            with self._randomness.beside_loop():
+                has_closure = len(args) > 1 or any(value is not None for value in kwargs.values())
+                agreed = self._make_ready(step, has_closure=has_closure)
+        except UserCodeError as refusal:
+            step.stands(refusal)
+            raise
         if agreed is not None:
             self._stepping.enter_context(self._randomness.updating(in_pieces=self.gradients.divided))
 
-    def _make_ready(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> AgreedUpdate | None:
+    def _make_ready(self, step: OpenStep, *, has_closure: bool) -> AgreedUpdate | None:
         """What all ranks have agreed on, if anything; the optimizer sees then what it is to step, and nothing else."""
+        optimizer = self.optimizer
         self._check_unscaled()
-        if len(args) > 1 or any(value is not None for value in kwargs.values()):
+        if has_closure:
             raise UserCodeError("optimizer.step() was given a closure; call it without, after the backward")
-        step = self._opened()
         if self._stepped:
             raise UserCodeError(f"step {step.work.step}: step() was called twice for one batch")
         agreed = self.agreed()
