@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.observe.events import median, smooth, thin
+from shoal.observe.events import mean, median, smooth, thin
 
 VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60)
 RELATIVE = 1e-9  # sums of at most 60 float64 numbers
@@ -43,7 +43,9 @@ def test_a_skipped_step_is_a_gap_and_no_value() -> None:
     assert [math.isnan(value) for value in curve] == [False, True, False, True, False]
     assert curve[::2] == pytest.approx([2.0] * 3)
     assert median([math.nan, 3.0, 1.0, 2.0]) == 2.0
+    assert mean([math.inf, 3.0, 1.0]) == 2.0
     assert median([math.nan]) is None
+    assert mean([]) is None
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=300), st.integers(2, 40))

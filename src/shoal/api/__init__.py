@@ -207,38 +207,17 @@ def _verified(
     require_provable(run_file)
     directory = run_directory(run_file)
     call = blake3(f"{dumps(run_file)} {steps} {exact}".encode()).hexdigest()[:16]
-    wanted, earlier, found = f"verify {call}", f"{VERDICT}_{call}", []
-
-    def be_rank(run_file: RunFile, place: Place) -> None:
-        from torch import nn
-
-        from shoal.errors import VerificationFailed
-        from shoal.verification.verify import verify_rank
-
-        model = objects["model"]
-        if isinstance(model, nn.Module):  # the layout and the one process each train one of their own
-            model = partial(deepcopy, model)
-        given = UserObjects(model=model, data=objects["data"], loss=objects["loss"])
-        verdict = verify_rank(run_file, place, given, steps=steps, exact=exact)
-        if verdict is None:
-            return
-        found.append(verdict.to_json())
-        if VERDICT in os.environ:
-            Path(os.environ[VERDICT]).write_text(json.dumps(found[0]), encoding="utf-8")
-        if (check := script_check(os.environ)) is not None:
-            check.verdict.write_text(json.dumps(asdict(verdict)), encoding="utf-8")
-        if not verdict.holds:
-            raise VerificationFailed(verdict.sentence())
-
+    wanted, earlier = f"verify {call}", f"{VERDICT}_{call}"
     if DESCRIBES in os.environ:
         return None  # it trains no run
     if _is_for_another_call(directory, wanted, objects["data"]):
         return json.loads(os.environ[earlier]) if earlier in os.environ else None
+    found: list[dict[str, Any]] = []
     with temporary_folder() as folder:
         verdict = folder / "verdict.json"
         _run_ranks(
             run_file,
-            be_rank,
+            partial(_verify_rank, objects=objects, steps=steps, exact=exact, told=found.append),
             directory=directory,
             file=file,
             wanted=wanted,
@@ -255,6 +234,37 @@ def _verified(
             )
         os.environ[earlier] = verdict.read_text(encoding="utf-8")
         return json.loads(os.environ[earlier])
+
+
+def _verify_rank(
+    run_file: RunFile,
+    place: Place,
+    *,
+    objects: dict[str, Any],
+    steps: int | None,
+    exact: bool,
+    told: Callable[[dict[str, Any]], object],
+) -> None:
+    """One rank's part; rank 0 has the verdict, tells it, and leaves it where the process that started it looks."""
+    from torch import nn
+
+    from shoal.errors import VerificationFailed
+    from shoal.verification.verify import verify_rank
+
+    model = objects["model"]
+    if isinstance(model, nn.Module):  # the layout and the one process each train one of their own
+        model = partial(deepcopy, model)
+    given = UserObjects(model=model, data=objects["data"], loss=objects["loss"])
+    verdict = verify_rank(run_file, place, given, steps=steps, exact=exact)
+    if verdict is None:
+        return
+    told(verdict.to_json())
+    if VERDICT in os.environ:
+        Path(os.environ[VERDICT]).write_text(json.dumps(verdict.to_json()), encoding="utf-8")
+    if (check := script_check(os.environ)) is not None:
+        check.verdict.write_text(json.dumps(asdict(verdict)), encoding="utf-8")
+    if not verdict.holds:
+        raise VerificationFailed(verdict.sentence())
 
 
 def _is_for_another_call(directory: Path, wanted: str, data: Any) -> bool:

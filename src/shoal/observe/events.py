@@ -217,6 +217,12 @@ def median(values: Iterable[float]) -> float | None:
     return statistics.median(numbers) if numbers else None
 
 
+def mean(values: Iterable[float]) -> float | None:
+    """The mean of the finite values, None where there is none."""
+    numbers = finite(values)
+    return math.fsum(numbers) / len(numbers) if numbers else None
+
+
 def smooth(values: Sequence[float], *, half_life: float) -> list[float]:
     """The exponential moving average with the bias correction of Adam (Kingma and Ba, 2015, section 3):
 
