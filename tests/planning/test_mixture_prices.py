@@ -150,7 +150,7 @@ class Spans(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize(("share", "clip_norm"), [(1.0, None), (0.7, None), (0.4, 1.0), (0.25, None), (0.1, 1.0)])
 def test_what_is_not_priced_is_not_the_cheapest(tmp_path: Path, share: float, clip_norm: float | None) -> None:
-    """Of a traced model, beside all mixtures priced one by one; and few of the sizes of microbatches are traced."""
+    """Of a traced model, beside all mixtures priced one by one; and fewer sizes of microbatches are traced."""
     corpus(tmp_path)
     given: dict[str, Any] = {
         "model": {"kind": "python", "build": f"{__name__}:Spans"},
