@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -61,9 +61,10 @@ def evaluated(
     everyone = gathered(numbers, args.world_size, args.device)
     order = np.argsort(everyone, kind="stable")[(everyone < 0).sum() :]
     predictions, label_ids = rows.whole(order, args.world_size, args.device)
-    metrics: Any = {}
+    metrics: dict[str, Any] = {}
     if trainer.compute_metrics is not None and predictions is not None and label_ids is not None:
-        metrics = dict(denumpify_detensorize(trainer.compute_metrics(EvalPrediction(predictions, label_ids))))
+        measured = trainer.compute_metrics(EvalPrediction(predictions, label_ids))
+        metrics = cast(dict[str, Any], denumpify_detensorize({**measured}))
     if float(sums[1]):
         metrics["loss"] = float(sums[0] / sums[1])
     named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
