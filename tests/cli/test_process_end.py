@@ -121,10 +121,12 @@ def require_the_run_goes_on(own: Project, home: str, plain: Losses) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("home", OFFLOADED)
 def test_a_killed_rank_leaves_no_spill_file(own: Project, home: str, plain: Losses) -> None:
+    """And the launcher says how far it came, as the rank itself cannot."""
     launcher, rank = held(own, home)
     assert spilled(rank)
     os.kill(rank, signal.SIGKILL)
     assert launcher.wait(HANG_S) == 128 + signal.SIGKILL
+    assert "\nfailed at step 4 of " in own.said()
     require_the_run_goes_on(own, home, plain)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from shoal.comm.collective import Alone
 from shoal.cost.footprint import Footprint
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import total_parameters
-from shoal.errors import ConfigError, LayoutError
+from shoal.errors import ConfigError, LayoutError, UsageError
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.models.gpt import GPT
 from shoal.models.roles import roles_of
@@ -28,6 +29,7 @@ from shoal.optim.matrix_kinds import KFAC, SOAP, Dion, Muon, Shampoo
 from shoal.optim.parts import Parts
 from shoal.planner.explain.text import help_sentence
 from shoal.planner.predict.predictor import Prediction, save_of
+from shoal.planning import answer
 from shoal.planning.answer import cluster_of, planned, predictor_on, transformer_of
 from shoal.planning.plan_file import written_plan
 from shoal.planning.stack import CODED_BYTES, CODED_ON_CORES, hidden_share, stack_of
@@ -359,3 +361,10 @@ def test_float8_layers_are_not_split() -> None:
     """A sentence before any rank starts, and no plan that splits them."""
     with pytest.raises(ConfigError, match=r"float8.*layout\.tensor"):
         _run('precision.kind="float8"', "layout.tensor=2")
+
+
+def test_a_condition_that_is_none_is_refused_before_anything_is_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search of layouts of a large model takes minutes."""
+    monkeypatch.setattr(answer, "predictor_of", Mock(side_effect=AssertionError))
+    with pytest.raises(UsageError, match="is no condition on a plan"):
+        planned(_run(), None, keep=1, why_not="nonsense=2")

@@ -25,7 +25,7 @@ def tell_of_failure(run_file: RunFile, directory: Path, code: ExitCode, *, since
     """All of it, of the run in `directory` that began at `since_s` (Unix time) and ended with `code`. Raises
     nothing: what cannot be written or sent is said.
     """
-    _record_failure(run_file.observe, directory, code)
+    _record_failure(run_file, directory, code)
     _say_hang(directory, since_s=since_s)
     _leave_capsule(run_file, directory, code, since_s=since_s)
     _alert(run_file.observe, directory, code)
@@ -48,14 +48,17 @@ def alerts(url: str | None, run: str) -> Iterator[Callable[[str], None]]:
         sink.finish(Ending("finished"))
 
 
-def _record_failure(observe: ObserveConfig, directory: Path, code: ExitCode) -> None:
-    """Into the facts and the report of a run that began; one that ended by a decision of its own, as when it diverged,
-    has said so itself."""
+def _record_failure(run_file: RunFile, directory: Path, code: ExitCode) -> None:
+    """Into the facts and the report of a run that began, and where it was. Rank 0 does so itself where it ends by a
+    decision or an error of its own; one that was killed cannot.
+    """
     try:
         if not facts_path(directory).is_file() or read_facts(directory).get("state"):
             return
         write_ending(directory, Ending("failed", code.sentence, code.rank, int(code)))
-        if observe.report:
+        if events := read_events(directory):
+            say(f"failed at step {events[-1].step:,} of {run_file.run.steps:,}")
+        if run_file.observe.report:
             from shoal.observe.report import write_report
 
             print(f"report: {write_report(directory, picture=False)}", file=sys.stderr, flush=True)

@@ -14,7 +14,7 @@ from shoal import units
 from shoal.cost.footprint import Footprint, Overheads
 from shoal.errors import ConfigError, LayoutError, UsageError
 from shoal.models.config import GPTConfig, attention_mask_of
-from shoal.planner.explain.explain import Codings, codec_changes, codings, helps
+from shoal.planner.explain.explain import Codings, codec_changes, codings, condition, helps
 from shoal.planner.explain.explain import why_not as explain_why_not
 from shoal.planner.explain.residuals import Evidence, prediction_record
 from shoal.planner.explain.text import Change
@@ -93,6 +93,9 @@ def planned(
     default: as in the run of the measured step, else even.
 
     Raises `ConfigError`, `LayoutError` (nothing fits), `UsageError`."""
+    allowed = allowed_by(run_file)
+    if why_not is not None:
+        condition(why_not, allowed)  # refused before the search, which may take minutes
     if expert_imbalance is None:
         expert_imbalance = 1.0 if measured_step is None else measured_step.expert_imbalance
     predictor, evidence = predictor_of(run_file, cluster, expert_imbalance=expert_imbalance), DATA_SHEET
@@ -101,7 +104,6 @@ def planned(
         predictor, evidence, how = _calibrated(predictor, cluster, measured_step)
         basis = how if measured_step.tried and evidence != DATA_SHEET else basis + how
     basis += _partly_trained_text(run_file)
-    allowed = allowed_by(run_file)
     found = search_with(run_file, predictor, allowed, keep=keep)
     best = found.best[0]
     written = _written(run_file, predictor)

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.cost.transformer import Transformer, model_flops, total_parameters
@@ -242,3 +243,33 @@ def test_lent_buffers_stay_until_others_have_left() -> None:
     assert trace.lent_peak_bytes(apart, in_flight=2) == max(100, 90 + 10, 70 + 30, 50 + 70, 45 + 60)
     assert trace.lent_peak_bytes(apart, in_flight=1) == max(100, 90 + 10, 70 + 30, 50 + 60, 45 + 40)
     assert trace.lent_peak_bytes([["c", "b", "a"]], in_flight=2) == 90 + 70
+
+
+class Again(nn.Module):
+    """One layer, twice, and a leaf of the model's own, under the reentrant checkpoint: each pass adds to gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, own = self.layer(x), torch.zeros(WIDTH, requires_grad=True)
+        for _ in range(2):
+            x = checkpoint(lambda x: torch.tanh(self.layer(x) + own), x, use_reentrant=True)
+        return self.head(x)
+
+
+def test_gradients_to_which_a_backward_adds_twice_are_there_once() -> None:
+    """As a device counts them; a bucket leaves behind the last term, and leaves of the model's own are in none."""
+    model, x, device = Again(), vectors(8), SimulatedDevice(None)
+    device.hold([*model.parameters(), x])
+    at_rest = device.live_bytes
+    with device.counting():
+        model(x).square().sum().backward()
+    trace = subject(Again).of(TracedSplit(8))
+    assert [one.name for one in trace.filled].count("layer.weight") == 3
+    assert trace.first_peak_bytes == device.take_peak() - at_rest
+    twice = [Filled("a", 10, 50, 40), Filled("b", 20, 45, 60), Filled("a", 10, 60, 50)]
+    trace = replace(trace, filled=tuple(twice), since_bytes=65)
+    assert trace.first_peak_bytes == max(50, 45 + 10, 60 + 30, 65 + 30)
+    assert trace.lent_peak_bytes([["a"], ["b"]], in_flight=0) == max(50, 40 + 10, 45 + 10, 60 + 30, 50 + 30, 65)

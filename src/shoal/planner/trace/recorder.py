@@ -240,8 +240,7 @@ class Recorder(TorchDispatchMode):
         if not new and not func._schema.is_mutable:
             return  # a view
         if name == "aten.add_" and self._accumulates():
-            variable = getattr(torch._C._current_autograd_node(), "variable", None)
-            self._alive.fill(self._names[id(variable)], inputs[0])
+            self._fill(inputs[0])
         for tensor in new:
             self._alive.see(tensor, unit)
         if name in ALLOCATIONS:
@@ -261,6 +260,12 @@ class Recorder(TorchDispatchMode):
                 moved_bytes=_moved(name, shapes_in, shapes_out),
             )
         )
+
+    def _fill(self, gradient: Tensor) -> None:
+        """Of a parameter: a model may make leaves of its own, whose gradients nobody keeps."""
+        variable = getattr(torch._C._current_autograd_node(), "variable", None)
+        if (name := self._names.get(id(variable))) is not None:
+            self._alive.fill(name, gradient)
 
     def finished(self) -> tuple[Operator, ...]:
         """All operators; of the products in the backward those that gave weights' gradients are told apart."""

@@ -123,21 +123,25 @@ class Trace:
     @property
     def first_peak_bytes(self) -> int:
         """The peak with the gradients, where this backward makes them in the place of adding to them."""
-        made, peak = 0, 0
+        names, made, peak = set[str](), 0, 0
         for one in self.filled:
-            peak, made = max(peak, one.before_bytes + made), made + one.bytes
+            peak = max(peak, one.before_bytes + made)
+            made += 0 if one.name in names else one.bytes
+            names.add(one.name)
         return max(peak, self.since_bytes + made)
 
     def lent_peak_bytes(self, buckets: Sequence[Collection[str]], *, in_flight: int) -> int:
         """The peak with lent buffers, one for each of `buckets`, which have names of parameters and leave in this
-        order. A buffer is there from the first gradient that is copied into it until it was sent and `in_flight` others
-        were, too.
+        order. A buffer is there from the first gradient that is copied into it until it was sent, behind the last term
+        of all its gradients, and `in_flight` others were, too.
         """
         home = {name: number for number, bucket in enumerate(buckets) for name in bucket}
-        missing = [len(bucket) for bucket in buckets]
+        missing = [0] * len(buckets)
         sizes, lent, sent, peak = [0] * len(buckets), set[int](), 0, 0
-        for one in self.filled:
+        for one in {one.name: one for one in self.filled}.values():
             sizes[home[one.name]] += one.bytes
+        for one in self.filled:
+            missing[home[one.name]] += 1
         for one in self.filled:
             peak = max(peak, one.before_bytes + sum(sizes[number] for number in lent))
             lent.add(home[one.name])
