@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from shoal.engine.batch_statistics import StepBuffers
 from shoal.engine.randomness import Randomness
 from shoal.models import draw_watch
-from shoal.models.draw_watch import generators_in_use, key_checkpoints, seed_all_devices
+from shoal.models.draw_watch import draws_nothing, generators_in_use, key_checkpoints, seed_all_devices
 from shoal.models.keyed_draws import KeyedDraws, active_draws
-from shoal.own_loop.steps import DrawsBySample
+from shoal.own_loop.steps import ADDED, DrawsBySample
 
 STEPS = 5
 
@@ -139,6 +141,76 @@ def test_a_loop_of_a_script_draws_the_same(wakes: int, calls: int, drops: bool) 
     assert randomness.draws.dozes is (wakes == STEPS and calls == 1 and drops)
 
 
+class Coins(nn.Module):
+    """Flips coins of Python's and NumPy's from its forward `flips` on, and draws what nobody keys from `wakes` on."""
+
+    def __init__(self, flips: int, wakes: int) -> None:
+        super().__init__()
+        self.flips, self.wakes, self.calls = flips, wakes, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        coins = [random.random(), np.random.rand()] if self.calls >= self.flips else []
+        return sum(coins, x) + (torch.randperm(6) if self.calls >= self.wakes else 0)
+
+
+def flipped(model: Coins, *, may_sleep: bool, own_loop: bool) -> list[Tensor]:
+    """The outputs of some steps, and what the loop draws behind each."""
+    randomness, found = randomness_of(model, may_sleep=may_sleep), []
+    randomness.seeds_host = True
+    compute: Any = SimpleNamespace(randomness=randomness, buffers=StepBuffers(model))
+    hooks = DrawsBySample([model] if own_loop else [], compute, inside=lambda: True)
+    for step in range(STEPS):
+        model.calls = step
+        randomness.step(step)
+        randomness.microbatch(torch.tensor([step]))
+        if own_loop:
+            lam = random.random() if model.flips == 0 else 1.0
+            found.append(model(lam * torch.ones(1, 6)))
+        else:
+            forward = partial(model, torch.ones(1, 6))
+            found.append(randomness.forward(forward, take_back=lambda: None, repeatable=lambda: True))
+        found.append(torch.tensor([random.random(), np.random.rand()]))
+    hooks.close()
+    return found
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize("flips", [0, 1, 2])
+def test_a_repeated_forward_flips_the_same_coins(flips: int, own_loop: bool) -> None:
+    """As a layer that is left out by chance: whenever it begins, and whatever the loop has drawn before."""
+    expected = flipped(Coins(flips, 2), may_sleep=False, own_loop=own_loop)
+    found = flipped(Coins(flips, 2), may_sleep=True, own_loop=own_loop)
+    assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
+
+
+def append_dropout(model: nn.Sequential) -> None:
+    model.append(nn.Dropout(0.5))
+
+
+def hook_dropout(model: nn.Sequential) -> None:
+    model[0].register_forward_hook(lambda module, args, output: F.dropout(output, 0.5))
+
+
+@pytest.mark.parametrize("change", [append_dropout, hook_dropout])
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_layer_that_a_loop_adds_to_what_drew_nothing_is_keyed(
+    change: Callable[[nn.Sequential], None], calls: int
+) -> None:
+    """From its first forward on where that can be repeated, else from the next, and the first is named."""
+    outputs = []
+    for samples in ([3, 4], [4, 3]):
+        model = nn.Sequential(nn.ReLU())
+        draws, randomness = drawing_loop(samples, model)
+        with draws.loop():
+            if calls == 2:
+                model(torch.ones(2, 64))
+            change(model)
+            first = model(torch.ones(2, 64))
+            outputs.append(first if calls == 1 else model(torch.ones(2, 64)))
+        assert randomness.unkeyed(torch.device("cpu")) == (frozenset() if calls == 1 else {ADDED})
+    assert torch.equal(outputs[0], outputs[1].flip(0))
+
+
 def test_what_the_model_itself_drops_is_keyed_in_a_loop() -> None:
     """Dropout called in the forward of the outermost module: the same for a sample in any batch."""
     outputs = []
@@ -177,7 +249,9 @@ def test_generators_are_those_of_whatever_accelerator_is_in_use(monkeypatch: pyt
 def drawing_loop(samples: list[int], model: nn.Module) -> tuple[DrawsBySample, Randomness]:
     """A loop around `model`, before a microbatch of the samples at these positions."""
     torch.manual_seed(len(samples))
-    randomness = randomness_of(model, may_sleep=True)
+    nothing, randomness = draws_nothing(model), randomness_of(model, may_sleep=True)
+    if nothing and randomness.draws is not None:
+        randomness.draws.sleep()
     compute: Any = SimpleNamespace(randomness=randomness, buffers=StepBuffers(model))
     draws = DrawsBySample([model], compute, inside=lambda: True)
     randomness.step(1)

@@ -22,7 +22,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -397,7 +397,7 @@ _AS_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
 """Types whose numbers float32 holds exactly."""
 
 
-@cache
+@lru_cache(maxsize=1024)
 def _stays(p: float, dtype: torch.dtype) -> float:
     """1 / (1 - p), rounded as `dtype` is."""
     return float(torch.ones((), dtype=dtype, device="cpu") / (1 - p))
