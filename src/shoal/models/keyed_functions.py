@@ -47,6 +47,16 @@ class Draws(Protocol):
         ...
 
 
+AS_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Types whose numbers float32 holds exactly."""
+
+
+@lru_cache(maxsize=1024)
+def factor_of_kept(p: float, dtype: torch.dtype) -> float:
+    """1 / (1 - p), rounded as `dtype` is."""
+    return float(torch.ones((), dtype=dtype, device="cpu") / (1 - p))
+
+
 def _scaled_mask(mode: Draws, x: Tensor, p: float, shape: Sequence[int] | None = None) -> Tensor:
     """1 / (1 - p) where an element stays, else 0. `p` may be a tensor, as it may in PyTorch."""
     shape, of_samples = x.shape if shape is None else shape, not isinstance(x, nn.Parameter)

@@ -322,6 +322,8 @@ class DrawsBySample:
             return
         if len(models) > 1:
             self._sleeping.may_sleep = False
+        draws, asleep = self._sleeping.draws, self._sleeping.draws.asleep
+        draws.wake()  # for its hooks to know their places
         for model in models:
             for handle in (
                 # before the draws' own hook, which has to find them entered, or the model's own draws had no module
@@ -330,6 +332,8 @@ class DrawsBySample:
                 model.register_forward_hook(self._after, always_call=True),
             ):
                 self._hooks.callback(handle.remove)
+        if asleep:
+            draws.sleep()
 
     def __deepcopy__(self, memo: object) -> DrawsBySample:
         """A model that is copied takes its hooks along. They do nothing there: the copy draws as the loop does."""
