@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.engine.batch_statistics import StepBuffers
 from shoal.engine.randomness import Randomness
 from shoal.models import draw_watch
-from shoal.models.draw_watch import generators_in_use, key_checkpoints, seed_all_devices
+from shoal.models.draw_watch import draws_nothing, generators_in_use, key_checkpoints, seed_all_devices
 from shoal.models.keyed_draws import KeyedDraws, active_draws
 from shoal.own_loop.steps import DrawsBySample
 
@@ -139,6 +141,48 @@ def test_a_loop_of_a_script_draws_the_same(wakes: int, calls: int, drops: bool) 
     assert randomness.draws.dozes is (wakes == STEPS and calls == 1 and drops)
 
 
+class Coins(nn.Module):
+    """Flips coins of Python's and NumPy's from its forward `flips` on, and draws what nobody keys from `wakes` on."""
+
+    def __init__(self, flips: int, wakes: int) -> None:
+        super().__init__()
+        self.flips, self.wakes, self.calls = flips, wakes, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        coin = random.random() + np.random.rand() if self.calls >= self.flips else 0.0
+        return x + coin + (torch.randperm(6) if self.calls >= self.wakes else 0)
+
+
+def flipped(model: Coins, *, may_sleep: bool, own_loop: bool) -> list[Tensor]:
+    """The outputs of some steps, and what the loop draws behind each."""
+    randomness, found = randomness_of(model, may_sleep=may_sleep), []
+    randomness.seeds_host = True
+    compute: Any = SimpleNamespace(randomness=randomness, buffers=StepBuffers(model))
+    hooks = DrawsBySample([model] if own_loop else [], compute, inside=lambda: True)
+    for step in range(STEPS):
+        model.calls = step
+        randomness.step(step)
+        randomness.microbatch(torch.tensor([step]))
+        if own_loop:
+            lam = random.random() if model.flips == 0 else 1.0
+            found.append(model(lam * torch.ones(1, 6)))
+        else:
+            forward = partial(model, torch.ones(1, 6))
+            found.append(randomness.forward(forward, take_back=lambda: None, repeatable=lambda: True))
+        found.append(torch.tensor([random.random(), np.random.rand()]))
+    hooks.close()
+    return found
+
+
+@pytest.mark.parametrize("own_loop", [False, True])
+@pytest.mark.parametrize("flips", [0, 1, 2])
+def test_a_repeated_forward_flips_the_same_coins(flips: int, own_loop: bool) -> None:
+    """As a layer that is left out by chance: whenever it begins, and whatever the loop has drawn before."""
+    expected = flipped(Coins(flips, 2), may_sleep=False, own_loop=own_loop)
+    found = flipped(Coins(flips, 2), may_sleep=True, own_loop=own_loop)
+    assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
+
+
 def test_what_the_model_itself_drops_is_keyed_in_a_loop() -> None:
     """Dropout called in the forward of the outermost module: the same for a sample in any batch."""
     outputs = []
@@ -177,7 +221,9 @@ def test_generators_are_those_of_whatever_accelerator_is_in_use(monkeypatch: pyt
 def drawing_loop(samples: list[int], model: nn.Module) -> tuple[DrawsBySample, Randomness]:
     """A loop around `model`, before a microbatch of the samples at these positions."""
     torch.manual_seed(len(samples))
-    randomness = randomness_of(model, may_sleep=True)
+    nothing, randomness = draws_nothing(model), randomness_of(model, may_sleep=True)
+    if nothing and randomness.draws is not None:
+        randomness.draws.sleep()
     compute: Any = SimpleNamespace(randomness=randomness, buffers=StepBuffers(model))
     draws = DrawsBySample([model], compute, inside=lambda: True)
     randomness.step(1)

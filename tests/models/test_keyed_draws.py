@@ -105,6 +105,65 @@ def test_masks_of_the_loop_in_c_are_those_of_the_bits(shape: tuple[int, ...], dt
     assert 0 < float((found[0] == 0).double().mean()) < 1 or found[0].numel() < 20
 
 
+def in_place(drop: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """What is left in the tensor that `drop` is given."""
+
+    def dropped(x: Tensor) -> Tensor:
+        drop(x)
+        return x
+
+    return dropped
+
+
+DROPOUTS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: torch.dropout(x, 0.25, True),
+    lambda x: torch.dropout(x, p=0.25, train=True),
+    lambda x: torch.native_dropout(x, 0.25, True)[0],
+    lambda x: torch.feature_dropout(x, 0.25, True),
+    lambda x: F.dropout(x, torch.tensor(0.25)),  # type: ignore[arg-type]
+    in_place(lambda x: torch.dropout_(x, 0.25, True)),
+    in_place(lambda x: torch.feature_dropout_(x, 0.25, True)),
+    in_place(lambda x: F.dropout(x, 0.25, inplace=True)),
+]
+
+
+@pytest.mark.parametrize("draw", DROPOUTS)
+def test_dropout_is_the_same_in_all_its_forms(draw: Callable[[Tensor], Tensor]) -> None:
+    expected = drawn(lambda x: F.dropout(x + 1, 0.25), [0, 1, 2])
+    assert torch.equal(drawn(lambda x: draw(x + 1), [0, 1, 2]), expected)
+
+
+@pytest.mark.parametrize("drop", [F.dropout1d, F.dropout3d])
+def test_channels_of_a_tensor_without_samples_are_dropped_whole(drop: Callable[..., Tensor]) -> None:
+    """PyTorch takes two dims for [channels, length], four for [channels, depth, height, width]."""
+    shape = (64, 8) if drop is F.dropout1d else (64, 2, 2, 2)
+    kept = drawn(lambda x: drop(torch.ones(shape), 0.5), [0, 1]).flatten(1)
+    assert set(kept.sum(1).tolist()) == {0.0, 16.0}
+
+
+@kernels_built
+def test_a_probability_that_a_loop_changes_in_place_is_read_anew() -> None:
+    kernels, p, found = load_kernels(), torch.tensor(0.25), []
+    assert kernels is not None
+    model = Draws(lambda x: F.dropout(x, p))  # type: ignore[arg-type]
+    mode = KeyedDraws(model, seed=3)
+    mode.write_mask = kernels.mask
+    for value in (0.25, 0.5):
+        p.fill_(value)
+        mode.begin(1, lambda: torch.arange(4), tokens=0)
+        with mode:
+            found.append(float(model(torch.ones(4, 64)).max()))
+    assert found == [float(torch.tensor(1.0) / 0.75), 2.0]
+
+
+def test_all_may_be_dropped_between_layers_and_in_attention() -> None:
+    """By a probability of 1, which has no factor for what stays."""
+    layers = nn.LSTM(8, 4, 2, dropout=1.0, batch_first=True)
+    x = torch.ones(2, 3, 8)
+    torch.testing.assert_close(drawn(lambda _: layers(x)[0], [0, 1]), layers(x)[0])
+    assert not drawn(lambda _: F.scaled_dot_product_attention(x, x, x, dropout_p=1.0), [0, 1]).any()
+
+
 @pytest.mark.parametrize("samples", [[2], [2, 3], [1, 2, 3, 0], [0, 2, 1]])
 def test_rows_of_tokens_are_those_of_their_sample(samples: list[int]) -> None:
     """Also where there are as many columns as samples, as in the scores of a router: tokens x experts."""

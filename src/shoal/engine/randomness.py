@@ -86,6 +86,8 @@ class Randomness:
             self.sleeping.draws.begin(self._step, lambda: bits(self._sample_key, positions), tokens=tokens)
         if self.seeds_host:
             seed_host(self._host_seed)
+            if self.sleeping is not None:
+                self.sleeping.host_seed = self._host_seed
 
     @property
     def _host_seed(self) -> int:

@@ -97,19 +97,24 @@ def draws_nothing(model: nn.Module) -> bool:
 
 
 class DrawWatch:
-    """The state of `generators_in_use` when it was made."""
+    """The state of `generators_in_use` when it was made; `host`: that of Python's and NumPy's generators, too, which
+    takes ten times as long.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, host: bool = False) -> None:
         self._generators = generators_in_use()
         self._before = [generator.get_state() for generator in self._generators]
+        self.host = host_states() if host else None
 
     def drew(self) -> bool:
         """Has any of them given a number since?"""
-        now = (generator.get_state() for generator in self._generators)
-        return not all(torch.equal(one, other) for one, other in zip(now, self._before, strict=True))
+        for generator, before in zip(self._generators, self._before, strict=True):
+            if generator.get_state().numpy().tobytes() != before.numpy().tobytes():  # `torch.equal` is slower
+                return True
+        return self.host is not None and host_states() != self.host
 
     def rewind(self) -> None:
-        """They will give the same numbers once more."""
+        """PyTorch's generators will give the same numbers once more."""
         for generator, state in zip(self._generators, self._before, strict=True):
             generator.set_state(state)
 
@@ -123,13 +128,18 @@ class SleepingDraws:
     """Calls forwards under `draws`, or for as long as that is enough without them or with some modules under them. See
     above.
 
-    `may_sleep`: a forward can be repeated, as it cannot where ranks exchange something in it.
+    `may_sleep`: a forward can be repeated, as it cannot where ranks exchange something in it, or where it draws from
+    Python's or NumPy's generators: their state takes too long to be read before each forward. Those that begin to draw
+    from them later are given what they got before (`host_seed`), unless the script's loop draws from them, too.
     """
 
     def __init__(self, draws: KeyedDraws, *, may_sleep: bool) -> None:
         self.draws, self.may_sleep = draws, may_sleep
         self.forwards = 0
         """Of this microbatch, so far."""
+        self.host_seed: int | None = None
+        """With which `seed_host` was called before this microbatch; None: it was not."""
+        self._loop_draws = False
 
     def __call__(self, forward: Callable[[], T], *, take_back: Callable[[], None], repeatable: Callable[[], bool]) -> T:
         """What `forward` returns. `take_back` undoes what it changed beside its result; `repeatable` is asked after it
@@ -139,7 +149,7 @@ class SleepingDraws:
         if not self.may_sleep or not draws.training:
             with draws.opened():
                 return forward()
-        watch = DrawWatch()
+        watch = self.watch()
         if not draws.asleep and not draws.dozes:
             with draws:
                 result = forward()
@@ -153,16 +163,23 @@ class SleepingDraws:
         with draws:
             return forward()
 
+    def watch(self) -> DrawWatch:
+        """Before a forward which can be repeated, or of which is learned whether the next ones can."""
+        return DrawWatch(host=self.host_seed is not None and not (self.draws.asleep or self.draws.dozes))
+
     def start_again(self, watch: DrawWatch, take_back: Callable[[], None]) -> None:
         """The forward since `watch` has drawn what nobody has keyed: all is as before it, and the mode is awake."""
         self.stay()
         watch.rewind()
+        if self.host_seed is not None and not self._loop_draws:
+            seed_host(self.host_seed)
         take_back()
         self.draws.restart()
 
     def learn(self, watch: DrawWatch, *, stays: bool) -> None:
         """After a forward under the mode, which `watch` has seen: `stays` the mode, whatever was drawn?"""
         draws = self.draws
+        self._loop_draws = self.host_seed is not None and watch.host != host_states_after(self.host_seed)
         if stays or watch.drew() or (draws.drawers and not draws.may_doze):
             self.stay()
         elif draws.drawers:

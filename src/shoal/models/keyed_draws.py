@@ -19,10 +19,12 @@ from __future__ import annotations
 
 import math
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -33,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import UserCodeError
 from shoal.maths.counter import bits, key_of
-from shoal.models.keyed_functions import BODIES, DROPPING, HANDLERS
+from shoal.models.keyed_functions import AS_FLOAT32, BODIES, DROPPING, HANDLERS, factor_of_kept
 from shoal.models.sample_places import Extent, Inside, Slices, extents_in, numbered, rows_of, samples_in
 
 
@@ -105,7 +107,9 @@ class KeyedDraws(TorchFunctionMode):
         self._loop, self._of_samples, self._evaluated = _Call(LOOP, 0), True, False
         self._counts: dict[str, int] = {}
         self._sequence: Mapping[int, Extent] = {}
-        self._hooks: list[RemovableHandle] = []
+        self._modules = list(model.named_modules())
+        self._hooks: dict[tuple[str, str], tuple[OrderedDict[int, Any], RemovableHandle]] = {}
+        self._ahead: dict[tuple[str, str], frozenset[int]] = {}
         self.wake()
 
     @property
@@ -120,9 +124,10 @@ class KeyedDraws(TorchFunctionMode):
 
     def sleep(self) -> None:
         """Its model is to be called without it."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks, self.dozes = [], False
+        for place, (hooks, handle) in self._hooks.items():
+            self._ahead[place] = frozenset(takewhile(lambda each, own=handle.id: each != own, hooks))
+            handle.remove()
+        self._hooks, self.dozes = {}, False
 
     def doze(self) -> None:
         """Only modules that have drawn, and those inside them, are to be called with it."""
@@ -143,10 +148,21 @@ class KeyedDraws(TorchFunctionMode):
             self._hook(lambda name: True)
 
     def _hook(self, wanted: Callable[[str], bool]) -> None:
-        for name, module in self._model.named_modules():
+        for name, module in self._modules:
             if wanted(name):
-                self._hooks.append(module.register_forward_pre_hook(self._before(name)))
-                self._hooks.append(module.register_forward_hook(self._after(name), always_call=True))
+                before = module.register_forward_pre_hook(self._before(name))
+                after = module.register_forward_hook(self._after(name), always_call=True)
+                self._put(before, module._forward_pre_hooks, (name, "before"))
+                self._put(after, module._forward_hooks, (name, "after"))
+
+    def _put(self, handle: RemovableHandle, hooks: Any, place: tuple[str, str]) -> None:
+        """The new hook of `handle` goes where the one before it was taken off: a hook of the user's that draws belongs
+        to the same layer, whenever the mode sleeps. For the same reason modules that came later have none.
+        """
+        if (ahead := self._ahead.get(place)) is not None:
+            for other in [each for each in hooks if each not in ahead and each != handle.id]:
+                hooks.move_to_end(other)
+        self._hooks[place] = hooks, handle
 
     def open(self) -> None:
         """A forward or a backward of the model follows, until `__exit__`."""
@@ -166,6 +182,9 @@ class KeyedDraws(TorchFunctionMode):
 
     def restart(self) -> None:
         """The forward that has been made so far does not count: another of the same samples follows."""
+        for call in self._calls:  # the outermost module's, where its own hook asks for that
+            if call.entered_here:
+                self.__exit__(None, None, None)
         self._calls, self._counts = [], {}
 
     def begin(self, step: int, sample_keys: SampleKeys, *, tokens: int) -> None:
@@ -333,13 +352,13 @@ class KeyedDraws(TorchFunctionMode):
         """1 / (1 - p) where the bits of the next draw are among the 1 - p that stay, else 0."""
         key, write, least = self._next_key(), self.write_mask, math.floor(p * 2**64) - 2**63
         dim, inner = self._samples_of(shape) if samples else (None, ())
-        writable = write is not None and device.type == "cpu" and dtype in _AS_FLOAT32
+        writable = write is not None and device.type == "cpu" and dtype in AS_FLOAT32
         if write is None or not writable or dim is None or not inner or self._extents(inner):
             drawn = self._bits(key, shape, device=device, samples=samples)
             return (drawn >= least).to(dtype) / (1 - p)
         keys = self._sample_keys().to(device).contiguous()
         mask = torch.empty(len(keys), *inner, dtype=torch.float32, device=device)
-        write(keys, key, rows_of(inner), mask, least=least, kept=_stays(p, dtype))
+        write(keys, key, rows_of(inner), mask, least=least, kept=factor_of_kept(p, dtype))
         return (mask.view(shape) if dim == 0 else mask.movedim(0, dim).reshape(shape)).to(dtype)
 
     def _next_key(self) -> int:
@@ -391,16 +410,6 @@ class KeyedDraws(TorchFunctionMode):
     def _extents(self, inner: Sequence[int]) -> dict[int, Extent]:
         inside = next((call.inside for call in reversed(self._calls) if call.inside is not None), None)
         return extents_in(inner, self._sequence, inside, module=self._calls[-1].module)
-
-
-_AS_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
-"""Types whose numbers float32 holds exactly."""
-
-
-@cache
-def _stays(p: float, dtype: torch.dtype) -> float:
-    """1 / (1 - p), rounded as `dtype` is."""
-    return float(torch.ones((), dtype=dtype, device="cpu") / (1 - p))
 
 
 def _push_below(mode: TorchFunctionMode) -> None:

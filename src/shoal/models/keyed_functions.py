@@ -47,18 +47,29 @@ class Draws(Protocol):
         ...
 
 
+AS_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
+"""Types whose numbers float32 holds exactly."""
+
+
+@lru_cache(maxsize=1024)
+def factor_of_kept(p: float, dtype: torch.dtype) -> float:
+    """1 / (1 - p), rounded as `dtype` is."""
+    return float(torch.ones((), dtype=dtype, device="cpu") / (1 - p))
+
+
 def _scaled_mask(mode: Draws, x: Tensor, p: float, shape: Sequence[int] | None = None) -> Tensor:
-    """1 / (1 - p) where an element stays, else 0."""
-    of_samples = not isinstance(x, nn.Parameter)
-    return mode.mask_for(x.shape if shape is None else shape, p=p, dtype=x.dtype, device=x.device, samples=of_samples)
+    """1 / (1 - p) where an element stays, else 0. `p` may be a tensor, as it may in PyTorch."""
+    shape, of_samples = x.shape if shape is None else shape, not isinstance(x, nn.Parameter)
+    if p == 1:
+        return x.new_zeros(shape)
+    return mode.mask_for(shape, p=float(p), dtype=x.dtype, device=x.device, samples=of_samples)
 
 
 def _dropout(
-    mode: Draws, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False,
-    train: bool | None = None,
-) -> Tensor:  # fmt: skip
-    if not (training if train is None else train) or not 0 < p < 1:
-        return func(input, p, training if train is None else train)
+    mode: Draws, func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    if not training or not 0 < p < 1:
+        return func(input, p, training, inplace)
     mask = _scaled_mask(mode, input, p)
     return input.mul_(mask) if inplace else input * mask
 
@@ -68,8 +79,14 @@ def _channel_dropout(
 ) -> Tensor:
     if not training or not 0 < p < 1:
         return func(input, p, training, inplace)
-    mask = _scaled_mask(mode, input, p, (*input.shape[:2], *[1] * (input.ndim - 2)))
+    alone = input.ndim == _OF_ONE_SAMPLE.get(func)  # such a tensor counts channels first
+    channels = input.shape[: 1 if alone else 2]
+    mask = _scaled_mask(mode, input, p, (*channels, *[1] * (input.ndim - len(channels))))
     return input.mul_(mask) if inplace else input * mask
+
+
+_OF_ONE_SAMPLE: Mapping[Any, int] = types.MappingProxyType({F.dropout1d: 2, F.dropout3d: 4})
+"""The dimensions of a tensor that these take for a single sample's; `F.dropout2d` takes none for that."""
 
 
 def _alpha_dropout(
@@ -82,6 +99,26 @@ def _alpha_dropout(
     scale = ((1 - p) * (1 + p * saturated**2)) ** -0.5
     out = scale * (input * stays + saturated * (1 - stays)) - scale * p * saturated
     return input.copy_(out) if inplace else out
+
+
+def _of_torch(handler: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`handler` for functions of `torch` itself, which say `train`, and are in place where their name says so."""
+
+    def adapted(mode: Draws, func: Any, input: Tensor, p: float, train: bool) -> Tensor:
+        return handler(mode, F.dropout, input, p, train, func.__name__.endswith("_"))
+
+    return adapted
+
+
+_TORCH_DROPOUT, _TORCH_CHANNELS, _TORCH_ALPHA = map(_of_torch, (_dropout, _channel_dropout, _alpha_dropout))
+
+
+def _native_dropout(mode: Draws, func: Any, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    """With the elements that stay."""
+    if train is False or not 0 < p < 1:
+        return func(input, p, train)
+    mask = _scaled_mask(mode, input, p)
+    return input * mask, mask != 0
 
 
 def _attention(
@@ -353,12 +390,19 @@ BODIES: Mapping[Any, Any] = types.MappingProxyType(
 )
 """Functions of Python that draw inside, where no mode would see it: it is handed the whole of them."""
 
-DROPPING = frozenset({_dropout, _channel_dropout, _alpha_dropout, _attention, _recurrent})
+DROPPING = frozenset({
+    _dropout, _channel_dropout, _alpha_dropout, _native_dropout, _TORCH_DROPOUT, _TORCH_CHANNELS, _TORCH_ALPHA,
+    _attention, _recurrent,
+})  # fmt: skip
 """Handlers that take nothing from the generator but what they drop."""
 
 HANDLERS: Mapping[Any, Any] = types.MappingProxyType(
     {
-        **dict.fromkeys((F.dropout, torch.dropout, torch.dropout_), _dropout),
+        F.dropout: _dropout,
+        **dict.fromkeys((torch.dropout, torch.dropout_), _TORCH_DROPOUT),
+        **dict.fromkeys((torch.feature_dropout, torch.feature_dropout_), _TORCH_CHANNELS),
+        **dict.fromkeys((torch.alpha_dropout, torch.alpha_dropout_), _TORCH_ALPHA),
+        torch.native_dropout: _native_dropout,
         **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d), _channel_dropout),
         **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
         **dict.fromkeys(BODIES, _dropout),
@@ -367,7 +411,7 @@ HANDLERS: Mapping[Any, Any] = types.MappingProxyType(
         **dict.fromkeys((torch.multinomial, Tensor.multinomial), _multinomial),
         torch.randperm: _permutation,
         **dict.fromkeys((torch.poisson, torch.binomial, *_GAMMAS), _generator_draw),
-        **dict.fromkeys((F.feature_alpha_dropout, torch.rrelu, F.rrelu), _generator_draw),
+        **dict.fromkeys((F.feature_alpha_dropout, torch.feature_alpha_dropout, torch.rrelu, F.rrelu), _generator_draw),
         F.alpha_dropout: _alpha_dropout,
         F.scaled_dot_product_attention: _attention,
         **dict.fromkeys((torch.randint, torch.randint_like), _drawn(_integers)),

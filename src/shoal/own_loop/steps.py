@@ -301,6 +301,10 @@ class OwnSteps:
 # forwards, its backward and its update the loop itself is under them: it calls little, and may draw anything.
 
 
+ADDED = "a layer that was added after shoal.start"
+"""Stands among the names of unkeyed functions, for the forward that was the first to call it."""
+
+
 class DrawsBySample:
     """Keys what `models` draw while they train, where `inside` says that a step is open, and between `enter_loop` and
     `leave_loop` what the loop draws, unless it calls compiled programs (`keys_loop`), which no mode can look into.
@@ -318,6 +322,8 @@ class DrawsBySample:
             return
         if len(models) > 1:
             self._sleeping.may_sleep = False
+        draws, asleep = self._sleeping.draws, self._sleeping.draws.asleep
+        draws.wake()  # for its hooks to know their places
         for model in models:
             for handle in (
                 # before the draws' own hook, which has to find them entered, or the model's own draws had no module
@@ -326,6 +332,8 @@ class DrawsBySample:
                 model.register_forward_hook(self._after, always_call=True),
             ):
                 self._hooks.callback(handle.remove)
+        if asleep:
+            draws.sleep()
 
     def __deepcopy__(self, memo: object) -> DrawsBySample:
         """A model that is copied takes its hooks along. They do nothing there: the copy draws as the loop does."""
@@ -364,14 +372,18 @@ class DrawsBySample:
         draws, resume = sleeping.draws, None
         if draws.in_loop:
             resume = partial(draws.enter_loop, here=draws.leave_loop())
-        if not self._looks or not module.training or not self._inside():
+        if not module.training or not self._inside():
             self._open.append(_Forward(None, entered=False, resume=resume))
             return
         sleeping.forwards += 1
-        if sleeping.forwards > 1 or self._buffers.moving:
+        once = sleeping.forwards == 1 and not self._buffers.moving
+        if self._looks and not once:
             sleeping.stay()
-        watch, entered = DrawWatch() if sleeping.may_sleep else None, not draws.asleep
-        self._open.append(_Forward(watch, entered=entered, learns=entered and not draws.dozes, resume=resume))
+        entered = not draws.asleep
+        watch = sleeping.watch() if sleeping.may_sleep or not entered else None
+        forward = _Forward(watch, entered=entered, learns=entered and not draws.dozes, resume=resume)
+        forward.repeatable = sleeping.may_sleep and once
+        self._open.append(forward)
         if entered:
             draws.open()
 
@@ -386,6 +398,10 @@ class DrawsBySample:
             sleeping.learn(watch, stays=False)
             return None
         if not watch.drew():
+            return None
+        if not self._open[-1].repeatable:
+            sleeping.stay()
+            sleeping.draws.unkeyed.add(ADDED)
             return None
         sleeping.start_again(watch, self._buffers.take_back)
         with sleeping.draws, sleeping.draws.calling():
@@ -404,8 +420,10 @@ class DrawsBySample:
 class _Forward:
     """A forward under way. `watch` is None where the draws are there to stay; `entered`: it runs under them; `learns`:
     what it draws decides whether the next ones do; `resume` enters the loop again that has called it; None where none
-    has.
+    has. `repeatable`: it can be taken back.
     """
+
+    repeatable = True
 
     def __init__(
         self, watch: DrawWatch | None, *, entered: bool, resume: Callable[[], None] | None, learns: bool = False
