@@ -189,6 +189,16 @@ def test_a_loop_learns_under_any_agreement(keys: tuple[str, ...], tmp_path: Path
         (("optimizer.step()", "optimizer.step(lambda: 0)"), "optimizer.step() was given a closure"),
         (("    optimizer.step()\n", "    optimizer.step()\n    optimizer.step()\n"), "step() was called twice"),
         (("run.backward(", "(lambda loss: loss.backward())("), "step() was called before the last backward()"),
+        (("    run.backward(", "    def by_hand(loss):\n"
+          "        inputs = [p for p in model.parameters() if p.requires_grad]\n"
+          "        for p, g in zip(inputs, torch.autograd.grad(loss, inputs)): p.grad = g\n    by_hand("),
+         "gradients of the loop's own, as of torch.autograd.grad or loss.backward(), which are those of this rank's"),
+        (("    run.backward(", "    if run.steps_done: optimizer.step()\n    run.backward("),
+         "before the last backward() of the batch; call backward() first"),
+        (("for x, y in run.batches()", "import queue, threading\nahead = queue.Queue()\ndef fill():\n"
+          "    for batch in run.batches(): ahead.put(batch); ahead.join()\n"
+          "threading.Thread(target=fill, daemon=True).start()\nfor x, y in iter(ahead.get, None)"),
+         "backward() was called in another thread than the one that took the batch"),
         (("for x, y", "shoal.start(model=model, optimizer=optimizer, data=data, steps=1)\nfor x, y"),
          "shoal.start was called again in a rank of run 'mine'"),
         (("    optimizer.step()\n", "    optimizer.step()\n    optimizer.param_groups[0]['lr'] *= 0.9\n"),
@@ -217,6 +227,11 @@ def test_mistakes_are_a_sentence(change: tuple[str, str], sentence: str, tmp_pat
     ("said_as", "warning"),
     [
         ("(model(x), y, reduction='sum'))", "the loss looks like a sum over the samples of a microbatch"),
+        pytest.param(
+            "(model(x), y, reduction='sum') / 2)",
+            "the loss looks like a sum over the samples of a microbatch",
+            marks=pytest.mark.slow,
+        ),
         (
             "(model(x), y), reduction='sum')",
             'the loss is a mean, and reduction="sum" adds up those of all microbatches',
@@ -229,6 +244,15 @@ def test_a_sum_that_is_taken_for_a_mean_is_warned_of(said_as: str, warning: str,
     assert run_script(tmp_path / "mine.py", tmp_path, "batch.micro_samples=4", world=1) == [0]
     said = (tmp_path / "rank-0.txt").read_text()
     assert said.count(warning) == 1
+
+
+@pytest.mark.slow
+def test_a_mean_that_weighs_more_than_one_is_no_sum(tmp_path: Path) -> None:
+    """The loss of a distillation: "batchmean", times the square of the temperature."""
+    loss = "(model(x), y) + 16 * F.kl_div(model(x), torch.ones(len(x), 4), reduction='batchmean'))"
+    (tmp_path / "mine.py").write_text(LOOP.replace("(model(x), y))", loss))
+    assert run_script(tmp_path / "mine.py", tmp_path, "batch.micro_samples=4", world=1) == [0]
+    assert "looks like a sum" not in (tmp_path / "rank-0.txt").read_text()
 
 
 @pytest.mark.parametrize(

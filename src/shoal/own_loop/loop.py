@@ -50,6 +50,7 @@ from shoal.observe.sink import Ending
 from shoal.optim.layer_statistics import aside
 from shoal.own_loop.comparison import Comparison
 from shoal.own_loop.losses import AutocastWatch, LossKind, as_number, doubt, kind_of, one_pass
+from shoal.own_loop.open_step import Update
 from shoal.own_loop.steps import (
     DrawsBySample,
     Evaluation,
@@ -59,7 +60,7 @@ from shoal.own_loop.steps import (
     left_epoch,
     players_of,
 )
-from shoal.own_loop.update import Player, Update
+from shoal.own_loop.update import Player
 
 
 class Training:
@@ -364,6 +365,7 @@ class Training:
     def _backward(
         self, loss: Tensor, kind: LossKind, *, weight: float | None, more: bool, optimizer: torch.optim.Optimizer | None
     ) -> None:
+        self._draws.check_thread()
         self._evaluation.check()
         players = self._players if optimizer is None else [self._player(optimizer)]
         joined = players[0].expects_more

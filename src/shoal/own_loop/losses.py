@@ -100,7 +100,8 @@ class _Term(NamedTuple):
 
 def _doubt_of_mean(terms: Iterable[_Term], samples: int) -> str | None:
     for term in terms:
-        if term.of == "sum" and term.numbers >= samples and term.factor * samples > 1.5:
+        by_samples = bool(term.counted) and term.counted % samples == 0  # "batchmean", times the weight of a term
+        if term.of == "sum" and term.numbers >= samples and term.factor * samples > 1.5 and not by_samples:
             return (
                 "the loss looks like a sum over the samples of a microbatch, and backward() takes it for their mean: "
                 'pass reduction="sum" for the sum over the global batch, or divide the loss by its samples'

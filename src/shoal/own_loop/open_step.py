@@ -1,4 +1,4 @@
-"""`OpenStep`: the step that a script's own loop is at, and what a microbatch of it counts.
+"""`OpenStep`: the step that a script's own loop is at, what a microbatch of it counts, and the `Update` that ends it.
 
 A loss reaches autograd times what its microbatch counts and times the `factor` of its step (see `losses`); optimizers
 make their updates one after the other, and the last of them ends the step.
@@ -7,6 +7,7 @@ make their updates one after the other, and the last of them ends the step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -86,6 +87,19 @@ class OpenStep:
         """Raises what a call has failed for, where the loop goes on behind it."""
         if self.refusal is not None:
             raise self.refusal
+
+
+class Update(NamedTuple):
+    """What an update did: the loss over the global batch, the 2-norm of its gradient, and whether both were finite. One
+    that was not has changed nothing, and is false.
+    """
+
+    loss: float
+    grad_norm: float
+    committed: bool
+
+    def __bool__(self) -> bool:
+        return self.committed
 
 
 def counted(loss: Tensor, counts: float) -> float | Tensor:

@@ -50,9 +50,9 @@ from shoal.launcher.own_script import ScriptCheck
 from shoal.maths.norm import two_norm
 from shoal.optim.layer_statistics import SeesLayers, aside, watch_alone
 from shoal.own_loop.losses import NO_WEIGHT, LossKind, as_number, kind_of, one_pass
+from shoal.own_loop.open_step import Update
 from shoal.own_loop.shown_optimizer import StepHooks
 from shoal.own_loop.steps import DrawsBySample, Evaluation, Microbatches, left_epoch
-from shoal.own_loop.update import Update
 from shoal.runfile.run_file import RunFile
 from shoal.topology.layout import Layout
 
@@ -151,6 +151,7 @@ class PlainTraining:
         reduction: str = "mean",
     ) -> None:
         """`weight` and `reduction` change no gradient: this batch is the whole of its step."""
+        self._draws.check_thread()
         self._evaluation.check()
         terms = float(self._batch("backward()").weights.sum()) if weight is None else float(weight)
         kind = kind_of(weight, reduction)

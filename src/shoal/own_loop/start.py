@@ -292,7 +292,8 @@ def _refuse_second(environ: Mapping[str, str]) -> None:
     if pid == str(os.getpid()):
         raise UsageError(
             f"shoal.start was called again in a rank of run {name!r}; a script has one run: pass several models and "
-            "optimizers to one call, model=(g, d), optimizer=(first, second), or close() the first run of one process"
+            "optimizers to one call, model=(g, d), optimizer=(first, second). Several runs one after the other, as for "
+            "cross-validation, need run.processes=1 and a close() of each, or a start of the script for each"
         )
 
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -316,6 +317,7 @@ class DrawsBySample:
     ) -> None:
         self._sleeping, self._buffers, self._inside = compute.randomness.sleeping, compute.buffers, inside
         self._open: list[_Forward] = []
+        self._thread = get_ident()
         self._keys_loop, self._hooks = keys_loop, ExitStack()
         self._looks = self._sleeping is not None and not self._sleeping.draws.asleep
         if self._sleeping is None or not (self._looks or keys_loop):
@@ -343,6 +345,7 @@ class DrawsBySample:
 
     def enter_loop(self) -> None:
         """The loop is given a microbatch."""
+        self._thread = get_ident()
         if self._sleeping is not None and self._keys_loop:
             self._sleeping.draws.enter_loop()
 
@@ -350,6 +353,15 @@ class DrawsBySample:
         """It asks for the next, or ends."""
         if self._sleeping is not None and self._sleeping.draws.in_loop:
             self._sleeping.draws.leave_loop()
+
+    def check_thread(self) -> None:
+        """Raises `UserCodeError` where another thread was given the microbatch, which may be at the next already."""
+        if self._thread != get_ident():
+            raise UserCodeError(
+                "backward() was called in another thread than the one that took the batch, as by a queue that reads "
+                "ahead: a batch is given when the step before it is over, and draws are keyed in the thread that takes "
+                "it. Loop over the batches where backward() is called; Shoal reads ahead by itself (data.readers)"
+            )
 
     @contextmanager
     def loop(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ from shoal.optim.parts import SeesParts
 from shoal.own_loop.declaration import Declaration, named, numbers_of, used_anywhere
 from shoal.own_loop.losses import NO_WEIGHT, LossKind, check_loss
 from shoal.own_loop.objects import scaler_in
-from shoal.own_loop.open_step import OpenStep, counted, counts_of
+from shoal.own_loop.open_step import OpenStep, Update, counted, counts_of
 from shoal.own_loop.shown_optimizer import ShownGroups, StepHooks
 from shoal.state import Owned
 
@@ -57,19 +57,6 @@ ROUNDING = 1e-6
 """Relative: two sums of the same float32 squares, in two orders."""
 CLIP_EPS = 1e-6
 """What `torch.nn.utils.clip_grad_norm_` adds to the norm that it divides by."""
-
-
-class Update(NamedTuple):
-    """What an update did: the loss over the global batch, the 2-norm of its gradient, and whether both were finite. One
-    that was not has changed nothing, and is false.
-    """
-
-    loss: float
-    grad_norm: float
-    committed: bool
-
-    def __bool__(self) -> bool:
-        return self.committed
 
 
 def _placeholder(name: str, parameter: Parameter) -> PartialGradient:
@@ -295,10 +282,19 @@ class Player:
         step = self._opened()
         if not self._backwards or self._expecting_more:
             raise UserCodeError(
-                f"step {step.work.step}: step() was called before the last backward() of the batch; call backward() "
-                "first, without more=True"
+                f"step {step.work.step}: step() was called before the last backward() of the batch; {self._cure()}"
             )
         return self._agreed
+
+    def _cure(self) -> str:
+        """What to do about a step without a backward."""
+        own = [p.grad for name, p in self._trained.items() if p.grad is not self._placeholders[name]]
+        if all(gradient is None for gradient in own):
+            return "call backward() first, without more=True"
+        return (
+            ".grad has gradients of the loop's own, as of torch.autograd.grad or loss.backward(), which are those of "
+            "this rank's microbatch alone: call run.backward(loss), and change .grad behind it"
+        )
 
     def close(self) -> None:
         """Gives the optimizer back as it was, also out of the middle of a step."""
