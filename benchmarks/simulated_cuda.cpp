@@ -347,7 +347,9 @@ void account_for(const Call& call, const c10::OperatorHandle& op, const std::str
     const auto* alias = arguments[number].alias_info();
     auto& into = alias != nullptr && alias->isWrite() ? writes : reads;
     mapped(given[number], [&](const at::Tensor& tensor) {
-      if (tensor.defined() && tensor.numel() && tensor.has_storage()) into.insert(tensor.storage().data());
+      const bool has_memory = tensor.defined() && tensor.numel() && tensor.has_storage();
+      // A kernel gets a number of the host by value, and what is pageable is copied before the host goes on.
+      if (has_memory && (tensor.is_cuda() || is_pinned(tensor.storage().data()))) into.insert(tensor.storage().data());
       return tensor;
     });
   }

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,25 @@ import pytest
 from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
-COMPILED_S = 3 * HANG_S
-"""The device is compiled once for a PyTorch, and a row is some steps on two devices."""
+COMPILED_S = 5 * HANG_S
+"""The device is compiled once for a PyTorch, and all rows are of one program, some steps each on two devices."""
 ONE_RANK = ("train", "float32", "float16", "masters", "recompute", "loss in chunks", "dropout", "averages")
 SEVERAL = ("replicated", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, masters", "tensor", "low-rank gradients")
-IN_PARTS = ("context",)
-MOST_COPIES, MORE_OF_RANKS, MORE_OF_PARTS = 4, 2, 4
+SEVERAL += ("ZeRO-3, tensor", "eight ranks")
+IN_PARTS = ("context", "ZeRO-2, context")
+WAITS = {
+    "Muon": 1,
+    "SOAP": 1,
+    "Shampoo": 1,
+    "Adafactor": 2,
+    "LAMB": 2,
+    "schedule-free": 1,
+    "1-bit Adam": 1,
+    "1-bit LAMB": 1,
+}
+"""How often the host waits in a step of an optimizer that does not take the vote on the device: for the vote, and for
+the norms of parameters."""
+MOST_COPIES, MORE_OF_RANKS, MORE_IN_PARTS = 4, 2, 2
 """Inputs, targets and positions to the device; norm and loss back. Ranks also send what they count, and read the sum;
 a part of each sample leaves the whole ones' pinned memory."""
 EXTRA_LAUNCHES = 12
@@ -30,6 +44,10 @@ EXTRA_LAUNCHES = 12
 ROUNDING = {"float32": 1e-5, "other": 2e-3}
 """Of losses: sums in another order; in bfloat16, operators that autocast takes in another type on GPUs than on CPUs."""
 
+STEPS = 3
+"""That a row counts."""
+
+Row = dict[str, Any]
 pytestmark = pytest.mark.slow
 
 
@@ -45,9 +63,19 @@ def program(module: str, *given: str, paths: Sequence[Path] = ()) -> str:
     return done.stdout
 
 
-def rows_of(cases: Sequence[str], *given: str, module: str = "benchmarks.launches", paths: Sequence[Path] = ()) -> Any:
+def rows_of(cases: Sequence[str], *, module: str = "benchmarks.launches", paths: Sequence[Path] = ()) -> list[Row]:
     """The rows of `cases`, with a small model."""
-    return json.loads(program(module, "--json", "--layers", "2", "--cases", ";".join(cases), *given, paths=paths))
+    return json.loads(program(module, "--json", "--layers", "2", "--cases", ";".join(cases), paths=paths))
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, list[Row]]:
+    """Those of each case, one a rank, from one program."""
+    found: dict[str, list[Row]] = defaultdict(list)
+    for row in rows_of(["plain", "own loop", *ONE_RANK, *SEVERAL, *IN_PARTS, *WAITS]):
+        assert row["failed"] == "", row["case"]
+        found[row["case"]].append(row)
+    return found
 
 
 def planted(folder: Path, text: str) -> str:
@@ -57,23 +85,28 @@ def planted(folder: Path, text: str) -> str:
     return "planted_fault"
 
 
-@pytest.mark.parametrize(
-    ("cases", "most"),
-    [(ONE_RANK, MOST_COPIES), (SEVERAL, MOST_COPIES + MORE_OF_RANKS), (IN_PARTS, MOST_COPIES + MORE_OF_PARTS)],
-)
-def test_a_step_never_waits_and_copies_next_to_nothing(cases: Sequence[str], most: int) -> None:
+@pytest.mark.parametrize("case", [*ONE_RANK, *SEVERAL, *IN_PARTS])
+def test_a_step_never_waits_and_copies_next_to_nothing(case: str, rows: dict[str, list[Row]]) -> None:
     """And streams are in order, and losses are those of a CPU."""
-    for row in rows_of(cases):
-        assert row["failed"] == ""
-        assert row["waits"] == {}, row["case"]
-        assert row["races"] == {}, row["case"]
-        assert row["copies"] <= most, (row["case"], row["copied"])
-        assert row["off"] <= ROUNDING.get(row["case"], ROUNDING["other"]), row["case"]
+    most = MOST_COPIES + MORE_OF_RANKS * (case not in ONE_RANK) + MORE_IN_PARTS * (case in IN_PARTS)
+    for row in rows[case]:
+        assert row["waits"] == {}
+        assert row["races"] == {}
+        assert row["copies"] <= most, row["copied"]
+        assert row["off"] <= ROUNDING.get(case, ROUNDING["other"])
 
 
-def test_a_step_launches_little_more_than_a_plain_loop() -> None:
+@pytest.mark.parametrize("case", WAITS)
+def test_an_optimizer_waits_for_the_vote_and_not_for_each_matrix(case: str, rows: dict[str, list[Row]]) -> None:
+    for row in rows[case]:
+        assert sum(row["waits"].values()) <= STEPS * WAITS[case], row["waits"]
+        assert row["races"] == {}
+        assert row["off"] <= ROUNDING["other"]
+
+
+def test_a_step_launches_little_more_than_a_plain_loop(rows: dict[str, list[Row]]) -> None:
     """Each operator more is time that a small model does not hide."""
-    plain, train, own = rows_of(["plain", "train", "own loop"])
+    ((plain,), (train,), (own,)) = (rows[case] for case in ("plain", "train", "own loop"))
     assert train["launched"] <= plain["launched"] + EXTRA_LAUNCHES, train["launches"]
     assert own["launched"] <= plain["launched"] + EXTRA_LAUNCHES, own["launches"]
 
@@ -89,7 +122,7 @@ def test_a_read_that_was_planted_shows_with_its_line(tmp_path: Path) -> None:
         "DeviceVote.divisor = read\n",
     )
     (row,) = rows_of(["train"], module=fault, paths=[tmp_path])
-    assert sum(row["waits"].values()) == 3
+    assert sum(row["waits"].values()) == STEPS
     assert "planted_fault.py:4" in next(iter(row["waits"]))
 
 
@@ -102,10 +135,13 @@ def test_a_collective_that_nobody_waits_for_shows_as_a_race(tmp_path: Path) -> N
         "SimulatedWork.wait = wait\n",
     )
     rows = rows_of(["replicated"], module=fault, paths=[tmp_path])
+    assert len(rows) == 2
     assert all("reads what was written by allreduce" in " ".join(row["races"]) for row in rows)
 
 
 DEVICE = """
+import os
+
 import torch
 from benchmarks.simulated_cuda import Watch
 
@@ -130,6 +166,14 @@ def ordered():
     torch.accelerator.current_stream().wait_event(side.record_event())
     x.mul_(2)
 
+def by_value():
+    x * number
+    with side:
+        number.copy_(one, non_blocking=True)
+
+number, one = torch.ones(()), torch.ones((), device="cuda")
+torch.accelerator.synchronize()
+assert not seen(by_value).races
 assert seen(unordered).races
 torch.accelerator.synchronize()
 assert not seen(ordered).races
@@ -151,6 +195,7 @@ with torch.autocast("cuda", dtype=torch.bfloat16):
     product = w.view(2, 2) @ x.view(2, 2)
 product.sum().backward()
 assert product.dtype == torch.bfloat16 and w.grad.is_cuda
+os._exit(0)  # a thread of autograd's may still hold something of Python's, and would abort the end of the interpreter
 """
 
 

@@ -188,7 +188,7 @@ def lengths_of(numel: int, block: int, like: Tensor) -> Tensor:
     count = block_count(numel, block)
     lengths = torch.full((count,), float(block), dtype=like.dtype, device=like.device)
     if count:
-        lengths[-1] = numel - block * (count - 1)
+        lengths[-1].fill_(numel - block * (count - 1))  # assigned, a GPU would be waited for
     return lengths
 
 

@@ -257,8 +257,8 @@ class AtOnce:
         set_rate(self._fused, work.lr)
         self._fused.grad_scale, self._fused.found_inf = vote.divisor(scale, limits), vote.found_inf
         self._fused.step()
-        measured, loss = vote.read()
-        return self.conclude(context, AgreedUpdate(loss, measured, vote.finite(measured, loss), scale, None, clock))
+        length, loss = vote.read()
+        return self.conclude(context, AgreedUpdate(loss, length, vote.finite(length, loss), scale, None, clock))
 
     def _hand_over(self, gradient: AgreedGradient) -> None:
         """What is still to be multiplied by is the kernel's, where it takes it."""

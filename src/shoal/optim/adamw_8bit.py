@@ -31,6 +31,7 @@ from shoal.codec.kernels import Kernels, compiled, compiles_for, kernels_for
 from shoal.codec.moments import TINIEST, Map, Quantised, map_of, quantised, zeros
 from shoal.optim.config import AdamW8bit
 from shoal.optim.fused import FusedAdamW
+from shoal.state import numbers_on
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}
 """Each slot, and whether its numbers have signs."""
@@ -151,7 +152,7 @@ def step_compiled(x: Tensor, gradient: Tensor, moments: tuple[Quantised, Quantis
     """
     flat, gradients = x.detach().view(-1), gradient.view(-1)
     whole = flat.numel() // MOMENT_BLOCK * MOMENT_BLOCK
-    numbers = torch.tensor(factors, dtype=torch.float32, device=x.device)
+    numbers = numbers_on(x.device, factors, dtype=torch.float32)
     if whole:
         parts = [moment.part(0, whole) for moment in moments]
         maps = [map_of(part.codes.dtype, x.device) for part in parts]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.optim.declared import Common, Elementwise, Granularity, Slot
-from shoal.optim.fused import FusedOptimizer
+from shoal.optim.fused import FusedOptimizer, counted
 from shoal.optim.kinds import Adafactor, NAdam, RAdam, RMSprop
 from shoal.optim.owners import WholeOptimizer
 from shoal.optim.parts import Parts, PartSums
@@ -144,7 +144,11 @@ class OwnedAdafactor(WholeOptimizer):
     def scales(self, parameters: list[Parameter]) -> list[float]:
         """max(eps2, rms(x)) of each."""
         least = self.defaults["eps"][1]
-        own = [torch.stack([p.detach().double().square().sum(), p.new_tensor(p.numel()).double()]) for p in parameters]
+        squares = [p.detach().double().square().sum() for p in parameters]
+        own = [
+            torch.stack([square, torch.full_like(square, p.numel())])
+            for p, square in zip(parameters, squares, strict=True)
+        ]
         rows = torch.stack(own) if own else torch.zeros(0, 2, dtype=torch.float64)
         totals = rows if self._sums is None else self._sums(parameters, rows)
         return [max(least, math.sqrt(square / numel)) for square, numel in totals.tolist()]
@@ -152,10 +156,9 @@ class OwnedAdafactor(WholeOptimizer):
     def updated(self, group: dict[str, Any], direction: Tensor, state: dict[str, Any]) -> Tensor:
         """u times min(1, 1 / (lr sqrt(t)))."""
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=direction.device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state |= {name: direction.new_zeros(shape) for name, shape in _moments(direction).items()}
-        state["step"] += 1
-        step = float(state["step"])
+        step = counted(state)
         kept, least = 1 - step ** group["beta2_decay"], group["eps"][0] or torch.finfo(direction.dtype).eps
         square = direction.square()
         if direction.ndim > 1:
@@ -166,9 +169,10 @@ class OwnedAdafactor(WholeOptimizer):
         else:
             square = state["variance"].lerp_(square, 1 - kept)
         update = direction * square.clamp(min=least * least).rsqrt_()
-        rms = float(torch.linalg.vector_norm(update)) / math.sqrt(update.numel())
+        rms = torch.linalg.vector_norm(update).double() / math.sqrt(update.numel())
         rate = min(1.0, 1 / (group["lr"] * math.sqrt(step))) if group["lr"] else 0.0
-        return update.mul_(rate / max(1.0, rms / group["threshold"]))
+        factor = torch.full_like(rms, rate).div_((rms / group["threshold"]).clamp_(min=1.0))
+        return update.to(torch.promote_types(update.dtype, torch.float32)).mul_(factor).to(update.dtype)
 
 
 def _moments(x: Tensor) -> dict[str, tuple[int, ...]]:

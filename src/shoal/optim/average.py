@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.optim.declared import EMA, AverageConfig, Granularity, Lookahead
-from shoal.optim.fused import FusedOptimizer
+from shoal.optim.fused import FusedOptimizer, counted
 from shoal.optim.kinds import ScheduleFreeAdamW, ScheduleFreeSGD
 
 AVERAGE, SLOW = "average", "slow_weight"
@@ -141,19 +141,17 @@ class _ScheduleFree(FusedOptimizer):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             state = self.state[parameter]
             if not state:
-                one = torch.zeros((), dtype=torch.float64, device=parameter.device)
-                state |= {"step": one.to(torch.float32), "squared_rates": one}
+                zero = torch.zeros((), dtype=torch.float64, device="cpu")
+                state |= {"step": zero.to(torch.float32), "squared_rates": zero}
                 state |= {"z": parameter.detach().clone(), AVERAGE: parameter.detach().clone()}
-            state["step"] += 1
-            state["squared_rates"] += group["lr"] ** 2
-            total = float(state["squared_rates"])
-            direction = self.direction(group, gradient, state).add(parameter, alpha=group["weight_decay"])
+            step, total = int(counted(state)), counted(state, "squared_rates", by=group["lr"] ** 2)
+            direction = self.direction(group, gradient, state, step).add(parameter, alpha=group["weight_decay"])
             state["z"].sub_(direction, alpha=group["lr"])
             state[AVERAGE].lerp_(state["z"], group["lr"] ** 2 / total if total else 0.0)
             parameter.copy_(state["z"].lerp(state[AVERAGE], self.beta(group)))
 
-    def direction(self, group: dict[str, Any], gradient: Tensor, state: dict[str, Any]) -> Tensor:
-        """d, which the caller may change."""
+    def direction(self, group: dict[str, Any], gradient: Tensor, state: dict[str, Any], step: int) -> Tensor:
+        """d of update `step`, which the caller may change."""
         return gradient
 
     def beta(self, group: dict[str, Any]) -> float:
@@ -203,11 +201,11 @@ class AveragedAdamW(_ScheduleFree):
     ) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
 
-    def direction(self, group: dict[str, Any], gradient: Tensor, state: dict[str, Any]) -> Tensor:
+    def direction(self, group: dict[str, Any], gradient: Tensor, state: dict[str, Any], step: int) -> Tensor:
         beta2 = group["betas"][1]
         square = state.setdefault("exp_avg_sq", torch.zeros_like(gradient))
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        return gradient / (square / (1 - beta2 ** int(state["step"]))).sqrt_().add_(group["eps"])
+        return gradient / (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
 
     def beta(self, group: dict[str, Any]) -> float:
         return group["betas"][0]

@@ -184,6 +184,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
 
+def counted(state: dict[str, Any], name: str = "step", *, by: float = 1.0) -> float:
+    """The number `name` of a parameter's state, which has grown by `by`. It is kept on the host, so that nobody waits
+    for a device to read it; what a checkpoint was read into may have been on the device.
+    """
+    number = state[name] = state[name].cpu().add_(by)
+    return float(number)
+
+
 def _kernels_scale(optimizer: FusedOptimizer) -> bool:
     """Whether PyTorch's kernels step all: a scale is too coarse for float64, sparse gradients have no kernel, and a
     delayed update comes when the scale of its step is gone.

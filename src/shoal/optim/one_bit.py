@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.optim.config import OneBitAdam, OneBitLAMB, ZeroOneAdam
-from shoal.optim.fused import FusedOptimizer
+from shoal.optim.fused import FusedOptimizer, counted
 
 
 class MomentumAdam(FusedOptimizer):
@@ -39,18 +39,18 @@ class MomentumAdam(FusedOptimizer):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             state = self.state[parameter]
             if not state:
-                one = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                state |= {"step": one, "variance_step": one.clone()}
+                zero = torch.zeros((), dtype=torch.float32, device="cpu")
+                state |= {"step": zero, "variance_step": zero.clone()}
                 state |= {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-            state["step"] += 1
-            step, mean, square = int(state["step"]), state["exp_avg"], state["exp_avg_sq"]
-            if config.exact(step):
-                state["variance_step"] += 1
+            step, mean, square = int(counted(state)), state["exp_avg"], state["exp_avg_sq"]
+            exact = config.exact(step)
+            variance_step = int(counted(state, "variance_step", by=float(exact)))
+            if exact:
                 mean.lerp_(gradient, 1 - config.beta1)
                 square.mul_(config.beta2).addcmul_(gradient, gradient, value=1 - config.beta2)
             else:
                 mean.copy_(gradient)
-            scale = (1 - config.beta2 ** int(state["variance_step"])) ** 0.5
+            scale = (1 - config.beta2**variance_step) ** 0.5
             denominator = (square.sqrt() / scale).add_(config.eps).masked_fill_(square == 0, torch.inf)
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.addcdiv_(mean, denominator, value=-group["lr"] / (1 - config.beta1**step))
@@ -87,17 +87,20 @@ class MomentumLAMB(FusedOptimizer):
         for parameter, gradient in zip(parameters, gradients, strict=True):
             state = self.state[parameter]
             if not state:
-                one = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                state |= {"step": one, "coefficient": one.clone(), "factor": torch.ones_like(one)}
+                one = torch.ones((), dtype=torch.float32, device=parameter.device)
+                state |= {
+                    "step": torch.zeros_like(one, device="cpu"),
+                    "coefficient": torch.zeros_like(one),
+                    "factor": one,
+                }
                 moments = ("exp_avg", "exp_avg_sq", "exp_avg_sq_fresh")
                 state |= {name: torch.zeros_like(parameter) for name in moments}
-            state["step"] += 1
             self._update(parameter, gradient, state, lr=group["lr"], decay=group["weight_decay"])
 
     def _update(
         self, parameter: Tensor, gradient: Tensor, state: dict[str, Tensor], *, lr: float, decay: float
     ) -> None:
-        config, step = self._config, int(state["step"])
+        config, step = self._config, int(counted(state))
         mean, square, exact = state["exp_avg"], state["exp_avg_sq"], config.exact(step)
         if exact:
             mean.lerp_(gradient, 1 - config.beta1)
@@ -123,6 +126,6 @@ class MomentumLAMB(FusedOptimizer):
         gradient = (momentum - config.beta1 * state["exp_avg"]) / (1 - config.beta1)
         fresh.mul_(config.beta2).addcmul_(gradient, gradient, value=1 - config.beta2)
         largest = ((state["exp_avg_sq"].sqrt() + config.eps) / (fresh.sqrt() + config.eps)).max()
-        last = float(state["factor"])
-        low, high = max(FACTORS[0], last * (1 - CHANGE)), min(FACTORS[1], last * (1 + CHANGE))
-        state["factor"].fill_(min(max(float(largest), low), high))
+        last = state["factor"].double()
+        low, high = (last * (1 - CHANGE)).clamp_(min=FACTORS[0]), (last * (1 + CHANGE)).clamp_(max=FACTORS[1])
+        state["factor"].copy_(largest.double().clamp(low, high))

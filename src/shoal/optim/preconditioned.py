@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shoal.maths.products import product, symmetric_product
 from shoal.optim.declared import Dims
+from shoal.optim.fused import counted
 from shoal.optim.matrix_kinds import SOAP, Shampoo, sides
 from shoal.optim.owners import WholeOptimizer, as_matrix
 
@@ -76,12 +77,12 @@ class OwnedShampoo(WholeOptimizer):
         gradient, (beta1, beta2) = as_matrix(direction), group["betas"]
         blocks = _blocks(gradient, group["block"])
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=direction.device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state |= {name: torch.zeros_like(direction) for name in ("graft_avg", "graft_avg_sq")}
             for name, side in (("rows", blocks), ("columns", blocks.mT)):
                 state |= {f"{of}_{name}": torch.zeros_like(side @ side.mT) for of in ("mean", "root")}
-        state["step"] += 1
-        step, mean, square = int(state["step"]), as_matrix(state["graft_avg"]), as_matrix(state["graft_avg_sq"])
+        step = int(counted(state))
+        mean, square = as_matrix(state["graft_avg"]), as_matrix(state["graft_avg_sq"])
         mean.lerp_(gradient, 1 - beta1)
         square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
         for name, side in (("rows", blocks), ("columns", blocks.mT)):
@@ -212,12 +213,11 @@ class OwnedSOAP(WholeOptimizer):
         """U, and the state of the next update."""
         gradient = as_matrix(direction)
         if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=direction.device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             state |= {name: torch.zeros_like(direction) for name in ("turned_avg", "turned_avg_sq")}
             _start(gradient, state, group["largest_side"])
             return torch.zeros_like(direction)
-        state["step"] += 1
-        step, (beta1, beta2) = int(state["step"]), group["betas"]
+        step, (beta1, beta2) = int(counted(state)), group["betas"]
         mean, square = as_matrix(state["turned_avg"]), as_matrix(state["turned_avg_sq"])
         turned = _into_basis(gradient, state, group)
         mean.lerp_(turned, 1 - beta1)
