@@ -185,3 +185,14 @@ def test_each_sample_is_evaluated_by_one_rank() -> None:
     assert [share.numbers.tolist() for share in found[3]] == [[-1, -1]]
     read = [int(each) for rank in found[:3] for share in rank for each in share.batch["input_ids"]]
     assert read == counted
+
+
+def test_an_evaluation_has_batches_of_the_size_that_was_asked_for() -> None:
+    """Also of the loader that transformers makes, which accelerate wraps."""
+    from accelerate import Accelerator
+
+    from shoal.huggingface.evaluation import shares
+
+    data = [{"input_ids": torch.tensor([number])} for number in range(5)]
+    loader = Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(data, batch_size=2))  # pyright: ignore
+    assert [len(share.numbers) for share in shares(loader, rank=0, ranks=1)] == [2, 2, 1]
