@@ -47,6 +47,14 @@ def test_what_is_not_carried_is_refused(given: dict[str, Any], words: str, tmp_p
     assert words in str(refusal.value)
 
 
+def test_deepspeed_is_refused_before_transformers_sees_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Which would look for the package, and let it divide every model that is loaded."""
+    with pytest.raises(SystemExit) as ended:
+        arguments(tmp_path, deepspeed={"zero_optimization": {"stage": 2}})
+    assert ended.value.code == 2
+    assert "'stage': 2}}: use layout.shard and memory.zero" in capsys.readouterr().err
+
+
 def test_what_is_of_no_use_is_said(tmp_path: Path) -> None:
     from shoal.huggingface.arguments import require_carried, unused
 
@@ -130,6 +138,21 @@ def test_a_collator_that_draws_is_refused() -> None:
         require_repeatable(draws, data)
 
 
+def test_samples_that_cannot_be_put_together_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of different lengths without a tokenizer to pad them; a column that the model does not take is left out first."""
+    from shoal.huggingface import Trainer
+
+    config = transformers.BertConfig(
+        vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
+    )
+    data = [{"input_ids": [1] * length, "labels": 1, "text": "unused"} for length in (2, 3)]
+    trainer = Trainer(transformers.BertForSequenceClassification(config), arguments(tmp_path), train_dataset=data)
+    with pytest.raises(SystemExit):
+        trainer.train()
+    assert "cannot put 2 samples together" in (refusal := capsys.readouterr().err)
+    assert "processing_class=tokenizer" in refusal
+
+
 def test_the_labels_that_count() -> None:
     """Those other than -100; of a causal model all but the first, which nothing predicts; without labels, samples."""
     from shoal.huggingface.labels import label_count
@@ -162,3 +185,14 @@ def test_each_sample_is_evaluated_by_one_rank() -> None:
     assert [share.numbers.tolist() for share in found[3]] == [[-1, -1]]
     read = [int(each) for rank in found[:3] for share in rank for each in share.batch["input_ids"]]
     assert read == counted
+
+
+def test_an_evaluation_has_batches_of_the_size_that_was_asked_for() -> None:
+    """Also of the loader that transformers makes, which accelerate wraps."""
+    from accelerate import Accelerator
+
+    from shoal.huggingface.evaluation import shares
+
+    data = [{"input_ids": torch.tensor([number])} for number in range(5)]
+    loader = Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(data, batch_size=2))  # pyright: ignore
+    assert [len(share.numbers) for share in shares(loader, rank=0, ranks=1)] == [2, 2, 1]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shoal.checkpoint.inspect import weights_of
 from shoal.launcher.own_script import ScriptCheck
 from tests.cli.warm_scripts import compare_script, run_plain, run_script
 
@@ -260,18 +261,28 @@ def test_it_is_verified(tmp_path: Path) -> None:
 
 
 def test_an_early_stop_is_kept(tmp_path: Path) -> None:
-    """A callback that stops the training does so on every rank, and a second start does not go on behind it."""
-    text = CAUSAL.replace("trainer.train()", "trainer.add_callback(Stops())\ntrainer.train()").replace(
+    """A callback that saves or stops on one rank does so on every rank, and a second start does not go on behind it.
+    The last checkpoint holds the model of the last step, whatever becomes of it afterwards, such as the best one in
+    its place.
+    """
+    text = CAUSAL.replace(
+        "trainer.train()",
+        "trainer.add_callback(Stops())\ntrainer.train()\n[p.data.zero_() for p in model.parameters()]",
+    ).replace(
         "trainer = ",
         """
 class Stops(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == 3
+        control.should_save = state.global_step == 2 and args.process_index == 0
+        control.should_training_stop = state.global_step == 3 and args.process_index == 1
 trainer = """,
     )
     first = ours(tmp_path, text, world=2)
     assert first["events"] == 3
+    assert not any(each.any() for each in weights(tmp_path).values())
+    assert all(each.any() for name, each in weights_of(tmp_path / "out/shoal").items() if name.endswith(".weight"))
     assert ours(tmp_path, text, world=2)["events"] == 3
+    assert "stopped this run at step 3, and it trains no further" in (tmp_path / "rank-0.txt").read_text()
 
 
 def test_the_check_of_a_script_is_one_of_two(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from math import ceil
 from pathlib import Path
@@ -19,11 +20,15 @@ import torch
 import transformers
 from transformers.training_args import OptimizerNames
 
+from shoal.assembly.start import leave_with
 from shoal.config.load import apply, read
-from shoal.errors import UsageError
+from shoal.errors import ShoalError, UsageError
 from shoal.launcher.environment import ALONE, place_from
 from shoal.launcher.own_script import divided, keys_told
 from shoal.runfile.run_file import RunFile
+
+LAUNCHERS = re.compile(r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_|PMI_|OMPI_|MV2_|MPI_|SLURM_|CCL_")
+"""Variables by which accelerate finds that there are ranks to connect."""
 
 
 class Whereabouts(NamedTuple):
@@ -33,6 +38,25 @@ class Whereabouts(NamedTuple):
     local_rank: int
     world_size: int
     device: torch.device
+
+
+@contextmanager
+def without_launcher() -> Iterator[None]:
+    """Hides the ranks of a launcher: inside, this process is alone."""
+    before = {name: os.environ.pop(name) for name in list(os.environ) if LAUNCHERS.match(name)}
+    try:
+        yield
+    finally:
+        os.environ.update(before)
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Ends the process with the sentence and exit code of a refusal inside."""
+    try:
+        yield
+    except ShoalError as refusal:
+        leave_with(refusal, os.environ)
 
 
 def _before_the_run() -> Whereabouts:
@@ -45,8 +69,12 @@ class OfRun:
     """Mixed into a class of arguments: the ranks and the device are those of the run."""
 
     disable_tqdm: bool | None
+    deepspeed: Any
 
     def __post_init__(self) -> None:
+        if self.deepspeed:  # transformers would let it take hold of every model that is loaded from now on
+            with refusing():
+                raise _refusal_of("deepspeed", self.deepspeed)
         self.whereabouts, self.distributed_state, self._n_gpu = _before_the_run(), None, 1
         if self.disable_tqdm is None:
             self.disable_tqdm = True  # progress is shown by the run's own line
@@ -158,6 +186,17 @@ REFUSED = {
     "debug": "precision and values that are not finite are watched by the run itself; leave it out",
 }
 """Fields that are refused where they are set, and what to do instead."""
+OVERRIDDEN = {
+    "get_train_dataloader": "pass train_dataset and data_collator; Shoal makes the batches",
+    "get_eval_dataloader": "pass eval_dataset and data_collator; Shoal makes the batches",
+    "get_test_dataloader": "pass the data set to predict(), and data_collator; Shoal makes the batches",
+    "get_batch_samples": "pass train_dataset and data_collator; Shoal makes the batches",
+    "training_step": "override compute_loss, or write the loop with shoal.start",
+    "autocast_smart_context_manager": "set precision.kind",
+    "hyperparameter_search": "shoal sweep mine.py does it",
+    "push_to_hub": "call save_model(folder), and upload the folder",
+}
+"""Methods that a subclass may not override, and what to do instead."""
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad", "adafactor")
 ORDERS = {"random": True, "sequential": False}
 """By `train_sampling_strategy`: whether each epoch has an order of its own."""
@@ -173,8 +212,7 @@ def require_carried(arguments: Any) -> None:
         )
     for name in _set_fields(arguments):
         if name not in CARRIED and name not in UNUSED:
-            why = REFUSED.get(name, "Shoal's Trainer does not carry it out; leave it out")
-            raise UsageError(f"TrainingArguments.{name} = {getattr(arguments, name)!r}: {why}")
+            raise _refusal_of(name, getattr(arguments, name))
     optimizer = OptimizerNames(arguments.optim).value  # pyright: ignore[reportAttributeAccessIssue]
     if optimizer not in OPTIMIZERS:
         raise UsageError(
@@ -187,6 +225,18 @@ def require_carried(arguments: Any) -> None:
             f"TrainingArguments.train_sampling_strategy = {order!r}: set data.group_by_length to a function that "
             "returns the length of each sample"
         )
+
+
+def _refusal_of(name: str, value: Any) -> UsageError:
+    why = REFUSED.get(name, "Shoal's Trainer does not carry it out; leave it out")
+    return UsageError(f"TrainingArguments.{name} = {value!r}: {why}")
+
+
+def require_methods(kind: type) -> None:
+    """Raises `UsageError` for a class that overrides what the loop of `train` does not call."""
+    for name, instead in OVERRIDDEN.items():
+        if getattr(kind, name, None) is not getattr(transformers.Trainer, name, None):
+            raise UsageError(f"{kind.__name__}.{name} would not be called: {instead}")
 
 
 def unused(arguments: OfRun) -> list[str]:

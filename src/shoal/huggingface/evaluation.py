@@ -73,7 +73,8 @@ def evaluated(
 
 def shares(loader: DataLoader, *, rank: int, ranks: int) -> Iterator[Share]:
     """The batches of this rank, at least one where the set has any."""
-    data, size = loader.dataset, loader.batch_size or 1
+    data = loader.dataset
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)  # accelerate's loaders have none
     if isinstance(data, IterableDataset):
         batches = enumerate(loader)
     else:

@@ -86,13 +86,20 @@ def without_masking(collator: Any) -> tuple[Any, Masking | None]:
 
 def require_repeatable(collate: Callable[[list[Any]], Any], data: Any) -> None:
     """Raises `UserCodeError` for a collator that draws, such as one that masks tokens: what it draws would depend on
-    how the batch is divided among ranks.
+    how the batch is divided among ranks; and for one that cannot put samples together.
     """
     if isinstance(data, IterableDataset):
         return
     items = [data[index] for index in range(min(TRIED_SAMPLES, len(data)))]
     before = _generators()
-    first = collate(deepcopy(items))
+    try:
+        first = collate(deepcopy(items))
+    except ValueError as error:
+        raise UserCodeError(
+            f"the data_collator ({_name(collate)}) cannot put {len(items)} samples together: {error}. To pad those of "
+            "different lengths, pass processing_class=tokenizer to the Trainer, or "
+            "data_collator=DataCollatorWithPadding(tokenizer)"
+        ) from error
     if before == _generators() and _same(first, collate(deepcopy(items))):
         return
     raise UserCodeError(

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -28,6 +27,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate import Accelerator
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -37,10 +37,20 @@ from transformers.trainer_utils import EvalLoopOutput, TrainOutput, speed_metric
 from transformers.utils.import_utils import is_datasets_available
 
 import shoal
-from shoal.assembly.start import leave_with
 from shoal.engine.forward_backward import evaluating
-from shoal.errors import ShoalError, UsageError, UserCodeError
-from shoal.huggingface.arguments import ORDERS, Plan, TrainingArguments, Whereabouts, plan_of, require_carried, unused
+from shoal.errors import UsageError, UserCodeError
+from shoal.huggingface.arguments import (
+    ORDERS,
+    Plan,
+    TrainingArguments,
+    Whereabouts,
+    plan_of,
+    refusing,
+    require_carried,
+    require_methods,
+    unused,
+    without_launcher,
+)
 from shoal.huggingface.evaluation import evaluated
 from shoal.huggingface.labels import label_count, require_repeatable, shifts_labels, without_masking
 from shoal.launcher.environment import ALONE, place_from
@@ -49,21 +59,10 @@ from shoal.launcher.own_script import script_check
 if TYPE_CHECKING:
     from shoal.own_loop.loop import Training
 
-OVERRIDDEN = {
-    "get_train_dataloader": "pass train_dataset and data_collator; Shoal makes the batches",
-    "get_eval_dataloader": "pass eval_dataset and data_collator; Shoal makes the batches",
-    "get_test_dataloader": "pass the data set to predict(), and data_collator; Shoal makes the batches",
-    "get_batch_samples": "pass train_dataset and data_collator; Shoal makes the batches",
-    "training_step": "override compute_loss, or write the loop with shoal.start",
-    "autocast_smart_context_manager": "set precision.kind",
-    "hyperparameter_search": "shoal sweep mine.py does it",
-    "push_to_hub": "call save_model(folder), and upload the folder",
-}
-"""Methods that a subclass may not override, and what to do instead."""
-LAUNCHERS = re.compile(r"(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)$|MASTER_|PMI_|OMPI_|MV2_|MPI_|SLURM_|CCL_")
-"""Variables by which accelerate finds that there are ranks to connect."""
 KEPT_BY_RANKS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
 """What of a `TrainerState` is no part of a checkpoint, or is made anew for it."""
+FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
+"""What callbacks ask for."""
 
 
 class RunKeys:
@@ -94,12 +93,13 @@ class OnShoal(transformers.Trainer):
     _overrides: Sequence[str] | None = None
 
     def __init__(self, model: Any = None, args: Any = None, *given: Any, **named: Any) -> None:
-        with _refusing():
+        with refusing():
             args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
             require_carried(args)
-            _require_methods(type(self))
+            require_methods(type(self))
         self._run: Training | None = None
         self._stopped = False  # by a callback, before the last step
+        self._asks = False  # there are callbacks that may ask for something on one rank only
         self._loss_sum, self._losses, self._total_loss, self._logged_at = 0.0, 0, 0.0, 0
         super().__init__(model, args, *given, **named)
         self._loss_shifts_labels = shifts_labels(self.model)
@@ -107,7 +107,7 @@ class OnShoal(transformers.Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         """An accelerator that connects nothing and takes no device, for those who ask it to unwrap a model."""
-        with _without_launcher():
+        with without_launcher():
             self.accelerator = Accelerator(cpu=True)
         self.gather_function = self.accelerator.gather_for_metrics
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
@@ -128,7 +128,9 @@ class OnShoal(transformers.Trainer):
 
         `resume_from_checkpoint`: True, False and None do the same. Raises what the loop of a run raises.
         """
-        with _refusing():
+        with refusing():
+            if self._run is not None:
+                raise UsageError("train() was called again, and a script has one run: set max_steps for all of it")
             if isinstance(resume_from_checkpoint, str | os.PathLike):
                 raise UsageError(
                     f"resume_from_checkpoint = {os.fspath(resume_from_checkpoint)!r}: a run resumes from its own "
@@ -138,7 +140,7 @@ class OnShoal(transformers.Trainer):
             if trial is not None:
                 raise UsageError("a trial of hyperparameter_search: shoal sweep mine.py tries the keys of a run")
             plan, loader = self._planned()
-            require_repeatable(self.data_collator, loader.dataset)
+            require_repeatable(loader.collate_fn, loader.dataset)
         run = self._started(plan, loader)
         started_s, first = time.time(), self.state.global_step
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
@@ -149,6 +151,7 @@ class OnShoal(transformers.Trainer):
             if self.control.should_training_stop and self.state.global_step < plan.steps:
                 self._stopped = True
                 run.save()
+                run.leave()  # a checkpoint holds the last model, and not the best one
                 break
         return self._concluded(started_s, first, plan)
 
@@ -231,7 +234,9 @@ class OnShoal(transformers.Trainer):
         """The run, with what an earlier start has left."""
         args = self.args
         if args.activation_checkpointing if hasattr(args, "activation_checkpointing") else args.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+            options = dict(args.gradient_checkpointing_kwargs or {})
+            layers = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options or None, **layers)
         self.create_optimizer_and_scheduler(num_training_steps=plan.steps)
         self.state = TrainerState()
         run = self._run = shoal.start(
@@ -262,6 +267,8 @@ class OnShoal(transformers.Trainer):
         state.is_local_process_zero = self.is_local_process_zero()
         state.max_steps, state.num_train_epochs = plan.steps, ceil(plan.steps / plan.steps_per_epoch)
         state.compute_steps(args, plan.steps)
+        own = [type(each).__module__ for each in self.callback_handler.callbacks]
+        (self._asks,) = self._of_any([not all(each.startswith("transformers.") for each in own)])
         run.note(
             f"a global batch has {plan.batch} samples on any number of ranks; per_device_train_batch_size x "
             f"gradient_accumulation_steps is {args.per_device_train_batch_size} x {args.gradient_accumulation_steps}; "
@@ -269,6 +276,9 @@ class OnShoal(transformers.Trainer):
         )
         for sentence in unused(args):
             run.note(sentence)
+        if self._stopped:
+            stopped = f"a callback stopped this run at step {state.global_step}, and it trains no further"
+            run.note(f"{stopped}: for a new one, give another output_dir")
 
     def _take_step(self, run: Training, plan: Plan, microbatches: Iterable[Any], ignore_keys: list[str] | None) -> None:
         args, handler, state = self.args, self.callback_handler, self.state
@@ -322,6 +332,7 @@ class OnShoal(transformers.Trainer):
 
     def _act(self, run: Training, logs: dict[str, float], ignore_keys: list[str] | None) -> None:
         """What the callbacks, or the strategies of the arguments, ask for: to log, to evaluate, to save."""
+        self._agree()
         state, control = self.state, self.control
         if control.should_log and state.global_step > self._logged_at:
             mean = self._loss_sum / self._losses if self._losses else float("nan")
@@ -339,6 +350,20 @@ class OnShoal(transformers.Trainer):
                 self.save_model(state.best_model_checkpoint)
             self.control = self.callback_handler.on_save(self.args, state, self.control)
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+        self._agree()
+
+    def _agree(self) -> None:
+        """What a callback asks for on one rank is done by all; those of transformers ask alike everywhere."""
+        if self._asks:
+            for flag, asked in zip(FLAGS, self._of_any([getattr(self.control, flag) for flag in FLAGS]), strict=True):
+                setattr(self.control, flag, asked)
+
+    def _of_any(self, own: Sequence[bool]) -> list[bool]:
+        """Which of these is true on any rank."""
+        found = torch.tensor(own, dtype=torch.int32, device=self.args.device)
+        if self.args.world_size > 1:
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return [bool(each) for each in found.tolist()]
 
     def _evaluated(self, ignore_keys: list[str] | None) -> dict[str, float]:
         """The metrics of an evaluation during training; a scheduler that looks at one is stepped."""
@@ -417,32 +442,6 @@ class Trainer(RunKeys, OnShoal):
 
 class Seq2SeqTrainer(RunKeys, transformers.Seq2SeqTrainer, OnShoal):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`transformers.Seq2SeqTrainer` on Shoal: each rank generates for its part of the samples."""
-
-
-@contextmanager
-def _refusing() -> Iterator[None]:
-    """Ends the process with the sentence and exit code of a refusal inside."""
-    try:
-        yield
-    except ShoalError as refusal:
-        leave_with(refusal, os.environ)
-
-
-def _require_methods(kind: type) -> None:
-    """Raises `UsageError` for a class that overrides what the loop of `train` does not call."""
-    for name, instead in OVERRIDDEN.items():
-        if getattr(kind, name, None) is not getattr(transformers.Trainer, name, None):
-            raise UsageError(f"{kind.__name__}.{name} would not be called: {instead}")
-
-
-@contextmanager
-def _without_launcher() -> Iterator[None]:
-    """Hides the ranks of a launcher: inside, this process is alone."""
-    before = {name: os.environ.pop(name) for name in list(os.environ) if LAUNCHERS.match(name)}
-    try:
-        yield
-    finally:
-        os.environ.update(before)
 
 
 def _is_speed(name: str) -> bool:

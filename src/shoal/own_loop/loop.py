@@ -260,12 +260,8 @@ class Training:
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
         """Records measurements of this rank beside those of the step: name and number, such as "accuracy/train"."""
-        number = self._steps.given
-        self._job.sinks.record(
-            number,
-            {name: as_number(value) for name, value in values.items()},
-            time_s=time.time(),
-        )
+        numbers = {name: as_number(value) for name, value in values.items()}
+        self._job.sinks.record(self._steps.given, numbers, time_s=time.time())
 
     def note(self, text: str) -> None:
         """Says a sentence where the run's progress is shown, and in its log."""
@@ -319,6 +315,12 @@ class Training:
     def autocast(self) -> AbstractContextManager[Any]:
         """Around a forward and its loss: computes in the type of `[precision]`."""
         return self._run.workload.precision.autocast(self.device)
+
+    def leave(self) -> None:
+        """Ends the loop here, before its last step, and writes a checkpoint that `save` has asked for: what the script
+        does to the weights afterwards is not in it. Every rank calls it, and asks for no further batch.
+        """
+        self._steps.leave()
 
     def close(self) -> None:
         """Ends the run on this rank, and writes how it ended. A second call does nothing.

@@ -231,6 +231,9 @@ class PlainTraining:
     def autocast(self) -> AbstractContextManager[Any]:
         return self._work.precision.autocast(self.device)
 
+    def leave(self) -> None:
+        self._end_step()
+
     def close(self) -> None:
         if not self._closed:
             self._end_step()

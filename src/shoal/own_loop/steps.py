@@ -218,7 +218,11 @@ class OwnSteps:
             raise AssertionError("the last step has been given")
 
     def leave(self) -> None:
-        """The loop ends here, before the last step. Raises `UserCodeError`, on every rank, where others go on."""
+        """The loop ends here, before the last step. A second call does nothing. Raises `UserCodeError`, on every rank,
+        where others go on.
+        """
+        if self._leaving:
+            return
         if self.open is not None:
             self.open.check()
         self._leaving = True
