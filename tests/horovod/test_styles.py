@@ -245,7 +245,9 @@ def test_arguments_are_horovods() -> None:
 @pytest.mark.parametrize("given", ["a minute", "-1", "nan", "inf"])
 def test_seconds_that_are_none_are_refused(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_STALL_CHECK_TIME_SECONDS", given)
-    with pytest.raises(UsageError, match=f"HOROVOD_STALL_CHECK_TIME_SECONDS is '{given}': give seconds, a number from 0 on"):
+    with pytest.raises(
+        UsageError, match=f"HOROVOD_STALL_CHECK_TIME_SECONDS is '{given}': give seconds, a number from 0 on"
+    ):
         Handle(Begun("a", "allreduce"), []).wait()
 
 
