@@ -36,7 +36,11 @@ def loaded(tmp_path: Path, text: str, *overrides: str) -> Root:
         ('[place]\nname = "a"\norder = "upp"', (), ["place.order", "'upp'", "did you mean 'up'", "'down'"]),
         ("[place]\nsteps = 4", (), ["place.name", "missing", "What it is called"]),
         ('[place]\nname = "a"\n[thing]\nkind = "bigg"', (), ["thing.kind", "'bigg'", "did you mean 'big'", "'small'"]),
-        ('[place]\nname = "a"\n[thing]\nkind = "small"\nwidth = 4', (), ["thing.width", "unknown key", "names"]),
+        (
+            '[place]\nname = "a"\n[thing]\nkind = "small"\nwidth = 4',
+            (),
+            ["thing.width", "unknown key where kind = 'small' (kinds that have it: 'big')", "names"],
+        ),
         ('[place]\nname = "a"\n[thing]\nwidth = 5', (), ["thing", "width = 5", "must be even", "6"]),
         ('place = "a"', (), ["place", "it is a table", "[place]"]),
         ("", (), ["place", "missing"]),

@@ -185,7 +185,7 @@ T = TypeVar("T", bound=Table)
 def checked(data: Mapping[str, Any], root: type[T], *, file: str) -> T:
     """`data` as a frozen `root`. Raises `ConfigError` that names the file and the key's path."""
     data = _with_default_kinds(data, root)
-    for sentence in _complaints(data, root, ()):
+    for sentence in _complaints(data, root, (), {}):
         raise ConfigError(f"{file}: {_clipped(sentence, MOST_SHOWN_IN_ALL)}")
     try:
         return msgspec.convert(data, root)
@@ -217,7 +217,10 @@ def _with_default_kinds(data: Mapping[str, Any], table: type[Table]) -> dict[str
     return result
 
 
-def _complaints(data: Mapping[str, Any], table: type[Table], path: tuple[str, ...]) -> Iterator[str]:
+def _complaints(
+    data: Mapping[str, Any], table: type[Table], path: tuple[str, ...], variants: Mapping[str | None, type[Table]]
+) -> Iterator[str]:
+    """What is wrong with `data` as a `table`, which is one of `variants`."""
     keys = keys_of(table)
     tagged = table.__struct_config__.tag is not None
     for name, value in data.items():
@@ -226,7 +229,8 @@ def _complaints(data: Mapping[str, Any], table: type[Table], path: tuple[str, ..
             continue
         if name not in keys:
             where = f"[{'.'.join(path)}]" if path else "the file"
-            yield f"{here}: unknown key{_nearest(name, keys)}; {where} may hold: {', '.join(keys)}"
+            repair = _of_other_kinds(name, table, variants) or _nearest(name, keys)
+            yield f"{here}: unknown key{repair}; {where} may hold: {', '.join(keys)}"
         else:
             yield from _about(value, keys[name], (*path, name))
     for key in keys.values():
@@ -248,12 +252,17 @@ def _about(value: Any, key: Key, path: tuple[str, ...]) -> Iterator[str]:
         return
     chosen = table_for(key.type, value)
     if chosen is not None:
-        yield from _complaints(value, chosen, path)
+        yield from _complaints(value, chosen, path, variants)
     elif KIND not in value:
         yield f"{here}.{KIND}: missing; it picks the variant: {', '.join(map(repr, variants))}"
     else:
         kind = value[KIND]
         yield f"{here}.{KIND}: found {shown(kind)}{_nearest(kind, variants)}; allowed: {', '.join(map(repr, variants))}"
+
+
+def _of_other_kinds(name: str, table: type[Table], variants: Mapping[str | None, type[Table]]) -> str:
+    kinds = [repr(kind) for kind, other in variants.items() if name in keys_of(other)]
+    return f" where kind = {table.__struct_config__.tag!r} (kinds that have it: {', '.join(kinds)})" if kinds else ""
 
 
 def _nearest(name: object, known: Iterable[Any]) -> str:

@@ -85,7 +85,7 @@ def number_of(
     except ValueError:
         number = math.nan
     if not 0 <= number < math.inf:
-        raise UsageError(f"{name} is {given!r}: give {unit}, as a number")
+        raise UsageError(f"{name} is {given!r}: give {unit}, a number from 0 on")
     return number
 
 
