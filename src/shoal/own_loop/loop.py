@@ -49,7 +49,7 @@ from shoal.gradients.reducer import all_at_the_end
 from shoal.observe.sink import Ending
 from shoal.optim.layer_statistics import aside
 from shoal.own_loop.comparison import Comparison
-from shoal.own_loop.losses import AutocastWatch, LossKind, as_number, doubt, kind_of, one_pass
+from shoal.own_loop.losses import AutocastWatch, Doubts, LossKind, as_number, kind_of, one_pass
 from shoal.own_loop.open_step import Update
 from shoal.own_loop.steps import (
     DrawsBySample,
@@ -85,14 +85,14 @@ class Training:
         mixed = run.workload.precision.mixed
         self._casts = [] if mixed is None else [cast for each in models for cast in cast_at_borders(each, mixed)]
         watches = run.workload.precision.compute is not None and not compiled
-        self._autocasts = AutocastWatch(models, device) if watches else None
+        watch = AutocastWatch(models, device, run.run_file.precision.variant) if watches else None
+        self._doubts = Doubts(job.sinks.warn, watch)
         self._draws = DrawsBySample(
             models, self._compute, inside=lambda: self._steps.open is not None, keys_loop=not compiled
         )
         after_step = None if comparison is None else self._compare
         self._steps = OwnSteps(run, job, self._players, self._draws, after_step=after_step)
         self._closed = False
-        self._doubted_in: int | None = None
         self._evaluation = Evaluation()
 
     @property
@@ -371,11 +371,8 @@ class Training:
         self._evaluation.check()
         players = self._players if optimizer is None else [self._player(optimizer)]
         joined = players[0].expects_more
-        if self._autocasts is not None:
-            self._look_at_autocast(self._autocasts)
         totals = [player.weighed(loss, weight, kind=kind, more=more, leader=players[0]) for player in players]
-        if kind != "weighed" and self._doubted_in in (None, self._steps.given):
-            self._look_at(loss, kind)
+        self._doubts.look(loss, kind, self.samples, self._steps.given, self._steps.pending)
         if totals[0] is None:
             return
         last = self._steps.open is not None and self._steps.open.is_last
@@ -386,25 +383,6 @@ class Training:
         with randomness.beside_loop(), around, randomness.drawing(), one_pass(joined=joined), away:
             self._compute.begin_backward()
             totals[0].backward(inputs=players[0].inputs if others else None)  # pyright: ignore[reportArgumentType]
-
-    def _look_at(self, loss: Tensor, kind: LossKind) -> None:
-        """In the first step: warns once where a loss does not look like the mean or sum over samples that it is taken
-        for, of a microbatch that is not the whole batch.
-        """
-        self._doubted_in, pending = self._steps.given, self._steps.pending
-        if pending is None or self.samples >= pending.samples or (found := doubt(loss, self.samples, kind)) is None:
-            return
-        self._doubted_in = 0
-        self._job.sinks.warn(f"step {pending.number}: {found}. As it is, the result depends on the number of ranks")
-
-    def _look_at_autocast(self, watch: AutocastWatch) -> None:
-        """In the first backward: warns where the forward did not compute in the type that was asked for."""
-        self._autocasts = None
-        if watch.left_out():
-            self._job.sinks.warn(
-                f'precision.kind = "{self._run.run_file.precision.variant}", and the forward runs outside of '
-                "run.autocast(), in float32: put `with run.autocast():` around the forward and its loss"
-            )
 
     def _player(self, optimizer: torch.optim.Optimizer | None) -> Player:
         if optimizer is None and len(self._players) == 1:

@@ -14,7 +14,7 @@ has not said it is warned in its first step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shoal.engine.loop import PendingStep
 from shoal.errors import UserCodeError
 
 LossKind = Literal["mean", "weighed", "sum"]
@@ -211,9 +212,12 @@ def _number(value: Any) -> float | None:
 
 
 class AutocastWatch:
-    """Whether the next forwards of `models` run under autocast, by hooks that `left_out` takes off."""
+    """Whether the next forwards of `models` run under autocast, as `precision` has it, by hooks that `left_out` takes
+    off.
+    """
 
-    def __init__(self, models: Sequence[nn.Module], device: torch.device) -> None:
+    def __init__(self, models: Sequence[nn.Module], device: torch.device, precision: str) -> None:
+        self.precision = precision
         seen = self._seen = set[bool]()  # all that a hook holds: a copy of the model takes its hooks along
 
         def see(module: nn.Module, inputs: object) -> None:
@@ -226,3 +230,33 @@ class AutocastWatch:
         for hook in self._hooks:
             hook.remove()
         return self._seen == {False}
+
+
+class Doubts:
+    """What a loop is warned of in its first step: of a loss that does not look like what it is taken for, and of a
+    forward outside of autocast, where `autocasts` watches for one. Each once, by `warn`.
+    """
+
+    def __init__(self, warn: Callable[[str], None], autocasts: AutocastWatch | None) -> None:
+        self._warn, self._autocasts = warn, autocasts
+        self._step: int | None = None  # that in which losses are looked at; 0 when one was warned of
+
+    def look(self, loss: Tensor, kind: LossKind, samples: int, step: int, pending: PendingStep | None) -> None:
+        """`loss` is that of a microbatch of `samples` samples of `step`, of which `pending` says more."""
+        if self._autocasts is not None:
+            self._look_at_autocast(self._autocasts)
+        if kind == "weighed" or self._step not in (None, step):
+            return
+        self._step = step
+        if pending is None or samples >= pending.samples or (found := doubt(loss, samples, kind)) is None:
+            return
+        self._step = 0
+        self._warn(f"step {pending.number}: {found}. As it is, the result depends on the number of ranks")
+
+    def _look_at_autocast(self, watch: AutocastWatch) -> None:
+        self._autocasts = None
+        if watch.left_out():
+            self._warn(
+                f'precision.kind = "{watch.precision}", and the forward runs outside of run.autocast(), in float32: '
+                "put `with run.autocast():` around the forward and its loss"
+            )
