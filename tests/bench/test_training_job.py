@@ -19,8 +19,8 @@ def test_only_one_module_of_the_benchmarks_opens_runs() -> None:
     measure a step from its inside, are others."""
     files = [*(ROOT / "src" / "shoal" / "bench").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
     assert {path.name for path in files if OPENS_RUNS in imports_of(path)} == {
-        "training_job.py", "loop_scripts.py", "gpu.py", "host_overhead.py", "tiers.py", "memory_start.py",
-        "collector.py",
+        "training_job.py", "loop_scripts.py", "gpu.py", "host_overhead.py", "launches.py", "tiers.py",
+        "memory_start.py", "collector.py",
     }  # fmt: skip
 
 

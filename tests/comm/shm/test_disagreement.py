@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -156,7 +157,8 @@ def of_another_dtype(place: Any) -> list[str]:
                 group.barrier().wait() if not asked_first else None
             elif asked_first:
                 work = group.recv([torch.ones(4, dtype=torch.int32)], 0, 0)
-                group.barrier().wait()
+                with suppress(RuntimeError):  # where the message came before it, the group has failed
+                    group.barrier().wait()
                 work.wait()
             else:
                 group.barrier().wait()
@@ -172,7 +174,7 @@ def test_a_message_of_another_dtype_is_an_error(ranks: Any) -> None:
     wanted = "rank 1 called recv of 16 bytes in int32, rank 0 of the group send of 16 bytes in float32: all ranks must"
     said = ranks(2, of_another_dtype)[1]
     assert len(said) == 2
-    assert all(each.startswith(wanted) for each in said)
+    assert all(each.startswith(wanted) for each in said), said
 
 
 def in_turn(place: Any) -> str:
