@@ -37,10 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the rows of a `matrix` as stress, but for its `first` ones, every so many or those in `rows`, which
-    `make test` runs.
+    """Marks the rows of a `matrix` as stress, but for its `first` ones, every so many or those in `rows`, which CI
+    runs. Of these `make test` runs one of `often`, or all; the others are slow.
     """
     rows: dict[str, int] = {}
+    kept: dict[str, int] = {}
     for item in items:
         matrix = item.get_closest_marker("matrix")
         if matrix is None:
@@ -51,6 +52,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         first, every = matrix.kwargs.get("first", 0), matrix.kwargs.get("every", 0)
         if row >= first and not (every and row % every == 0) and row not in matrix.kwargs.get("rows", ()):
             item.add_marker(pytest.mark.stress)
+        if item.get_closest_marker("stress") is None:
+            turn = kept[test] = kept.get(test, -1) + 1
+            if turn % matrix.kwargs.get("often", 1):
+                item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -98,6 +98,7 @@ def buffered(place, compiler: Compiler) -> list[Tensor]:
 PROGRAMS = [eager_collectives, functional_collectives, fully_sharded, group_inside, buffered]
 
 
+@pytest.mark.matrix(every=1, often=2)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_compiled_programs_compute_what_they_compute_on_gloo(ranks, program) -> None:
     """Traced forward and backward, with collectives in the graph or between graphs."""

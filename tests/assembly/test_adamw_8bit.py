@@ -64,6 +64,7 @@ def straight(ranks, folder: Path) -> dict[str, Leg]:
     return {p: leg(ranks, folder, t, f"straight-{p}", 12) for p, t in (("float32", {}), ("float64", FLOAT64))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", CUT_BETWEEN_BLOCKS)
 def test_layouts_that_cut_between_blocks_train_as_one_process(
     ranks, folder: Path, straight: dict[str, Leg], layout: str
@@ -94,6 +95,7 @@ BY_PRIORITY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ZeRO-1", "ZeRO-2", "ZeRO-3", "replicate", "by priority"])
 def test_a_run_resumes_in_every_bit(ranks, folder: Path, layout: str) -> None:
     """Six steps, a checkpoint, six more in new processes: losses, weights and moments of twelve without a stop."""

@@ -198,6 +198,7 @@ def require_equal(found: list[Any], expected: list[Any], close: dict[str, float]
         assert float(wanted.delta.abs().max()) > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "strategy"),
     [pytest.param(*pair, marks=[] if pair in EACH else pytest.mark.stress) for pair in product(LAYOUTS, STRATEGIES)],

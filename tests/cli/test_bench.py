@@ -26,6 +26,7 @@ def test_a_verb_is_the_function_of_its_name_with_an_example(verb: str) -> None:
     assert f"Example: shoal bench {verb}" in shown.stdout
 
 
+@pytest.mark.slow
 def test_the_list_of_verbs_imports_no_torch() -> None:
     """Neither does a verb's help, nor the help of `shoal`, which imports no benchmark at all."""
     code = (

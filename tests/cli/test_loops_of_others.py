@@ -269,6 +269,7 @@ def _cases() -> list:
     ]
 
 
+@pytest.mark.matrix(every=1, often=2)
 @pytest.mark.parametrize(("name", "layout"), _cases())
 def test_a_loop_trains_as_in_plain_pytorch(name: str, layout: str, tmp_path: Path) -> None:
     """Whatever the script does to gradients and to `requires_grad`, on any layout: the weights of a plain loop."""

@@ -102,6 +102,7 @@ def _same() -> list:
     return cases
 
 
+@pytest.mark.matrix(every=1, often=2)
 @pytest.mark.parametrize(("name", "layout"), _same())
 def test_it_is_the_model_of_plain_pytorch(name: str, layout: str, tmp_path: Path) -> None:
     """Loss, norm, gradients, weights and buffers of three steps, in float64."""
@@ -112,6 +113,7 @@ def test_it_is_the_model_of_plain_pytorch(name: str, layout: str, tmp_path: Path
     assert {finding.step for finding in verdict.findings} == {1, 2, 3}
 
 
+@pytest.mark.matrix(every=1, often=2)
 @pytest.mark.parametrize("name", TOLD)
 def test_what_is_another_model_is_told(name: str, tmp_path: Path) -> None:
     """By the comparison, or by a refusal."""

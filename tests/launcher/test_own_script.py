@@ -62,6 +62,7 @@ def command(call: str) -> list[str]:
     return [sys.executable, str(Path("mine.py").resolve()), "7"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [TRAIN, START], ids=["train", "start"])
 def test_the_data_of_the_call_for_this_run(call: str) -> None:
     """Not that of the first call; objects of the script's own classes; and nothing behind the call is run."""

@@ -142,6 +142,7 @@ def look_at_a_step() -> None:
         torch.ones(2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("look", [living_tensors, look_at_a_step])
 def test_no_look_at_all_objects_spoils_another_threads_tuple(look: Callable[[], object]) -> None:
     """CPython fills a tuple from an iterator in place and fails where somebody else holds it, as a list of all does."""

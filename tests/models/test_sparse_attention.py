@@ -156,6 +156,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tensor", "pipeline", "shard", "context"])
 def test_every_layout_trains_under_a_mask_as_one_process(ranks, folder: Path, layout: str) -> None:
     mask = {"kind": "window", "window": 5, "global_tokens": 1, "block": 4}

@@ -53,6 +53,7 @@ def write_everything(directory: Path) -> None:
     write_ending(directory, Ending("failed", "ArithmeticError: " + "a_mistake_without_a_space_" * 6, 1, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_nothing_is_wider_than_a_phone(tmp_path: Path, browser: Any, scheme: str) -> None:
     """At 390 pixels no element crosses the edge of the screen, and no table has to be moved sideways to be read; lines

@@ -162,6 +162,7 @@ def gaps_on_ranks(place: TestPlace, layout: Layout, kind: str, bucket: int) -> d
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_has_no_gradient_in_a_step_is_left_alone(ranks, layout: str) -> None:
     """By its owner and by all that hold it; it goes on in a later step, as in one process."""

@@ -248,6 +248,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.matrix(every=1, often=2)
 @pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("layout", ["replicate", "ZeRO-1", "ZeRO-3", "pipeline"])
 @pytest.mark.parametrize("kind", TABLES)

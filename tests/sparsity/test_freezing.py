@@ -63,6 +63,7 @@ def alone(ranks, folder: Path) -> dict[str, Trained]:
     return {kind: ranks(1, train, BASE | tables, str(folder))[0] for kind, tables in FROZEN.items()}
 
 
+@pytest.mark.matrix(every=1, often=2)
 @pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", [kind for kind in FROZEN if kind != "activations"])

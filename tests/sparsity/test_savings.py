@@ -36,6 +36,7 @@ def packed(kind: str, layout: str = "") -> dict[str, Any]:
 PACKED = [("magnitude", "replicate"), ("rigl", "ZeRO-3"), ("top_kast", "ZeRO-1"), ("l0", "pipeline")]
 
 
+@pytest.mark.slow
 @pytest.mark.matrix(every=2)
 @pytest.mark.parametrize(("kind", "layout"), PACKED)
 def test_packed_state_is_that_of_trained_weights_and_changes_no_bit(

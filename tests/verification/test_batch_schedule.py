@@ -98,6 +98,7 @@ def test_it_is_proved_in_every_layout(ranks, folder: Path, layout: str) -> None:
     assert verdict["holds"], verdict["sentence"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_in_the_middle_of_a_phase(ranks, folder: Path) -> None:
     """In other layouts: the losses are those of one process without a break."""
     legs: list[Leg] = []

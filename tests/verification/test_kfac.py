@@ -90,6 +90,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.matrix(every=1, often=2)
 @pytest.mark.parametrize(("layout", "keys", "steps"), ROWS, ids=str)
 def test_it_is_proved_in_every_layout(ranks, folder: Path, layout: str, keys: dict[str, Any], steps: int) -> None:
     """`shoal verify` holds in float64: factors, owners and updates are those of one process."""

@@ -132,6 +132,7 @@ def test_every_kind_is_proved() -> None:
         assert kind in (Path(__file__).parents[2] / path).read_text()
 
 
+@pytest.mark.matrix(every=1, often=2)
 @pytest.mark.parametrize(("kind", "layout", "steps"), ROWS)
 def test_it_is_proved_in_every_layout(ranks, folder: Path, kind: str, layout: str, steps: int) -> None:
     """`shoal verify` holds in float64: updates, norms and owners are those of one process."""

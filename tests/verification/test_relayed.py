@@ -60,6 +60,7 @@ def test_a_cut_is_where_one_value_goes_on(tmp_path: Path, name: str) -> None:
     assert not found.uncut
 
 
+@pytest.mark.matrix(every=1, often=2)
 @pytest.mark.matrix(every=4)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", [*KINDS, *OTHERS])

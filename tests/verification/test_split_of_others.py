@@ -49,6 +49,7 @@ def proposed(name: str, folder: Path) -> SplitProposal:
     return propose(run_file_of(folder, **MODELS[name], optimizer={"kind": "sgd", "lr": 0.1}))
 
 
+@pytest.mark.matrix(every=1, often=4)
 @pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2}], ids=str)
 @pytest.mark.parametrize("name", MODELS)

@@ -143,6 +143,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.matrix(every=1, often=2)
 @pytest.mark.matrix(every=3)
 @pytest.mark.parametrize("exact", [False, True], ids=["float32", "float64"])
 @pytest.mark.parametrize("case", LAYOUTS)

@@ -90,6 +90,7 @@ def tables_of(tables: Tables) -> Tables:
     return {"model": SMALL, "run": {"steps": 12}} | tables | {"batch": batch}
 
 
+@pytest.mark.matrix(every=1, often=2)
 @pytest.mark.parametrize(("world", "exact", "tables"), RULES, ids=lambda value: str(value)[:90])
 def test_replicas_go_the_way_of_the_rule(ranks, folder: Path, world: int, exact: bool, tables: Tables) -> None:
     """Over several agreements, every replica's gradients, and its weights before and after each of them."""

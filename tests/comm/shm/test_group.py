@@ -401,6 +401,7 @@ def faults_of_small_calls(place) -> int:
 KERNEL = tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(KERNEL < (5, 14), reason="this kernel cannot give memory ahead of its use (Linux 5.14)")
 def test_the_first_small_calls_are_not_spent_on_page_faults(ranks) -> None:
     """A place takes 16 pages of this rank, and 16 of the other's, which the kernel maps around one fault."""

@@ -36,6 +36,7 @@ FAST = {
 }  # fmt: skip
 
 
+@pytest.mark.matrix(every=1, often=2)
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
