@@ -169,12 +169,17 @@ for x, y in run.batches():
     take(x, y)
 run.close()
 """
-NOT_COMPILED = OF_A_CLASS.replace("COMPILE", "").replace("RATE", "0.0")
+
+
+def of_a_class(line: str = "", *, dropout: float = 0.0) -> str:
+    return OF_A_CLASS.replace("COMPILE", line).replace("RATE", str(dropout))
 
 
 def compiled(what: str, backend: str = "eager", *, dropout: float = 0.0) -> str:
-    line = f'{what} = torch.compile({what}, backend="{backend}")'
-    return OF_A_CLASS.replace("COMPILE", line).replace("RATE", str(dropout))
+    return of_a_class(f'{what} = torch.compile({what}, backend="{backend}")', dropout=dropout)
+
+
+NOT_COMPILED = of_a_class()
 
 
 @pytest.mark.slow
@@ -187,10 +192,18 @@ def test_what_a_script_compiles_trains_as_the_plain_one(what: str, tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_what_a_compiled_function_draws_is_told(tmp_path: Path) -> None:
+def test_what_a_compiled_model_draws_is_told(tmp_path: Path) -> None:
     """Dropout in a program is PyTorch's own, and other numbers on other ranks."""
-    ran(tmp_path / "own", compiled("loss_of", "aot_eager", dropout=0.5), world=2)
+    ran(tmp_path / "own", compiled("model", "aot_eager", dropout=0.5), world=2)
     assert "torch.compile has made for the script draws random numbers" in (tmp_path / "own/rank-0.txt").read_text()
+
+
+@pytest.mark.slow
+def test_what_a_model_draws_within_a_compiled_function_is_keyed(tmp_path: Path) -> None:
+    """Its random functions are no part of the function's program."""
+    text = compiled("loss_of", "aot_eager", dropout=0.5)
+    wanted = ran(tmp_path / "one", text, world=1)
+    assert ran(tmp_path / "two", text, "batch.micro_samples=2", world=2) == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import UserCodeError
 from shoal.maths.counter import bits, key_of
-from shoal.models.keyed_functions import AS_FLOAT32, BODIES, DROPPING, HANDLERS, factor_of_kept
+from shoal.models.keyed_functions import AS_FLOAT32, BODIES, DROPPING, HANDLERS, drawn, factor_of_kept
 from shoal.models.sample_places import Extent, Inside, Slices, extents_in, numbered, rows_of, samples_in
 
 
@@ -302,7 +302,7 @@ class KeyedDraws(TorchFunctionMode):
         if not self._calls and not (_in_backward() and handler in DROPPING):
             return func(*args, **kwargs)
         try:
-            return handler(self, func, *args, **kwargs)
+            return drawn(handler, self, func, args, kwargs)
         except _MappedError:  # vmap draws for each of what it maps, or for none, or refuses
             self.unkeyed.add(f"{func.__name__} under vmap")
             return func(*args, **kwargs)

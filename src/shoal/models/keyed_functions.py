@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from shoal.maths.counter import normal, uniform
 
@@ -45,6 +46,18 @@ class Draws(Protocol):
     def dim_of_samples(self, shape: Sequence[int]) -> int | None:
         """See `KeyedDraws.dim_of_samples`."""
         ...
+
+
+def drawn(handler: Callable[..., Any], mode: Draws, function: Any, args: Any, kwargs: Any) -> Any:
+    """What `handler` draws in the place of `function`: never a part of a program that torch.compile makes."""
+    if "torch._dynamo" in sys.modules:  # whose import takes a second
+        return _uncompiled(handler, mode, function, args, kwargs)
+    return handler(mode, function, *args, **kwargs)
+
+
+@_disable_dynamo
+def _uncompiled(handler: Callable[..., Any], mode: Draws, function: Any, args: Any, kwargs: Any) -> Any:
+    return handler(mode, function, *args, **kwargs)
 
 
 AS_FLOAT32 = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -175,7 +188,7 @@ def _drawn(law: Callable[[Tensor, Any, Any, Any], Tensor]) -> Callable[..., Tens
             return out
         samples = not _is_for_parameter(out, [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)])
         if samples and func in _SIZED:
-            caller = sys._getframe(2)  # of the mode's __torch_function__
+            caller = _caller()
             samples = not _spells_size(caller.f_code, caller.f_lasti)
         with torch.no_grad():
             for part in (out.real, out.imag) if out.is_complex() else (out,):
@@ -184,6 +197,14 @@ def _drawn(law: Callable[[Tensor, Any, Any, Any], Tensor]) -> Callable[..., Tens
         return out
 
     return handler
+
+
+def _caller() -> types.FrameType:
+    """The frame in which a random function is called: the first that is none of a mode's."""
+    frame = sys._getframe(1)
+    while frame.f_globals["__name__"].startswith(("shoal.models.keyed_", "torch._")) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _is_for_parameter(out: Tensor, given: Sequence[Tensor]) -> bool:
