@@ -190,23 +190,29 @@ def own(setting: Setting, place: Place) -> Callable[[], Any]:
     training = Training(opened, setting.stack.enter_context(opened.feed()))
     job = training_job(training, setting.folder / OWN, setting.stack)
     loop = OwnLoop(opened, replace(job, rate=lambda number: None), ExitStack())
+    step = own_step(loop, model, optimizer)
+    return by_itself(lambda: float(step()), opened, setting.stack)
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    """The optimizer of a script."""
+    return torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def own_step(loop: OwnLoop, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], Tensor]:
+    """A step of a loop that gives its batch in one piece; its loss."""
     batches = loop.batches()
 
-    def step() -> float:
+    def step() -> Tensor:
         (batch,) = next(batches)
         with loop.autocast():
             loss = loss_of(model, batch)
         loop.backward(loss)
         loop.clip_grad_norm_(CLIP_NORM)
         optimizer.step()
-        return float(loss.detach())
+        return loss.detach()
 
-    return by_itself(step, opened, setting.stack)
-
-
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    """The optimizer of a script."""
-    return torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    return step
 
 
 def loss_of(model: nn.Module, batch: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from torch.utils import _pytree
 from torch.utils.data import TensorDataset
 
 from benchmarks.command import run
-from benchmarks.host_overhead import CLIP_NORM, adamw, loss_of
+from benchmarks.host_overhead import CLIP_NORM, adamw, loss_of, own_step
 from benchmarks.own_gpt import build
 from benchmarks.simulated_cuda import Watch, on_host, simulated
 from shoal.assembly.objects import UserObjects
@@ -270,18 +270,7 @@ def own_loop(setting: Setting) -> Callable[[], Any]:
     training = setting.training(UserObjects(model=model, data=(AsInputs(data), None), optimizers=[optimizer]))
     job = training_job(training, setting.folder / setting.device, setting.stack)
     loop = setting.stack.enter_context(OwnLoop(training.run, replace(job, rate=lambda number: None), ExitStack()))
-    batches = loop.batches()
-
-    def step() -> Any:
-        (batch,) = next(batches)
-        with loop.autocast():
-            loss = loss_of(model, batch)
-        loop.backward(loss)
-        loop.clip_grad_norm_(CLIP_NORM)
-        optimizer.step()
-        return loss.detach()
-
-    return step
+    return own_step(loop, model, optimizer)
 
 
 def trained(setting: Setting) -> Callable[[], float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shoal.cost.footprint import MEGATRON_FP16
@@ -51,14 +51,8 @@ MEGATRON_2021 = Stack(
     overlap_data=False,
     overlap_pipeline=False,
 )
-MEGATRON_2022 = Stack(
-    name="Megatron-LM, May 2022 (arXiv:2205.05198)",
-    state=MEGATRON_FP16,
-    dtype="float16",
-    flash_attention=False,
-    dropout=True,
-    overlap_data=False,
-    overlap_pipeline=False,
+MEGATRON_2022 = replace(
+    MEGATRON_2021, name="Megatron-LM, May 2022 (arXiv:2205.05198)", fused_weight_gradient=True, overlap_tensor=True
 )
 
 

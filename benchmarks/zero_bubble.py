@@ -261,7 +261,7 @@ def zero_bubble(
             f"{most_stored} stored activations on {ranks} ranks: the first rank of 1F1B stores {ranks}; allow as many"
         )
     tables = _candidates(ranks, microbatches, times, most_stored, weight_share)
-    return min(tables, key=lambda table: _period_s(table, times))
+    return min(tables, key=lambda table: longest_s(table, times))
 
 
 def _candidates(ranks: int, microbatches: int, times: Times, most: int, share: float) -> Iterator[ScheduleTable]:
@@ -275,7 +275,7 @@ def _candidates(ranks: int, microbatches: int, times: Times, most: int, share: f
         yield ScheduleTable("zero bubble", ranks, ranks, microbatches, looped(ranks, 1), tuple(rows))
 
 
-def _period_s(table: ScheduleTable, times: Times) -> float:
+def longest_s(table: ScheduleTable, times: Times) -> float:
     """The longest time from a rank's first to its last action: what a step takes where no rank waits between steps."""
     played = timeline(
         table,

@@ -21,6 +21,7 @@ from shoal.engine.forward_backward import ForwardBackward
 from shoal.engine.precision import LossScaler
 from shoal.engine.tally import NoiseReading, PendingTally, StepResult, StepTimes, Tally
 from shoal.models.mixture import mixtures_of
+from shoal.state import works_in_streams
 from shoal.sync.strategy import Agreed
 
 
@@ -122,6 +123,13 @@ class GlobalSum:
     def wait(self) -> float:
         """The sum."""
         return float(self.tensor())
+
+    def wait_beside(self, number: Tensor) -> tuple[float, float]:
+        """`number`, a scalar on the device, and the sum, for which the host waits once."""
+        if not works_in_streams(number.device):
+            return float(number), self.wait()
+        own, total = torch.stack([number.double(), self.tensor().double().to(number.device)]).tolist()
+        return own, total
 
 
 class UpdateClock:

@@ -207,7 +207,7 @@ class AtOnce:
         tally, clock = work.tally.wait(), UpdateClock(context)
         loss_scale = context.scaler.scale
         scale = loss_scale * (1.0 if denominator is None else denominator)
-        norm, loss = _both(self.gradients.reduce(), work.loss)
+        norm, loss = work.loss.wait_beside(self.gradients.reduce())
         norm, loss = norm / scale, loss / (tally.denominator if denominator is None else denominator)
         finite = math.isfinite(norm) and math.isfinite(loss)
         for each in self._leaves_out if finite else ():
@@ -289,14 +289,6 @@ class AtOnce:
         if self._noise is None:
             return None
         return self._noise.reading(batches, tally, norm=norm, scale=scale)
-
-
-def _both(norm: Tensor, loss: GlobalSum) -> tuple[float, float]:
-    """Their values, for which the host waits once."""
-    if not works_in_streams(norm.device):
-        return float(norm), loss.wait()
-    own, total = torch.stack([norm.double(), loss.tensor().double().to(norm.device)]).tolist()
-    return own, total
 
 
 def check_repeatable(context: RankContext) -> None:

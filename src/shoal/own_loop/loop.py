@@ -372,7 +372,7 @@ class Training:
         players = self._players if optimizer is None else [self._player(optimizer)]
         joined = players[0].expects_more
         totals = [player.weighed(loss, weight, kind=kind, more=more, leader=players[0]) for player in players]
-        self._doubts.look(loss, kind, self.samples, self._steps.given, self._steps.pending)
+        self._doubts.look(loss, kind, self._steps.given, self._steps.pending, lambda: self.samples)
         if totals[0] is None:
             return
         last = self._steps.open is not None and self._steps.open.is_last

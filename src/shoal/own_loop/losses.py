@@ -241,13 +241,17 @@ class Doubts:
         self._warn, self._autocasts = warn, autocasts
         self._step: int | None = None  # that in which losses are looked at; 0 when one was warned of
 
-    def look(self, loss: Tensor, kind: LossKind, samples: int, step: int, pending: PendingStep | None) -> None:
-        """`loss` is that of a microbatch of `samples` samples of `step`, of which `pending` says more."""
+    def look(
+        self, loss: Tensor, kind: LossKind, step: int, pending: PendingStep | None, samples_of: Callable[[], int]
+    ) -> None:
+        """`loss` is that of a microbatch of `step`, of which `pending` says more. `samples_of` counts its samples, for
+        which the host waits for a GPU: it is called in the first step alone.
+        """
         if self._autocasts is not None:
             self._look_at_autocast(self._autocasts)
         if kind == "weighed" or self._step not in (None, step):
             return
-        self._step = step
+        self._step, samples = step, samples_of()
         if pending is None or samples >= pending.samples or (found := doubt(loss, samples, kind)) is None:
             return
         self._step = 0

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.zero_bubble import Times, zero_bubble
+from benchmarks.zero_bubble import Times, longest_s, zero_bubble
 from shoal.errors import LayoutError
 from shoal.schedules.build import build
 from shoal.schedules.table import ScheduleTable
-from shoal.schedules.timeline import check, timeline
+from shoal.schedules.timeline import check
 
 ROUNDING = 1e-9
 """Relative: the same float64 sums in another order."""
@@ -20,7 +20,7 @@ def test_equal_times_leave_no_bubble() -> None:
     """F = I = W without transfers and memory for two of 1F1B: every rank is busy from its first action to its last."""
     table = zero_bubble(4, 12, times=Times(forward_s=1, input_s=1, weight_s=1), most_stored=8)
     check(table)
-    assert _longest_s(table, Times(forward_s=1, input_s=1, weight_s=1)) == pytest.approx(36, rel=ROUNDING)
+    assert longest_s(table, Times(forward_s=1, input_s=1, weight_s=1)) == pytest.approx(36, rel=ROUNDING)
 
 
 @settings(max_examples=40, deadline=None)
@@ -47,24 +47,13 @@ def test_it_is_no_slower_than_zb_h2(weight_s: float) -> None:
     """The same memory, times that ZB-H2 does not know: never a longer period."""
     times = Times(forward_s=1.0, input_s=1.0, weight_s=weight_s, send_s=0.04)
     ours = zero_bubble(6, 18, times=times, most_stored=12)
-    assert _longest_s(ours, times) <= _longest_s(build("ZB-H2", ranks=6, microbatches=18), times) * (1 + ROUNDING)
+    assert longest_s(ours, times) <= longest_s(build("ZB-H2", ranks=6, microbatches=18), times) * (1 + ROUNDING)
 
 
 def test_too_little_memory_is_refused() -> None:
     """Less than 1F1B stores cannot be: the sentence says how much."""
     with pytest.raises(LayoutError, match="the first rank of 1F1B stores 4; allow as many"):
         zero_bubble(4, 8, times=Times(forward_s=1, input_s=1, weight_s=1), most_stored=3)
-
-
-def _longest_s(table: ScheduleTable, times: Times) -> float:
-    played = timeline(
-        table,
-        forward_s=times.forward_s,
-        backward_input_s=times.input_s,
-        backward_weight_s=times.weight_s,
-        send_s=times.send_s,
-    )
-    return max(row[-1][2] - row[0][1] for row in played.spans)
 
 
 def _stored(table: ScheduleTable, *, weight_share: float) -> list[float]:
