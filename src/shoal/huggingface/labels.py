@@ -10,13 +10,11 @@ loop, whose draws are keyed on the sample: a sample has the same mask in its epo
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Mapping
 from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
@@ -25,6 +23,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from shoal.errors import UserCodeError
+from shoal.models.draw_watch import DrawWatch
 
 IGNORED = -100
 TRIED_SAMPLES = 8
@@ -91,7 +90,7 @@ def require_repeatable(collate: Callable[[list[Any]], Any], data: Any) -> None:
     if isinstance(data, IterableDataset):
         return
     items = [data[index] for index in range(min(TRIED_SAMPLES, len(data)))]
-    before = _generators()
+    watch = DrawWatch(host=True)
     try:
         first = collate(deepcopy(items))
     except ValueError as error:
@@ -100,18 +99,13 @@ def require_repeatable(collate: Callable[[list[Any]], Any], data: Any) -> None:
             "different lengths, pass processing_class=tokenizer to the Trainer, or "
             "data_collator=DataCollatorWithPadding(tokenizer)"
         ) from error
-    if before == _generators() and _same(first, collate(deepcopy(items))):
+    if not watch.drew() and _same(first, collate(deepcopy(items))):
         return
     raise UserCodeError(
         f"the data_collator ({_name(collate)}) draws random numbers for a batch, so that the result would depend on "
         "the number of ranks and a resume would not repeat it: draw in data.augment, which keys what it draws on the "
         "sample, or in the data set, by a generator seeded with the index"
     )
-
-
-def _generators() -> str:
-    """The state of those that a collator may draw from."""
-    return repr((torch.get_rng_state().numpy().tobytes(), random.getstate(), np.random.get_state(legacy=False)))
 
 
 def _same(one: Any, other: Any) -> bool:
