@@ -13,6 +13,7 @@ Ranks talk over Gloo as over NCCL: in a stream of the group's own, for which the
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -56,6 +57,8 @@ PLAIN, OWN, TRAIN = "plain", "own loop", "train"
 WARM_STEPS, STEPS = 5, 3
 """Buffers are compared in the first steps, and small reads by the loop itself begin after some."""
 VOCABULARY, TOKENS, ROWS = 64, 16, 256
+RANK_S = 120.0
+"""A rank takes some seconds. One that hangs prints where its threads are, and ends."""
 
 MOE = {"kind": "moe", "experts": 4, "top_k": 2}
 CASES: Mapping[str, tuple[int, dict[str, Any]]] = {
@@ -309,6 +312,7 @@ def measured(case: str, place: Place, stores: Mapping[str, Any], size: Size) -> 
 
 def _rank(case: str, rank: int, ports: Mapping[str, int], size: Size, answers: Any) -> None:
     world = CASES[case][0]
+    faulthandler.dump_traceback_later(RANK_S, exit=True)
     torch.set_num_threads(1)
     mesh.open_nccl = open_nccl
     place = Place(rank=rank, world_size=world, local_rank=0, local_world_size=1, node_rank=rank, launcher="shoal")

@@ -31,6 +31,7 @@ const c10::Device kDevice(c10::kCUDA, 0);
 using Listener = void (*)(const char* kind, const char* what, int64_t size_bytes);
 Listener listener = nullptr;
 
+// Never called with `guard` held: the listener is Python's, and who has Python's lock may free memory, which takes `guard`.
 void tell(const char* kind, const std::string& what, int64_t size_bytes = 0) {
   if (listener != nullptr) listener(kind, what.c_str(), size_bytes);
 }
@@ -69,29 +70,35 @@ bool before(const Access& access, const Clock& clock) {
   return access.tick == 0 || (found != clock.end() && found->second >= access.tick);
 }
 
-void race(const Access& earlier, const std::string& op, const char* how) {
-  tell("race", op + " " + how + " " + earlier.op + " on another stream");
+std::string race(const Access& earlier, const std::string& op, const char* how) {
+  return op + " " + how + " " + earlier.op + " on another stream";
 }
 
-// One operator on the current stream (or, of the host's memory, by the host).
-void account(const std::string& op, const std::set<const void*>& reads, const std::set<const void*>& writes, c10::StreamId by) {
+// One operator on the current stream (or, of the host's memory, by the host); the races that it has.
+std::vector<std::string> accounted(const std::string& op, const std::set<const void*>& reads, const std::set<const void*>& writes, c10::StreamId by) {
   std::lock_guard<std::recursive_mutex> lock(guard);
+  std::vector<std::string> races;
   Clock& clock = clocks[by];
   if (by != kHost) merge(clock, clocks[kHost]);
   const int64_t tick = ++clock[by];
   for (const void* at : reads) {
     Accesses& one = memory[at];
-    if (!before(one.write, clock)) race(one.write, op, "reads what was written by");
+    if (!before(one.write, clock)) races.push_back(race(one.write, op, "reads what was written by"));
     one.reads[by] = Access{by, tick, op};
   }
   for (const void* at : writes) {
     Accesses& one = memory[at];
-    if (!before(one.write, clock)) race(one.write, op, "writes what was written by");
+    if (!before(one.write, clock)) races.push_back(race(one.write, op, "writes what was written by"));
     for (const auto& [stream, access] : one.reads)
-      if (!before(access, clock)) race(access, op, "writes what was read by");
+      if (!before(access, clock)) races.push_back(race(access, op, "writes what was read by"));
     one.reads.clear();
     one.write = Access{by, tick, op};
   }
+  return races;
+}
+
+void account(const std::string& op, const std::set<const void*>& reads, const std::set<const void*>& writes, c10::StreamId by) {
+  for (const std::string& one : accounted(op, reads, writes, by)) tell("race", one);
 }
 
 void forget(const void* at) {
@@ -141,13 +148,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream& stream) const override { synchronized("stream.synchronize", stream.id()); }
   void synchronizeDevice(const c10::DeviceIndex) const override {
-    std::lock_guard<std::recursive_mutex> lock(guard);
     tell("synchronization", "device.synchronize");
+    std::lock_guard<std::recursive_mutex> lock(guard);
     for (const auto& [stream, clock] : std::map(clocks)) merge(clocks[kHost], clock);
   }
   void synchronized(const std::string& what, c10::StreamId stream) const {
-    std::lock_guard<std::recursive_mutex> lock(guard);
     tell("synchronization", what);
+    std::lock_guard<std::recursive_mutex> lock(guard);
     merge(clocks[kHost], clocks[stream]);
   }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}

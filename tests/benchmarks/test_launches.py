@@ -18,8 +18,6 @@ import pytest
 from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
-COMPILED_S = 5 * HANG_S
-"""The device is compiled once for a PyTorch, and all rows are of one program, some steps each on two devices."""
 ONE_RANK = ("train", "float32", "float16", "masters", "recompute", "loss in chunks", "dropout", "averages")
 SEVERAL = ("replicated", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, masters", "tensor", "low-rank gradients")
 SEVERAL += ("ZeRO-3, tensor", "eight ranks")
@@ -58,7 +56,7 @@ def program(module: str, *given: str, paths: Sequence[Path] = ()) -> str:
     places = ":".join(map(str, (ROOT, *paths)))
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=COMPILED_S, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
@@ -141,7 +139,8 @@ def test_a_collective_that_nobody_waits_for_shows_as_a_race(tmp_path: Path) -> N
 
 
 DEVICE = """
-import os
+import faulthandler, os
+from threading import Thread
 
 import torch
 from benchmarks.simulated_cuda import Watch
@@ -196,11 +195,25 @@ with torch.autocast("cuda", dtype=torch.bfloat16):
     product = w.view(2, 2) @ x.view(2, 2)
 product.sum().backward()
 assert product.dtype == torch.bfloat16 and w.grad.is_cuda
+
+def frees():
+    torch.empty(4, pin_memory=True).untyped_storage(), torch.empty(4, device="cuda").untyped_storage()
+
+class Listens(Watch):
+    def _note(self, *told):
+        (thread := Thread(target=frees)).start()
+        thread.join()
+        super()._note(*told)
+
+faulthandler.dump_traceback_later(60, exit=True)
+with Listens() as watch:
+    torch.accelerator.synchronize()
+assert watch.waits  # told while another thread frees memory
 os._exit(0)  # a thread of autograd's may still hold something of Python's, and would abort the end of the interpreter
 """
 
 
 def test_the_device_tells_what_a_gpu_would_do(tmp_path: Path) -> None:
-    """Orders of streams, waits, launches and mixed devices; autocast and autograd are PyTorch's."""
+    """Orders of streams, waits, launches, mixed devices and threads; autocast and autograd are PyTorch's."""
     (tmp_path / "simulated_device.py").write_text(DEVICE)
     program("simulated_device", paths=[tmp_path])
