@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
-from shoal.comm.collective import Collective, Reduction
+from shoal.comm.collective import Alone, Collective, Reduction
 from shoal.errors import UserCodeError
 
 aten = torch.ops.aten
@@ -83,6 +84,13 @@ class PartialGradient(Tensor):
             f"{first.what}, and {packet.__name__} needs the whole: use what treats each number alone (scaling, adding, "
             "clipping by value), norms and sums"
         )
+
+
+def placeholder(name: str, parameter: Parameter) -> PartialGradient:
+    """What `.grad` is between two microbatches of a step."""
+    what = f"the gradient of {name} is not there before the step's last microbatch"
+    nothing = torch.empty(0, dtype=parameter.grad_dtype, device=parameter.device)
+    return PartialGradient(nothing, 0, parameter.shape, group=Alone(), what=what)
 
 
 def _on_elements(func: Any, first: PartialGradient, args: Any, kwargs: Any) -> Any:

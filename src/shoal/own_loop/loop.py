@@ -38,8 +38,6 @@ from torch._compile import _disable_dynamo as uncompiled
 
 from shoal.assembly.run import Run
 from shoal.checkpoint.inspect import write_weights
-from shoal.data.feed import evaluation_batches
-from shoal.engine.forward_backward import evaluating
 from shoal.engine.loop import Job
 from shoal.engine.precision import cast_at_borders
 from shoal.engine.tally import Call, meet
@@ -49,11 +47,11 @@ from shoal.gradients.reducer import all_at_the_end
 from shoal.observe.sink import Ending
 from shoal.optim.layer_statistics import aside
 from shoal.own_loop.comparison import Comparison
+from shoal.own_loop.evaluation import EvaluationOfRank
 from shoal.own_loop.losses import AutocastWatch, Doubts, LossKind, as_number, kind_of, one_pass
 from shoal.own_loop.open_step import Update
 from shoal.own_loop.steps import (
     DrawsBySample,
-    Evaluation,
     Microbatches,
     OwnSteps,
     joint_outcome,
@@ -93,7 +91,7 @@ class Training:
         after_step = None if comparison is None else self._compare
         self._steps = OwnSteps(run, job, self._players, self._draws, after_step=after_step)
         self._closed = False
-        self._evaluation = Evaluation()
+        self._evaluation = EvaluationOfRank(run, self._steps.given_of)
 
     @property
     def model(self) -> nn.Module:
@@ -276,19 +274,7 @@ class Training:
         if source is None:
             raise UserCodeError("there is no held-out data; hand over data=(training, held_out)")
         self._meet("held_out()")
-        run_file, (share, shares) = self._run.run_file, self._run.mesh.batch_share
-        micro = self._run.generation.microbatching.samples or max(1, run_file.batch.global_samples // shares)
-        batches = evaluation_batches(
-            source,
-            replicas=shares,
-            replica=share,
-            micro_samples=micro,
-            denominator="samples",
-            limit=run_file.observe.evaluate_samples,
-        )
-        with self._evaluating(), self._evaluation.under_way():
-            for batch in batches:
-                yield self._steps.given_of(self._compute.prepared(batch).batch)
+        yield from self._evaluation.held_out(source)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -296,7 +282,7 @@ class Training:
         and nothing has a gradient. Every rank enters it, between two steps or behind an update.
         """
         self._meet("evaluation()")
-        with self._evaluating():
+        with self._evaluation.evaluating():
             yield
 
     def sum(self, value: float | Tensor) -> float:
@@ -357,12 +343,6 @@ class Training:
         self._closed = True
         self._leave_script()
         self._stack.__exit__(kind, error, trace)
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        with self.full_parameters(), torch.no_grad(), evaluating(self.model):
-            yield
-        self._compute.buffers.refresh()
 
     def _backward(
         self, loss: Tensor, kind: LossKind, *, weight: float | None, more: bool, optimizer: torch.optim.Optimizer | None

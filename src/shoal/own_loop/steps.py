@@ -109,30 +109,6 @@ class Microbatches:
         return self._one_pass()
 
 
-class Evaluation:
-    """The loops over `held_out()` that are under way, in which the model is evaluated and no gradient is recorded."""
-
-    def __init__(self) -> None:
-        self._loops = 0
-
-    @contextmanager
-    def under_way(self) -> Iterator[None]:
-        """Around one of them."""
-        self._loops += 1
-        try:
-            yield
-        finally:
-            self._loops -= 1
-
-    def check(self) -> None:
-        """Raises `UserCodeError` for a backward within one, as where a loop goes on with both by `zip` or `next`."""
-        if self._loops:
-            raise UserCodeError(
-                "backward() was called inside a loop over held_out(), where the model is in evaluation mode and "
-                "records no gradient: end that loop first, or take its batches beforehand, list(run.held_out())"
-            )
-
-
 class OwnSteps:
     """The steps of `job`, whose updates the `players` make.
 
