@@ -33,6 +33,7 @@ from shoal.engine.state import (
 )
 from shoal.errors import ConfigError
 from shoal.gradients.residuals import ResidualSection
+from shoal.gradients.split_shells import script_parameters
 from shoal.memory.streamed_state import NEXT_WEIGHT
 from shoal.optim.build import build_optimizer
 from shoal.optim.declared import Slot
@@ -231,7 +232,7 @@ def _of_script(generation: Generation, workload: Workload) -> list[Section]:
         return [ExtraSection(workload.objects.state)] if workload.objects.state else []
     groups = ["optimizer_groups", *(f"optimizer_groups_{n}" for n in range(1, len(workload.optimizers)))]
     own = [FactsSection(name, optimizer) for name, optimizer in zip(groups, workload.optimizers, strict=False)]
-    frozen = FrozenParameters({each.holding.name: each.parameter for each in trained_in(generation.parts)})
+    frozen = FrozenParameters(script_parameters(generation.gradients, trained_in(generation.parts)))
     extra = [ExtraSection(workload.objects.state)] if workload.objects.state else []
     return [*own, FactsSection("frozen", frozen), *extra]
 

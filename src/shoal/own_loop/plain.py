@@ -63,7 +63,7 @@ class PlainTraining:
     they came to.
     """
 
-    rank, world_size = 0, 1
+    rank, world_size, share = 0, 1, (0, 1)
 
     def __init__(self, run_file: RunFile, objects: UserObjects, check: ScriptCheck, *, compiled: bool = False) -> None:
         require_trainable(objects.model)

@@ -30,6 +30,7 @@ from shoal.engine.tally import meet
 from shoal.engine.updates import Outcome, Work
 from shoal.errors import UserCodeError
 from shoal.gradients.gradients import JointGradients, VisibleGradients
+from shoal.gradients.split_shells import SplitGradients, script_parameters
 from shoal.models.draw_watch import DrawWatch
 from shoal.own_loop.open_step import OpenStep
 from shoal.own_loop.shown_optimizer import ShownGroups
@@ -43,10 +44,13 @@ def players_of(
     the script asks for it. `on_update` is called before every update.
     """
     gradients, optimizers = run.generation.gradients, run.workload.optimizers
-    trained = {each.holding.name: each.parameter for each in run.trained}
+    if isinstance(gradients, SplitGradients):
+        gradients.install(run.model)
+    trained = script_parameters(gradients, run.trained)
     pieces: dict[nn.Parameter, list[nn.Parameter]] = {}
     for own in gradients.owned:
-        pieces.setdefault(trained[own.name], []).append(own.parameter)
+        if own.parameter is not trained[own.name]:
+            pieces.setdefault(trained[own.name], []).append(own.parameter)
     shown = [
         ShownGroups(own.optimizer, [[trained[name] for name in group] for group in own.groups], pieces)
         for own in optimizers

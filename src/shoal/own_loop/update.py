@@ -238,11 +238,11 @@ class Player:
         """After the last backward of a step: all ranks agree on the gradient, and vote. `hooked`: the parameters that
         have hooks of the script.
         """
-        step, used = self._opened(), self.gradients.used
+        step, used, counts = self._opened(), self.gradients.used, self._context.counts
         self._check_whole(step)
         declared = Declaration(
             self._context.lockstep,
-            torch.as_tensor(self._loss, dtype=torch.float64, device=self._context.device),
+            torch.as_tensor(self._loss if counts else 0.0, dtype=torch.float64, device=self._context.device),
             without=len(self._names) - len(used),
             decisions=[] if self._alone else self._decisions(),
         )
