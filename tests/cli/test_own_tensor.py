@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
 from shoal.verification.verdict import Verdict
 from tests.cli.warm_scripts import compare_script, run_script
@@ -62,13 +67,6 @@ with torch.device("meta"):
     model = build(GPTConfig(vocabulary=TOKENS, layers=2, heads=4, width=32, kv_heads=1, dropout=0.1))
 initialise(model, seed=0, device=torch.device("cpu"), dtype=torch.float32)
 """
-PACKED = """
-from transformers import GPT2Config, GPT2LMHeadModel
-model = GPT2LMHeadModel(GPT2Config(vocab_size=TOKENS, n_positions=16, n_embd=32, n_layer=2, n_head=4, use_cache=False))
-"""
-PACKED_KEYS = """, "model": {"roles": {"transformer.wte.weight": "embedding",
-    "transformer.h.*.attn.c_attn.*": "packed", "transformer.h.*.attn.c_proj.weight": "row",
-    "transformer.h.*.mlp.c_fc.*": "column", "transformer.h.*.mlp.c_proj.weight": "row"}, "counts": ["PLACEHOLDER"]}"""
 TENSOR = ("layout.tensor=2",)
 
 
@@ -94,7 +92,7 @@ SAME = {
     "the run's own clip": (LLAMA, "run.backward(loss_of(x)); run.clip_grad_norm_(0.5); optimizer.step()", ()),
     "by value": (QWEN, "run.backward(loss_of(x)); torch.nn.utils.clip_grad_value_(before, 0.003); optimizer.step()",
                  ()),
-    "weighed by tokens": (LLAMA, "run.backward(loss_of(x), weight=x.numel()); optimizer.step()",
+    "weighed by tokens": (OWN_GPT, "run.backward(loss_of(x), weight=x.numel()); optimizer.step()",
                           ("batch.micro_samples=4",)),
     "heads fewer than ranks": (OWN_GPT, CLIPPED, ("batch.micro_samples=3",)),
     "gradients that are read and replaced": (
@@ -117,9 +115,10 @@ def test_a_split_loop_is_the_same_model(name: str, tmp_path: Path) -> None:
 
 MASKED = "[p.register_hook(lambda g: g * (g > 0)) for p in before[:4]]"
 AVERAGED = """
-average = [p.detach().clone() for p in before]
+average = []
 def evaluated():
     with run.full_parameters(), torch.no_grad():
+        if not average: average.extend(p.detach().clone() for p in before)
         for a, p in zip(average, model.parameters(), strict=True): a.lerp_(p, 0.1)
         own = [p.detach().clone() for p in before]
         for a, p in zip(average, before, strict=True): p.copy_(a)
@@ -145,10 +144,53 @@ def test_replicas_of_split_models(tmp_path: Path) -> None:
     check_same(compare_script(path, tmp_path, *TENSOR, "layout.replicate=2", world=4))
 
 
-FAULTS = {
-    "the loss on every rank": ("shoal.own_loop.update", "self._loss if counts else 0.0", "self._loss"),
-    "twins in the norm": ("shoal.gradients.gradients", "if is_counted(each)]", "]"),
-}
+STOPPING = (
+    CLIPPED
+    + """
+    if run.steps_done == 1 and os.path.exists("stop"): run.save(); run.leave(); break"""
+)
+MEASURED = """
+if run.steps_done < 3: sys.exit(0)
+losses = [float(loss_of(x)) * len(x) for x in run.held_out()]
+with run.evaluation():
+    first, each = run.share
+    own = [float(loss_of(x[None])) for x in ids[first::each]]
+found = [run.sum(sum(losses)) / len(ids), run.mean(sum(own) / len(own), weight=len(own)), run.sum(1) == run.share[1]]
+run.export("weights.safetensors")
+if run.rank == 0: open("found.json", "w").write(json.dumps(found))
+"""
+ROUNDING = 1e-10
+"""Relative, of a few steps of Adam in float64."""
+
+
+def outcome(folder: Path, *starts: tuple[int, Sequence[str]]) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses that a run measures at its end, and the weights that it exports; all `starts` (ranks, keys) but the
+    last one are stopped after two steps.
+    """
+    folder.mkdir()
+    path = written(folder, OWN_GPT, STOPPING, handed="(loader, Samples())", END=MEASURED)
+    path.write_text(path.read_text().replace("import copy, math, sys", "import json, os, sys"))
+    for number, (world, keys) in enumerate(starts):
+        (folder / "stop").touch()
+        if number == len(starts) - 1:
+            (folder / "stop").unlink()
+        codes = run_script(path, folder, "precision.kind=float64", *keys, world=world)
+        assert codes == [0] * world, (folder / "rank-0.txt").read_text()
+    return json.loads((folder / "found.json").read_text()), load_file(folder / "weights.safetensors")
+
+
+@pytest.mark.slow
+def test_checkpoints_evaluations_and_exports_know_no_layout(tmp_path: Path) -> None:
+    """Split, then whole; whole, then split: weights and held-out losses are those of an uninterrupted process, with
+    moments of heads that two ranks share. Numbers of ranks that compute together are counted once.
+    """
+    wanted, weights = outcome(tmp_path / "whole", (1, ()))
+    for name, starts in {"split first": ((2, TENSOR), (1, ())), "split later": ((1, ()), (2, TENSOR))}.items():
+        found, exported = outcome(tmp_path / name, *starts)
+        assert found == pytest.approx(wanted, rel=ROUNDING), name
+        assert exported.keys() == weights.keys()
+        for key, weight in weights.items():
+            torch.testing.assert_close(exported[key], weight, rtol=ROUNDING, atol=ROUNDING)
 
 
 TOLD = {
@@ -161,11 +203,11 @@ TOLD = {
     "a forward of one rank": (
         "run.rank or model(x)\n    " + LOOP, "compute together, so let no `if` that is true on one of them alone"),
     "a forward of one rank in evaluation": (
-        LOOP + "\n    with run.evaluation():\n        if run.rank == 0: model(x)", "so let no `if` that is true on one"),
+        LOOP + "\n    with run.evaluation():\n        if run.rank == 0: model(x)", "let no `if` that is true on one"),
     "a forward behind the update": (LOOP + "\n    if run.update: model(x)", "was called outside of a step"),
-    "a copy": (LOOP + "\n    with run.full_parameters(): copy.deepcopy(model)", "cannot be copied or pickled"),
+    "a copy": (LOOP + "\n    with run.full_parameters(): copy.deepcopy(model)", "was copied or pickled"),
     "other weights in a call": (
-        "run.backward(loss_of(x)); torch.func.functional_call(model, {'lm_head.weight': torch.zeros(TOKENS, 32)}, (x,))",
+        "head = {'lm_head.weight': torch.zeros(TOKENS, 32)}; torch.func.functional_call(model, head, (x,))",
         "another tensor stands in the place of the parameter"),
     "state of a part": (LOOP + "; optimizer.state[before[0]]", "under ZeRO and layout.tensor every rank has that of"),
 }  # fmt: skip

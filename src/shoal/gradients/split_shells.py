@@ -85,6 +85,12 @@ def _shape_of(holding: Holding) -> tuple[int, ...]:
     return holding.box.shape if len(holding.boxes) == 1 else (sum(box.numel for box in holding.boxes),)
 
 
+COPIED = (
+    "a module that layout.tensor has split was copied or pickled, and it belongs to the ranks of its group: copy the "
+    "model before shoal.start, and its state_dict() inside run.full_parameters()"
+)
+
+
 class Shell:
     """A parameter of the script, `whole`, of which this rank computes with `part`. It is empty from the start."""
 
@@ -115,10 +121,7 @@ class Shell:
         return self.part
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise UserCodeError(
-            f"a module with {self.holding.name} cannot be copied or pickled after shoal.start, as layout.tensor has "
-            "replaced it by this rank's part: copy the model before, and its state_dict() inside run.full_parameters()"
-        )
+        raise UserCodeError(COPIED)
 
     def release(self) -> None:
         """The numbers are gone, but for the part."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from shoal.data.feed import evaluation_batches
 from shoal.data.sample import Batch, Source
 from shoal.engine.forward_backward import evaluating
 from shoal.errors import UserCodeError
-from shoal.gradients.split_shells import SplitGradients
+from shoal.gradients.split_shells import COPIED, SplitGradients
 from shoal.gradients.units import tensors_in
 from shoal.maths.fingerprint import fingerprint
 
@@ -63,6 +63,9 @@ class AlikeRanks:
         self._group, self._device, self._training, self._steps = group, device, training, 0
         self._losses: list[Tensor] = []
         self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UserCodeError(COPIED)
 
     def meet(self, what: str) -> None:
         """All ranks of the group say `what` they are about to do. Raises `UserCodeError` where it is not the same."""
