@@ -222,3 +222,45 @@ def test_what_a_split_loop_is_told(name: str, tmp_path: Path) -> None:
     printed = [(tmp_path / f"rank-{rank}.txt").read_text() for rank in range(2)]
     assert 0 not in codes, printed[0]
     assert any(sentence in each for each in printed), printed[0]
+
+
+MIXTURE = """
+from transformers import MixtralConfig, MixtralForCausalLM
+model = MixtralForCausalLM(MixtralConfig(vocab_size=TOKENS, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+    num_attention_heads=4, num_key_value_heads=2, num_local_experts=2, use_cache=False))
+"""
+ADAPTED = LLAMA + "from peft import LoraConfig, get_peft_model\nmodel = get_peft_model(model, LoraConfig())\n"
+INNER = (
+    LLAMA
+    + """
+class Valued(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.value = inner, nn.Linear(TOKENS, 1)
+    def forward(self, x): return self.inner(x)
+model = Valued(model)
+"""
+)
+REFUSED = {
+    "a mixture": (MIXTURE, "", "is a mixture of experts, whose tokens a script's own loop does not exchange"),
+    "peft": (ADAPTED, "", "of peft are not those of its model's plan"),
+    "a model inside": (INNER, "", "Valued declares no roles of its parameters (a plan of inner does)"),
+    "an optimizer of matrices": (
+        QWEN, "class Own(torch.optim.SGD): pass\noptimizer = Own(groups)", "Own needs whole parameters, of which ranks of"),
+    "a layer with a hook": (
+        QWEN, "model.model.layers[1].mlp.up_proj.register_forward_hook(lambda m, a, o: 2 * o)",
+        "the layer model.layers.1.mlp.up_proj has hooks"),
+    "a layer with a forward of its own": (
+        QWEN, "layer = model.lm_head; layer.forward = lambda x: 2 * F.linear(x, layer.weight)",
+        "the layer lm_head is a Linear, and"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_split_is_refused_at_the_start(name: str, tmp_path: Path) -> None:
+    model, change, sentence = REFUSED[name]
+    codes = run_script(written(tmp_path, model, OPTIMIZER=change), tmp_path, *TENSOR, world=2)
+    printed = (tmp_path / "rank-0.txt").read_text()
+    assert codes == [2, 2], printed
+    assert sentence in printed

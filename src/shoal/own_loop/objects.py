@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -293,7 +292,6 @@ def _check_tensor(run_file: RunFile, *, model: Any, optimizer: Any) -> None:
         f'memory.offload.parameters = "{memory.offload.parameters}"': memory.offload.parameters != "device",
         f'sync.kind = "{run_file.sync.variant}"': run_file.sync.variant != "allreduce",
         f'precision.kind = "{precision.variant}"': isinstance(precision, BFloat16Params | Float16 | Float8),
-        f"run.compile = {json.dumps(run_file.run.compile)}": run_file.run.compile is not False,
         "a compiled model": is_compiled(model),
         "several models": isinstance(model, list | tuple) and len(model) > 1,
         "several optimizers": isinstance(optimizer, list | tuple) and len(optimizer) > 1,
