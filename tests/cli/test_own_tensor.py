@@ -246,7 +246,7 @@ REFUSED = {
     "peft": (ADAPTED, "", "of peft are not those of its model's plan"),
     "a model inside": (INNER, "", "Valued declares no roles of its parameters (a plan of inner does)"),
     "an optimizer of matrices": (
-        QWEN, "class Own(torch.optim.SGD): pass\noptimizer = Own(groups)", "Own needs whole parameters, of which ranks of"),
+        QWEN, "class Own(torch.optim.SGD): pass\noptimizer = Own(groups)", "Own needs whole parameters, of which"),
     "a layer with a hook": (
         QWEN, "model.model.layers[1].mlp.up_proj.register_forward_hook(lambda m, a, o: 2 * o)",
         "the layer model.layers.1.mlp.up_proj has hooks"),

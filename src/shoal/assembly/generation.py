@@ -23,6 +23,7 @@ from shoal.engine.batch_statistics import connect_norms
 from shoal.engine.forward_backward import ForwardBackward
 from shoal.errors import ConfigError
 from shoal.gradients.gradients import Gradients
+from shoal.gradients.split_shells import script_parameters
 from shoal.models.config import ForeignModel
 from shoal.models.roles import tables_in
 from shoal.observe.facts import read_facts
@@ -54,6 +55,11 @@ class Generation:
     def trained(self) -> list[Trained]:
         """The parameters that this rank trains, and where each stands in the unsplit model."""
         return trained_in(self.parts)
+
+    @property
+    def seen(self) -> dict[str, nn.Parameter]:
+        """The same as a script's own loop has them, by name."""
+        return script_parameters(self.gradients, self.trained)
 
     @property
     def looks_up(self) -> bool:

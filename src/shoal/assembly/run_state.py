@@ -13,7 +13,6 @@ from shoal.assembly.reading import chosen_samples, epoch_samples
 from shoal.assembly.run_gradients import parts_on, zero_of
 from shoal.assembly.sameness import contents_of
 from shoal.assembly.sparse import Placed, build_freezing, build_sparse
-from shoal.assembly.splitting import trained_in
 from shoal.assembly.train_step import watch_layers
 from shoal.assembly.trainable import FrozenParameters
 from shoal.assembly.workload import Workload
@@ -33,7 +32,6 @@ from shoal.engine.state import (
 )
 from shoal.errors import ConfigError
 from shoal.gradients.residuals import ResidualSection
-from shoal.gradients.split_shells import script_parameters
 from shoal.memory.streamed_state import NEXT_WEIGHT
 from shoal.optim.build import build_optimizer
 from shoal.optim.declared import Slot
@@ -232,7 +230,7 @@ def _of_script(generation: Generation, workload: Workload) -> list[Section]:
         return [ExtraSection(workload.objects.state)] if workload.objects.state else []
     groups = ["optimizer_groups", *(f"optimizer_groups_{n}" for n in range(1, len(workload.optimizers)))]
     own = [FactsSection(name, optimizer) for name, optimizer in zip(groups, workload.optimizers, strict=False)]
-    frozen = FrozenParameters(script_parameters(generation.gradients, trained_in(generation.parts)))
+    frozen = FrozenParameters(generation.seen)
     extra = [ExtraSection(workload.objects.state)] if workload.objects.state else []
     return [*own, FactsSection("frozen", frozen), *extra]
 

@@ -1,4 +1,4 @@
-"""`Evaluation`: what a script's own loop computes without training, between two steps or behind an update; and whether
+"""`EvaluationOfRank`: what a script's own loop computes without training, between two steps or behind an update; and whether
 ranks that compute together call the model alike (`AlikeRanks`).
 """
 
@@ -21,31 +21,7 @@ from shoal.errors import UserCodeError
 from shoal.gradients.split_shells import COPIED, SplitGradients
 from shoal.gradients.units import tensors_in
 from shoal.maths.fingerprint import fingerprint
-
-
-class Evaluation:
-    """The loops over `held_out()` that are under way, in which the model is evaluated and no gradient is recorded."""
-
-    def __init__(self) -> None:
-        self._loops = 0
-
-    @contextmanager
-    def under_way(self) -> Iterator[None]:
-        """Around one of them."""
-        self._loops += 1
-        try:
-            yield
-        finally:
-            self._loops -= 1
-
-    def check(self) -> None:
-        """Raises `UserCodeError` for a backward within one, as where a loop goes on with both by `zip` or `next`."""
-        if self._loops:
-            raise UserCodeError(
-                "backward() was called inside a loop over held_out(), where the model is in evaluation mode and "
-                "records no gradient: end that loop first, or take its batches beforehand, list(run.held_out())"
-            )
-
+from shoal.own_loop.open_step import Evaluation
 
 WATCHED_STEPS = 2
 """In so many first steps, ranks that compute together tell each other of every forward and backward."""

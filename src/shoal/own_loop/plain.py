@@ -49,9 +49,8 @@ from shoal.launcher.environment import ALONE
 from shoal.launcher.own_script import ScriptCheck
 from shoal.maths.norm import two_norm
 from shoal.optim.layer_statistics import SeesLayers, aside, watch_alone
-from shoal.own_loop.evaluation import Evaluation
 from shoal.own_loop.losses import NO_WEIGHT, LossKind, as_number, kind_of, one_pass
-from shoal.own_loop.open_step import Update
+from shoal.own_loop.open_step import Evaluation, Update
 from shoal.own_loop.shown_optimizer import StepHooks
 from shoal.own_loop.steps import DrawsBySample, Microbatches, left_epoch
 from shoal.runfile.run_file import RunFile
