@@ -178,7 +178,7 @@ def test_what_a_script_raises_ends_its_run(own: Project) -> None:
         (("epochs=2, ", ""), "pass epochs or steps, one of them"),
         (("sys.argv[1:]", '["batch.adaptive.first=4", "observe.noise_every_steps=1"]'),
          "epochs with batch.adaptive: the noise decides"),
-        (("sys.argv[1:]", '["layout.tensor=2"]'), "layout.tensor = 2: a script's own loop can be"),
+        (("sys.argv[1:]", '["layout.pipeline=2"]'), "layout.pipeline = 2: a script's own loop can be"),
         (("sys.argv[1:]", '["run.processes=2", "sync.kind=\\"server\\"", "sync.servers=1"]'),
          "sync.servers = 1: dedicated servers run no script"),
         (("    run.backward(", "    g = torch.amp.GradScaler('cpu')\n    run.backward(g.scale(torch.ones(())) * "),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 
@@ -99,6 +100,29 @@ def test_a_budget_is_not_kept_by_a_loop_of_ones_own() -> None:
     run_file = run_file_of({**tables, "memory": {"budget": "1 GiB"}}, file="own")
     with pytest.raises(ConfigError, match=r'memory\.budget = "1 GiB" is kept by counting'):
         require_own_loop(run_file, model=None, optimizer=None)
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        ({"layout": {"shard": 2}}, "layout.shard = 2"),
+        ({"layout": {"sequence_parallel": True}}, "layout.sequence_parallel = true"),
+        ({"sync": {"kind": "local", "period": 2}, "layout": {"replicate": 2}}, 'sync.kind = "local"'),
+        ({"precision": {"kind": "bfloat16_params"}}, 'precision.kind = "bfloat16_params"'),
+        ({"precision": {"kind": "float16"}}, 'precision.kind = "float16"'),
+        ({"model": (nn.Linear(2, 2), nn.Linear(2, 2))}, "several models"),
+        ({"optimizer": (None, None)}, "several optimizers"),
+    ],
+)
+def test_what_a_split_loop_cannot_have(keys: dict, what: str) -> None:
+    """One sentence, with the key that is in the way."""
+    objects = {name: keys.pop(name, None) for name in ("model", "optimizer")}
+    given = {"kind": "python", "build": "given:object"}
+    tables = {"run": {"name": "own", "steps": 1}, "model": given, "data": given, "batch": {"global_samples": 2}}
+    joined = {**tables, **{name: {**tables.get(name, {}), **table} for name, table in keys.items()}}
+    run_file = run_file_of({**joined, "layout": {"tensor": 2, **keys.get("layout", {})}}, file="own")
+    with pytest.raises(ConfigError, match=re.escape(f"layout.tensor = 2 with {what}: a script's own loop")):
+        require_own_loop(run_file, **objects)
 
 
 def test_a_model_keeps_its_type_where_nobody_says_another() -> None:

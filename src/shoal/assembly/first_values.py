@@ -114,7 +114,7 @@ class BuiltValues:
     def _send(self, name: str, shape: tuple[int, ...], boxes: Sequence[tuple[Box, Tensor]], mesh: Mesh) -> None:
         """Rank 0 makes it, and sends it some rows at a time."""
         found = self.numbers.numbers(name) if mesh.world.rank == 0 else None
-        for rows in _rows(shape):
+        for rows in rows_of(shape):
             part = torch.empty(rows.shape, dtype=self.numbers.dtype(name), device=mesh.device)
             if found is not None:
                 part.copy_(found[rows.slices])
@@ -196,7 +196,7 @@ def why_whole(error: Exception) -> str:
     )
 
 
-def _rows(shape: Sequence[int]) -> Iterator[Box]:
+def rows_of(shape: Sequence[int]) -> Iterator[Box]:
     """A tensor in boxes of about `SENT_NUMEL` numbers, cut along its first dimension."""
     if not shape:
         yield whole(())

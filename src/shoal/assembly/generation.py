@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from shoal.assembly.coding import check_shrinks, coded_exchanges
-from shoal.assembly.first_values import fill_owned, place_and_fill
+from shoal.assembly.first_values import fill_owned, place_and_fill, rows_of
+from shoal.assembly.own_split import OwnSplit
 from shoal.assembly.process import Process
 from shoal.assembly.run_gradients import build_run_gradients, zero_of
 from shoal.assembly.sparse import packed_exchange
@@ -22,6 +23,7 @@ from shoal.engine.batch_statistics import connect_norms
 from shoal.engine.forward_backward import ForwardBackward
 from shoal.errors import ConfigError
 from shoal.gradients.gradients import Gradients
+from shoal.gradients.split_shells import script_parameters
 from shoal.models.config import ForeignModel
 from shoal.models.roles import tables_in
 from shoal.observe.facts import read_facts
@@ -55,6 +57,11 @@ class Generation:
         return trained_in(self.parts)
 
     @property
+    def seen(self) -> dict[str, nn.Parameter]:
+        """The same as a script's own loop has them, by name."""
+        return script_parameters(self.gradients, self.trained)
+
+    @property
     def looks_up(self) -> bool:
         """Whether a forward asks servers for rows of tables, which they answer in their rounds alone."""
         return self.agreement.served is not None and bool(tables_in(self.parts.split.model))
@@ -74,7 +81,9 @@ def build_generation(
     """
     model, values = workload.model, workload.values
     _start_equal(model, mesh)
+    split = OwnSplit(model, mesh, workload.precision) if workload.optimizers and mesh.layout.tensor > 1 else None
     parts = divided(run_file, model, mesh, in_flight=plan.in_flight)
+    parts = parts if split is None else split.cut(parts)
     in_pieces = zero_of(run_file.memory, mesh) == 3 and not workload.optimizers
     if values is not None:
         place_and_fill(values, parts.split, mesh, workload.dtype, in_pieces=in_pieces)
@@ -106,6 +115,7 @@ def build_generation(
         optimizers=workload.optimizers,
         home=home,
     )
+    gradients = gradients if split is None else split.shown(gradients, parts)
     if values is not None:
         if in_pieces:
             fill_owned(values, parts.split, gradients.owned, mesh)
@@ -162,14 +172,23 @@ def _agreement(
 
 
 def _start_equal(model: nn.Module, mesh: Mesh) -> None:
-    """Every rank takes rank 0's parameters and buffers: a user's module may have been drawn from anything."""
+    """Every rank takes rank 0's parameters and buffers: a user's module may have been drawn from anything.
+
+    Some rows at a time, which are written where they differ: forked ranks share the memory of what none has written,
+    and a model on the host need not fit into the device.
+    """
     if mesh.world.size == 1:
         return
     with torch.no_grad():
-        for tensor in (each for each in (*model.parameters(), *model.buffers()) if not each.is_meta):
-            whole = tensor.data.contiguous()
-            mesh.world.broadcast(torch.view_as_real(whole) if whole.is_complex() else whole, root=0).wait()
-            tensor.data.copy_(whole)
+        for tensor in (each.data for each in (*model.parameters(), *model.buffers()) if not each.is_meta):
+            own = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            for box in rows_of(tuple(own.shape)):
+                rows = own[box.slices]
+                sent = rows.to(mesh.device, copy=True, memory_format=torch.contiguous_format)
+                mesh.world.broadcast(sent, root=0).wait()
+                sent = sent.to(rows.device)
+                if not torch.equal(sent, rows):
+                    rows.copy_(sent)
 
 
 def next_generation(run_file: RunFile) -> int:

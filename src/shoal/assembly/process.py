@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,11 +52,15 @@ class Process:
         """Until every rank has built what it trains. A rank that failed before says why to the others here."""
         self.rendezvous.barrier(STARTED)
 
-    def default_group(self, mesh: Mesh, run_file: RunFile) -> AbstractContextManager[None]:
-        """PyTorch's default process group on the ranks of `mesh`; none where some only serve and run no user's code."""
+    def default_group(
+        self, mesh: Mesh, run_file: RunFile, ranks: Sequence[int] | None = None
+    ) -> AbstractContextManager[None]:
+        """PyTorch's default process group on the ranks of `mesh`, or those `ranks` of it; none where some only serve
+        and run no user's code.
+        """
         if run_file.sync.serving_only:
             return nullcontext()
-        return default_group(mesh, store=self.store, timeout_s=run_file.wire.timeout_s)
+        return default_group(mesh, store=self.store, timeout_s=run_file.wire.timeout_s, ranks=ranks)
 
     @cached_property
     def injector(self) -> Injector | None:

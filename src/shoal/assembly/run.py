@@ -74,8 +74,12 @@ class Run:
         self.tiers.close()
 
     def default_group(self) -> AbstractContextManager[None]:
-        """PyTorch's default process group on these ranks, for the user's code."""
-        return self.process.default_group(self.mesh, self.run_file)
+        """PyTorch's default process group on these ranks, for the user's code: in a script's own loop those that see
+        other samples, so that a sum of its own counts each sample once.
+        """
+        split = self.workload.optimizers and self.mesh.layout.tensor > 1
+        ranks = self.mesh.layout.group(("replicate", "shard"), self.mesh.rank) if split else None
+        return self.process.default_group(self.mesh, self.run_file, ranks)
 
     @property
     def model(self) -> nn.Module:

@@ -13,7 +13,6 @@ from shoal.assembly.reading import chosen_samples, epoch_samples
 from shoal.assembly.run_gradients import parts_on, zero_of
 from shoal.assembly.sameness import contents_of
 from shoal.assembly.sparse import Placed, build_freezing, build_sparse
-from shoal.assembly.splitting import trained_in
 from shoal.assembly.train_step import watch_layers
 from shoal.assembly.trainable import FrozenParameters
 from shoal.assembly.workload import Workload
@@ -231,7 +230,7 @@ def _of_script(generation: Generation, workload: Workload) -> list[Section]:
         return [ExtraSection(workload.objects.state)] if workload.objects.state else []
     groups = ["optimizer_groups", *(f"optimizer_groups_{n}" for n in range(1, len(workload.optimizers)))]
     own = [FactsSection(name, optimizer) for name, optimizer in zip(groups, workload.optimizers, strict=False)]
-    frozen = FrozenParameters({each.holding.name: each.parameter for each in trained_in(generation.parts)})
+    frozen = FrozenParameters(generation.seen)
     extra = [ExtraSection(workload.objects.state)] if workload.objects.state else []
     return [*own, FactsSection("frozen", frozen), *extra]
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from shoal.assembly.first_values import FirstValues, KeyedValues, built_by_parts, splits_model, why_whole
 from shoal.assembly.objects import UserObjects, check_layout_independent, data_of, loss_of, model_of, skeleton_of
+from shoal.assembly.own_split import check_steps_parts, prepare_split
 from shoal.assembly.process import Process
 from shoal.assembly.reading import check_reading, check_short_step, slow_reads
 from shoal.assembly.sameness import require_same, require_same_code, require_same_length, samples_of, shapes_of
@@ -131,8 +132,11 @@ def load_workload(
     None: it is whole.
     """
     precision = precision_of(run_file.precision)
-    model, values, why = _model(run_file, objects, device=device, layout=layout, by_parts=by_parts)
+    home = torch.device("cpu") if objects.optimizers and layout.tensor > 1 else device  # until it is cut
+    model, values, why = _model(run_file, objects, device=home, layout=layout, by_parts=by_parts)
     shares = layout.replicate * layout.shard
+    if objects.optimizers and layout.tensor > 1:
+        prepare_split(model, layout)
     if isinstance(run_file.model, TransformersConfig) and objects.model is None:
         cut = isinstance(run_file.data, StdlibText | TextFiles | Tokens)
         sequence = run_file.batch.sequence if cut and objects.data is None else None
@@ -145,6 +149,8 @@ def load_workload(
     check_reading(run_file, data)
     check_short_step(run_file, len(data.train), layout)
     optimizers = own_optimizers(objects.optimizers, model) if objects.optimizers else []
+    if layout.tensor > 1:
+        check_steps_parts(optimizers, layout)
     teacher = distillation_of(run_file, device=device, dtype=precision.parameters)
     return Workload(model, values, data, loss, precision, objects, optimizers, distillation=teacher, whole=why)
 

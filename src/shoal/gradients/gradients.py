@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -28,7 +28,7 @@ from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.gradients.reducer import OwnGradient
 from shoal.maths.norm import SHORT, joint_norm
-from shoal.state import Owned, complete, gradients_of
+from shoal.state import Owned, complete, gradients_of, is_counted
 from shoal.topology.holding import Ranks
 
 Groups = Callable[[Ranks], Collective]
@@ -171,11 +171,19 @@ class OverReplica:
         """See `VisibleGradients`."""
         return self._replica.size > 1
 
+    @cached_property
+    def _counted_here(self) -> Sequence[Owned]:
+        """Those of `owned` that this rank counts, where ranks of its replica hold the same numbers."""
+        return [each for each in self.owned if is_counted(each)]
+
     def measured(self) -> Measured:
         """See `VisibleGradients`."""
         own = _gradients_in(self.owned)
-        found = InLoops.found(own)
-        norm, scale = (_norm_of(own), partial(scale_all, own)) if found is None else (found.norm(), found.scale)
+        if len(self._counted_here) < len(self.owned):
+            norm, scale = norm_of_owned(self._counted_here), partial(scale_all, own)
+        else:
+            found = InLoops.found(own)
+            norm, scale = (_norm_of(own), partial(scale_all, own)) if found is None else (found.norm(), found.scale)
         return Measured(global_norm(norm, self._replica, device=self._device), scale)
 
     def scale(self, factor: float | Tensor) -> None:

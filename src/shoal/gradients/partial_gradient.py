@@ -21,9 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
-from shoal.comm.collective import Collective, Reduction
+from shoal.comm.collective import Alone, Collective, Reduction
 from shoal.errors import UserCodeError
 
 aten = torch.ops.aten
@@ -57,6 +58,16 @@ class PartialGradient(Tensor):
         """This rank's elements of a tensor of the parameter's shape."""
         return whole.reshape(-1)[self.start : self.start + self.local.numel()]
 
+    @property
+    def counted(self) -> Tensor:
+        """Those of its elements that no other rank counts."""
+        return self.local
+
+    @property
+    def counts_others(self) -> bool:
+        """Whether this rank counts what stands beside it in a list and is no partial gradient."""
+        return True
+
     def whole(self) -> Tensor:
         """All of it, a tensor of its own: one all-reduce, for which every rank has to ask."""
         flat = torch.zeros(self.numel(), dtype=self.dtype, device=self.device)
@@ -83,6 +94,13 @@ class PartialGradient(Tensor):
             f"{first.what}, and {packet.__name__} needs the whole: use what treats each number alone (scaling, adding, "
             "clipping by value), norms and sums"
         )
+
+
+def placeholder(name: str, parameter: Parameter) -> PartialGradient:
+    """What `.grad` is between two microbatches of a step."""
+    what = f"the gradient of {name} is not there before the step's last microbatch"
+    nothing = torch.empty(0, dtype=parameter.grad_dtype, device=parameter.device)
+    return PartialGradient(nothing, 0, parameter.shape, group=Alone(), what=what)
 
 
 def _on_elements(func: Any, first: PartialGradient, args: Any, kwargs: Any) -> Any:
@@ -157,7 +175,7 @@ def _norms(gradients: Sequence[Any], order: Any = 2, dims: Any = None, *args: An
     if dims not in (None, []) and len(dims) != first.dim():
         raise UserCodeError(f"{first.what}: take its norm over all dims")
     order = float(order)
-    parts = [each.local if isinstance(each, PartialGradient) else each for each in gradients]
+    parts = [_counted(each, first) for each in gradients]
     if order == float("inf"):
         own = torch.stack([p.abs().max().double() if p.numel() else p.new_zeros(()).double() for p in parts])
         first.group.all_reduce(own, "max").wait()
@@ -166,6 +184,12 @@ def _norms(gradients: Sequence[Any], order: Any = 2, dims: Any = None, *args: An
         first.group.all_reduce(own).wait()
         own = own.pow(1.0 / order)
     return [norm.to(each.dtype) for norm, each in zip(own, gradients, strict=True)]
+
+
+def _counted(each: Tensor, first: PartialGradient) -> Tensor:
+    if isinstance(each, PartialGradient):
+        return each.counted
+    return each if first.counts_others else each.reshape(-1)[:0]
 
 
 def _reduced(own: PartialGradient, value: Tensor, op: Reduction) -> Tensor:
@@ -182,8 +206,8 @@ def _extreme(own: PartialGradient, op: Reduction) -> Tensor:
 
 _NORMS = {aten.linalg_vector_norm, aten.norm}
 _REDUCTIONS: dict[Any, Callable[[PartialGradient], Tensor]] = {
-    aten.sum: lambda own: _reduced(own, own.local.sum(), "sum"),
-    aten.mean: lambda own: _reduced(own, own.local.sum(), "sum") / own.numel(),
+    aten.sum: lambda own: _reduced(own, own.counted.sum(), "sum"),
+    aten.mean: lambda own: _reduced(own, own.counted.sum(), "sum") / own.numel(),
     aten.max: lambda own: _extreme(own, "max"),
     aten.min: lambda own: _extreme(own, "min"),
     aten.any: lambda own: _reduced(own, own.local.any(), "max"),

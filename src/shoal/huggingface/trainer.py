@@ -252,6 +252,11 @@ class OnShoal(transformers.Trainer):
                 "trainer": SimpleNamespace(state_dict=self._kept, load_state_dict=self._go_on),
             },
         )
+        if run.share[1] < run.world_size:
+            raise UserCodeError(
+                "layout.tensor with a Trainer, whose evaluation gives each rank other samples: use layout.replicate or "
+                "layout.shard, or write the loop with shoal.start"
+            )
         self._introduce(run, plan)
         self.callback_handler.model, self.callback_handler.optimizer = self.model, self.optimizer
         self.callback_handler.lr_scheduler, self.callback_handler.train_dataloader = self.lr_scheduler, loader

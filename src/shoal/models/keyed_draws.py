@@ -269,8 +269,8 @@ class KeyedDraws(TorchFunctionMode):
             self._after("")(self._model, (), None)
 
     def _go_to(self, moment: Moment) -> None:
-        self._step, self._keys_of, self._tokens = moment.step, moment.keys, moment.tokens
-        self._sequence = moment.sequence
+        self._step, self._keys_of = moment.step, moment.keys
+        self._tokens, self._sequence = moment.tokens, moment.sequence
         self._calls, self._counts = [replace(call) for call in moment.calls], dict(moment.counts)
 
     def __enter__(self) -> KeyedDraws:
@@ -313,6 +313,8 @@ class KeyedDraws(TorchFunctionMode):
 
     def _before(self, name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
+            if self.in_loop and name in self.slices.columns:
+                self._calls[0].inside = Inside(None)  # what the loop draws next may be of a part of a sample
             if torch.compiler.is_compiling() or not self._entered or self.in_loop:
                 return
             count = self._counts.get(name, 0)
@@ -382,8 +384,7 @@ class KeyedDraws(TorchFunctionMode):
             return bits(key_of(key, "step", self._step), index)
         samples_keys = self._sample_keys().to(device)
         keys = bits(samples_keys, torch.full_like(samples_keys, key))
-        drawn = bits(keys.view(-1, *[1] * len(inner)), index[None])
-        return drawn.movedim(0, dim).reshape(shape)
+        return bits(keys.view(-1, *[1] * len(inner)), index[None]).movedim(0, dim).reshape(shape)
 
     def _sample_keys(self) -> Tensor:
         assert self._keys_of is not None

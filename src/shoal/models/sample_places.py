@@ -97,7 +97,8 @@ def extents_in(
         return found | {len(inner) - 1: inside.features}
     if inside.heads is not None and len(inner) == 3 and len(inside.heads.places) in inner[:2]:
         return found | {int(inner[0] != len(inside.heads.places)): inside.heads}
+    where = "the loop, past the model's forward," if module.startswith("\0") else f"the module {module}"
     raise UserCodeError(
-        f"the module {module} drops from a tensor of {list(inner)} a sample between split layers, and which part of "
+        f"{where} drops from a tensor of {list(inner)} a sample between split layers, and which part of "
         "the whole sample that is cannot be known: drop behind the row layer, or set layout.tensor = 1"
     )

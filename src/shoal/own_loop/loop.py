@@ -38,8 +38,6 @@ from torch._compile import _disable_dynamo as uncompiled
 
 from shoal.assembly.run import Run
 from shoal.checkpoint.inspect import write_weights
-from shoal.data.feed import evaluation_batches
-from shoal.engine.forward_backward import evaluating
 from shoal.engine.loop import Job
 from shoal.engine.precision import cast_at_borders
 from shoal.engine.tally import Call, meet
@@ -49,11 +47,11 @@ from shoal.gradients.reducer import all_at_the_end
 from shoal.observe.sink import Ending
 from shoal.optim.layer_statistics import aside
 from shoal.own_loop.comparison import Comparison
+from shoal.own_loop.evaluation import EvaluationOfRank
 from shoal.own_loop.losses import AutocastWatch, Doubts, LossKind, as_number, kind_of, one_pass
 from shoal.own_loop.open_step import Update
 from shoal.own_loop.steps import (
     DrawsBySample,
-    Evaluation,
     Microbatches,
     OwnSteps,
     joint_outcome,
@@ -78,7 +76,7 @@ class Training:
         device = run.device
         self._players = players_of(
             run,
-            lambda own: meet("sum() or mean()", lockstep, device=device, number=own),
+            lambda own: meet("sum() or mean()", lockstep, device=device, number=self._counted(own)),
             on_update=None if comparison is None else comparison.before_update,
         )
         models = list(self.model) if isinstance(self.model, nn.ModuleList) else [self.model]
@@ -93,7 +91,7 @@ class Training:
         after_step = None if comparison is None else self._compare
         self._steps = OwnSteps(run, job, self._players, self._draws, after_step=after_step)
         self._closed = False
-        self._evaluation = Evaluation()
+        self._evaluation = EvaluationOfRank(run, self._steps.given_of, training=self._is_training)
 
     @property
     def model(self) -> nn.Module:
@@ -109,6 +107,13 @@ class Training:
     def world_size(self) -> int:
         """How many ranks train together."""
         return self._run.mesh.layout.world_size
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """(index, number): which part of samples of the loop's own this rank takes, of how many. Ranks of one group of
+        `layout.tensor` compute together, and have the same.
+        """
+        return self._run.mesh.batch_share
 
     @property
     def device(self) -> torch.device:
@@ -276,19 +281,7 @@ class Training:
         if source is None:
             raise UserCodeError("there is no held-out data; hand over data=(training, held_out)")
         self._meet("held_out()")
-        run_file, (share, shares) = self._run.run_file, self._run.mesh.batch_share
-        micro = self._run.generation.microbatching.samples or max(1, run_file.batch.global_samples // shares)
-        batches = evaluation_batches(
-            source,
-            replicas=shares,
-            replica=share,
-            micro_samples=micro,
-            denominator="samples",
-            limit=run_file.observe.evaluate_samples,
-        )
-        with self._evaluating(), self._evaluation.under_way():
-            for batch in batches:
-                yield self._steps.given_of(self._compute.prepared(batch).batch)
+        yield from self._evaluation.held_out(source)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
@@ -296,12 +289,14 @@ class Training:
         and nothing has a gradient. Every rank enters it, between two steps or behind an update.
         """
         self._meet("evaluation()")
-        with self._evaluating():
+        with self._evaluation.evaluating():
             yield
 
     def sum(self, value: float | Tensor) -> float:
-        """The sum of a number over all ranks, in float64. Every rank calls it, or all of them raise `UserCodeError`."""
-        return self._meet("sum() or mean()", as_number(value))
+        """The sum of a number over all ranks, in float64; of ranks that have the same samples, one counts. Every rank
+        calls it, or all of them raise `UserCodeError`.
+        """
+        return self._meet("sum() or mean()", self._counted(as_number(value)))
 
     def mean(self, value: float | Tensor, *, weight: float = 1.0) -> float:
         """The mean of a number over all ranks, each counting `weight`. Every rank calls it."""
@@ -358,12 +353,6 @@ class Training:
         self._leave_script()
         self._stack.__exit__(kind, error, trace)
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        with self.full_parameters(), torch.no_grad(), evaluating(self.model):
-            yield
-        self._compute.buffers.refresh()
-
     def _backward(
         self, loss: Tensor, kind: LossKind, *, weight: float | None, more: bool, optimizer: torch.optim.Optimizer | None
     ) -> None:
@@ -376,6 +365,7 @@ class Training:
         if totals[0] is None:
             return
         last = self._steps.open is not None and self._steps.open.is_last
+        alike = self._evaluation.compare(totals[0], last=last)
         around = players[0].backward(last=last) if len(players) == 1 else _around_all(players, last=last)
         others = [player.optimizer for player in self._players if player not in players]
         away = aside(others) if others else nullcontext()
@@ -383,6 +373,7 @@ class Training:
         with randomness.beside_loop(), around, randomness.drawing(), one_pass(joined=joined), away:
             self._compute.begin_backward()
             totals[0].backward(inputs=players[0].inputs if others else None)  # pyright: ignore[reportArgumentType]
+        alike()
 
     def _player(self, optimizer: torch.optim.Optimizer | None) -> Player:
         if optimizer is None and len(self._players) == 1:
@@ -406,9 +397,18 @@ class Training:
             self._stack.close()
             sys.exit(0)
 
+    def _counted(self, number: float) -> float:
+        """0 on a rank whose samples another one counts."""
+        return number if self._run.step.context.counts else 0.0
+
+    def _is_training(self) -> bool:
+        """Is the loop at a step, before its update?"""
+        return self._steps.open is not None and self.update is None
+
     def _leave_script(self) -> None:
         """The script's model and optimizers are its own again."""
         self._draws.close()
+        self._evaluation.close()
         for cast in self._casts:
             cast.remove()
         for player in self._players:

@@ -22,7 +22,7 @@ from shoal.assembly.objects import UserObjects, may_be_data
 from shoal.data.inputs import AsInputs, Collated
 from shoal.data.iterable import IterableSource, as_source, held_out_items, training_loader
 from shoal.data.sampling import as_sampled
-from shoal.engine.config import BFloat16Params, Float16, Float64
+from shoal.engine.config import BFloat16Params, Float8, Float16, Float64
 from shoal.errors import ConfigError, UsageError, UserCodeError
 from shoal.launcher.environment import place_from
 from shoal.launcher.own_script import Reached, reads_for
@@ -255,6 +255,8 @@ def require_own_loop(run_file: RunFile, *, model: Any, optimizer: Any) -> None:
     _check_servers(run_file, model)
     _check_optimizers(run_file, optimizer)
     _check_compiled(run_file, model)
+    if run_file.layout.tensor not in (1, None):
+        _check_tensor(run_file, model=model, optimizer=optimizer)
     if run_file.memory.budget is not None:
         raise ConfigError(
             f'memory.budget = "{run_file.memory.budget}" is kept by counting what the run\'s own steps compute, and '
@@ -280,6 +282,27 @@ def _check_compiled(run_file: RunFile, model: Any) -> None:
         )
 
 
+def _check_tensor(run_file: RunFile, *, model: Any, optimizer: Any) -> None:
+    """Raises `ConfigError` for what a script's own loop cannot have beside `layout.tensor`."""
+    layout, memory, precision = run_file.layout, run_file.memory, run_file.precision
+    refused = {
+        f"layout.shard = {layout.shard}": layout.shard not in (1, None),
+        f"layout.tensor_grid = {layout.tensor_grid}": layout.tensor_grid is not None,
+        "layout.sequence_parallel = true": layout.sequence_parallel,
+        f'memory.offload.parameters = "{memory.offload.parameters}"': memory.offload.parameters != "device",
+        f'sync.kind = "{run_file.sync.variant}"': run_file.sync.variant != "allreduce",
+        f'precision.kind = "{precision.variant}"': isinstance(precision, BFloat16Params | Float16 | Float8),
+        "a compiled model": is_compiled(model),
+        "several models": isinstance(model, list | tuple) and len(model) > 1,
+        "several optimizers": isinstance(optimizer, list | tuple) and len(optimizer) > 1,
+    }
+    if (found := next((what for what, given in refused.items() if given), None)) is not None:
+        raise ConfigError(
+            f"layout.tensor = {layout.tensor} with {found}: a script's own loop has its model split over layout.tensor "
+            "and repeated over layout.replicate; leave one of the two out, or let shoal.train run the loop"
+        )
+
+
 def _check_servers(run_file: RunFile, model: Any) -> None:
     """Raises `ConfigError` for what would leave a rank without batches, or the script without its weights."""
     if run_file.sync.serving_only:
@@ -299,11 +322,11 @@ def _check_layout(run_file: RunFile) -> None:
     layout = run_file.layout
     if run_file.elastic is not None:
         raise ConfigError("[elastic] needs the loop of shoal.train: leave the table out, or call shoal.train")
-    for axis in ("tensor", "pipeline", "context", "expert"):
+    for axis in ("pipeline", "context", "expert"):
         if getattr(layout, axis, 1) not in (1, None):
             raise ConfigError(
-                f"layout.{axis} = {getattr(layout, axis)}: a script's own loop can be replicated and sharded "
-                "(layout.replicate, layout.shard); for the other axes let shoal.train run the loop"
+                f"layout.{axis} = {getattr(layout, axis)}: a script's own loop can be replicated, sharded and split "
+                "(layout.replicate, layout.shard, layout.tensor); for the other axes let shoal.train run the loop"
             )
     if run_file.memory.loss_chunks > 1:
         raise ConfigError(

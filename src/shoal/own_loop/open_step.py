@@ -6,7 +6,8 @@ make their updates one after the other, and the last of them ends the step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from torch import Tensor
@@ -87,6 +88,30 @@ class OpenStep:
         """Raises what a call has failed for, where the loop goes on behind it."""
         if self.refusal is not None:
             raise self.refusal
+
+
+class Evaluation:
+    """The loops over `held_out()` that are under way, in which the model is evaluated and no gradient is recorded."""
+
+    def __init__(self) -> None:
+        self._loops = 0
+
+    @contextmanager
+    def under_way(self) -> Iterator[None]:
+        """Around one of them."""
+        self._loops += 1
+        try:
+            yield
+        finally:
+            self._loops -= 1
+
+    def check(self) -> None:
+        """Raises `UserCodeError` for a backward within one, as where a loop goes on with both by `zip` or `next`."""
+        if self._loops:
+            raise UserCodeError(
+                "backward() was called inside a loop over held_out(), where the model is in evaluation mode and "
+                "records no gradient: end that loop first, or take its batches beforehand, list(run.held_out())"
+            )
 
 
 class Update(NamedTuple):

@@ -50,9 +50,9 @@ from shoal.launcher.own_script import ScriptCheck
 from shoal.maths.norm import two_norm
 from shoal.optim.layer_statistics import SeesLayers, aside, watch_alone
 from shoal.own_loop.losses import NO_WEIGHT, LossKind, as_number, kind_of, one_pass
-from shoal.own_loop.open_step import Update
+from shoal.own_loop.open_step import Evaluation, Update
 from shoal.own_loop.shown_optimizer import StepHooks
-from shoal.own_loop.steps import DrawsBySample, Evaluation, Microbatches, left_epoch
+from shoal.own_loop.steps import DrawsBySample, Microbatches, left_epoch
 from shoal.runfile.run_file import RunFile
 from shoal.topology.layout import Layout
 
@@ -62,7 +62,7 @@ class PlainTraining:
     they came to.
     """
 
-    rank, world_size = 0, 1
+    rank, world_size, share = 0, 1, (0, 1)
 
     def __init__(self, run_file: RunFile, objects: UserObjects, check: ScriptCheck, *, compiled: bool = False) -> None:
         require_trainable(objects.model)

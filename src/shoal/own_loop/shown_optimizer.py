@@ -1,4 +1,5 @@
-"""What a script sees of its optimizer around and between steps, where a rank steps pieces of parameters (ZeRO).
+"""What a script sees of its optimizer around and between steps, where a rank steps pieces of parameters (ZeRO,
+`layout.tensor`).
 
 `StepHooks` stand inside of the script's own hooks, and `ShownGroups` lists whole parameters wherever the script looks.
 So the script's step hooks, and what it does between two steps, see what they see in a plain loop.
@@ -113,8 +114,8 @@ class ShownGroups:
         """Raises `UserCodeError` for state of other parameters than this rank's pieces, as that of a plain loop."""
         if not _is_of(state, self._pieces):
             raise UserCodeError(
-                "the optimizer's load_state_dict got state of whole parameters, and under memory.zero this rank steps "
-                "pieces of them: call it before shoal.start, which takes the state over"
+                "the optimizer's load_state_dict got state of whole parameters, and under memory.zero or layout.tensor "
+                "this rank steps pieces of them: call it before shoal.start, which takes the state over"
             )
         self._hide()
 
@@ -178,6 +179,6 @@ class _PiecesState(defaultdict[Any, Any]):
 
 def _refuse_state() -> Any:
     raise UserCodeError(
-        "the optimizer's state of a parameter was asked for outside of step(), and under ZeRO every rank has that of "
-        "its own pieces alone: use layout.replicate, where each has all of it"
+        "the optimizer's state of a parameter was asked for outside of step(), and under ZeRO and layout.tensor every "
+        "rank has that of its own pieces alone: use layout.replicate, where each has all of it"
     )

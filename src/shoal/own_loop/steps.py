@@ -30,6 +30,7 @@ from shoal.engine.tally import meet
 from shoal.engine.updates import Outcome, Work
 from shoal.errors import UserCodeError
 from shoal.gradients.gradients import JointGradients, VisibleGradients
+from shoal.gradients.split_shells import SplitGradients, script_parameters
 from shoal.models.draw_watch import DrawWatch
 from shoal.own_loop.open_step import OpenStep
 from shoal.own_loop.shown_optimizer import ShownGroups
@@ -43,10 +44,13 @@ def players_of(
     the script asks for it. `on_update` is called before every update.
     """
     gradients, optimizers = run.generation.gradients, run.workload.optimizers
-    trained = {each.holding.name: each.parameter for each in run.trained}
+    if isinstance(gradients, SplitGradients):
+        gradients.install(run.model)
+    trained = script_parameters(gradients, run.trained)
     pieces: dict[nn.Parameter, list[nn.Parameter]] = {}
     for own in gradients.owned:
-        pieces.setdefault(trained[own.name], []).append(own.parameter)
+        if own.parameter is not trained[own.name]:
+            pieces.setdefault(trained[own.name], []).append(own.parameter)
     shown = [
         ShownGroups(own.optimizer, [[trained[name] for name in group] for group in own.groups], pieces)
         for own in optimizers
@@ -107,30 +111,6 @@ class Microbatches:
 
     def __iter__(self) -> Iterator[Any]:
         return self._one_pass()
-
-
-class Evaluation:
-    """The loops over `held_out()` that are under way, in which the model is evaluated and no gradient is recorded."""
-
-    def __init__(self) -> None:
-        self._loops = 0
-
-    @contextmanager
-    def under_way(self) -> Iterator[None]:
-        """Around one of them."""
-        self._loops += 1
-        try:
-            yield
-        finally:
-            self._loops -= 1
-
-    def check(self) -> None:
-        """Raises `UserCodeError` for a backward within one, as where a loop goes on with both by `zip` or `next`."""
-        if self._loops:
-            raise UserCodeError(
-                "backward() was called inside a loop over held_out(), where the model is in evaluation mode and "
-                "records no gradient: end that loop first, or take its batches beforehand, list(run.held_out())"
-            )
 
 
 class OwnSteps:

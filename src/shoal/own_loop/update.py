@@ -34,12 +34,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from shoal.assembly.trainable import FrozenParameters, GradientHooks, TrainedSet
-from shoal.comm.collective import Alone
 from shoal.engine.rank_context import RankContext
 from shoal.engine.updates import AgreedUpdate, AtOnce, Outcome, Work
 from shoal.errors import UserCodeError
 from shoal.gradients.gradients import VisibleGradients
-from shoal.gradients.partial_gradient import PartialGradient
+from shoal.gradients.partial_gradient import placeholder
 from shoal.gradients.script_writes import SeenGradients
 from shoal.optim.adam_kernel import DirectAdam
 from shoal.optim.parts import SeesParts
@@ -57,12 +56,6 @@ ROUNDING = 1e-6
 """Relative: two sums of the same float32 squares, in two orders."""
 CLIP_EPS = 1e-6
 """What `torch.nn.utils.clip_grad_norm_` adds to the norm that it divides by."""
-
-
-def _placeholder(name: str, parameter: Parameter) -> PartialGradient:
-    what = f"the gradient of {name} is not there before the step's last microbatch"
-    nothing = torch.empty(0, dtype=parameter.grad_dtype, device=parameter.device)
-    return PartialGradient(nothing, 0, parameter.shape, group=Alone(), what=what)
 
 
 class Player:
@@ -99,7 +92,7 @@ class Player:
         self._own_weight, self._outcomes = 0.0, 0
         self._deferred: Tensor | None = None
         self._trained, self._names, self._trained_set = trained, frozenset(trained), trained_set
-        self._placeholders = {name: _placeholder(name, parameter) for name, parameter in trained.items()}
+        self._placeholders = {name: placeholder(name, parameter) for name, parameter in trained.items()}
         self._seen = SeenGradients()
         self._norm, self._did, self._frozen = 0.0, list[str](), FrozenParameters(trained)
         self._changed_by_hooks: list[str] = []
@@ -245,11 +238,11 @@ class Player:
         """After the last backward of a step: all ranks agree on the gradient, and vote. `hooked`: the parameters that
         have hooks of the script.
         """
-        step, used = self._opened(), self.gradients.used
+        step, used, counts = self._opened(), self.gradients.used, self._context.counts
         self._check_whole(step)
         declared = Declaration(
             self._context.lockstep,
-            torch.as_tensor(self._loss, dtype=torch.float64, device=self._context.device),
+            torch.as_tensor(self._loss if counts else 0.0, dtype=torch.float64, device=self._context.device),
             without=len(self._names) - len(used),
             decisions=[] if self._alone else self._decisions(),
         )

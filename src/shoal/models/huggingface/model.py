@@ -23,7 +23,13 @@ from shoal.errors import ConfigError, UserCodeError
 from shoal.models.adapters import SoftPrompt
 from shoal.models.huggingface.causal_cores import as_mask, has_causal_cores, whole_attentions, whole_order
 from shoal.models.huggingface.chain import Probe, declares_chain, parts_of, probed
-from shoal.models.huggingface.tensor_plan import check_tensor_plan, declares_roles, planned_experts, roles_by_plan
+from shoal.models.huggingface.tensor_plan import (
+    check_tensor_plan,
+    declares_roles,
+    planned_experts,
+    roles_by_plan,
+    settle_plan,
+)
 from shoal.models.layers import CausalAttention
 from shoal.models.roles import DeclaresParts, DeclaresRoles, Part, Role, roles_of
 from shoal.models.sparse_attention import SparseAttention
@@ -42,6 +48,17 @@ def declared_class(architecture: Any, config: Any, *, chain: bool = True) -> Any
         bases.append(Stages)
     # transformers treats classes of other modules as custom code, whose first values it draws in another order.
     return type(architecture.__name__, (*bases, architecture), {"__module__": architecture.__module__})
+
+
+def declare_plan(model: Any) -> None:
+    """Makes a model of transformers that a script has built declare the roles of its plans, in place: it is of a class
+    that its own is a base of, and is called as before. Nothing happens to one without a plan, or with roles already.
+    """
+    if isinstance(model, DeclaresRoles) or not declares_roles(getattr(model, "config", None)):
+        return
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (Roles, kind), {"__module__": kind.__module__})
+    settle_plan(model)
 
 
 class Called(nn.Module):

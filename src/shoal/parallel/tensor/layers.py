@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -187,10 +188,25 @@ class Entrance:
         return inside
 
 
-class _PartOfLinear(nn.Module):
-    """A rank's part of a linear layer. `transposed`: the whole layer's weight is `[in, out]`, else `[out, in]`."""
+Here = Callable[[nn.Parameter | None], nn.Parameter]
+"""From the parameter that a module has registered to what it computes with on this rank."""
 
-    bias: nn.Parameter | None
+
+class HasParts(nn.Module):
+    """A module that computes with parts of parameters: those that it registers, or what `shells` have for them, by
+    name, where a script goes on to see the whole ones (`shoal.gradients.split_shells`).
+    """
+
+    shells: Mapping[str, Here] = MappingProxyType({})
+
+    def here(self, name: str) -> nn.Parameter | None:
+        """This rank's part of the parameter `name`."""
+        registered, shell = self._parameters[name], self.shells.get(name)
+        return registered if shell is None else shell(registered)
+
+
+class _PartOfLinear(HasParts):
+    """A rank's part of a linear layer. `transposed`: the whole layer's weight is `[in, out]`, else `[out, in]`."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, *, transposed: bool) -> None:
         super().__init__()
@@ -201,7 +217,8 @@ class _PartOfLinear(nn.Module):
 
     def rows(self) -> Tensor:
         """The weight, `[out, in]`."""
-        return self.weight.T if self._transposed else self.weight
+        weight = cast(Tensor, self.here("weight"))
+        return weight.T if self._transposed else weight
 
 
 class ColumnLinear(_PartOfLinear):
@@ -218,7 +235,7 @@ class ColumnLinear(_PartOfLinear):
 
     def product(self, x: Tensor) -> Tensor:
         """This rank's part of the outputs, of features that have crossed already."""
-        return F.linear(x, self.rows(), self.bias)
+        return F.linear(x, self.rows(), self.here("bias"))
 
 
 class PackedLinear(ColumnLinear):
@@ -226,7 +243,8 @@ class PackedLinear(ColumnLinear):
 
     def rows(self) -> Tensor:
         """The weight, `[blocks x length, in]`."""
-        return self.weight.transpose(1, 2).flatten(0, 1) if self._transposed else self.weight
+        weight = cast(Tensor, self.here("weight"))
+        return weight.transpose(1, 2).flatten(0, 1) if self._transposed else weight
 
 
 class RowLinear(_PartOfLinear):
@@ -239,11 +257,11 @@ class RowLinear(_PartOfLinear):
         self.leave = leave
 
     def forward(self, x: Tensor) -> Tensor:
-        total = self.leave(F.linear(x, self.rows()))
-        return total if self.bias is None else total + self.bias.to(total.dtype)
+        total, bias = self.leave(F.linear(x, self.rows())), self.here("bias")
+        return total if bias is None else total + bias.to(total.dtype)
 
 
-class VocabularyEmbedding(nn.Module):
+class VocabularyEmbedding(HasParts):
     """Tokens `[batch, seq]` to vectors `[batch, seq, width]`: each rank looks up its own rows, and the sum has all."""
 
     def __init__(self, weight: nn.Parameter, cut: Cut, *, total: int, padding: int | None, leave: Crossing) -> None:
@@ -255,12 +273,13 @@ class VocabularyEmbedding(nn.Module):
         return self.leave(self._own_rows(tokens))
 
     def _own_rows(self, tokens: Tensor) -> Tensor:
+        weight = cast(Tensor, self.here("weight"))
         if self.cut.length == 0:  # still part of the graph, so that this rank takes part in every collective
-            return self.weight.sum() + self.weight.new_zeros(*tokens.shape, self.weight.shape[1])
+            return weight.sum() + weight.new_zeros(*tokens.shape, weight.shape[1])
         before, end = self.cut.offset, self.cut.offset + self.cut.length
         others = ((tokens >= 0) & (tokens < before)) | ((tokens >= end) & (tokens < self.total))
         # A token outside the whole vocabulary stays outside here, and fails as it does in the unsplit layer.
-        rows = F.embedding((tokens - before).masked_fill(others, 0), self.weight, padding_idx=self.padding)
+        rows = F.embedding((tokens - before).masked_fill(others, 0), weight, padding_idx=self.padding)
         return rows.masked_fill(others[..., None], 0)
 
     def _holds(self, token: int) -> bool:

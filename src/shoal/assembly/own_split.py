@@ -1,0 +1,136 @@
+"""A script's own model under `layout.tensor`: what can be split, and what its loop sees of it.
+
+A loop of `shoal train` hands the model batches and computes the loss of split logits. A script calls its model, reads
+whole logits, and computes a loss by itself, on every rank of a group alike. So heads gather their logits, the script's
+parameters stay where they were as shells (`shoal.gradients.split_shells`), and a layer that the split would replace by
+another that does less is refused.
+
+The model comes to the device when it is cut: a script may hand over one that fits into the memory of the host alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.nn import Parameter
+
+from shoal.assembly.objects import placed
+from shoal.assembly.splitting import Divided, trained_in
+from shoal.comm.mesh import Mesh
+from shoal.engine.precision import Precision
+from shoal.errors import ConfigError, UserCodeError
+from shoal.gradients.gradients import Gradients, VisibleGradients
+from shoal.gradients.split_shells import SplitGradients
+from shoal.models.huggingface.model import check_plans, declare_plan
+from shoal.models.huggingface.tensor_plan import declares_roles
+from shoal.models.roles import DeclaresRoles, is_conv1d, role_of, roles_of
+from shoal.optim.adopt import OwnOptimizer
+from shoal.parallel.split import Split
+from shoal.parallel.tensor.layers import ColumnLinear, change_output, uneven_cut
+from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits
+from shoal.topology.layout import Layout
+
+
+def prepare_split(model: nn.Module, layout: Layout) -> None:
+    """Makes a script's model of transformers declare what its plans say, in place.
+
+    Raises `UserCodeError` for a model that declares nothing, or that no loop of a script's own can have split.
+    """
+    name, said = type(model).__name__, f"layout.tensor = {layout.tensor}"
+    if hasattr(model, "peft_config"):
+        raise UserCodeError(
+            f"{said}: the names of a {name} of peft are not those of its model's plan; use layout.replicate or "
+            "layout.shard, or train the adapter by `shoal train` with [adapter]"
+        )
+    if any(hasattr(module, "_is_expert_parallel") for module in model.modules()):
+        raise UserCodeError(
+            f"{said}: {name} is a mixture of experts, whose tokens a script's own loop does not exchange; use "
+            "layout.replicate or layout.shard, or let shoal.train run the loop"
+        )
+    declare_plan(model)
+    if hasattr(getattr(model, "config", None), "base_model_tp_plan"):
+        check_plans(model, layout)
+    elif not isinstance(model, DeclaresRoles):
+        plans = (path for path, each in model.named_modules() if declares_roles(getattr(each, "config", None)))
+        inner = next(plans, None)
+        raise UserCodeError(
+            f"{said}: {name} declares no roles of its parameters{'' if inner is None else f' (a plan of {inner} does)'}"
+            "; let `shoal split` propose model.roles, or use layout.replicate or layout.shard"
+        )
+    expert = next((name for name, role in roles_of(model).items() if role.kind == "expert"), None)
+    if expert is not None:
+        raise UserCodeError(
+            f"{said}: {expert} has the role 'expert', and a script's own loop exchanges no tokens; use "
+            "layout.replicate or layout.shard, or let shoal.train run the loop"
+        )
+
+
+def check_steps_parts(optimizers: Sequence[OwnOptimizer], layout: Layout) -> None:
+    """Raises `ConfigError` for a script's optimizer that would step parts where it needs whole parameters."""
+    for own in optimizers:
+        if own.couples or own.works_on == "matrices":
+            needs = "the gradients of all parameters together" if own.couples else "whole parameters"
+            raise ConfigError(
+                f"{own.kind} needs {needs}, of which ranks of layout.tensor = {layout.tensor} have parts: use "
+                "layout.replicate or layout.shard, or an optimizer that treats every number alone, such as AdamW"
+            )
+
+
+class OwnSplit:
+    """The split of a script's `model`, which is still whole, and on the host."""
+
+    def __init__(self, model: nn.Module, mesh: Mesh, precision: Precision) -> None:
+        self._model, self._mesh, self._precision = model, mesh, precision
+        self._whole: Mapping[str, Parameter] = dict(model.named_parameters())
+        self._layers = dict(model.named_modules())
+
+    def cut(self, parts: Divided) -> Divided:
+        """After the split: heads give whole logits, and the parts are on the device; `parts` as the loop has them.
+
+        Raises `UserCodeError` for a layer that did more than the one in its place does.
+        """
+        self._check_replaced(parts.split)
+        self._gather_heads(parts.split)
+        for holding, part in parts.split.held:
+            if (whole := self._whole[holding.name]) is not part:
+                whole.data = whole.data.new_empty(0).expand(0)
+        placed(self._model, self._mesh.device, self._precision.parameters)
+        return replace(parts, split=replace(parts.split, vocabulary=None))
+
+    def shown(self, gradients: Gradients, parts: Divided) -> SplitGradients:
+        """Those of the parts as the script sees them."""
+        assert isinstance(gradients, VisibleGradients), "a schedule by priority is refused in a script's own loop"
+        return SplitGradients(gradients, parts.split.held, trained_in(parts), self._whole, self._mesh.axis("tensor"))
+
+    def _check_replaced(self, split: Split) -> None:
+        now = dict(split.model.named_modules())
+        for name, layer in self._layers.items():
+            if now.get(name) is layer:
+                continue
+            hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
+            if hooks or layer._backward_pre_hooks or not _is_plain(layer):
+                what = "has hooks" if hooks or layer._backward_pre_hooks else f"is a {type(layer).__name__}"
+                raise UserCodeError(
+                    f"the layer {name} {what}, and layout.tensor = {self._mesh.layout.tensor} puts its own in the "
+                    "place of a plain nn.Linear or nn.Embedding: take what was added to it away, give it the role "
+                    "'replicated', or use layout.replicate or layout.shard"
+                )
+
+    def _gather_heads(self, split: Split) -> None:
+        group = self._mesh.axis("tensor")
+        for name, module in split.model.named_modules():
+            if isinstance(module, ColumnLinear) and role_of(split.model, f"{name}.weight").kind == "head":
+                total = self._layers[name].get_parameter("weight").shape[0]
+                cut = uneven_cut(total, group.rank, group.size)
+                own = VocabularySplit(cut.offset, cut.length, total)
+                change_output(module, partial(gather_logits, split=own, group=group))
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether its forward is that of PyTorch's class, or of the linear layer of GPT-2."""
+    forward = type(layer).forward
+    return "forward" not in vars(layer) and (forward in (nn.Linear.forward, nn.Embedding.forward) or is_conv1d(layer))

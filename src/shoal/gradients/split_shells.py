@@ -1,0 +1,311 @@
+"""What a script of its own loop sees of parameters that `layout.tensor` splits.
+
+The split model computes with parts, which the optimizer steps. The script has lists, groups and hooks of the whole
+parameters, made before the split. These objects take the parts' places in the model again as shells:
+
+    a shell is              the script's own object, of the whole shape, without numbers outside of `full_parameters`
+    its `.grad`             a `BoxGradient`: the numbers of the part's gradient, in memory that both share
+    its `requires_grad`     the script's to set, and that of the part from the next step on
+    the module it is in     registers the shell, and computes with the part (`shoal.parallel.tensor.layers`)
+
+Every rank of a group computes the whole loss, from whole logits, so a part's gradient is its box of the whole gradient.
+Numbers that several ranks hold (key heads that queries on several ranks share, and parameters that are not split) are
+counted on the first of them in norms and sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from math import nan
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from shoal.comm.collective import Collective
+from shoal.errors import UserCodeError
+from shoal.gradients.gradients import Gradients, Measured, Tuned, VisibleGradients
+from shoal.gradients.partial_gradient import PartialGradient
+from shoal.gradients.reducer import OwnGradient
+from shoal.gradients.units import ReleasedParameter, released
+from shoal.state import Trained, boxes_in
+from shoal.topology.holding import Holding
+
+
+class BoxGradient(PartialGradient):
+    """A gradient of which this rank has the boxes of `holding`, one after the other in `local`."""
+
+    holding: Holding
+
+    @staticmethod
+    def __new__(cls, local: Tensor, holding: Holding, *, group: Collective, what: str) -> Any:
+        return Tensor._make_wrapper_subclass(cls, holding.global_shape, dtype=local.dtype, device=local.device)
+
+    def __init__(self, local: Tensor, holding: Holding, *, group: Collective, what: str) -> None:
+        super().__init__(local, 0, holding.global_shape, group=group, what=what)
+        self.holding = holding
+
+    def like(self, local: Tensor) -> BoxGradient:
+        """See `PartialGradient`."""
+        return BoxGradient(local, self.holding, group=self.group, what=self.what)
+
+    def run_of(self, whole: Tensor) -> Tensor:
+        """See `PartialGradient`."""
+        return torch.cat([whole[box.slices].reshape(-1) for box in self.holding.boxes])
+
+    def whole(self) -> Tensor:
+        """See `PartialGradient`."""
+        return whole_of(self.local, self.holding, self.group)
+
+    @property
+    def counted(self) -> Tensor:
+        """See `PartialGradient`."""
+        return self.local if self.holding.counts else self.local[:0]
+
+    @property
+    def counts_others(self) -> bool:
+        """See `PartialGradient`: gradients that are not split are whole on every rank of the group."""
+        return self.group.rank == 0
+
+
+@torch.no_grad()
+def whole_of(part: Tensor, holding: Holding, group: Collective) -> Tensor:
+    """All numbers of a parameter, on every rank of `group`, of which this one has `part`: one all-reduce."""
+    found = torch.zeros(holding.global_shape, dtype=part.dtype, device=part.device)
+    if holding.counts:
+        for box, numbers in boxes_in(holding, part.reshape(_shape_of(holding))):
+            found[box.slices] = numbers
+    group.all_reduce(found).wait()
+    return found
+
+
+def _shape_of(holding: Holding) -> tuple[int, ...]:
+    return holding.box.shape if len(holding.boxes) == 1 else (sum(box.numel for box in holding.boxes),)
+
+
+COPIED = (
+    "a module that layout.tensor has split was copied or pickled, and it belongs to the ranks of its group: copy the "
+    "model before shoal.start, and its state_dict() inside run.full_parameters()"
+)
+
+
+class Shell:
+    """A parameter of the script, `whole`, of which this rank computes with `part`. It is empty from the start."""
+
+    def __init__(self, whole: Parameter, part: Parameter, holding: Holding, group: Collective) -> None:
+        self.whole, self.part, self.holding, self._group = whole, part, holding, group
+        self.full, self.may_compute = False, _always
+        self._kind, self._shown, self._local = type(whole), None, None
+        self.what = f"the gradient of {holding.name} is divided over {group.size} ranks by layout.tensor"
+        self.release()
+
+    def __call__(self, registered: Parameter | None) -> Parameter:
+        """What its module computes with, which has it `registered`. Raises `UserCodeError` for another parameter, and
+        where ranks do not compute together.
+        """
+        if registered is not self.whole:
+            raise UserCodeError(
+                f"another tensor stands in the place of the parameter {self.holding.name} (an assignment, or "
+                "torch.func.functional_call), and layout.tensor computes with this rank's part of the parameter: write "
+                "into it inside run.full_parameters(), or set layout.tensor = 1"
+            )
+        if not (self.full or self.may_compute()):
+            raise UserCodeError(
+                "the model was called outside of a step: under layout.tensor all ranks of a group compute a forward "
+                "together, of the same inputs. Call it inside run.evaluation(), on every rank, or before the update"
+            )
+        if self.full:
+            self.take()
+        return self.part
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UserCodeError(COPIED)
+
+    def release(self) -> None:
+        """The numbers are gone, but for the part."""
+        self.full, part = False, self.part
+        self.whole.__class__ = self._kind
+        self.whole.data = torch.full((), nan, dtype=part.dtype, device=part.device).expand(self.holding.global_shape)
+        self.whole.__class__ = released(self._kind)
+        assert isinstance(self.whole, ReleasedParameter)
+        self.whole.read = (
+            f"the parameter {self.holding.name} was read outside of run.full_parameters(), and layout.tensor has "
+            "parts of it on several ranks: read and write it inside"
+        )
+
+    def fill(self) -> None:
+        """The numbers are there, on every rank, which call it together."""
+        numbers = whole_of(self.part.detach(), self.holding, self._group)
+        self.whole.__class__ = self._kind
+        self.whole.data, self.full = numbers, True
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """What a script has written into the whole is in the part, too. Raises `UserCodeError` for data of another
+        shape or type.
+        """
+        whole = self.whole
+        if (tuple(whole.shape), whole.dtype) != (self.holding.global_shape, self.part.dtype):
+            raise UserCodeError(
+                f"{self.holding.name} was given data of shape {list(whole.shape)} and type {whole.dtype}: a parameter "
+                "keeps its shape and type from shoal.start to close()"
+            )
+        for box, own in boxes_in(self.holding, self.part):
+            if not torch.equal(own, written := whole.detach()[box.slices]):
+                own.copy_(written)
+
+    def show(self, gradient: Tensor | None) -> None:
+        """Makes `.grad` that of all parts, of which this rank has `gradient`."""
+        if gradient is None:
+            self._shown = self._local = None
+        elif self._shown is None or gradient is not self._local:
+            self._shown = BoxGradient(gradient.view(-1), self.holding, group=self._group, what=self.what)
+            self._local = gradient
+        self.whole.grad = self._shown
+
+    def accept(self) -> None:
+        """Makes the gradient of the part what `.grad` is now, where that was replaced."""
+        now = self.whole.grad
+        if now is self._shown:
+            return
+        own = None
+        if now is not None:
+            run = now.local if isinstance(now, BoxGradient) else torch.cat(
+                [now[box.slices].reshape(-1) for box in self.holding.boxes]
+            )  # fmt: skip
+            own = run.view(self.part.shape).to(self.part.dtype)
+        self.part.grad = own
+        self.show(own)
+
+
+def _always() -> bool:
+    return True
+
+
+class SplitGradients:
+    """`VisibleGradients` of `inner`, which reduces those of parts, as the script sees them. `whole` are the script's
+    parameters, by name, whose parts are `held`; `group` is that of `layout.tensor`.
+
+    `meet` is called where all ranks of the group leave `full_parameters`.
+    """
+
+    def __init__(
+        self,
+        inner: VisibleGradients,
+        held: Iterable[tuple[Holding, Parameter]],
+        trained: Sequence[Trained],
+        whole: Mapping[str, Parameter],
+        group: Collective,
+    ) -> None:
+        self._inner, self.owned = inner, inner.owned
+        self.shells = {h.name: Shell(whole[h.name], part, h, group) for h, part in held if whole[h.name] is not part}
+        self._trained = [self.shells[t.holding.name] for t in trained if t.holding.name in self.shells]
+        self.meet: Callable[[], None] = lambda: None
+        self.full = False
+
+    def install(self, model: nn.Module) -> None:
+        """The script's objects are the parameters of `model` again."""
+        by_part = {id(shell.part): shell for shell in self.shells.values()}
+        for module in model.modules():
+            found = {name: by_part[id(p)] for name, p in module._parameters.items() if id(p) in by_part}
+            if found:
+                module.shells = found  # pyright: ignore[reportArgumentType]
+                module._parameters.update({name: shell.whole for name, shell in found.items()})
+
+    def allow(self, may_compute: Callable[[], bool]) -> None:
+        """The model may be called where `may_compute` says so, and inside `full_parameters`."""
+        for shell in self.shells.values():
+            shell.may_compute = may_compute
+
+    @property
+    def own(self) -> OwnGradient:
+        return self._inner.own
+
+    @property
+    def tuned(self) -> Tuned | None:
+        return self._inner.tuned
+
+    @property
+    def used(self) -> frozenset[str]:
+        return self._inner.used
+
+    @property
+    def divided(self) -> bool:
+        return True
+
+    def start(self) -> None:
+        self._inner.start()
+        for shell in self._trained:
+            shell.show(None)
+            shell.part.requires_grad_(shell.whole.requires_grad)
+
+    def backward(self, *, last: bool) -> AbstractContextManager[None]:
+        """Raises `UserCodeError` where a layer was frozen, or let go, within a step."""
+        for shell in self._trained:
+            if shell.part.requires_grad is not shell.whole.requires_grad:
+                raise UserCodeError(
+                    f"{shell.holding.name}.requires_grad was changed within a step, which layout.tensor does not see "
+                    "before the next: change it behind the update"
+                )
+        return self._inner.backward(last=last)
+
+    def schedule(self) -> AbstractContextManager[None]:
+        return self._inner.schedule()
+
+    def reduce(self) -> Tensor:
+        return self._inner.reduce()
+
+    def scale(self, factor: float | Tensor) -> None:
+        self._inner.scale(factor)
+
+    def measured(self) -> Measured:
+        return self._inner.measured()
+
+    def expose(self, names: Collection[str]) -> None:
+        self._inner.expose(names)
+        for shell in self._trained:
+            shell.show(shell.part.grad)
+
+    def accept(self) -> None:
+        self._inner.accept()
+        for shell in self._trained:
+            shell.accept()
+
+    def accept_weights(self) -> None:
+        self._inner.accept_weights()
+
+    def gather(self) -> None:
+        self._inner.gather()
+
+    def settle(self) -> None:
+        self._inner.settle()
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        if self.full:
+            yield
+            return
+        for shell in self.shells.values():
+            shell.fill()
+        self.full = True
+        try:
+            yield
+            for shell in self.shells.values():
+                shell.take()
+        finally:
+            self.full = False
+            for shell in self.shells.values():
+                shell.release()
+        self.meet()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def script_parameters(gradients: Gradients, trained: Iterable[Trained]) -> dict[str, Parameter]:
+    """The trained parameters as the script has them, by name."""
+    shells = gradients.shells if isinstance(gradients, SplitGradients) else {}
+    names = [(t.holding.name, t.parameter) for t in trained]
+    return {name: shells[name].whole if name in shells else parameter for name, parameter in names}

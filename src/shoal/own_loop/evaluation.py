@@ -1,0 +1,164 @@
+"""`EvaluationOfRank`: what a script's own loop computes without training, between two steps or behind an update; and whether
+ranks that compute together call the model alike (`AlikeRanks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from shoal.assembly.run import Run
+from shoal.comm.collective import Collective, Handle, gather_lines
+from shoal.data.feed import evaluation_batches
+from shoal.data.sample import Batch, Source
+from shoal.engine.forward_backward import evaluating
+from shoal.errors import UserCodeError
+from shoal.gradients.split_shells import COPIED, SplitGradients
+from shoal.gradients.units import tensors_in
+from shoal.maths.fingerprint import fingerprint
+from shoal.own_loop.open_step import Evaluation
+
+WATCHED_STEPS = 2
+"""In so many first steps, ranks that compute together tell each other of every forward and backward."""
+
+
+class AlikeRanks:
+    """Whether the ranks of a group of `layout.tensor`, which compute every forward of `model` together, call it alike.
+
+    A forward that one of them makes alone, or with other inputs, waits for the others for ever, or gives nonsense. In
+    evaluation, and in the first steps, each therefore says what it is about to do. In all steps they compare the loss:
+    one that a script computes of a rank's own parts of something is another on each.
+    """
+
+    def __init__(self, model: nn.Module, group: Collective, device: torch.device, training: Callable[[], bool]) -> None:
+        self._group, self._device, self._training, self._steps = group, device, training, 0
+        self._losses: list[Tensor] = []
+        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UserCodeError(COPIED)
+
+    def meet(self, what: str) -> None:
+        """All ranks of the group say `what` they are about to do. Raises `UserCodeError` where it is not the same."""
+        said = [lines[0] for lines in gather_lines([what], self._group, self._device)]
+        if len(set(said)) == 1:
+            return
+        other = next(rank for rank, text in enumerate(said) if text != said[0])
+        calls = [text.split(" on ")[0] for text in (said[0], said[other])]
+        if calls[0] == calls[1]:
+            raise UserCodeError(
+                f"ranks of one group of layout.tensor begin {calls[0]} with other inputs, and they compute it "
+                "together: give all of them the same (run.share, not run.rank, says which part of samples is theirs)"
+            )
+        raise UserCodeError(
+            f"of the ranks of one group of layout.tensor, one begins {calls[0]} and another one {calls[1]}: they "
+            "compute together, so let no `if` that is true on one of them alone decide on a forward"
+        )
+
+    def compare(self, loss: Tensor, *, last: bool) -> Callable[[], None]:
+        """Before the backward of `loss`, as it is weighed, of a microbatch or the `last` of a step; behind it call what
+        is returned, which raises `UserCodeError` where ranks had other losses.
+        """
+        self._losses.append(loss.detach().double().reshape(1))
+        watched = self._steps < WATCHED_STEPS
+        if watched:
+            self.meet("backward()")
+        if not (last or watched):
+            return _nothing
+        own = torch.cat(self._losses).sum()
+        extremes = torch.stack([own, -own])
+        handle = self._group.all_reduce(extremes, "max")
+        if last:
+            self._losses, self._steps = [], self._steps + 1
+        if watched:
+            _check_equal(extremes, handle)
+            return _nothing
+        return partial(_check_equal, extremes, handle)
+
+    def close(self) -> None:
+        """Takes the hook off the model."""
+        self._hook.remove()
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._training() and self._steps >= WATCHED_STEPS:
+            return
+        inputs = {str(number): each for number, each in enumerate(tensors_in((args, kwargs)))}
+        self.meet(f"a forward on {fingerprint(inputs)}")
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
+
+
+def _check_equal(extremes: Tensor, handle: Handle) -> None:
+    handle.wait()
+    high, low = extremes.tolist()[0], -extremes.tolist()[1]
+    if high - low > EQUAL * max(abs(high), abs(low)):
+        raise UserCodeError(
+            f"ranks of one group of layout.tensor have losses from {low:g} to {high:g} for the same samples: compute "
+            "the loss of the model's outputs alone, and not of a rank's number, or of what a layer inside gives, which "
+            "has a part of the features on each rank"
+        )
+
+
+EQUAL = 1e-6
+"""Relative: what ranks compute alike has the same bits, on devices that repeat themselves."""
+
+
+class EvaluationOfRank(Evaluation):
+    """The same on one rank of `run`. `given_of`: what the script gets of a batch; `training`: whether the loop is at a
+    step.
+    """
+
+    def __init__(self, run: Run, given_of: Callable[[Batch], Any], training: Callable[[], bool]) -> None:
+        super().__init__()
+        self._run, self._given_of, self._compute, self._depth = run, given_of, run.step.compute, 0
+        gradients, self._alike = run.generation.gradients, None
+        self._split = gradients if isinstance(gradients, SplitGradients) else None
+        if self._split is not None:
+            self._split.allow(lambda: training() or self._depth > 0)
+            self._alike = AlikeRanks(run.model, run.mesh.axis("tensor"), run.device, training)
+            self._split.meet = partial(self._alike.meet, "the end of run.full_parameters()")
+
+    def held_out(self, source: Source) -> Iterator[Any]:
+        """This rank's batches of the samples of `source`, as the script gets them."""
+        run_file, (share, shares) = self._run.run_file, self._run.mesh.batch_share
+        batches = evaluation_batches(
+            source,
+            replicas=shares,
+            replica=share,
+            micro_samples=self._run.generation.microbatching.samples or max(1, run_file.batch.global_samples // shares),
+            denominator="samples",
+            limit=run_file.observe.evaluate_samples,
+        )
+        with self.evaluating(full=self._split is None), self.under_way():
+            for batch in batches:
+                yield self._given_of(self._compute.prepared(batch).batch)
+
+    @contextmanager
+    def evaluating(self, *, full: bool = True) -> Iterator[None]:
+        """Inside, every rank has all parameters (where they are not to be `full`, a split model computes without), the
+        model is in evaluation mode, and nothing has a gradient.
+        """
+        whole = self._run.generation.gradients.full_parameters() if full else nullcontext()
+        self._depth += 1
+        try:
+            with whole, torch.no_grad(), evaluating(self._run.model):
+                yield
+        finally:
+            self._depth -= 1
+        self._compute.buffers.refresh()
+
+    def compare(self, loss: Tensor, *, last: bool) -> Callable[[], None]:
+        """See `AlikeRanks`; nothing where every rank computes for itself."""
+        return _nothing if self._alike is None else self._alike.compare(loss, last=last)
+
+    def close(self) -> None:
+        """The script's model is its own again."""
+        if self._alike is not None:
+            self._alike.close()

@@ -1,0 +1,151 @@
+"""Gradients in boxes and whole-shaped shells of split parameters, against whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from shoal.errors import UserCodeError
+from shoal.gradients.split_shells import BoxGradient, Shell
+from shoal.topology.holding import AlongTensor, Box, Holding, held
+from shoal.topology.layout import Layout
+from tests.comm.local import LocalCollective, local_group
+
+EXACT = 1e-12  # float64: only the order of sums differs
+COLUMNS = {rank: (Box((0, 3 * rank), (4, 3)),) for rank in range(2)}
+TWINS = {rank: (Box((0, 0), (4, 6)),) for rank in range(2)}
+"""Both ranks hold all of it, as a head of keys that queries on both share."""
+PACKED = {rank: (Box((rank, 0), (1, 6)), Box((2 + rank, 0), (1, 6))) for rank in range(2)}
+"""A row of each of two blocks."""
+
+
+def holding_of(rank: int, boxes: tuple[Box, ...], *, twins: bool) -> Holding:
+    along = AlongTensor(split=True, partial=twins, same=(0, 1) if twins else None)
+    return held(Layout(tensor=2), rank, "weight", (4, 6), boxes=boxes, tensor=along)
+
+
+def whole_tensors() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(4)]
+
+
+def gradients_on(group: LocalCollective) -> list[Any]:
+    """Columns, twins and packed rows on this rank, and one that is not split."""
+    *split, plain = whole_tensors()
+    found: list[Any] = []
+    for whole, boxes in zip(split, (COLUMNS, TWINS, PACKED), strict=True):
+        holding = holding_of(group.rank, boxes[group.rank], twins=boxes is TWINS)
+        local = torch.cat([whole[box.slices].reshape(-1) for box in holding.boxes])
+        found.append(BoxGradient(local, holding, group=group, what="the gradient of weight is divided"))
+    return [*found, plain]
+
+
+def on_ranks(work: Callable[[list[Any]], Any]) -> list[Any]:
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda group: work(gradients_on(group)), local_group(2)))
+
+
+def wholes(gradients: list[Any]) -> Tensor:
+    return torch.stack([each.whole() if isinstance(each, BoxGradient) else each for each in gradients])
+
+
+def parameters_with(gradients: list[Any]) -> list[Parameter]:
+    parameters = [Parameter(torch.zeros(4, 6, dtype=torch.float64)) for _ in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    return parameters
+
+
+CHANGES: dict[str, Callable[[list[Any]], Any]] = {
+    "nothing": lambda gradients: None,
+    "scaled in place": lambda gradients: [each.mul_(3) for each in gradients],
+    "spread": lambda gradients: [each.add_(torch.arange(6.0, dtype=torch.float64)) for each in gradients],
+    "clipped by value": lambda g: torch.nn.utils.clip_grad_value_(parameters_with(g), 0.5),
+    "clipped by norm": lambda g: torch.nn.utils.clip_grad_norm_(parameters_with(g), 0.5),
+    "clipped in one call": lambda g: torch.nn.utils.clip_grad_norm_(parameters_with(g), 0.5, foreach=True),
+    "clipped by the largest": lambda g: torch.nn.utils.clip_grad_norm_(parameters_with(g), 0.5, norm_type="inf"),
+    "clipped by the 1-norm": lambda g: torch.nn.utils.clip_grad_norm_(parameters_with(g), 0.5, norm_type=1.0),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_gradients_changes_them_as_whole_ones(name: str) -> None:
+    """Mixed with one that is whole on both ranks."""
+
+    def changed(gradients: list[Any]) -> Tensor:
+        CHANGES[name](gradients)
+        return wholes(gradients)
+
+    wanted = changed(list(whole_tensors()))
+    for found in on_ranks(changed):
+        torch.testing.assert_close(found, wanted, rtol=EXACT, atol=EXACT)
+
+
+ASKED: dict[str, Callable[[list[Any]], Any]] = {
+    "norm": lambda gradients: [each.norm() for each in gradients],
+    "norms": lambda gradients: torch._foreach_norm(gradients),
+    "sum": lambda gradients: [each.sum() for each in gradients],
+    "mean": lambda gradients: [each.mean() for each in gradients],
+    "largest": lambda gradients: [each.abs().max() for each in gradients],
+    "smallest": lambda gradients: [each.min() for each in gradients],
+    "of a new one": lambda gradients: [(each**2 + 1).sqrt().sum() for each in gradients],
+    "in a tensor of the script's": lambda gradients: [torch.ones(4, 6, dtype=torch.float64).add_(g) for g in gradients],
+}
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_numbers_of_whole_gradients_count_twins_once(name: str) -> None:
+    wanted = torch.stack(list(ASKED[name](list(whole_tensors()))))
+    for found in on_ranks(lambda gradients: torch.stack(list(ASKED[name](gradients)))):
+        torch.testing.assert_close(found, wanted, rtol=EXACT, atol=EXACT)
+
+
+def test_what_needs_the_whole_is_refused() -> None:
+    def sorted_(gradients: list[Any]) -> str:
+        with pytest.raises(UserCodeError, match="needs the whole") as refusal:
+            gradients[0].sort()
+        return str(refusal.value)
+
+    assert len(set(on_ranks(sorted_))) == 1
+
+
+@pytest.mark.parametrize("boxes", [COLUMNS, TWINS, PACKED], ids=["columns", "twins", "packed"])
+def test_a_shell_is_whole_inside_and_empty_outside(boxes: dict[int, tuple[Box, ...]]) -> None:
+    """What is written into the whole is in the part; a gradient that is put into its place is the part's."""
+    whole, written, gradient, _ = whole_tensors()
+
+    def used(group: LocalCollective) -> tuple[Tensor, Tensor, Tensor]:
+        own = Parameter(whole.clone())
+        holding = holding_of(group.rank, boxes[group.rank], twins=boxes is TWINS)
+        cut = lambda tensor: torch.cat([tensor[box.slices].reshape(-1) for box in holding.boxes])  # noqa: E731
+        shape = holding.box.shape if len(holding.boxes) == 1 else (12,)
+        shell = Shell(own, Parameter(cut(whole).view(shape)), holding, group)
+        with pytest.raises(UserCodeError, match=r"read outside of run\.full_parameters"):
+            own.sum()
+        assert (own.shape, own.numel()) == ((4, 6), 24)
+        shell.fill()
+        found = own.detach().clone()
+        own.data.copy_(written)
+        assert shell(own) is shell.part
+        torch.testing.assert_close(cut(written), shell.part.detach().view(-1), rtol=0, atol=0)
+        shell.release()
+        shell.part.grad = cut(whole).view(shape)
+        shell.show(shell.part.grad)
+        assert isinstance(own.grad, BoxGradient)
+        own.grad = gradient.clone()
+        shell.accept()
+        torch.testing.assert_close(cut(gradient), shell.part.grad.view(-1), rtol=0, atol=0)
+        with pytest.raises(UserCodeError, match="another tensor stands in the place"):
+            shell(Parameter(written))
+        return found, shell.part.detach(), own.grad.whole()
+
+    with ThreadPoolExecutor(2) as pool:
+        for found, _, shown in pool.map(used, local_group(2)):
+            torch.testing.assert_close(found, whole, rtol=0, atol=0)
+            torch.testing.assert_close(shown, gradient, rtol=0, atol=0)
