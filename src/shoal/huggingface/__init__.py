@@ -1,9 +1,10 @@
-"""transformers' `Trainer` on Shoal: a script changes one import.
+"""transformers' `Trainer` and Hugging Face's `Accelerator` on Shoal: a script changes one import.
 
     from shoal.huggingface import Trainer, TrainingArguments     # instead of: from transformers import ...
+    from shoal.huggingface import Accelerator                    # instead of: from accelerate import ...
 
-The constructor, callbacks and methods are transformers' own; `train()` runs on the engine of `shoal.start`, with its
-layouts, order of samples, checkpoints, resume and report. transformers is imported when a name is first used.
+Constructors, callbacks and methods are those of the two libraries; what trains is the engine of `shoal.start`, with its
+layouts, order of samples, checkpoints, resume and report. They are imported when a name is first used.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import MissingExtra
 
 if TYPE_CHECKING:
+    from shoal.huggingface.accelerator import Accelerator
     from shoal.huggingface.arguments import Seq2SeqTrainingArguments, TrainingArguments
     from shoal.huggingface.trainer import Seq2SeqTrainer, Trainer
 
-__all__ = ["Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments"]
+__all__ = ["Accelerator", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments"]
 
 
 def __getattr__(name: str) -> Any:
@@ -28,5 +30,5 @@ def __getattr__(name: str) -> Any:
             importlib.import_module(package)
         except ImportError as error:
             raise MissingExtra(package, extra="huggingface", purpose=f"shoal.huggingface.{name}") from error
-    where = "arguments" if name.endswith("Arguments") else "trainer"
+    where = {"Accelerator": "accelerator"}.get(name, "arguments" if name.endswith("Arguments") else "trainer")
     return getattr(importlib.import_module(f"shoal.huggingface.{where}"), name)

@@ -78,6 +78,10 @@ def ending_in(facts: Mapping[str, Any]) -> Ending | None:
     )
 
 
+OPEN_END = 10**9
+"""The `run.steps` of a run whose loop alone knows which step is its last."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
     """What a sink is told at the start. `first_step` is the number of the first step to be done (1 in a fresh run).
@@ -92,6 +96,11 @@ class RunStart:
     generation: int = 0
     epoch_samples: int | None = None
     membership: str = ""
+
+    @property
+    def open_end(self) -> bool:
+        """Whether nobody knows how many steps it will have."""
+        return self.total_steps >= OPEN_END
 
     @property
     def resumed_from(self) -> int | None:

@@ -72,7 +72,8 @@ class LogSink(Sink):
         self._log = open_log(run_directory, rank=rank)
 
     def start(self, run: RunStart) -> None:
-        self._log.info("%s: steps %d to %d", run.name, run.first_step, run.total_steps)
+        last = "an open end" if run.open_end else run.total_steps
+        self._log.info("%s: steps %d to %s", run.name, run.first_step, last)
 
     def generation(self, run: RunStart) -> None:
         self._log.info("generation %d: %s", run.generation, run.membership)

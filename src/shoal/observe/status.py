@@ -96,9 +96,9 @@ class Status:
         return self._clock() - self._start_s
 
     def left_s(self) -> float | None:
-        """Seconds to the last step at the mean pace of this attempt, None before its second step."""
+        """Seconds to the last step at the mean pace of this attempt, None before its second step, or without an end."""
         done = self.step - (self.run.first_step - 1)
-        if done < 2:
+        if done < 2 or self.run.open_end:
             return None
         return self.elapsed_s / done * max(0, self.run.total_steps - self.step)
 
@@ -111,7 +111,8 @@ class Status:
         elif left_s is not None and self.step < self.run.total_steps:
             more.insert(0, f"{units.clock(max(1.0, left_s))} left")
         replicas = [self.membership] if self.membership else []
-        return [f"step {self.step}/{self.run.total_steps}", *more, *replicas]
+        of = "" if self.run.open_end else f"/{self.run.total_steps}"
+        return [f"step {self.step}{of}", *more, *replicas]
 
     def measurements(self) -> list[str]:
         """The figures that matter now, the most important first."""
@@ -150,7 +151,8 @@ class Status:
     def summary(self, ending: Ending) -> str:
         """The closing sentence: how far, how long, the mean rate, exposed communication and goodput."""
         totals, elapsed_s = self.totals, self.elapsed_s
-        reached = "" if ending.state == "finished" else f" at step {self.step:,} of {self.run.total_steps:,}"
+        of = "" if self.run.open_end else f" of {self.run.total_steps:,}"
+        reached = "" if ending.state == "finished" else f" at step {self.step:,}{of}"
         opening = f"{ending.state}{reached}: {units.plural(totals.steps, 'step')} in {units.duration(elapsed_s)}"
         if totals.steps == 0 or totals.step_s <= 0:
             return opening

@@ -14,6 +14,7 @@ from shoal.observe.events import Attempt, Event, attempts, series, training_time
 from shoal.observe.facts import number_of, text_of
 from shoal.observe.goodput import DETECTING, RESTARTING, goodput_of
 from shoal.observe.record import Record
+from shoal.observe.sink import OPEN_END
 from shoal.observe.status import Totals
 
 SMOOTHING_SHARE = 0.008
@@ -63,7 +64,7 @@ def summarize(record: Record) -> Summary:
     """The numbers of the page's head."""
     events, facts = record.events, record.facts
     total = record.setting("run", "steps")
-    total_steps = total if isinstance(total, int) and total > 0 else None
+    total_steps = total if isinstance(total, int) and 0 < total < OPEN_END else None
     done = attempts(events)
     step = done[-1].last_step if done else 0
     losses = series(events, "loss/train")[1]

@@ -209,7 +209,8 @@ class PlainDisplay(Sink):
     def start(self, run: RunStart) -> None:
         self._status = _status(run, self._run_directory, self._clock)
         resumed = "" if run.resumed_from is None else f", resumed after step {run.resumed_from}"
-        self._say(f"{run.name}: {units.plural(run.total_steps, 'step')}{resumed}")
+        length = "as many steps as its loop takes" if run.open_end else units.plural(run.total_steps, "step")
+        self._say(f"{run.name}: {length}{resumed}")
         self._printed_s = -float("inf")
 
     def generation(self, run: RunStart) -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -43,22 +43,20 @@ from shoal.engine.precision import cast_at_borders
 from shoal.engine.tally import Call, meet
 from shoal.engine.updates import Outcome
 from shoal.errors import UserCodeError
-from shoal.gradients.reducer import all_at_the_end
 from shoal.observe.sink import Ending
 from shoal.optim.layer_statistics import aside
 from shoal.own_loop.comparison import Comparison
 from shoal.own_loop.evaluation import EvaluationOfRank
 from shoal.own_loop.losses import AutocastWatch, Doubts, LossKind, as_number, kind_of, one_pass
-from shoal.own_loop.open_step import Update
+from shoal.own_loop.open_step import Update, around_all, joint_outcome, left_epoch
 from shoal.own_loop.steps import (
     DrawsBySample,
     Microbatches,
     OwnSteps,
-    joint_outcome,
-    left_epoch,
     players_of,
 )
 from shoal.own_loop.update import Player
+from shoal.runfile.run_file import run_directory
 
 
 class Training:
@@ -90,7 +88,7 @@ class Training:
         )
         after_step = None if comparison is None else self._compare
         self._steps = OwnSteps(run, job, self._players, self._draws, after_step=after_step)
-        self._closed = False
+        self._closed = self._ended = False
         self._evaluation = EvaluationOfRank(run, self._steps.given_of, training=self._is_training)
 
     @property
@@ -121,6 +119,11 @@ class Training:
         return self._run.device
 
     @property
+    def directory(self) -> Path:
+        """Where the run keeps its checkpoints and its log."""
+        return run_directory(self._run.run_file)
+
+    @property
     def steps_done(self) -> int:
         """Optimizer steps taken in the whole run so far, those before a resume included."""
         return self._job.progress.step
@@ -137,6 +140,11 @@ class Training:
             return None
         done = joint_outcome(self._players)
         return Update(done.loss, done.norm, done.committed)
+
+    @property
+    def last_of_step(self) -> bool:
+        """Whether no other microbatch of this step follows: the optimizer's `step` makes the update."""
+        return self._steps.open is None or self._steps.open.is_last
 
     @property
     def samples(self) -> int:
@@ -317,6 +325,21 @@ class Training:
         """
         self._steps.leave()
 
+    def divide_by(self, samples: int) -> None:
+        """Every rank is given as many microbatches of a step as one process that takes `samples` at once, before the
+        first step. `batch.micro_samples` is `samples` over the ranks; where a rank has too few, copies count nothing.
+        """
+        self._steps.divides_by = samples
+
+    def end(self) -> None:
+        """Ends the run here as one that is finished, with a checkpoint, for loops that alone know which step is their
+        last. Every rank calls it, behind an update.
+        """
+        self._ended = True
+        if self._steps.pending is not None:
+            self._steps.pending.save = True
+        self.leave()
+
     def close(self) -> None:
         """Ends the run on this rank, and writes how it ended. A second call does nothing.
 
@@ -334,7 +357,7 @@ class Training:
             self._comparison.conclude(over=True)
         self._leave_script()
         done, steps_wanted = self.steps_done, self._job.cadence.steps
-        if done < steps_wanted:
+        if done < steps_wanted and not self._ended:
             cause = f"the loop was left after step {done} of {steps_wanted}: the next start resumes from the newest "
             self._job.sinks.warn(cause + "checkpoint")
             self._job.sinks.finish(Ending("stopped", cause + "checkpoint"))
@@ -366,7 +389,7 @@ class Training:
             return
         last = self._steps.open is not None and self._steps.open.is_last
         alike = self._evaluation.compare(totals[0], last=last)
-        around = players[0].backward(last=last) if len(players) == 1 else _around_all(players, last=last)
+        around = players[0].backward(last=last) if len(players) == 1 else around_all(players, last=last)
         others = [player.optimizer for player in self._players if player not in players]
         away = aside(others) if others else nullcontext()
         randomness = self._compute.randomness
@@ -418,13 +441,3 @@ class Training:
         """The sum of `number` over all ranks: where they take steps together, on the group on which these begin."""
         lockstep, world = self._run.step.lockstep, self._run.mesh.world
         return meet(call, lockstep if lockstep.size == world.size else world, device=self.device, number=number)
-
-
-@contextmanager
-def _around_all(players: Sequence[Player], *, last: bool) -> Iterator[None]:
-    """Around a backward of all of `players`."""
-    with ExitStack() as around:
-        around.enter_context(all_at_the_end())
-        for player in players:
-            around.enter_context(player.backward(last=last))
-        yield

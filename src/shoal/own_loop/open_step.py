@@ -6,17 +6,22 @@ make their updates one after the other, and the last of them ends the step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import NamedTuple
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from shoal.data.sample import Batch
 from shoal.engine.compute import Microbatch
-from shoal.engine.updates import Work
+from shoal.engine.updates import Outcome, Work
 from shoal.errors import UserCodeError
+from shoal.gradients.reducer import all_at_the_end
 from shoal.own_loop.losses import LossKind
+
+if TYPE_CHECKING:
+    from shoal.own_loop.update import Player
 
 
 class OpenStep:
@@ -138,3 +143,39 @@ def counts_of(microbatch: Microbatch, weight: float | None, kind: LossKind) -> f
     if kind == "mean":  # the sum of ones is known without a look at the device
         return float(batch.weights.numel()) if microbatch.ones else batch.weights.sum().item()
     return (1.0 if weight is None else float(weight)) if batch.real_samples else 0.0
+
+
+def left_epoch(epoch: float, samples: int) -> UserCodeError:
+    """The refusal of a loop that leaves an epoch of so many `samples`, and asks for the next."""
+    return UserCodeError(
+        f"the loop left epoch {int(epoch)} after {epoch % 1 * samples:.0f} of its {samples} samples and asked for the "
+        "next, which would be the rest of it: each sample of an epoch is used. Take all batches that epochs() gives "
+        "with an epoch; for shorter ones hand over fewer samples, such as a torch.utils.data.Subset"
+    )
+
+
+def joint_outcome(players: Sequence[Player]) -> Outcome:
+    """What the updates of a step did together: the sum of the losses, one of several optimizers counted once, and the
+    norm over all gradients.
+    """
+    done = [player.outcome for player in players if player.outcome is not None]
+    if len(done) == 1:
+        return done[0]
+    return Outcome(
+        sum(player.outcome.loss for player in players if player.outcome is not None and not player.loss_is_counted),
+        math.hypot(*(outcome.norm for outcome in done)),
+        all(outcome.committed for outcome in done),
+        sum(outcome.update_s for outcome in done),
+        scale=done[0].scale,
+        keeps_buffers=all(outcome.keeps_buffers for outcome in done),
+    )
+
+
+@contextmanager
+def around_all(players: Sequence[Player], *, last: bool) -> Iterator[None]:
+    """Around a backward of all of `players`."""
+    with ExitStack() as around:
+        around.enter_context(all_at_the_end())
+        for player in players:
+            around.enter_context(player.backward(last=last))
+        yield

@@ -14,7 +14,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -50,10 +50,10 @@ from shoal.launcher.own_script import ScriptCheck
 from shoal.maths.norm import two_norm
 from shoal.optim.layer_statistics import SeesLayers, aside, watch_alone
 from shoal.own_loop.losses import NO_WEIGHT, LossKind, as_number, kind_of, one_pass
-from shoal.own_loop.open_step import Evaluation, Update
-from shoal.own_loop.shown_optimizer import StepHooks
-from shoal.own_loop.steps import DrawsBySample, Microbatches, left_epoch
-from shoal.runfile.run_file import RunFile
+from shoal.own_loop.open_step import Evaluation, Update, left_epoch
+from shoal.own_loop.shown_optimizer import StepHooks, widen_state
+from shoal.own_loop.steps import DrawsBySample, Microbatches
+from shoal.runfile.run_file import RunFile, run_directory
 from shoal.topology.layout import Layout
 
 
@@ -68,7 +68,7 @@ class PlainTraining:
         require_trainable(objects.model)
         if check.exact:
             objects.model.double()
-            _widen_state(objects.optimizers)
+            widen_state(objects.optimizers)
         save_file(state_of(objects.model), check.initial)
         run_file = _with_norms_of_pytorch(run_file)
         self.device = settle(run_file, ALONE, os.environ)
@@ -105,6 +105,10 @@ class PlainTraining:
         atexit.register(self._close_at_exit)
 
     @property
+    def directory(self) -> Path:
+        return run_directory(self._run_file)
+
+    @property
     def epoch(self) -> float:
         return self._position / self._epoch_samples
 
@@ -115,6 +119,10 @@ class PlainTraining:
             return None
         losses = [player.loss for player in done if player.leader is player or not player.leader.stepped]
         return Update(sum(losses), math.hypot(*(player.norm for player in done)), True)
+
+    @property
+    def last_of_step(self) -> bool:
+        return True
 
     @property
     def samples(self) -> int:
@@ -187,7 +195,7 @@ class PlainTraining:
         """Nothing: a comparison keeps no checkpoints."""
 
     def export(self, file: str | Path) -> None:
-        """Nothing: a comparison writes no file of the script's."""
+        """Nothing: it writes no file of the script's."""
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
         """Nothing, if `values` are numbers."""
@@ -231,8 +239,13 @@ class PlainTraining:
     def autocast(self) -> AbstractContextManager[Any]:
         return self._work.precision.autocast(self.device)
 
+    def divide_by(self, samples: int) -> None:
+        """Nothing: a step is one microbatch."""
+
     def leave(self) -> None:
         self._end_step()
+
+    end = leave
 
     def close(self) -> None:
         if not self._closed:
@@ -322,10 +335,9 @@ class PlainTraining:
         if self._open is None:
             return
         self._open, self.steps_done = None, self.steps_done + 1
-        done = self.update
         if not any(player.backwards for player in self._players):
             raise UserCodeError(f"step {self.steps_done}: no backward() was called; call it for every batch")
-        if done is None:
+        if (done := self.update) is None:
             raise UserCodeError(f"step {self.steps_done}: the optimizer's step() was not called")
         gradients = {f"gradient/{name}": each for player in self._players for name, each in player.taken.items()}
         state = {f"state/{name}": each for name, each in state_of(self.model).items()}
@@ -389,14 +401,6 @@ class _Player:
         self.stepped = True
         self.taken = {name: stored(p.grad) for name, p in self.trained.items() if p.grad is not None}
         self._stepping.enter_context(self._randomness.updating(in_pieces=False))
-
-
-def _widen_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """The moments of steps taken before, in the type that their parameters have now."""
-    for optimizer in optimizers:
-        for parameter, state in optimizer.state.items():
-            moments = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
-            state.update({name: each.to(parameter.dtype) for name, each in moments.items() if each.is_floating_point()})
 
 
 def state_of(model: nn.Module) -> dict[str, Tensor]:

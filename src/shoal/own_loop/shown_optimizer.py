@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch._compile import _disable_dynamo as uncompiled
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -182,3 +183,11 @@ def _refuse_state() -> Any:
         "the optimizer's state of a parameter was asked for outside of step(), and under ZeRO and layout.tensor every "
         "rank has that of its own pieces alone: use layout.replicate, where each has all of it"
     )
+
+
+def widen_state(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """The moments of steps taken before, in the type that their parameters have now."""
+    for optimizer in optimizers:
+        for parameter, state in optimizer.state.items():
+            moments = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.shape == parameter.shape}
+            state.update({name: each.to(parameter.dtype) for name, each in moments.items() if each.is_floating_point()})

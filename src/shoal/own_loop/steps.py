@@ -32,7 +32,7 @@ from shoal.errors import UserCodeError
 from shoal.gradients.gradients import JointGradients, VisibleGradients
 from shoal.gradients.split_shells import SplitGradients, script_parameters
 from shoal.models.draw_watch import DrawWatch
-from shoal.own_loop.open_step import OpenStep
+from shoal.own_loop.open_step import OpenStep, joint_outcome
 from shoal.own_loop.shown_optimizer import ShownGroups
 from shoal.own_loop.update import OnUpdate, Player
 
@@ -75,32 +75,6 @@ def players_of(
     return players
 
 
-def left_epoch(epoch: float, samples: int) -> UserCodeError:
-    """The refusal of a loop that leaves an epoch of so many `samples`, and asks for the next."""
-    return UserCodeError(
-        f"the loop left epoch {int(epoch)} after {epoch % 1 * samples:.0f} of its {samples} samples and asked for the "
-        "next, which would be the rest of it: each sample of an epoch is used. Take all batches that epochs() gives "
-        "with an epoch; for shorter ones hand over fewer samples, such as a torch.utils.data.Subset"
-    )
-
-
-def joint_outcome(players: Sequence[Player]) -> Outcome:
-    """What the updates of a step did together: the sum of the losses, one of several optimizers counted once, and the
-    norm over all gradients.
-    """
-    done = [player.outcome for player in players if player.outcome is not None]
-    if len(done) == 1:
-        return done[0]
-    return Outcome(
-        sum(player.outcome.loss for player in players if player.outcome is not None and not player.loss_is_counted),
-        math.hypot(*(outcome.norm for outcome in done)),
-        all(outcome.committed for outcome in done),
-        sum(outcome.update_s for outcome in done),
-        scale=done[0].scale,
-        keeps_buffers=all(outcome.keeps_buffers for outcome in done),
-    )
-
-
 class Microbatches:
     """The microbatches of one step, as the script gets them. Each loop over it is a pass over all of them: loops with
     several optimizers may take one for each.
@@ -116,8 +90,9 @@ class Microbatches:
 class OwnSteps:
     """The steps of `job`, whose updates the `players` make.
 
-    `open` is the step that the script is at, `pending` what the loop knows of it; None between two steps. `after_step`
-    is called with the number and the outcome of each, when the script asks for the next.
+    `open` is the step that the script is at, `pending` what the loop knows of it; None between two steps. `divides_by`:
+    a step has as many microbatches on every rank as there are parts of so many of its samples. `after_step` is called
+    with the number and the outcome of each, when the script asks for the next.
     """
 
     def __init__(
@@ -131,6 +106,7 @@ class OwnSteps:
     ) -> None:
         self.open: OpenStep | None = None
         self.pending: PendingStep | None = None
+        self.divides_by: int | None = None
         self._run, self._job, self._players = run, replace(job, feed=profiled(run, job.feed)), players
         self._compute, self._draws = run.step.compute, draws
         self._each = self._opened()
@@ -237,10 +213,15 @@ class OwnSteps:
         """
         return (batch.inputs, batch.targets) if self._with_targets else batch.inputs
 
-    def _alike(self, batches: Sequence[Batch]) -> list[Batch]:
-        """As many microbatches as the other ranks of a sharded model have. None is padded: the loss is its mean."""
-        uniform = self._run.generation.microbatching.uniform
-        missing = 0 if uniform is None else uniform.count(len(batches)) - len(batches)
+    def _alike(self, batches: Sequence[Batch], samples: int) -> list[Batch]:
+        """As many microbatches as the other ranks of a sharded model have, or as the loop wants of a step of so many
+        `samples`. None is padded: the loss is its mean.
+        """
+        uniform, missing = self._run.generation.microbatching.uniform, 0
+        if self.divides_by is not None:
+            missing = math.ceil(samples / self.divides_by) - len(batches)
+        elif uniform is not None:
+            missing = uniform.count(len(batches)) - len(batches)
         return [*batches, *[padding_like(batches[-1], 1)] * missing] if missing else list(batches)
 
     def _opened(self) -> Iterator[OpenStep]:
@@ -258,7 +239,7 @@ class OwnSteps:
 
     def _taken(self, pending: PendingStep, work: Work) -> Iterator[OpenStep]:
         """The step, open until the next is asked for; then its result is known."""
-        batches = self._alike(work.batches)
+        batches = self._alike(work.batches, pending.samples)
         self.pending = pending
         self.open = OpenStep(work, batches, scale=self._run.step.scale, optimizers=len(self._players))
         for player in self._players:
