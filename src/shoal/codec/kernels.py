@@ -13,7 +13,7 @@ import functools
 import importlib.machinery
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from ctypes import c_double, c_float, c_int, c_int64, c_uint64, c_void_p
 from operator import attrgetter
 from pathlib import Path
@@ -233,15 +233,17 @@ def _floats(numbers: Sequence[float]) -> Any:
 _is_cpu, _dtype_of = attrgetter("is_cpu"), attrgetter("dtype")
 
 
-def vectors_in(tensors: Sequence[Tensor]) -> Vectors | None:
+def vectors_in(tensors: Sequence[Tensor], sizes: Iterable[int] | None = None) -> Vectors | None:
     """Where they lie, if the kernels can work on all of them: float32 in the memory of a CPU, each in a row. An address
     says nothing of what is there, and a script may give a tensor other memory at any time: ask anew for each use.
+    `sizes`: how many numbers each has, where that was asked just now.
     """
     if set(map(type, tensors)) != {Tensor} or not all(map(_is_cpu, tensors)):
         return None
     if set(map(_dtype_of, tensors)) != {torch.float32} or not _in_rows(tensors):
         return None
-    return Vectors(array("Q", map(Tensor.data_ptr, tensors)), array("Q", map(Tensor.numel, tensors)))
+    sizes = map(Tensor.numel, tensors) if sizes is None else sizes
+    return Vectors(array("Q", map(Tensor.data_ptr, tensors)), array("Q", sizes))
 
 
 def _in_rows(tensors: Sequence[Tensor]) -> bool:

@@ -62,7 +62,8 @@ class Randomness:
         if draws is not None and (kernels := load_kernels()) is not None:
             draws.write_mask = kernels.mask
         self.sleeping = None if draws is None else SleepingDraws(draws, may_sleep=may_sleep)
-        self._sample_key, self._step, self._step_seed = key_of(seed, "dropout"), 0, 0
+        self._sample_key, self._host_seed = key_of(seed, "dropout"), key_of(seed, "host", 0)
+        self._step, self._step_seed = 0, 0
         self._keyed = [m for m in model.modules() if isinstance(m, KeyedDropout) and m.p > 0]
         self._drew_before = 0
 
@@ -70,6 +71,7 @@ class Randomness:
         """Before a step."""
         self._step, self._drew_before = step, 0 if self.draws is None else self.draws.drew
         seed = self._step_seed = key_of(self._seed, "step", step, self._replica)
+        self._host_seed = key_of(self._seed, "host", step)
         for generator in generators_in_use():  # `torch.manual_seed` takes a millisecond to note it for absent GPUs
             generator.manual_seed(seed)
         seed_all_devices(seed)
@@ -88,10 +90,6 @@ class Randomness:
             seed_host(self._host_seed)
             if self.sleeping is not None:
                 self.sleeping.host_seed = self._host_seed
-
-    @property
-    def _host_seed(self) -> int:
-        return key_of(self._seed, "host", self._step)
 
     def drawing(self) -> AbstractContextManager[Any]:
         """Around a forward, and every backward, which may repeat one."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import repeat
-from operator import attrgetter, is_not
+from operator import is_not
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,6 @@ from shoal.topology.holding import Holding, Ranks
 #
 # Between two microbatches of a step `.grad` of every parameter is None: the sum is kept here, and goes back before the
 # next backward. A script's `zero_grad` cannot wipe it.
-
-
-_is_sparse = attrgetter("is_sparse")
 
 
 class UnsummedGradients(OfWholeParameters):
@@ -79,9 +76,10 @@ class UnsummedGradients(OfWholeParameters):
 
     def reduce(self) -> Tensor:
         self._gradients = self._filled()
+        norm = self._norm_of(self._gradients)
         if self.own.open:
             self._look()
-        return self._norm_of(self._gradients)
+        return norm
 
     def scale(self, factor: float | Tensor) -> None:
         if self._gradients:
@@ -101,13 +99,13 @@ class UnsummedGradients(OfWholeParameters):
         """There are no hooks."""
 
     def _norm_of(self, gradients: Sequence[Tensor]) -> Tensor:
-        """That of the whole model, of a gradient of every parameter."""
+        """That of the whole model, of a gradient of every parameter. Raises for one that is sparse."""
         all_count = len(self._counted) == len(gradients)
         counted = gradients if all_count else [gradients[index] for index in self._counted]
-        if self._norm is None:
-            return global_norm(None, self._replica, device=self._device)
         found = InLoops.found(counted)
-        own = self._norm(counted) if found is None else found.norm()
+        if found is None or not all_count:  # a loop goes through dense ones alone
+            self._check_dense(gradients)
+        own = None if self._norm is None else self._norm(counted) if found is None else found.norm()
         return global_norm(own, self._replica, device=self._device)
 
     def _give_back(self) -> None:
@@ -127,22 +125,22 @@ class UnsummedGradients(OfWholeParameters):
                 trained.parameter.grad = None
 
     def _filled(self) -> list[Tensor]:
-        """The gradient of every parameter; zero where the backward came to none. Raises for one that is sparse."""
-        found = gradients_of(self._parameters)
-        if complete(found) and not any(map(_is_sparse, found)):
+        """The gradient of every parameter; zero where the backward came to none."""
+        found = self._held or gradients_of(self._parameters)
+        if complete(found):
             return found
-        found = []
-        for index, parameter in enumerate(self._parameters):
-            gradient = parameter.grad
-            if gradient is None:
-                gradient = parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-            elif gradient.is_sparse:
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        return gradients_of(self._parameters)
+
+    def _check_dense(self, gradients: Sequence[Tensor]) -> None:
+        for trained, gradient in zip(self._trained, gradients, strict=True):
+            if gradient.is_sparse:
                 raise UserCodeError(
-                    f"the gradient of {self._trained[index].holding.name} is sparse; gradients must be dense: build "
-                    "the module with sparse=False"
+                    f"the gradient of {trained.holding.name} is sparse; gradients must be dense: build the module with "
+                    "sparse=False"
                 )
-            found.append(gradient)
-        return found
 
     def _look(self) -> None:
         """The first part of this rank's samples is over: takes its norm."""

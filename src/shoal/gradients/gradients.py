@@ -243,9 +243,10 @@ class InLoops(NamedTuple):
         if max(sizes, default=0) > SHORT:
             short = [each for each, numel in zip(gradients, sizes, strict=True) if numel <= SHORT]
             long = [each for each, numel in zip(gradients, sizes, strict=True) if numel > SHORT]
+            sizes = [numel for numel in sizes if numel <= SHORT]
         if any(map(_is_sparse, long)):
             return None
-        kernels, vectors = load_kernels(), vectors_in(short)
+        kernels, vectors = load_kernels(), vectors_in(short, sizes)
         return None if kernels is None or vectors is None else cls(kernels, vectors, short, long)
 
     def norm(self) -> Tensor:

@@ -32,8 +32,10 @@ MIX_2 = _signed(0x94D049BB133111EB)
 
 def key_of(seed: int, *names: str | int) -> int:
     """A 64-bit key, as a signed integer, from a seed and a path of names; `1` and `"1"` are different names."""
-    path = [("s", part.encode()) if isinstance(part, str) else ("i", b"%d" % part) for part in (seed, *names)]
-    text = b"".join(b"%s%d:%s" % (kind.encode(), len(part), part) for kind, part in path)
+    text = b""
+    for part in (seed, *names):
+        kind, own = (b"s", part.encode()) if isinstance(part, str) else (b"i", b"%d" % part)
+        text += b"%s%d:%s" % (kind, len(own), own)
     digest = hashlib.blake2b(text, digest_size=8, person=b"shoal-counter").digest()
     return int.from_bytes(digest, "little", signed=True)
 

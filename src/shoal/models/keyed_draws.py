@@ -23,14 +23,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch._C._functorch import TransformType, get_interpreter_stack
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import _get_current_function_mode_stack as _entered_modes
 from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import UserCodeError
@@ -189,7 +190,7 @@ class KeyedDraws(TorchFunctionMode):
 
     def begin(self, step: int, sample_keys: SampleKeys, *, tokens: int) -> None:
         """A forward follows, of samples with these keys, of which this rank gets so many tokens."""
-        self._step, self._keys_of, self._tokens = step, cache(sample_keys), tokens
+        self._step, self._keys_of, self._tokens = step, _AskedOnce(sample_keys), tokens
         self._calls, self._counts, self._loop, self._of_samples = [], {}, _Call(LOOP, 0), True
         self._evaluated = not self._model.training
         self._sequence = {} if self.slices.sequence is None else self.slices.sequence(tokens)
@@ -207,32 +208,24 @@ class KeyedDraws(TorchFunctionMode):
     def enter_loop(self, *, here: bool = True) -> None:
         """What follows is drawn by a script's own loop, which runs `here`, on this thread, or waits for it."""
         self._entered += 1
-        if here:
+        if here and _len_torch_function_stack() == 0:
+            _push_mode(self)
+        elif here:
             _push_below(self)
         self._calls = [self._loop]
 
     def leave_loop(self) -> bool:
         """The loop calls its model, or what draws nothing that has to be keyed. Whether it runs on this thread."""
-        here = self in _get_current_function_mode_stack()
         self._loop, self._calls = self._calls[0], []
-        self.__exit__(None, None, None)
-        return here
+        return self._left()
 
     def end_samples(self) -> None:
         """What the loop draws from here to the next forward is for weights and gradients, whatever its shape."""
         self._of_samples = False
 
-    @contextmanager
-    def outside_loop(self) -> Iterator[None]:
+    def outside_loop(self) -> AbstractContextManager[None]:
         """Around what is no part of a loop's own draws, where a loop is under way."""
-        if not self.in_loop:
-            yield
-            return
-        here = self.leave_loop()
-        try:
-            yield
-        finally:
-            self.enter_loop(here=here)
+        return _OutsideLoop(self)
 
     @contextmanager
     def replaying(self, moment: Moment) -> Iterator[None]:
@@ -278,14 +271,20 @@ class KeyedDraws(TorchFunctionMode):
         return super().__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._left()
+
+    def _left(self) -> bool:
+        """It is left: whether on the thread that had entered it."""
         self._entered -= 1
-        if self not in _get_current_function_mode_stack():  # the loop runs on another thread
-            return
+        depth = _len_torch_function_stack()
+        if depth == 0 or (_get_function_stack_at(depth - 1) is not self and self not in _entered_modes()):
+            return False  # the loop runs on another thread
         above = []  # a loop is left inside of modes that the script has entered meanwhile
         while (mode := _pop_mode()) is not self:
             above.append(mode)
         for mode in reversed(above):
             _push_mode(mode)
+        return True
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -413,11 +412,40 @@ class KeyedDraws(TorchFunctionMode):
         return extents_in(inner, self._sequence, inside, module=self._calls[-1].module)
 
 
+class _AskedOnce:
+    """Keys of samples, which are computed when something is drawn."""
+
+    def __init__(self, keys: SampleKeys) -> None:
+        self._ask = keys
+        self._keys: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._keys is None:
+            self._keys = self._ask()
+        return self._keys
+
+
+class _OutsideLoop:
+    """See `KeyedDraws.outside_loop`. A class, as there are several in every step."""
+
+    def __init__(self, draws: KeyedDraws) -> None:
+        self._draws = draws
+        self._here: bool | None = None
+
+    def __enter__(self) -> None:
+        if self._draws.in_loop:
+            self._here = self._draws.leave_loop()
+
+    def __exit__(self, *_: object) -> None:
+        if self._here is not None:
+            self._draws.enter_loop(here=self._here)
+
+
 def _push_below(mode: TorchFunctionMode) -> None:
     """Enters `mode` below those that a script leaves when it likes, each from the top; above that of PyTorch's default
     device, which has to be the lowest.
     """
-    above = [_pop_mode() for _ in _get_current_function_mode_stack()]
+    above = [_pop_mode() for _ in _entered_modes()]
     if above and above[-1] is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None):
         _push_mode(above.pop())
     for each in (mode, *reversed(above)):
@@ -426,7 +454,7 @@ def _push_below(mode: TorchFunctionMode) -> None:
 
 def active_draws() -> KeyedDraws | None:
     """The mode that is entered here."""
-    entered = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, KeyedDraws)]
+    entered = [mode for mode in _entered_modes() if isinstance(mode, KeyedDraws)]
     if not entered:
         return None
     entered[-1].is_asked_for = True

@@ -30,32 +30,41 @@ BITS = 20
 
 
 class Declaration(GlobalSum):
-    """`loss` is this rank's part of the loss, a float64 scalar; `without` the number of parameters that got no
-    gradient here; `decisions` a line for each decision.
+    """`loss` is this rank's part of the loss, a number or a float64 scalar; `without` the number of parameters that got
+    no gradient here; `decisions` a line for each decision. They are told on `device`.
     """
 
-    def __init__(self, group: Collective, loss: Tensor, *, without: int, decisions: Sequence[str]) -> None:
+    def __init__(
+        self,
+        group: Collective,
+        loss: float | Tensor,
+        *,
+        without: int,
+        decisions: Sequence[str],
+        device: torch.device,
+    ) -> None:
         super().__init__(group)
-        self._ranks, self._decisions, self._device = group, decisions, loss.device
+        self._ranks, self._decisions, self._device = group, decisions, device
         self._sums: list[float] | None = None
-        self._without, self._told = without, loss.double().reshape(1)
+        self._loss, self._without = loss, without
         if group.size == 1:  # nobody decides otherwise
             return
         text = "\n".join(decisions).encode()
         first, second = (zlib.crc32(text, start) >> (32 - BITS) for start in (0, 1))
-        numbers = [without, first, first**2, second, second**2]
-        self._told = torch.cat([self._told, numbers_on(loss.device, numbers)])
+        numbers = numbers_on(device, [without, first, first**2, second, second**2])
+        self._told = torch.cat([_scalar(loss, device).reshape(1), numbers])
         self.start(self._told)
 
     def tensor(self) -> Tensor:
         """The loss of all ranks, a scalar on the device."""
-        if self._handle is not None:
-            self._handle.wait()
+        if self._handle is None:
+            return _scalar(self._loss, self._device)
+        self._handle.wait()
         return self._told[0]
 
     def wait(self) -> float:
         """The loss of all ranks."""
-        return self._all()[0]
+        return float(self._loss) if self._ranks.size == 1 else self._all()[0]
 
     @property
     def all_used(self) -> bool:
@@ -78,6 +87,10 @@ class Declaration(GlobalSum):
                 self._handle.wait()
             self._sums = self._told.tolist()
         return self._sums
+
+
+def _scalar(loss: float | Tensor, device: torch.device) -> Tensor:
+    return torch.as_tensor(loss, dtype=torch.float64, device=device)
 
 
 def used_anywhere(names: Sequence[str], used: Collection[str], group: Collective, device: torch.device) -> set[str]:

@@ -220,7 +220,8 @@ class Training:
         """
         step = self._steps.open
         try:
-            self._backward(loss, kind_of(weight, reduction), weight=weight, more=more, optimizer=optimizer)
+            with self._compute.randomness.beside_loop():
+                self._backward(loss, kind_of(weight, reduction), weight=weight, more=more, optimizer=optimizer)
         except Exception as error:
             if step is not None:
                 step.stands(error)
@@ -392,8 +393,7 @@ class Training:
         around = players[0].backward(last=last) if len(players) == 1 else around_all(players, last=last)
         others = [player.optimizer for player in self._players if player not in players]
         away = aside(others) if others else nullcontext()
-        randomness = self._compute.randomness
-        with randomness.beside_loop(), around, randomness.drawing(), one_pass(joined=joined), away:
+        with around, self._compute.randomness.drawing(), one_pass(joined=joined), away:
             self._compute.begin_backward()
             totals[0].backward(inputs=players[0].inputs if others else None)  # pyright: ignore[reportArgumentType]
         alike()

@@ -197,6 +197,8 @@ class OwnSteps:
 
     def _look_at_weights(self, step: OpenStep) -> None:
         """Warns once of a loop that writes weights between two microbatches of a step."""
+        if not step.versions:
+            return
         now = zip(self._weights.items(), step.versions, strict=False)
         written = next((name for (name, weight), version in now if weight._version != version), None)
         if written is None:

@@ -242,9 +242,10 @@ class Player:
         self._check_whole(step)
         declared = Declaration(
             self._context.lockstep,
-            torch.as_tensor(self._loss if counts else 0.0, dtype=torch.float64, device=self._context.device),
+            self._loss if counts else 0.0,
             without=len(self._names) - len(used),
             decisions=[] if self._alone else self._decisions(),
+            device=self._context.device,
         )
         work = step.work
         own = Work(work.step, work.batches, None, work.tally, declared, work.on_gradients)
@@ -296,16 +297,17 @@ class Player:
         self._shown.close()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        step = self._opened()
-        try:
-            with self._randomness.beside_loop():
-                has_closure = len(args) > 1 or any(value is not None for value in kwargs.values())
+        step, has_closure = self._opened(), len(args) > 1 or any(value is not None for value in kwargs.values())
+        with ExitStack() as stepping:
+            stepping.enter_context(self._randomness.beside_loop())
+            try:
                 agreed = self._make_ready(step, has_closure=has_closure)
-        except UserCodeError as refusal:
-            step.stands(refusal)
-            raise
-        if agreed is not None:
-            self._stepping.enter_context(self._randomness.updating(in_pieces=self.gradients.divided))
+            except UserCodeError as refusal:
+                step.stands(refusal)
+                raise
+            if agreed is not None:
+                stepping.enter_context(self._randomness.updating(in_pieces=self.gradients.divided))
+                self._stepping = stepping.pop_all()
 
     def _make_ready(self, step: OpenStep, *, has_closure: bool) -> AgreedUpdate | None:
         """What all ranks have agreed on, if anything; the optimizer sees then what it is to step, and nothing else."""
@@ -424,9 +426,9 @@ class Player:
         if self._alone or not self._sends:
             return
         taken = named("has no gradient", [name for name, each in self._trained.items() if each.grad is None])
-        group, nothing = self._context.lockstep, torch.zeros((), dtype=torch.float64, device=self._context.device)
         told = taken or ["all parameters have gradients"]
-        Declaration(group, nothing, without=0, decisions=told).check(step.work.step)
+        group, device = self._context.lockstep, self._context.device
+        Declaration(group, 0.0, without=0, decisions=told, device=device).check(step.work.step)
 
     def _check_unscaled(self) -> None:
         """In the first step. Raises `UserCodeError` where the script, or who calls the optimizer, scales losses."""
