@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from shoal.engine.batch_statistics import StepBuffers
 from shoal.engine.randomness import Randomness
 from shoal.models import draw_watch
+from shoal.models.batch_norm import GroupedBatchNorm
 from shoal.models.draw_watch import draws_nothing, generators_in_use, key_checkpoints, seed_all_devices
 from shoal.models.keyed_draws import KeyedDraws, active_draws
 from shoal.own_loop.steps import DrawsBySample
@@ -38,7 +39,8 @@ class Sleeper(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.drops = drops
-        self.inner, self.inside = nn.Linear(6, 6), nn.Dropout(0.0)
+        self.inner: nn.Module = nn.Linear(6, 6)
+        self.inside = nn.Dropout(0.0)
         self.wakes, self.calls = wakes, 0
         self.register_buffer("seen", torch.zeros(()))
 
@@ -90,6 +92,45 @@ def test_outputs_and_buffers_are_those_of_the_mode(wakes: int, drops: bool) -> N
     assert randomness.draws.asleep is (wakes == STEPS and not drops)
     assert randomness.draws.dozes is (wakes == STEPS and drops)
     assert bool(other._forward_hooks) is (wakes < STEPS)
+
+
+def moved(wakes: int, *, may_sleep: bool, writes: bool = False) -> tuple[list[Tensor], Sleeper, Randomness]:
+    """The same in a script's own loop, whose model has batch norms of PyTorch's and over groups. It `writes` a buffer
+    itself, before it calls the model.
+    """
+    model = Sleeper(wakes)
+    model.inner = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), GroupedBatchNorm(6, 2))
+    randomness, buffers = randomness_of(model, may_sleep=may_sleep), StepBuffers(model)
+    compute: Any = SimpleNamespace(randomness=randomness, buffers=buffers)
+    hooks, found, x = DrawsBySample([model], compute, inside=lambda: True), [], torch.arange(24.0).view(4, 6)
+    for step in range(STEPS):
+        model.calls = step
+        randomness.step(step)
+        buffers.start()
+        buffers.rewind()
+        randomness.microbatch(torch.arange(4 * step, 4 * step + 4))
+        if writes:
+            model.seen += 1
+        found.append(model(x**step))
+        buffers.finish(committed=True)
+    hooks.close()
+    return found, model, randomness
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("wakes", [0, 1, 3, STEPS])
+def test_a_loop_whose_buffers_move_has_outputs_and_buffers_of_the_mode(wakes: int, writes: bool) -> None:
+    """Statistics of batch norms and the sums of a step; and where the loop writes a buffer itself the mode stays, as
+    what the forward began with is known no more.
+    """
+    expected, model, _ = moved(wakes, may_sleep=False, writes=writes)
+    found, other, randomness = moved(wakes, may_sleep=True, writes=writes)
+    assert all(torch.equal(one, two) for one, two in zip(expected, found, strict=True))
+    for (name, one), two in zip(model.named_buffers(), other.buffers(), strict=True):
+        assert torch.equal(one, two), name
+    assert float(other.seen) == STEPS * (1 + writes)  # type: ignore[arg-type]
+    assert randomness.draws is not None
+    assert randomness.draws.asleep is (wakes == STEPS and not writes)
 
 
 def test_a_forward_that_meets_other_ranks_is_under_the_mode() -> None:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.errors import UserCodeError
-from shoal.models.batch_norm import GroupedBatchNorm, StepStatistics, with_grouped_norm
+from shoal.models import batch_norm
+from shoal.models.batch_norm import FUSED_GROUPS, GroupedBatchNorm, StepStatistics, with_grouped_norm
 
 GROUP = 4
 # The same sums in float64; only the last bits may differ with their order.
@@ -61,6 +62,28 @@ def test_no_split_into_microbatches_and_replicas_changes_anything(cuts: set[int]
         replica.commit_sums(total)
         torch.testing.assert_close(replica.running_mean, whole.running_mean, rtol=REL_F64, atol=0)
         torch.testing.assert_close(replica.running_var, whole.running_var, rtol=REL_F64, atol=0)
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("places", [False, True], ids=["rows", "pictures"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_pytorchs_kernel_is_the_operators(
+    groups: int, places: bool, affine: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outputs, statistics, gradients and second derivatives, of weights in another type, too."""
+    found = []
+    for most in (0, FUSED_GROUPS):
+        monkeypatch.setattr(batch_norm, "FUSED_GROUPS", most)
+        norm = GroupedBatchNorm(3, GROUP, affine=affine)
+        x = images(groups * GROUP)
+        x = (x if places else x[..., 0, 0]).requires_grad_()
+        y = norm(x)
+        leaves = [x, *norm.parameters()]
+        first = torch.autograd.grad(y.pow(3).sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(g.pow(2).sum() for g in first), leaves)
+        found.append([y.detach(), norm.step_sums(), *first, *second])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-5 if one.dtype == torch.float32 else REL_F64, atol=1e-8)
 
 
 def test_accumulated_forwards_count_as_one_step() -> None:

@@ -92,10 +92,10 @@ def test_masks_of_the_loop_in_c_are_those_of_the_bits(shape: tuple[int, ...], dt
     kernels, found = load_kernels(), []
     before = torch.get_default_dtype()
     assert kernels is not None
-    for write in (None, kernels.mask):
+    for loops in (None, kernels):
         model = Draws(lambda x: F.dropout(x, 0.3))
         mode = KeyedDraws(model, seed=3)
-        mode.write_mask = write
+        mode.loops = loops
         mode.begin(1, lambda: torch.arange(4) * 7919 - 2**62, tokens=5)
         torch.set_default_dtype(torch.float64)
         with mode:
@@ -103,6 +103,36 @@ def test_masks_of_the_loop_in_c_are_those_of_the_bits(shape: tuple[int, ...], dt
         torch.set_default_dtype(before)
     assert torch.equal(*found)
     assert 0 < float((found[0] == 0).double().mean()) < 1 or found[0].numel() < 20
+
+
+OF_SAMPLES: list[Callable[[Tensor], Tensor]] = [
+    torch.randn_like,
+    torch.rand_like,
+    lambda x: torch.randn_like(x[:, 0]),
+    lambda x: torch.rand(0, *x.shape[1:]),
+    lambda x: torch.randn(3, len(x)),
+    lambda x: torch.randn_like(x, dtype=torch.complex64),
+    lambda x: torch.randint_like(x, 9),
+    lambda x: torch.bernoulli(torch.full_like(x, 0.3)),
+    lambda x: torch.empty_like(x).exponential_(),
+    lambda x: torch.normal(x, 2.0),
+]
+
+
+@kernels_built
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("law", OF_SAMPLES)
+def test_numbers_of_the_loops_in_c_are_those_of_torch(law: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    found = []
+    for loops in (None, load_kernels()):
+        model = Draws(law)
+        mode = KeyedDraws(model, seed=3)
+        mode.loops = loops
+        mode.begin(1, lambda: torch.arange(4) * 7919 - 2**62, tokens=5)
+        with mode:
+            found.append(model(torch.ones(4, 33, 17, dtype=dtype)))
+    assert torch.equal(*found)
+    assert found[0].numel() == 0 or bool((found[0] != found[0].flatten()[0]).any())
 
 
 def in_place(drop: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -147,7 +177,7 @@ def test_a_probability_that_a_loop_changes_in_place_is_read_anew() -> None:
     assert kernels is not None
     model = Draws(lambda x: F.dropout(x, p))  # type: ignore[arg-type]
     mode = KeyedDraws(model, seed=3)
-    mode.write_mask = kernels.mask
+    mode.loops = kernels
     for value in (0.25, 0.5):
         p.fill_(value)
         mode.begin(1, lambda: torch.arange(4), tokens=0)

@@ -1,5 +1,5 @@
 """The hot loops in C of the codecs (`core/kernels.c`), of moments in 8 bits and AdamW (`core/adam.c`), of LAMB and LARS
-(`core/layerwise.c`), and of dropout's masks (`core/masks.c`), as Python sees them: loaded with ctypes, so that calls
+(`core/layerwise.c`), and of random numbers (`core/counters.c`), as Python sees them: loaded with ctypes, so that calls
 leave the interpreter lock.
 
 They work on float32 vectors in the memory of a CPU. For all others, and where Shoal was installed without a C compiler,
@@ -45,6 +45,9 @@ _FUNCTIONS = {
     "squares": (c_double, (c_void_p, *_VECTOR)),
     "multiply": (None, (c_void_p, *_VECTOR, c_float)),
     "mask": (None, (*_VECTOR, c_uint64, *_VECTOR, c_uint64, c_int64, c_float, c_void_p)),
+    "bits": (None, (*_VECTOR, c_uint64, *_VECTOR, c_uint64, c_void_p)),
+    "uniform32": (None, (*_VECTOR, c_uint64, c_void_p)),
+    "uniform64": (None, (*_VECTOR, c_uint64, c_void_p)),
 }
 
 SCALES = ("largest", "norm", "mean")
@@ -224,6 +227,18 @@ class Kernels:
             keys.data_ptr(), len(keys), layer % (1 << 64), first.data_ptr(), len(first), out.shape[-1], least, kept,
             out.data_ptr(),
         )  # fmt: skip
+
+    def bits(self, keys: Tensor, layer: int, first: Tensor, out: Tensor) -> None:
+        """Writes those bits, int64, in the place of a mask."""
+        self._library.shoal_codec_bits(
+            keys.data_ptr(), len(keys), layer % (1 << 64), first.data_ptr(), len(first), out.shape[-1], out.data_ptr()
+        )
+
+    def uniform(self, keys: Tensor, counter: int, out: Tensor) -> None:
+        """Writes `out`, float32 or float64 in the shape of `keys`: `shoal.maths.counter.uniform(keys, counter)`."""
+        double = out.dtype == torch.float64
+        write = self._library.shoal_codec_uniform64 if double else self._library.shoal_codec_uniform32
+        write(keys.data_ptr(), keys.numel(), counter, out.data_ptr())
 
 
 def _floats(numbers: Sequence[float]) -> Any:

@@ -12,7 +12,7 @@ Modules that follow `StepStatistics` bring their own agreement: `StatisticsSync`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,13 +21,14 @@ from torch.nn import Parameter
 
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
-from shoal.models.batch_norm import StepStatistics, SynchronisedBatchNorm
+from shoal.models.batch_norm import GroupedBatchNorm, StepStatistics, SynchronisedBatchNorm
 
 
 class StepBuffers:
     """The buffers of `model`, saved or not, and its untrained parameters: what may change without a gradient.
 
-    Left out are those of `StepStatistics`, and caches, which begin as None or change their shape. Untrained parameters
+    Left out are caches, which begin as None or change their shape, and those of `StepStatistics`: of batch norms over
+    groups a forward can be taken back all the same. Untrained parameters
     are watched if there are no more of them than of trained ones (a teacher, not a base that adapters are added to);
     those that have not moved in the first `WATCHED_STEPS` steps are let go.
 
@@ -44,6 +45,8 @@ class StepBuffers:
         self._before_pass: dict[str, Tensor] = {}
         self._after_first: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
+        self._grouped = [module for module in model.modules() if isinstance(module, GroupedBatchNorm)]
+        self._gathered, self._gathered_versions = [norm.totals.clone() for norm in self._grouped], list[int]()
         self._forwards, self._steps, self._looked = 0, 0, False
         self.moving: set[str] = set()
         self.of_samples: str | None = None
@@ -63,8 +66,7 @@ class StepBuffers:
         if not self._steps:
             self._places = dict(_places(self._model))
             self._start = {name: self.now(name).detach().clone() for name in self._places}
-        for name in self.moving & set(self._start):
-            self._start[name].copy_(self.now(name).detach())
+        self._copy_moving(back=False)
         self._versions = {name: self.now(name)._version for name in self._start}
         self._after_first, self._forwards, self._looked, self.of_samples = {}, 0, False, None
         self._before_pass = {}
@@ -88,6 +90,10 @@ class StepBuffers:
     def rewind(self) -> None:
         """Before each forward: back to the state with which the step began."""
         self._forwards, self._looked = self._forwards + 1, False
+        if self._grouped:
+            totals = self._totals()
+            torch._foreach_copy_(self._gathered, totals)  # pyright: ignore[reportPrivateImportUsage]
+            self._gathered_versions = _versions_of(totals)
         if self._forwards > 1 and self._start:
             self._rewind()
 
@@ -102,8 +108,20 @@ class StepBuffers:
                 self._versions[name] = tensor._version
 
     @torch.no_grad()
+    def at_start(self) -> bool:
+        """Since `rewind`, has nobody written what moves, such as a script that calls a part of its model?"""
+        if _versions_of(self._totals()) != self._gathered_versions:
+            return False
+        now = {name: self.now(name) for name in self._comparable()} if self.moving else {}
+        if any(tensor._version != self._versions.get(name) for name, tensor in now.items()):
+            return False
+        return self._steps > self.WATCHED_STEPS or all(_same(now[name], self._before(name)) for name in now)
+
+    @torch.no_grad()
     def take_back(self) -> None:
         """The forward that has just been computed does not count: what it changed is as it was before it."""
+        if self._grouped:
+            torch._foreach_copy_(self._totals(), self._gathered)  # pyright: ignore[reportPrivateImportUsage]
         for name in self._comparable():
             tensor, before = self.now(name), self._before(name)
             if not _same(tensor, before):
@@ -120,10 +138,10 @@ class StepBuffers:
     def _look(self) -> None:
         self._start = {name: self._start[name] for name in self._comparable()}
         for name, start in self._start.items():
+            if self._forwards <= 1 and name in self.moving:
+                continue  # there is no other forward to compare it with
             tensor = self.now(name)
-            if self._untouched(name, tensor):
-                continue
-            if not _same(tensor, start):
+            if not self._untouched(name, tensor) and not _same(tensor, start):
                 self.moving.add(name)
                 self._compare_forwards(name, tensor)
 
@@ -131,15 +149,23 @@ class StepBuffers:
         """The step is over. A step that is not `committed` leaves no trace."""
         self.look()
         if not committed:
-            self._undo()
+            self._copy_moving(back=True)
         if self._steps == self.WATCHED_STEPS:
             still = {name for name, _ in self._model.named_parameters()} - self.moving
             self._start = {name: start for name, start in self._start.items() if name not in still}
 
     @torch.no_grad()
-    def _undo(self) -> None:
-        for name in self.moving & set(self._start):
-            self.now(name).copy_(self._start[name])
+    def _copy_moving(self, *, back: bool) -> None:
+        """To where the step begins, or `back` to that, in one call: there may be three for each batch norm."""
+        names = [name for name in self._start if name in self.moving]
+        if names:
+            start, now = [self._start[name] for name in names], [self.now(name) for name in names]
+            read, written = (start, now) if back else (now, start)
+            torch._foreach_copy_(written, read)  # pyright: ignore[reportPrivateImportUsage]
+
+    def _totals(self) -> list[Tensor]:
+        """What the batch norms over groups have gathered."""
+        return [cast(Tensor, norm._buffers["totals"]) for norm in self._grouped]
 
     def _before(self, name: str) -> Tensor:
         """What each forward begins with."""
@@ -176,6 +202,10 @@ def _places(model: nn.Module) -> Iterator[tuple[str, tuple[dict[str, Any], str]]
         for name, parameter in module._parameters.items():
             if parameter is not None and not parameter.requires_grad and sizes[False] <= sizes[True]:
                 yield f"{prefix}{name}", (module._parameters, name)  # type: ignore[misc]
+
+
+def _versions_of(tensors: Sequence[Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
 
 
 def _alike(tensor: Tensor | None, start: Tensor) -> bool:
@@ -257,7 +287,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
     """The same numbers; a NaN is itself."""
     if torch.equal(a, b):
         return True
-    return a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+    if not a.is_floating_point() or not bool(a.isnan().any()):
+        return False
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def _checksum(buffer: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ class Randomness:
     ) -> None:
         self._seed, self._replica, self.draws, self.seeds_host = seed, replica, draws, seeds_host
         if draws is not None and (kernels := load_kernels()) is not None:
-            draws.write_mask = kernels.mask
+            draws.loops = kernels
         self.sleeping = None if draws is None else SleepingDraws(draws, may_sleep=may_sleep)
         self._sample_key, self._host_seed = key_of(seed, "dropout"), key_of(seed, "host", 0)
         self._step, self._step_seed = 0, 0

@@ -27,7 +27,7 @@ from shoal.codec.kernels import Kernels, Vectors, load_kernels, vectors_in
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.gradients.reducer import OwnGradient
-from shoal.maths.norm import SHORT, joint_norm
+from shoal.maths.norm import joint_norm
 from shoal.state import Owned, complete, gradients_of, is_counted
 from shoal.topology.holding import Ranks
 
@@ -223,7 +223,12 @@ _IN_FLOAT32, _IN_FLOAT64 = (True, torch.float32), (True, torch.float64)
 
 
 # Many short gradients: PyTorch's call for each takes longer than its numbers do, so one loop in C goes through all that
-# are float32 on a CPU (`codec.kernels.vectors_in`). Long ones are PyTorch's, which has several threads.
+# are float32 on a CPU (`codec.kernels.vectors_in`). Where PyTorch has several threads, those are its own that are long
+# enough to be divided among them.
+
+
+SPLIT = 1 << 15
+"""Of more numbers, PyTorch's kernels give each thread a part (its `GRAIN_SIZE`)."""
 
 
 class InLoops(NamedTuple):
@@ -240,10 +245,10 @@ class InLoops(NamedTuple):
     def found(cls, gradients: Sequence[Tensor]) -> InLoops | None:
         """None where no loop is worth it, or can reach them."""
         sizes, short, long = list(map(Tensor.numel, gradients)), gradients, []
-        if max(sizes, default=0) > SHORT:
-            short = [each for each, numel in zip(gradients, sizes, strict=True) if numel <= SHORT]
-            long = [each for each, numel in zip(gradients, sizes, strict=True) if numel > SHORT]
-            sizes = [numel for numel in sizes if numel <= SHORT]
+        if torch.get_num_threads() > 1 and max(sizes, default=0) > SPLIT:
+            short = [each for each, numel in zip(gradients, sizes, strict=True) if numel <= SPLIT]
+            long = [each for each, numel in zip(gradients, sizes, strict=True) if numel > SPLIT]
+            sizes = [numel for numel in sizes if numel <= SPLIT]
         if any(map(_is_sparse, long)):
             return None
         kernels, vectors = load_kernels(), vectors_in(short, sizes)

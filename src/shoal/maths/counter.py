@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ MIX_1 = _signed(0xBF58476D1CE4E5B9)
 MIX_2 = _signed(0x94D049BB133111EB)
 
 
+@lru_cache(maxsize=4096)
 def key_of(seed: int, *names: str | int) -> int:
     """A 64-bit key, as a signed integer, from a seed and a path of names; `1` and `"1"` are different names."""
     text = b""

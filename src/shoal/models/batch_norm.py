@@ -227,6 +227,10 @@ def _in_place_of(norm: _BatchNorm, name: str, make: Callable[[_BatchNorm], StepB
 # `with_grouped_norm` puts such layers in the place of a user's `torch.nn.BatchNorm` layers.
 
 
+FUSED_GROUPS = 8
+"""Of more groups in a batch, operators over all of them at once are faster than a kernel for each."""
+
+
 class GroupedBatchNorm(StepBatchNorm):
     """Normalises `[groups * group_samples, channels, ...]`, each group by its own statistics."""
 
@@ -238,12 +242,28 @@ class GroupedBatchNorm(StepBatchNorm):
 
     def normalised(self, x: Tensor) -> Tensor:
         """Raises `ValueError` for a batch of incomplete groups."""
-        groups = x.unflatten(0, (self._groups_in(x), self.group_samples))
+        count = self._groups_in(x)
+        if 0 < count <= FUSED_GROUPS and x[: self.group_samples, 0].numel() > 1:
+            return self._fused(x, count)
+        groups = x.unflatten(0, (count, self.group_samples))
         var, mean = torch.var_mean(groups, dim=(1, *range(3, groups.ndim)), correction=0, keepdim=True)
         numel = groups[0, :, 0].numel()
         sums = torch.stack((mean, var * (numel / max(1, numel - 1)))).detach().to(torch.float64).flatten(2).sum(1)
         self.add(sums[0], sums[1], count=mean.shape[0])
         return self.scaled(groups, mean, var, [1] * (x.ndim - 2)).flatten(0, 1)
+
+    def _fused(self, x: Tensor, count: int) -> Tensor:
+        """Each group by PyTorch's kernel, in half the time of the operators; it leaves mean and unbiased variance
+        behind, as running statistics of which one batch is the whole.
+        """
+        weight, bias = (None if each is None else each.to(x.dtype) for each in (self.weight, self.bias))
+        statistics = x.new_zeros(2, count, self.channels)
+        normalised = [
+            torch.batch_norm(group, weight, bias, mean, var, True, 1.0, self.eps, torch.backends.cudnn.enabled)
+            for group, mean, var in zip((x,) if count == 1 else x.split(self.group_samples), *statistics, strict=True)
+        ]
+        self.add(*statistics.sum(1, dtype=torch.float64), count=count)
+        return normalised[0] if count == 1 else torch.cat(normalised)
 
     def _groups_in(self, x: Tensor) -> int:
         groups, left_over = divmod(x.shape[0], self.group_samples)

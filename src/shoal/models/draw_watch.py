@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils import checkpoint
 
-from shoal.models.batch_norm import StepStatistics
+from shoal.models.batch_norm import GroupedBatchNorm, StepStatistics
 from shoal.models.keyed_draws import KeyedDraws, active_draws
 from shoal.models.roles import tables_in
 
@@ -120,8 +120,11 @@ class DrawWatch:
 
 
 def repeats_alike(model: nn.Module) -> bool:
-    """Can a forward of `model` be taken back? Not one that asks servers for rows, or adds up statistics of a step."""
-    return not tables_in(model) and not any(isinstance(module, StepStatistics) for module in model.modules())
+    """Can a forward of `model` be taken back? Not one that asks servers for rows, or adds up statistics of a step, of
+    which those of batch norms over groups alone are known (`shoal.engine.batch_statistics`).
+    """
+    statistics = [module for module in model.modules() if isinstance(module, StepStatistics)]
+    return not tables_in(model) and all(isinstance(module, GroupedBatchNorm) for module in statistics)
 
 
 class SleepingDraws:

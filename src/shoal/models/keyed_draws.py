@@ -37,7 +37,8 @@ from torch.utils.hooks import RemovableHandle
 from shoal.errors import UserCodeError
 from shoal.maths.counter import bits, key_of
 from shoal.models.keyed_functions import AS_FLOAT32, BODIES, DROPPING, HANDLERS, drawn, factor_of_kept
-from shoal.models.sample_places import Extent, Inside, Slices, extents_in, numbered, rows_of, samples_in
+from shoal.models.laws import Bits, Loops
+from shoal.models.sample_places import Extent, Inside, Slices, bits_in, extents_in, numbered, rows_of, samples_in
 
 
 @dataclass
@@ -53,9 +54,6 @@ class _Call:
 
 LOOP = "\0loop"
 """What draws past the model's forward."""
-
-WriteMask = Callable[..., None]
-"""Of `(keys, layer, first, out, *, least, kept)`, as `shoal.codec.kernels.Kernels.mask`."""
 
 SampleKeys = Callable[[], Tensor]
 """Gives the key of each sample of a forward, int64 `[samples]`: asked for where something is drawn."""
@@ -100,8 +98,8 @@ class KeyedDraws(TorchFunctionMode):
         self.unkeyed: set[str] = set()
         self.drew, self.drawers = 0, set[str]()
         self.is_asked_for = self.dozes = False
-        self.write_mask: WriteMask | None = None
-        """What writes masks on a CPU in one pass; None: operators of PyTorch's do."""
+        self.loops: Loops | None = None
+        """What writes numbers on a CPU in one pass; None: operators of PyTorch's do."""
         self._keys_of: SampleKeys | None = None
         self._step, self._tokens, self._entered, self._replays = 0, 0, 0, 0
         self._calls: list[_Call] = []
@@ -147,6 +145,14 @@ class KeyedDraws(TorchFunctionMode):
             self.sleep()
         if self.asleep:
             self._hook(lambda name: True)
+
+    def is_called_with(self, module: nn.Module) -> bool:
+        """Is that its model, whose calls it hears of now?"""
+        return module is self._model and ("", "before") in self._hooks
+
+    def begin_call(self) -> None:
+        """Its model is being called, and its own hook was not there when that began."""
+        self._before("")(self._model, ())
 
     def _hook(self, wanted: Callable[[str], bool]) -> None:
         for name, module in self._modules:
@@ -255,7 +261,7 @@ class KeyedDraws(TorchFunctionMode):
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Around the model's own forward where its hooks are passed by: what they do."""
-        self._before("")(self._model, ())
+        self.begin_call()
         try:
             yield
         finally:
@@ -343,23 +349,23 @@ class KeyedDraws(TorchFunctionMode):
 
         return after
 
-    def bits_for(self, shape: Sequence[int], *, device: torch.device, samples: bool = True) -> Tensor:
+    def bits_for(self, shape: Sequence[int], *, device: torch.device, samples: bool = True) -> Bits:
         """64 random bits for each element of a tensor of this shape, the next draw of the module that is called."""
-        return self._bits(self._next_key(), shape, device=device, samples=samples)
+        return Bits(self._bits(self._next_key(), shape, device=device, samples=samples), self.loops)
 
     def mask_for(
         self, shape: Sequence[int], *, p: float, dtype: torch.dtype, device: torch.device, samples: bool = True
     ) -> Tensor:
         """1 / (1 - p) where the bits of the next draw are among the 1 - p that stay, else 0."""
-        key, write, least = self._next_key(), self.write_mask, math.floor(p * 2**64) - 2**63
+        key, loops, least = self._next_key(), self.loops, math.floor(p * 2**64) - 2**63
         dim, inner = self._samples_of(shape) if samples else (None, ())
-        writable = write is not None and device.type == "cpu" and dtype in AS_FLOAT32
-        if write is None or not writable or dim is None or not inner or self._extents(inner):
+        writable = loops is not None and device.type == "cpu" and dtype in AS_FLOAT32
+        if loops is None or not writable or dim is None or not inner or self._extents(inner):
             drawn = self._bits(key, shape, device=device, samples=samples)
             return (drawn >= least).to(dtype) / (1 - p)
         keys = self._sample_keys().to(device).contiguous()
         mask = torch.empty(len(keys), *inner, dtype=torch.float32, device=device)
-        write(keys, key, rows_of(inner), mask, least=least, kept=factor_of_kept(p, dtype))
+        loops.mask(keys, key, rows_of(inner), mask, least=least, kept=factor_of_kept(p, dtype))
         return (mask.view(shape) if dim == 0 else mask.movedim(0, dim).reshape(shape)).to(dtype)
 
     def _next_key(self) -> int:
@@ -378,12 +384,11 @@ class KeyedDraws(TorchFunctionMode):
 
     def _bits(self, key: int, shape: Sequence[int], *, device: torch.device, samples: bool) -> Tensor:
         dim, inner = self._samples_of(shape) if samples else (None, tuple(shape))
-        index = self._index(inner, device)
         if dim is None:
-            return bits(key_of(key, "step", self._step), index)
-        samples_keys = self._sample_keys().to(device)
-        keys = bits(samples_keys, torch.full_like(samples_keys, key))
-        return bits(keys.view(-1, *[1] * len(inner)), index[None]).movedim(0, dim).reshape(shape)
+            return bits(key_of(key, "step", self._step), numbered(inner, self._extents(inner), device))
+        keys = self._sample_keys().to(device)
+        drawn = bits_in(keys, key, inner, self._extents(inner), loops=self.loops)
+        return drawn.movedim(0, dim).reshape(shape)
 
     def _sample_keys(self) -> Tensor:
         assert self._keys_of is not None
@@ -403,9 +408,6 @@ class KeyedDraws(TorchFunctionMode):
             return None, tuple(shape)
         samples = len(self._sample_keys())
         return samples_in(shape, samples, rows={samples * tokens for tokens in (self._tokens, *self._sequence)})
-
-    def _index(self, inner: Sequence[int], device: torch.device) -> Tensor:
-        return numbered(inner, self._extents(inner), device)
 
     def _extents(self, inner: Sequence[int]) -> dict[int, Extent]:
         inside = next((call.inside for call in reversed(self._calls) if call.inside is not None), None)

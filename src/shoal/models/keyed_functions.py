@@ -1,7 +1,6 @@
 """PyTorch's random functions, computed from the bits that a mode of keyed draws gives (`shoal.models.keyed_draws`).
 
-Each handler is called as `handler(mode, function, *args, **kwargs)` in the place of the function. Their laws are those
-of PyTorch's functions; the numbers are others.
+Each handler is called as `handler(mode, function, *args, **kwargs)` in the place of the function.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from shoal.maths.counter import normal, uniform
+from shoal.models.laws import LAWS, Bits, Law
 
 
 class Draws(Protocol):
@@ -29,7 +28,7 @@ class Draws(Protocol):
 
     unkeyed: set[str]
 
-    def bits_for(self, shape: Sequence[int], *, device: torch.device, samples: bool = True) -> Tensor:
+    def bits_for(self, shape: Sequence[int], *, device: torch.device, samples: bool = True) -> Bits:
         """See `KeyedDraws.bits_for`."""
         ...
 
@@ -176,7 +175,7 @@ def _recurrent(mode: Draws, func: Any, *args: Any) -> Any:
     return (x, *(torch.cat(parts) for parts in zip(*ends, strict=True)))
 
 
-def _drawn(law: Callable[[Tensor, Any, Any, Any], Tensor]) -> Callable[..., Tensor]:
+def _drawn(law: Law) -> Callable[..., Tensor]:
     """A random function whose result is overwritten, in its own shape and type, by numbers of `law`. What is drawn for
     a parameter, in place or as `torch.randn_like(weight)`, knows no samples, whatever its shape; nor does a tensor
     whose size the code spells out, as the coin of `torch.rand(1)`: it is as long in a microbatch of any size.
@@ -242,94 +241,6 @@ def _spells_size(code: types.CodeType, instruction: int) -> bool:
         return False
 
 
-def _uniform(drawn: Tensor, out: Tensor) -> Tensor:
-    is_double = out.dtype in (torch.float64, torch.complex128)
-    return uniform(drawn, torch.zeros_like(drawn), dtype=torch.float64 if is_double else torch.float32)
-
-
-def _below_one(drawn: Tensor, out: Tensor) -> Tensor:
-    """Uniform numbers that a half type does not round to 1."""
-    return _uniform(drawn, out).clamp(max=1 - torch.finfo(out.dtype).eps / 2)
-
-
-def _standard_normal(drawn: Tensor, out: Tensor) -> Tensor:
-    """In float64. Both parts of a complex number together have the variance 1."""
-    drawn = normal(drawn, torch.zeros_like(drawn), dtype=torch.float64)
-    return drawn * math.sqrt(0.5) if out.is_complex() else drawn
-
-
-def _argument(args: Any, kwargs: Mapping[str, Any], place: int, name: str, default: Any) -> Any:
-    return args[place] if len(args) > place else kwargs.get(name, default)
-
-
-def _uniform_in_place(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
-    low, high = _argument(args, kwargs, 1, "from", 0.0), _argument(args, kwargs, 2, "to", 1.0)
-    return low + (high - low) * _below_one(drawn, out)
-
-
-def _normal_in_place(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
-    mean, std = _argument(args, kwargs, 1, "mean", 0.0), _argument(args, kwargs, 2, "std", 1.0)
-    return mean + std * _standard_normal(drawn, out)
-
-
-def _normal_of(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
-    mean, std = _argument(args, kwargs, 0, "mean", 0.0), _argument(args, kwargs, 1, "std", 1.0)
-    return mean + std * _standard_normal(drawn, out)
-
-
-def _log_normal(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
-    mean, std = _argument(args, kwargs, 1, "mean", 1.0), _argument(args, kwargs, 2, "std", 2.0)
-    return (mean + std * _standard_normal(drawn, out)).exp()
-
-
-def _cauchy(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
-    median, sigma = _argument(args, kwargs, 1, "median", 0.0), _argument(args, kwargs, 2, "sigma", 1.0)
-    return median + sigma * (math.pi * (_uniform(drawn, out).double() - 0.5)).tan()
-
-
-def _geometric(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
-    failing = 1 - torch.as_tensor(_argument(args, kwargs, 1, "p", 0.5), dtype=torch.float64)
-    return (_uniform(drawn, out).double().log() / failing.log()).ceil().clamp(min=1)
-
-
-def _integers_in_place(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
-    """`x.random_(to)`, `x.random_(from, to)`, or `x.random_()`, which goes as far as the type counts exactly."""
-    bounds = [bound for bound in (*args[1:], kwargs.get("from"), kwargs.get("to")) if bound is not None]
-    low = bounds[0] if len(bounds) > 1 else 0
-    high = bounds[-1] if bounds else _count_limit(out.dtype)
-    return low + (drawn >> 1).remainder(high - low)
-
-
-def _count_limit(dtype: torch.dtype) -> int:
-    if dtype.is_floating_point:
-        return round(2 / torch.finfo(dtype).eps)
-    return 2 if dtype == torch.bool else min(torch.iinfo(dtype).max + 1, 2**63 - 1)
-
-
-def _normal(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
-    return _standard_normal(drawn, out)
-
-
-def _bernoulli(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
-    p = _argument(args, kwargs, 1, "p", None)
-    return _uniform(drawn, out) < (args[0] if p is None else p)
-
-
-def _bernoulli_in_place(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
-    return _uniform(drawn, out) < _argument(args, kwargs, 1, "p", 0.5)
-
-
-def _exponential(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
-    return -_uniform(drawn, out).log() / _argument(args, kwargs, 1, "lambd", 1.0)
-
-
-def _integers(drawn: Tensor, out: Tensor, args: Any, kwargs: Any) -> Tensor:
-    numbers = [x for x in args if isinstance(x, int)]
-    low = kwargs.get("low", numbers[0] if len(numbers) > 1 else 0)
-    high = kwargs.get("high", numbers[-1] if numbers else 1)
-    return low + (drawn >> 1).remainder(high - low)
-
-
 def _multinomial(
     mode: Draws, func: Any, input: Tensor, num_samples: int, replacement: bool = False, **kwargs: Any
 ) -> Tensor:
@@ -342,10 +253,11 @@ def _multinomial(
     rates = input.detach().double()
     if replacement or num_samples == 1:
         reached = rates.cumsum(-1)
-        drawn = _uniform(mode.bits_for(out.shape, device=out.device), rates)
+        drawn = mode.bits_for(out.shape, device=out.device).uniform(torch.float64)
         found = torch.searchsorted(reached, drawn * reached[..., -1:], right=True)
         return out.copy_(found.clamp(max=input.shape[-1] - 1))
-    waits = -_uniform(mode.bits_for(input.shape, device=out.device, samples=input.ndim > 1), rates).log() / rates
+    drawn = mode.bits_for(input.shape, device=out.device, samples=input.ndim > 1)
+    waits = -drawn.uniform(torch.float64).log() / rates
     if input.ndim == 1:  # of the batch's samples, or of what is none: each rank sees its own
         mode.unkeyed.add("multinomial")
     return out.copy_(waits.topk(num_samples, -1, largest=False).indices)
@@ -359,7 +271,7 @@ def _permutation(mode: Draws, func: Any, *args: Any, **kwargs: Any) -> Tensor:
     drawn = mode.bits_for(out.shape, device=out.device, samples=False)
     if mode.counts_samples(len(out)):
         mode.unkeyed.add(func.__name__)
-    return out.copy_(drawn.argsort())
+    return out.copy_(drawn.numbers.argsort())
 
 
 def _generator_draw(mode: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -373,7 +285,7 @@ def _generator_draw(mode: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
         mode.unkeyed.add(func.__name__)
         return out
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(int(mode.bits_for((), device=out.device, samples=False)))
+        torch.default_generator.manual_seed(int(mode.bits_for((), device=out.device, samples=False).numbers))
         return func(*args, **kwargs)
 
 
@@ -427,24 +339,12 @@ HANDLERS: Mapping[Any, Any] = types.MappingProxyType(
         **dict.fromkeys((F.dropout1d, F.dropout2d, F.dropout3d), _channel_dropout),
         **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
         **dict.fromkeys(BODIES, _dropout),
-        **dict.fromkeys((torch.rand, torch.rand_like), _drawn(lambda drawn, out, args, kwargs: _below_one(drawn, out))),
-        **dict.fromkeys((torch.randn, torch.randn_like), _drawn(_normal)),
+        **{function: _drawn(law) for function, law in LAWS.items()},
         **dict.fromkeys((torch.multinomial, Tensor.multinomial), _multinomial),
         torch.randperm: _permutation,
         **dict.fromkeys((torch.poisson, torch.binomial, *_GAMMAS), _generator_draw),
         **dict.fromkeys((F.feature_alpha_dropout, torch.feature_alpha_dropout, torch.rrelu, F.rrelu), _generator_draw),
         F.alpha_dropout: _alpha_dropout,
         F.scaled_dot_product_attention: _attention,
-        **dict.fromkeys((torch.randint, torch.randint_like), _drawn(_integers)),
-        torch.bernoulli: _drawn(_bernoulli),
-        Tensor.bernoulli_: _drawn(_bernoulli_in_place),
-        Tensor.uniform_: _drawn(_uniform_in_place),
-        Tensor.normal_: _drawn(_normal_in_place),
-        Tensor.exponential_: _drawn(_exponential),
-        Tensor.random_: _drawn(_integers_in_place),
-        Tensor.cauchy_: _drawn(_cauchy),
-        Tensor.log_normal_: _drawn(_log_normal),
-        Tensor.geometric_: _drawn(_geometric),
-        torch.normal: _drawn(_normal_of),
     }
 )

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import UserCodeError
+from shoal.maths.counter import bits
+from shoal.models.laws import Loops
 
 APART = 2**21 + 17
 """Rows of a sample's numbers are so far from each other: those of attention are longer in a batch that is padded to a
@@ -82,6 +84,21 @@ def numbered(inner: Sequence[int], extents: Mapping[int, Extent], device: torch.
 def rows_of(inner: tuple[int, ...]) -> Tensor:
     """The number of the first element in each row of a whole sample, int64 `[rows]` on the CPU, to be read alone."""
     return numbered(inner[:-1], {}, torch.device("cpu")).flatten() * max(APART, inner[-1])
+
+
+def bits_in(
+    keys: Tensor, layer: int, inner: tuple[int, ...], extents: Mapping[int, Extent], *, loops: Loops | None
+) -> Tensor:
+    """64 bits for each element of samples with these `keys` (int64 `[samples]`) of which this rank has the part
+    `inner`: int64 `[samples, *inner]`. `layer`: the key of the draw.
+    """
+    if loops is not None and keys.is_cpu and not extents:
+        out = torch.empty(len(keys), *inner, dtype=torch.int64, device=keys.device)
+        row = inner or (1,)
+        loops.bits(keys.contiguous(), layer, rows_of(row), out.view(-1, *row))
+        return out
+    own = bits(keys, torch.full_like(keys, layer))
+    return bits(own.view(-1, *[1] * len(inner)), numbered(inner, extents, keys.device)[None])
 
 
 def extents_in(

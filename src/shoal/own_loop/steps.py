@@ -264,8 +264,8 @@ class OwnSteps:
 #
 # Hooks around the models' forwards enter the keyed draws (`shoal.models.keyed_draws`) and leave them. A model that
 # draws nothing is called without them, and one that drops has the modules that do so called under them, as under `shoal
-# train` (`shoal.models.draw_watch`), if it is one model, called once a microbatch, and changes no buffers: a forward
-# that has drawn after all can then be repeated. Between its
+# train` (`shoal.models.draw_watch`), if it is one model, called once a microbatch, whose buffers nobody has changed
+# since that was given: a forward that has drawn after all can then be repeated. Between its
 # forwards, its backward and its update the loop itself is under them: it calls little, and may draw anything.
 
 
@@ -355,7 +355,8 @@ class DrawsBySample:
             self._open.append(_Forward(None, entered=False, resume=resume))
             return
         sleeping.forwards += 1
-        once = sleeping.forwards == 1 and not self._buffers.moving
+        once = sleeping.forwards == 1 and self._buffers.at_start()
+        hooked = draws.is_called_with(module)
         if self._looks and not once:
             sleeping.stay()
         entered = not draws.asleep
@@ -365,6 +366,8 @@ class DrawsBySample:
         self._open.append(forward)
         if entered:
             draws.open()
+        if not hooked and draws.is_called_with(module):  # too late for this call
+            draws.begin_call()
 
     def _returned(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """None, or the output of a repeated forward in the place of one that has drawn without the draws."""
