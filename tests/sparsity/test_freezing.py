@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from shoal.errors import ConfigError
 from shoal.memory.tracker import measured_activation_bytes
 from shoal.models.config import GPTConfig
 from shoal.models.gpt import GPT
+from shoal.optim.average import forget, keep_average
+from shoal.optim.declared import EMA, SWA, AverageConfig
 from shoal.sparsity.config import FreezeByProgress, FreezeConfig, FreezeLater
 from shoal.sparsity.freezing import Freezing, blocks_of, freeze, frozen_by_schedule, matches
 from shoal.sparsity.masks import Masks
@@ -203,11 +206,13 @@ def through_a_window(place: TestPlace, tables: dict[str, Any], folder: str) -> t
     ],
 )
 def test_a_run_resumes_while_layers_are_frozen(ranks, kind: str, layouts: list[str], tmp_path: Path) -> None:
+    """And averages of their weights."""
     corpus(tmp_path)
+    averaged = BASE | {"optimizer": {"average": {"kind": "ema", "decay": 0.5}}} | FROZEN[kind]
 
     def leg(layout: str, name: str, steps: int) -> Leg:
         world, tables = LAYOUTS[layout]
-        return ranks(world, travel, BASE | FROZEN[kind] | tables, str(tmp_path), name, steps)[0]
+        return ranks(world, travel, averaged | tables, str(tmp_path), name, steps)[0]
 
     whole = leg(layouts[0], "whole", 9)
     first, second = leg(layouts[0], "halves", 5), leg(layouts[0], "halves", 4)
@@ -304,7 +309,7 @@ def test_gradients_are_compared_without_their_scale(scale: float) -> None:
         FreezeConfig(progress=FreezeByProgress(criterion="gradient", every=2)),
         {own.name: own.parameter for own in owned},
         owned,
-        torch.optim.SGD([own.parameter for own in owned], lr=0.1),
+        lambda parameter: None,
         names=names,
         replica=Alone(),
         masks=Masks(),
@@ -328,7 +333,7 @@ def test_a_run_that_goes_on_with_another_interval_compares_with_no_reference_of_
             FreezeConfig(progress=FreezeByProgress(every=every)),
             {own.name: own.parameter for own in owned},
             owned,
-            torch.optim.SGD([own.parameter for own in owned], lr=0.1),
+            lambda parameter: None,
             names=[own.name for own in owned],
             replica=Alone(),
             masks=Masks(),
@@ -379,6 +384,30 @@ def test_a_loss_scale_is_not_in_what_a_run_sums(ranks, folder: Path, tables: dic
     assert small
     for name, tensor in small.items():
         assert torch.allclose(large[name], tensor, rtol=0.1, atol=0.02 * float(tensor.abs().max())), name
+
+
+@pytest.mark.parametrize("average", [EMA(decay=0.5), SWA(start=2, every=2)], ids=["ema", "swa"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_average_is_of_all_updates_frozen_weights_included(
+    average: AverageConfig, kind: type[torch.optim.Optimizer]
+) -> None:
+    """Of a weight that is frozen in updates 3 to 5 of 8: its average goes on, and the optimizer's state begins anew."""
+    weight, other = Parameter(torch.ones(2, dtype=torch.float64)), Parameter(torch.ones(2, dtype=torch.float64))
+    optimizer = kind([weight, other], lr=0.1)
+    keep_average(optimizer, average)
+    seen: list[Tensor] = []
+    for update in range(1, 9):
+        other.grad, weight.grad = torch.ones_like(other), torch.full_like(weight, update)
+        if 3 <= update <= 5:
+            weight.grad = None
+            forget(optimizer, weight)
+        optimizer.step()
+        seen.append(weight.detach().clone())
+        wanted = functools.reduce(lambda a, x: (a + x) / 2, seen)
+        if isinstance(average, SWA):
+            wanted = torch.stack(seen[1::2]).mean(0) if update > 1 else seen[0]
+        assert torch.allclose(optimizer.state[weight]["average"], wanted, rtol=1e-12, atol=0)
+    assert float(optimizer.state[weight].get("step", 3)) == 3, "updates since it is trained again"
 
 
 def test_a_pattern_names_parameters_or_modules() -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
+from shoal.assembly.job import build_job
+from shoal.checkpoint.save import SaveReport
+from shoal.engine import loop
 from shoal.errors import ConfigError
+from shoal.observe.sink import Sinks
 from shoal.runfile.rules import check_across
-from tests.sync.steps import ADAM, SGD, STEPS, SUM_ORDER, Tables, gap, train
+from tests.ranks import TestPlace
+from tests.sync.steps import ADAM, SGD, STEPS, SUM_ORDER, Tables, gap, opened, train
 from tests.verification.layouts import corpus, run_file_of
 
 AVERAGE = {"kind": "local", "period": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
@@ -61,6 +69,38 @@ def test_a_run_goes_on_bitwise(ranks, folder: Path, layout: Tables) -> None:
     assert resumed.state.keys() == whole.state.keys()
     assert {"sync/momentum/head.weight", "replica-1/optimizer/exp_avg/head.weight"} <= whole.state.keys()
     assert all(torch.equal(tensor, whole.state[key]) for key, tensor in resumed.state.items())
+
+
+def leaves_last(place: TestPlace, folder: str) -> bool:
+    """Whether rank 1, which hears later that the last checkpoint counts, had heard of it when this rank left."""
+    heard, left = Path(folder) / "heard", Path(folder) / "left"
+    with ExitStack() as stack:
+        run = opened(place, ADAM | {"sync": DILOCO}, folder, Path(folder) / "end", steps=2)
+        sinks = stack.enter_context(Sinks())
+        job = build_job(run, Path(folder) / "end", sinks, stack, stop_requested=lambda: False)
+        stack.callback(job.saver.close)
+        own_wait = job.saver.wait
+
+        def hears_late(timeout_s: float = math.inf) -> list[SaveReport]:
+            reports, end = own_wait(timeout_s), time.monotonic() + 0.5
+            while not left.exists() and time.monotonic() < end:
+                time.sleep(0.01)
+            heard.touch()
+            return reports
+
+        if place.rank == 1:
+            job.saver.wait = hears_late
+        loop.train(job)
+        found = heard.exists()
+        left.touch()
+        run.mesh.world.barrier().wait()
+    return found
+
+
+def test_no_replica_leaves_before_all_know_that_the_last_checkpoint_counts(ranks, tmp_path: Path) -> None:
+    """Else it takes along what they hear it by."""
+    corpus(tmp_path)
+    assert ranks(2, leaves_last, str(tmp_path)) == [True, True]
 
 
 def test_replicas_have_moments_of_their_own(ranks, folder: Path) -> None:

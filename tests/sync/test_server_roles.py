@@ -163,6 +163,14 @@ def test_hybrid_makes_the_steps_of_all_reduce(ranks, folder: Path, hosts: list[s
     assert distance(found[0].state, plain.state) < SUM_ORDER
 
 
+def test_asynchronous_hosts_weigh_what_their_workers_do_from_the_first_update_on(ranks, folder: Path) -> None:
+    """Where every step begins at the same parameters, the updates of two uneven hosts make one step of all-reduce."""
+    sync = {"sync": server("async", period=1)["sync"] | {"topology": "hybrid"}}
+    found = ranks(3, train_on_hosts, SGD | BATCH | sync, str(folder), ["a", "a", "b"])
+    plain = ranks(3, train, SGD | BATCH, str(folder))[0]
+    assert distance(found[0].state, plain.state) < SUM_ORDER
+
+
 @pytest.mark.parametrize("sync", [server("async", period=6), server("backup", backup=1, period=6)], ids=str)
 def test_hybrid_counts_hosts(ranks, folder: Path, sync: Tables) -> None:
     """Two hosts of two workers make two updates a step if asynchronous; the workers of a host are never apart."""

@@ -135,6 +135,7 @@ def build_job(
         scaling=scaling(run),
         device_use=None if own_loop else device_use(run, directory, sinks),
         origin={"layout": mesh.layout.to_dict(), "generation": mesh.generation},
+        world=mesh.world,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from shoal.comm.mesh import Mesh
 from shoal.engine.state import MODEL, TrainState
 from shoal.engine.updates import LeavesOut
 from shoal.errors import ConfigError
+from shoal.optim.average import forget
 from shoal.optim.fused import FusedOptimizer
 from shoal.optim.schedule import peak_rate, rate
 from shoal.parallel.split import Split
@@ -127,7 +129,7 @@ def build_freezing(
         config,
         parameters,
         owned,
-        optimizer,
+        partial(forget, optimizer),
         names=names,
         activations=activations,
         replica=replica,

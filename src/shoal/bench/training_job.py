@@ -128,6 +128,7 @@ def training_job(training: Training, folder: Path, stack: ExitStack, *, shared_s
         evaluate=dict,
         stop_requested=lambda: False,
         origin={"layout": run.mesh.layout.to_dict(), "generation": 0},
+        world=run.mesh.world,
     )
 
 

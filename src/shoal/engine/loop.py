@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from shoal.checkpoint.save import Saver, SaveReport
+from shoal.comm.collective import Collective
 from shoal.data.feed import FedStep
 from shoal.data.sample import Batch
 from shoal.engine.measure import LayerNorms, Noted, ReplicaSpeeds, measurements
@@ -148,8 +149,8 @@ class Job:
     """The parts of one run on one rank. Everything is an argument: the loop fetches nothing.
 
     `rate` gives the learning rate of a step (None: the optimizer has its own); `evaluate` is None where there is no
-    held-out data, or the script evaluates; `origin` is what a checkpoint records
-    about its writer (layout, generation). `saves` says after which steps a checkpoint is due, beside the last, and
+    held-out data, or the script evaluates; `origin` is what a checkpoint records about its writer (layout, generation).
+    `world` are all ranks, which end together. `saves` says after which steps a checkpoint is due, beside the last, and
     `last_save` measures how far apart they are. `figures`: more measurements of the step just taken. `compare`: raises
     where copies of the state differ. `speeds`: those of the replicas; None: there is one alone. `leaves` is asked
     after every step, on all ranks alike: the generation ends here. `carried_over`: the state is that of a generation
@@ -168,6 +169,7 @@ class Job:
     evaluate: Callable[[], Mapping[str, float]] | None
     stop_requested: Callable[[], bool]
     origin: Mapping[str, Any]
+    world: Collective
     figures: Callable[[], Mapping[str, float]] | None = None
     compare: Callable[[], None] | None = None
     speeds: ReplicaSpeeds | None = None
@@ -402,7 +404,7 @@ def _end(job: Job, first: int) -> None:
     reports = job.saver.wait()
     tell_of_saves(job, reports)
     record_last_save(job)
-    job.step.lockstep.barrier().wait()
+    job.world.barrier().wait()
     step = job.progress.step
     if step > first and not any(report.committed and report.step == step for report in reports):
         raise EnvironmentFault(

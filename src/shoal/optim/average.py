@@ -2,6 +2,7 @@
 
     EMA         a <- d a + (1 - d) x,     from the first update's weights on
     SWA         a <- a + (x - a) / n      at the n-th update that counts            (Izmailov et al., arXiv:1803.05407)
+                both also of weights that an update leaves alone, as those of frozen layers
     Lookahead   every k updates:  s <- s + c (x - s),  x <- s                       (Zhang et al., arXiv:1907.08610)
 
 They are slots of the optimizer (`average`, `slow_weight`), divided and saved as moments are. Hooks of the optimizer's
@@ -22,18 +23,39 @@ from shoal.optim.declared import EMA, AverageConfig, Granularity, Lookahead
 from shoal.optim.fused import FusedOptimizer, counted
 from shoal.optim.kinds import ScheduleFreeAdamW, ScheduleFreeSGD
 
-AVERAGE, SLOW = "average", "slow_weight"
+AVERAGE, COUNT, SLOW = "average", "averaged", "slow_weight"
 
 
 def keep_average(optimizer: torch.optim.Optimizer, config: AverageConfig) -> None:
-    """From now on every step moves the average of what it has updated."""
+    """From now on every step moves the averages of what it updates, or has once updated."""
+    aside: dict[Parameter, dict[str, Any]] = {}
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for parameter in _stepped(optimizer):
+            state = optimizer.state.get(parameter, {})
+            if state and state.keys() <= {AVERAGE, COUNT}:  # trained again: optimizers begin an empty state
+                aside[parameter] = optimizer.state.pop(parameter)
 
     @torch.no_grad()
     def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for parameter in _stepped(optimizer):
-            _move(optimizer.state[parameter], parameter, config)
+        while aside:
+            parameter, kept = aside.popitem()
+            optimizer.state[parameter].update(kept)
+        for parameter in _parameters(optimizer):
+            if parameter.grad is not None or AVERAGE in optimizer.state.get(parameter, {}):
+                _move(optimizer.state[parameter], parameter, config)
 
+    optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
+
+
+def forget(optimizer: torch.optim.Optimizer, parameter: Parameter) -> None:
+    """Drops what `optimizer` keeps of `parameter`, but for its average: that is the model which is evaluated."""
+    if isinstance(optimizer, _ScheduleFree):
+        return  # weights and average go on from each other
+    state = optimizer.state.pop(parameter, {})
+    if AVERAGE in state:
+        optimizer.state[parameter] = {name: state[name] for name in (AVERAGE, COUNT) if name in state}
 
 
 def _move(state: dict[str, Any], parameter: Parameter, config: AverageConfig) -> None:
@@ -43,7 +65,7 @@ def _move(state: dict[str, Any], parameter: Parameter, config: AverageConfig) ->
     if isinstance(config, EMA):
         average.lerp_(parameter, 1 - config.decay)
         return
-    count = state.setdefault("averaged", torch.zeros((), dtype=torch.float64, device=parameter.device))
+    count = state.setdefault(COUNT, torch.zeros((), dtype=torch.float64, device=parameter.device))
     count += 1
     since = int(count) - config.start
     if since <= 0:
@@ -77,8 +99,12 @@ def look_ahead(optimizer: torch.optim.Optimizer, config: Lookahead) -> None:
     optimizer.register_step_post_hook(after)
 
 
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _stepped(optimizer: torch.optim.Optimizer) -> list[Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return [parameter for parameter in _parameters(optimizer) if parameter.grad is not None]
 
 
 @contextmanager

@@ -4,9 +4,9 @@ What `freeze.layers` names never requires a gradient: it has no bucket, no optim
 activations for it unless something before it is trained.
 
 Layers that are frozen later have both, and give them up: their `.grad` is None in the optimizer's step, their state is
-dropped, replicas do not send their gradients (`shoal.sparsity.masks`), and autograd does not record what lies before
-the first trained layer. Trained again, their optimizer state begins anew. What is frozen follows from the step alone,
-but for progress, which is saved.
+dropped but for averages, replicas do not send their gradients (`shoal.sparsity.masks`), and autograd does not record
+what lies before the first trained layer. Trained again, their optimizer state begins anew. What is frozen follows from
+the step alone, but for progress, which is saved.
 
 By progress, blocks are frozen from the front when they hardly change any more (`shoal.sparsity.plasticity`).
 """
@@ -98,9 +98,9 @@ class Freezing:
     """Layers that are frozen for a part of a run, on one rank.
 
     `config` says how often blocks are compared (it is `resolved`), `parameters` are this rank's trained ones by their
-    names in the unsplit model, `owned` the parts that `optimizer` steps, `names` all trained parameters of the unsplit
-    model; the ranks of `replica` make up one model. `masks` are what the wire reads, `rate` is that of a step,
-    `activations` what blocks are compared by (None: by weights or gradients).
+    names in the unsplit model, `owned` the parts that the optimizer steps, which `forget`s the state of one, `names`
+    all trained parameters of the unsplit model; the ranks of `replica` make up one model. `masks` are what the wire
+    reads, `rate` is that of a step, `activations` what blocks are compared by (None: by weights or gradients).
     """
 
     name = "freeze"
@@ -110,7 +110,7 @@ class Freezing:
         config: FreezeConfig,
         parameters: Mapping[str, Parameter],
         owned: Sequence[Owned],
-        optimizer: torch.optim.Optimizer,
+        forget: Callable[[Parameter], None],
         *,
         names: Sequence[str],
         replica: Collective,
@@ -119,7 +119,7 @@ class Freezing:
         activations: Activations | None = None,
     ) -> None:
         self._activations = activations
-        self._config, self._parameters, self._owned, self._optimizer = config, parameters, owned, optimizer
+        self._config, self._parameters, self._owned, self._forget = config, parameters, owned, forget
         self._names, self._replica, self._masks, self._rate = names, replica, masks, rate
         self._blocks = blocks_of(names)
         self._block_of = {name: number for number, block in enumerate(self._blocks) for name in block}
@@ -167,7 +167,7 @@ class Freezing:
         for own in self._owned:
             if own.name in self._masks.frozen:
                 own.parameter.grad = None
-                self._optimizer.state.pop(own.parameter, None)
+                self._forget(own.parameter)
             elif self._by_gradient and own.name in self._block_of:
                 total = self._references.setdefault(id(own), torch.zeros_like(own.parameter))
                 total.add_(own.gradient, alpha=1 / scale)

@@ -214,7 +214,8 @@ class ServerAgreement:
             self._flat.pack(self._parameters, self._worker.row)
             rule = rule_of(self._config, self._roles.workers)
             values, rounds = self._worker.row[self._flat.spans[self._replicas.rank]], self._replica.rounds
-            self._part.begin(rule, values, order=None if rounds is None else rounds.begin())
+            order = None if rounds is None else rounds.begin()
+            self._part.begin(rule, values, weights=self._weights_of_all(weight), order=order)
             self._worker.begin()
             self._number = -1
             self._serving = self._serve(self._roles.workers)
@@ -315,6 +316,17 @@ class ServerAgreement:
         """Nobody comes to a rank that has nothing."""
         comers = workers if self._replicas.rank in self._worker.servers else ()
         return Serving(self._part, self._flat, self._lanes, comers, in_round=in_round)
+
+    def _weights_of_all(self, own: float) -> dict[int, float]:
+        """What the samples of the round's first step weigh, by the worker that contributes them, where an update holds
+        those of one alone; `own`: those of this rank.
+        """
+        if self._config.admission != "async":
+            return {}
+        weights = torch.zeros(self._replicas.size, dtype=torch.float64)
+        weights[self._replicas.rank] = own
+        self._replicas.all_reduce(weights).wait()
+        return {party[0]: float(weights[list(party)].sum()) for party in self._roles.parties}
 
     def _end_round(self) -> None:
         """Returns when all workers have left all parts, and this rank has what they came to."""

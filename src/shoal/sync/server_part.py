@@ -4,13 +4,13 @@ Threads bring contributions, one for each worker; the rule of `admission` says w
 read. An update is the mean of its contributions, weighted by what their samples weigh and added in the order of the
 workers, so that the same contributions make the same bits; an asynchronous one is a share of the gradient of the global
 batch: the worker has divided it by the number of workers, and here its weight is compared with those that all sent
-last. All rules so move the parameters equally far for the same samples.
+last, or are about to send. All rules so move the parameters equally far for the same samples.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean
 from typing import Literal, NamedTuple
@@ -152,13 +152,17 @@ class ServedPart:
         self._weights: dict[int, float] = {}
         self._reached = 0
 
-    def begin(self, rule: Rule, values: Tensor, *, order: EventOrder | None = None) -> None:
-        """A round begins, from these values, [numel]; all workers have read them. `order`: who may do what when."""
+    def begin(
+        self, rule: Rule, values: Tensor, *, weights: Mapping[int, float] | None = None, order: EventOrder | None = None
+    ) -> None:
+        """A round begins, from these values, [numel]; all workers have read them. `weights`: what the samples of each
+        worker's first contribution weigh. `order`: who may do what when.
+        """
         with self._changed:
             self._order = order or AsTheyCome()
             self.values.copy_(values)
             self._rule, self._accounts, self._reached = rule, Accounts(), 0
-            self._sent, self._released, self._weights = {}, set(), {}  # a resumed run begins a round like any other
+            self._sent, self._released, self._weights = {}, set(), dict(weights or {})
             for worker in () if self._rows else rule.present:
                 self._read.setdefault(worker, torch.empty_like(values)).copy_(values)
 
