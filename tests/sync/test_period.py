@@ -56,9 +56,11 @@ def test_a_smaller_learning_rate_allows_a_longer_period() -> None:
     period = Period(16, adapt_every=16)
     period.agreed(16, loss=4.0, lr=0.1)
     before = period.period
-    period.agreed(32, loss=0.25, lr=0.025)
+    period.agreed(32, loss=0.125, lr=0.025)
     assert before == 8
-    assert period.period == 4, "sqrt(4 / 16) x 16 = 8 is not below 8"
+    assert period.period == 6, "sqrt(4 / 32) x 16 = 5.7"
+    period.agreed(48, loss=0.25, lr=0.025)
+    assert period.period == 3, "sqrt(4 / 16) x 16 = 8 is not below 6"
 
 
 REPLICAS, SIZE, LR, AGREEING_STEPS, EARLY, LATE = 4, 40, 0.05, 4.0, 100.0, 700.0

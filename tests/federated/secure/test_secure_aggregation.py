@@ -269,6 +269,8 @@ def test_a_client_answers_no_server_that_would_unmask_it() -> None:
     alone = SecureClient("a", SESSION, least=2)
     with pytest.raises(ProtocolBroken, match="too few to hide among"):
         alone.shares(Roster({"a": alone.keys()}, None, 0.67))
+    with pytest.raises(ProtocolBroken, match="every phase comes once"):
+        alone.masked(Sealed({}, b""), vectors["c000"])
     other = SecureClient("a", SESSION, least=2)
     other.keys()
     with pytest.raises(ProtocolBroken, match="other keys"):

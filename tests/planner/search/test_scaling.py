@@ -33,7 +33,7 @@ def test_the_curve_has_the_fastest_plan_of_each_size() -> None:
     assert [one.devices for one in curve] == [2, 4, 8, 16, 32]
     assert curve[2].prediction.step_s == pytest.approx(best.step_s)
     assert all(one.device_hours == pytest.approx(one.cost.wall_s / 3600 * one.devices) for one in curve)
-    assert sizes(1) == [1, 2, 4]
+    assert (sizes(1), sizes(6)) == ([1, 2, 4], [3, 6, 12, 24])
 
 
 def test_nothing_on_the_front_is_worth_less_than_another() -> None:
