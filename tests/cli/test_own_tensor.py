@@ -41,6 +41,7 @@ loader = torch.utils.data.DataLoader(Samples(), batch_size=6, shuffle=True)
 run = shoal.start({"run": {"name": "mine"} KEYS}, model=model, optimizer=optimizer, data=HANDED, steps=4)
 assert all(a is b for a, b in zip(before, run.model.parameters(), strict=True))
 assert optimizer.param_groups[0]["params"][0] is groups[0]["params"][0]
+assert run.world_size == 1 or before[0].untyped_storage().nbytes() <= 8
 for x in run.batches():
     LOOP
 END
