@@ -60,6 +60,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 config = Qwen3Config(vocab_size=TOKENS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, use_cache=False,
     num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False)
 model = Qwen3ForCausalLM(config)
+model.gradient_checkpointing_enable()
 """
 OWN_GPT = """
 from shoal.models.build import build, initialise
