@@ -41,6 +41,7 @@ loader = torch.utils.data.DataLoader(Samples(), batch_size=6, shuffle=True)
 run = shoal.start({"run": {"name": "mine"} KEYS}, model=model, optimizer=optimizer, data=HANDED, steps=4)
 assert all(a is b for a, b in zip(before, run.model.parameters(), strict=True))
 assert optimizer.param_groups[0]["params"][0] is groups[0]["params"][0]
+assert run.world_size == 1 or before[0].untyped_storage().nbytes() <= 8
 for x in run.batches():
     LOOP
 END
@@ -59,6 +60,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 config = Qwen3Config(vocab_size=TOKENS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, use_cache=False,
     num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=False)
 model = Qwen3ForCausalLM(config)
+model.gradient_checkpointing_enable()
 """
 OWN_GPT = """
 from shoal.models.build import build, initialise

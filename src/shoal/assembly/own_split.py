@@ -30,7 +30,7 @@ from shoal.models.huggingface.tensor_plan import declares_roles
 from shoal.models.roles import DeclaresRoles, is_conv1d, role_of, roles_of
 from shoal.optim.adopt import OwnOptimizer
 from shoal.parallel.split import Split
-from shoal.parallel.tensor.layers import ColumnLinear, change_output, uneven_cut
+from shoal.parallel.tensor.layers import ColumnLinear, VocabularyEmbedding, change_output, uneven_cut
 from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits
 from shoal.topology.layout import Layout
 
@@ -109,11 +109,13 @@ class OwnSplit:
     def _check_replaced(self, split: Split) -> None:
         now = dict(split.model.named_modules())
         for name, layer in self._layers.items():
-            if now.get(name) is layer:
+            if (other := now.get(name)) is layer:
                 continue
-            hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks
-            if hooks or layer._backward_pre_hooks or not _is_plain(layer):
-                what = "has hooks" if hooks or layer._backward_pre_hooks else f"is a {type(layer).__name__}"
+            if isinstance(other, VocabularyEmbedding) and not (other._forward_hooks or other._forward_pre_hooks):
+                _take_hooks(other, layer)
+            hooks = any(getattr(layer, each) for each in (*FORWARD_HOOKS, "_backward_hooks", "_backward_pre_hooks"))
+            if hooks or not _is_plain(layer):
+                what = "has hooks" if hooks else f"is a {type(layer).__name__}"
                 raise UserCodeError(
                     f"the layer {name} {what}, and layout.tensor = {self._mesh.layout.tensor} puts its own in the "
                     "place of a plain nn.Linear or nn.Embedding: take what was added to it away, give it the role "
@@ -128,6 +130,23 @@ class OwnSplit:
                 cut = uneven_cut(total, group.rank, group.size)
                 own = VocabularySplit(cut.offset, cut.length, total)
                 change_output(module, partial(gather_logits, split=own, group=group))
+
+
+FORWARD_HOOKS = (
+    "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
+    "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
+)  # fmt: skip
+"""Where a module keeps what is called around its forward."""
+
+
+def _take_hooks(embedding: nn.Module, layer: nn.Module) -> None:
+    """What is called around the forward of `layer`, as transformers' checkpointing asks for gradients of its output, is
+    called around that of `embedding`, which takes and gives the same.
+    """
+    for name in FORWARD_HOOKS:
+        own, theirs = getattr(layer, name), getattr(embedding, name)
+        setattr(layer, name, theirs)
+        setattr(embedding, name, own)  # the same object, which the script's handles take hooks off
 
 
 def _is_plain(layer: Any) -> bool:

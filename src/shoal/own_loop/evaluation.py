@@ -1,5 +1,5 @@
-"""`EvaluationOfRank`: what a script's own loop computes without training, between two steps or behind an update; and whether
-ranks that compute together call the model alike (`AlikeRanks`).
+"""`EvaluationOfRank`: what a script's own loop computes without training, between two steps or behind an update; and
+whether ranks that compute together call the model alike (`AlikeRanks`).
 """
 
 from __future__ import annotations
