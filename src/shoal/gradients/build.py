@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import is_not
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ class UnsummedGradients(OfWholeParameters):
         self._device = trained[0].parameter.device if trained else torch.device("cpu")
         self._sums: list[Tensor | None] | None = None
         self._gradients: list[Tensor] = []
-        self._held: list[Tensor | None] = []
+        self._held: list[Any] = []
 
     def start(self) -> None:
         for parameter in self._parameters:

@@ -148,7 +148,7 @@ class Player:
             raise UserCodeError(
                 f"step {step.work.step}: backward(more=True) was the last for {step.place}; leave more=True out there"
             )
-        if self._rates and self._rates != self._rates_now() and not step.is_last:
+        if self._rates and not step.is_last and self._rates != self._rates_now():
             raise UserCodeError(
                 f"step {step.work.step}: the learning rate changed behind {step.place}, in the middle of an update; "
                 "step the scheduler after an update only: if run.update: scheduler.step()"
@@ -304,17 +304,16 @@ class Player:
         self._shown.close()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        step, has_closure = self._opened(), len(args) > 1 or any(value is not None for value in kwargs.values())
-        with ExitStack() as stepping:
-            stepping.enter_context(self._randomness.beside_loop())
-            try:
+        step = self._opened()
+        try:
+            with self._randomness.beside_loop():
+                has_closure = len(args) > 1 or any(value is not None for value in kwargs.values())
                 agreed = self._make_ready(step, has_closure=has_closure)
-            except UserCodeError as refusal:
-                step.stands(refusal)
-                raise
-            if agreed is not None:
-                stepping.enter_context(self._randomness.updating(in_pieces=self.gradients.divided))
-                self._stepping = stepping.pop_all()
+        except UserCodeError as refusal:
+            step.stands(refusal)
+            raise
+        if agreed is not None:
+            self._stepping.enter_context(self._randomness.updating(in_pieces=self.gradients.divided))
 
     def _make_ready(self, step: OpenStep, *, has_closure: bool) -> AgreedUpdate | None:
         """What all ranks have agreed on, if anything; the optimizer sees then what it is to step, and nothing else."""
