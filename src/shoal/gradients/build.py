@@ -127,7 +127,7 @@ class UnsummedGradients(OfWholeParameters):
 
     def _filled(self) -> list[Tensor]:
         """The gradient of every parameter; zero where the backward came to none."""
-        found = self._held or gradients_of(self._parameters)
+        found: list[Any] = self._held or gradients_of(self._parameters)
         if complete(found):
             return found
         for parameter in self._parameters:

@@ -9,7 +9,8 @@ the step has no gradient, and the optimizer passes it by.
 A script calls its optimizer's own `step()`. Two hooks make that the update of all ranks: the one behind it brings every
 rank the parameters that others have updated. Where there is nothing to update (before a step's last microbatch, or
 where something was not finite) the one before it takes the gradients away, so that the optimizer changes nothing, and
-the second puts them back. Where the first has made the update itself (`DirectAdam`), it takes the groups' parameters.
+the second puts them back. Of PyTorch's Adam it takes the groups' parameters instead, which is less to take; and where
+the first hook has made the update itself (`DirectAdam`).
 
 A loop with several optimizers, as for a GAN, has a player for each. A backward that names one computes the gradients of
 its parameters alone: what the discriminator's weights would get from the generator's loss is not even computed. One
@@ -334,14 +335,15 @@ class Player:
                 self._check_alike(step)
             if self._on_update is not None and agreed.committed:
                 self._on_update(step.work.step, self.gradients.owned)
-        if agreed is None or not agreed.committed:
-            self._withheld = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
-            for parameter, _ in self._withheld:
-                parameter.grad = None
-        elif self._direct.step():
+        updates = agreed is not None and agreed.committed
+        if self._direct.step() if updates else self._direct.is_plain:
             self._done = [(group, group["params"]) for group in optimizer.param_groups]
             for group, _ in self._done:
                 group["params"] = []
+        elif not updates:
+            self._withheld = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+            for parameter, _ in self._withheld:
+                parameter.grad = None
         return agreed
 
     def _give_back(self) -> None:
