@@ -203,13 +203,14 @@ def own(setting: Setting, place: Place) -> Callable[[], Any]:
     training = Training(opened, setting.stack.enter_context(opened.feed()))
     job = training_job(training, setting.folder / OWN, setting.stack)
     loop = OwnLoop(opened, replace(job, rate=lambda number: None), ExitStack())
-    step, beside = own_step(loop, model, optimizer), Beside(model, optimizer)
+    step, several = own_step(loop, model, optimizer), setting.microbatches
+    beside = Beside(model, optimizer) if several > 1 else None
 
     def of_several() -> float:
-        losses = [float(step()) for _ in range(setting.microbatches)]
-        if loop.update and setting.microbatches > 1:
-            beside(sum(losses) / len(losses))
-        return losses[-1]
+        total = sum(float(step()) for _ in range(several))
+        if beside is not None and loop.update:
+            beside(total / several)
+        return total / several
 
     return by_itself(of_several, opened, setting.stack)
 
@@ -219,7 +220,7 @@ class Beside:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
-        self._weights = list(model.parameters())
+        self._weights: list[Tensor] = list(model.parameters())
         self._averages = [weight.detach().clone() for weight in self._weights]
         self._loss = 0.0
 
