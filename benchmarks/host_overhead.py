@@ -7,6 +7,9 @@ GPU waiting shows here without one. One process of one thread holds all sides, a
     shoal_train   the step of `shoal train`, with its feed, its measurements and its events
     own_loop      the loop of `shoal.start`
 
+With `--microbatches` several of one sample make a step, in which loops of a script's own do what many do beside their
+updates, too: a scheduler, a moving average of the weights, and a mean of the losses.
+
 A side costs its time over that of the plain loop, turn by turn: the processor's seconds, which whoever else is on the
 machine disturbs less than those of a clock, and those of the clock beside them. Both hold the threads that read ahead.
 The 95 % bound is the upper one of the median.
@@ -70,10 +73,11 @@ PRECISIONS = {"float32": None, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Setting:
-    """How deep the model is, its precision, and what the sides share."""
+    """How deep the model is, its precision, the microbatches of a step, and what the sides share."""
 
     blocks: int
     precision: str
+    microbatches: int
     data: Tensor
     folder: Path
     stack: ExitStack
@@ -88,7 +92,8 @@ class Setting:
         (folder := self.folder / name).mkdir()
         given = {"kind": "python", "build": GIVEN}
         own = {"name": "bench", "steps": ENDLESS, "directory": str(folder), "device": "cpu", "processes": 1}
-        tables: dict[str, Any] = {"run": own, "model": given, "data": given, "batch": {"global_samples": 1}}
+        batch = {"global_samples": self.microbatches, "micro_samples": 1}
+        tables: dict[str, Any] = {"run": own, "model": given, "data": given, "batch": batch}
         tables |= {"precision": {"kind": self.precision}, "checkpoint": {"every_steps": 0}}
         tables |= {"optimizer": {"kind": "adamw", "lr": LR, "clip_norm": CLIP_NORM}}
         return msgspec.convert(tables, RunFile)
@@ -99,6 +104,7 @@ def host_overhead(
     precisions: Annotated[str, typer.Option(help="Of float32, bfloat16. Default: both.")] = "",
     pairs: Annotated[int, typer.Option(help="Turns of all sides.", min=6)] = 60,
     block: Annotated[int, typer.Option(help="Steps in a row of one side.", min=1)] = 10,
+    microbatches: Annotated[int, typer.Option(help="Of a step.", min=1)] = 1,
     as_json: AsJson = False,
 ) -> None:
     """What a step of `shoal train` and of an own loop costs beside a plain PyTorch loop, bound by the host.
@@ -107,9 +113,10 @@ def host_overhead(
     """
     depths, kinds = numbers(blocks, "--blocks"), names(precisions, "--precisions", PRECISIONS)
     if is_rank():
-        run_as_rank(lambda place: measure(place, depths[0], kinds[0], pairs=pairs, block=block))
+        run_as_rank(lambda place: measure(place, depths[0], kinds[0], microbatches, pairs=pairs, block=block))
         return
     command = ["benchmarks.host_overhead", "--pairs", str(pairs), "--block", str(block)]
+    command += ["--microbatches", str(microbatches)]
     results = [
         on_ranks([*command, "--blocks", str(depth), "--precisions", kind], processes=1)
         for depth in depths
@@ -118,18 +125,18 @@ def host_overhead(
     print_report("host_overhead", merged(results), as_json=as_json)
 
 
-def measure(place: Place, blocks: int, precision: str, *, pairs: int, block: int) -> Result:
+def measure(place: Place, blocks: int, precision: str, microbatches: int, *, pairs: int, block: int) -> Result:
     """A row and a check for each side of Shoal's."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-bench-")))
         clock = join_group("clock", place, join_store(place))
         data = torch.randint(VOCABULARY, (SAMPLES, TOKENS + 1), generator=torch.Generator().manual_seed(0))
-        setting = Setting(blocks, precision, data, folder, stack)
+        setting = Setting(blocks, precision, microbatches, data, folder, stack)
         made = {PLAIN: plain(setting), AGAIN: plain(setting), TRAIN: trained(setting, place), OWN: own(setting, place)}
         spent = {name: Spent(partial(repeat, step, block)) for name, step in made.items()}
         turns = interleaved(spent, clock, pairs=pairs, always=sorted(spent))
     used = [{name: side.seconds[turn - pairs] for name, side in spent.items()} for turn in range(pairs)]
-    return _result(_each(turns, block), _each(used, block), blocks, precision)
+    return _result(_each(turns, block), _each(used, block), setting)
 
 
 class Spent:
@@ -154,18 +161,24 @@ def plain(setting: Setting) -> Callable[[], Any]:
     """One process, without Shoal."""
     model, data, numbers = setting.model(), setting.data, iter(range(ENDLESS))
     optimizer, parameters = adamw(model), list(model.parameters())
-    compute = PRECISIONS[setting.precision]
+    compute, several = PRECISIONS[setting.precision], setting.microbatches
+    beside = Beside(model, optimizer) if several > 1 else None
 
     def step() -> float:
-        number = next(numbers) % SAMPLES
-        batch = data[number : number + 1]
-        with torch.autocast("cpu", dtype=compute, enabled=compute is not None):
-            loss = loss_of(model, batch)
-        loss.backward()
+        total = 0.0
+        for _ in range(several):
+            number = next(numbers) % SAMPLES
+            batch = data[number : number + 1]
+            with torch.autocast("cpu", dtype=compute, enabled=compute is not None):
+                loss = loss_of(model, batch)
+            (loss if several == 1 else loss / several).backward()
+            total += float(loss.detach())
         nn.utils.clip_grad_norm_(parameters, CLIP_NORM)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+        if beside is not None:
+            beside(total / several)
+        return total / several
 
     return step
 
@@ -190,8 +203,33 @@ def own(setting: Setting, place: Place) -> Callable[[], Any]:
     training = Training(opened, setting.stack.enter_context(opened.feed()))
     job = training_job(training, setting.folder / OWN, setting.stack)
     loop = OwnLoop(opened, replace(job, rate=lambda number: None), ExitStack())
-    step = own_step(loop, model, optimizer)
-    return by_itself(lambda: float(step()), opened, setting.stack)
+    step, several = own_step(loop, model, optimizer), setting.microbatches
+    beside = Beside(model, optimizer) if several > 1 else None
+
+    def of_several() -> float:
+        total = sum(float(step()) for _ in range(several))
+        if beside is not None and loop.update:
+            beside(total / several)
+        return total / several
+
+    return by_itself(of_several, opened, setting.stack)
+
+
+class Beside:
+    """What a loop does beside its updates."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+        self._weights: list[Tensor] = list(model.parameters())
+        self._averages = [weight.detach().clone() for weight in self._weights]
+        self._loss = 0.0
+
+    @torch.no_grad()
+    def __call__(self, loss: float) -> None:
+        """After an update, of this loss."""
+        self._scheduler.step()
+        torch._foreach_lerp_(self._averages, self._weights, 0.01)  # pyright: ignore[reportPrivateImportUsage]
+        self._loss += 0.1 * (loss - self._loss)
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -200,7 +238,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def own_step(loop: OwnLoop, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], Tensor]:
-    """A step of a loop that gives its batch in one piece; its loss."""
+    """A microbatch of a loop, which is its step where it is the only one; its loss."""
     batches = loop.batches()
 
     def step() -> Tensor:
@@ -220,7 +258,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
 
-def _result(turns: Turns, used: Turns, blocks: int, precision: str) -> Result:
+def _result(turns: Turns, used: Turns, setting: Setting) -> Result:
     times, again = columns(used), again_cells(ratios(used, AGAIN, peer=PLAIN))
     rows, checks = [], []
     for side in (TRAIN, OWN):
@@ -229,8 +267,9 @@ def _result(turns: Turns, used: Turns, blocks: int, precision: str) -> Result:
         rows.append(
             {
                 "side": side,
-                "blocks": blocks,
-                "precision": precision,
+                "blocks": setting.blocks,
+                "precision": setting.precision,
+                "microbatches": setting.microbatches,
                 "pairs": len(gained),
                 **milliseconds({PLAIN: times[PLAIN], "side": times[side]}),
                 "cost_median": round(1 / statistics.median(gained), 4),
@@ -239,7 +278,7 @@ def _result(turns: Turns, used: Turns, blocks: int, precision: str) -> Result:
                 **again,
             }
         )
-        what = f"{side} beside a plain loop, {blocks} blocks, {precision}, 95 % bound"
+        what = f"{side} beside a plain loop, {setting.blocks} blocks, {setting.precision}, 95 % bound"
         checks.append(check(what, upper, WITHIN[side], at_most=True))
     return {"rows": rows, "checks": checks}
 

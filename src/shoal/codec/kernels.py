@@ -258,7 +258,7 @@ def vectors_in(tensors: Sequence[Tensor], sizes: Iterable[int] | None = None) ->
     if set(map(_dtype_of, tensors)) != {torch.float32} or not _in_rows(tensors):
         return None
     sizes = map(Tensor.numel, tensors) if sizes is None else sizes
-    return Vectors(array("Q", map(Tensor.data_ptr, tensors)), array("Q", sizes))
+    return Vectors(array("Q", list(map(Tensor.data_ptr, tensors))), array("Q", list(sizes)))
 
 
 def _in_rows(tensors: Sequence[Tensor]) -> bool:

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from operator import is_not
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ class UnsummedGradients(OfWholeParameters):
         self._device = trained[0].parameter.device if trained else torch.device("cpu")
         self._sums: list[Tensor | None] | None = None
         self._gradients: list[Tensor] = []
-        self._held: list[Tensor | None] = []
+        self._held: list[Any] = []
 
     def start(self) -> None:
         for parameter in self._parameters:
@@ -126,7 +127,7 @@ class UnsummedGradients(OfWholeParameters):
 
     def _filled(self) -> list[Tensor]:
         """The gradient of every parameter; zero where the backward came to none."""
-        found = self._held or gradients_of(self._parameters)
+        found: list[Any] = self._held or gradients_of(self._parameters)
         if complete(found):
             return found
         for parameter in self._parameters:

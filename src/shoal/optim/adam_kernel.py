@@ -184,7 +184,7 @@ class DirectAdam:
         makes the state; one in which a parameter has no gradient; and one with options that only its class knows.
         """
         scaled = any(getattr(self._optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-        groups = self._optimizer.param_groups if self._is_plain() and not scaled else ()
+        groups = self._optimizer.param_groups if self.is_plain and not scaled else ()
         work = [(group, gradients_of(group["params"]), self._moments_in(group)) for group in groups]
         if not work or not all(moments is not None and complete(gradients) for _, gradients, moments in work):
             return False
@@ -195,7 +195,8 @@ class DirectAdam:
                 moments.step(group, gradients, decoupled=group["decoupled_weight_decay"])
         return True
 
-    def _is_plain(self) -> bool:
+    @property
+    def is_plain(self) -> bool:
         """Whether its step is that of PyTorch, which a script may replace for all of a class at any time."""
         if self._is_adam and (now := type(self._optimizer).step) is not self._step_of_class:
             self._is_adam, self._step_of_class = is_of_pytorch(now), now

@@ -9,7 +9,8 @@ the step has no gradient, and the optimizer passes it by.
 A script calls its optimizer's own `step()`. Two hooks make that the update of all ranks: the one behind it brings every
 rank the parameters that others have updated. Where there is nothing to update (before a step's last microbatch, or
 where something was not finite) the one before it takes the gradients away, so that the optimizer changes nothing, and
-the second puts them back. Where the first has made the update itself (`DirectAdam`), it takes the groups' parameters.
+the second puts them back. Of PyTorch's Adam it takes the groups' parameters instead, which is less to take; and where
+the first hook has made the update itself (`DirectAdam`).
 
 A loop with several optimizers, as for a GAN, has a player for each. A backward that names one computes the gradients of
 its parameters alone: what the discriminator's weights would get from the generator's loss is not even computed. One
@@ -141,7 +142,7 @@ class Player:
             raise UserCodeError(
                 f"step {step.work.step}: backward(more=True) was the last for {step.place}; leave more=True out there"
             )
-        if self._rates and self._rates != self._rates_now() and not step.is_last:
+        if self._rates and not step.is_last and self._rates != self._rates_now():
             raise UserCodeError(
                 f"step {step.work.step}: the learning rate changed behind {step.place}, in the middle of an update; "
                 "step the scheduler after an update only: if run.update: scheduler.step()"
@@ -297,17 +298,16 @@ class Player:
         self._shown.close()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        step, has_closure = self._opened(), len(args) > 1 or any(value is not None for value in kwargs.values())
-        with ExitStack() as stepping:
-            stepping.enter_context(self._randomness.beside_loop())
-            try:
+        step = self._opened()
+        try:
+            with self._randomness.beside_loop():
+                has_closure = len(args) > 1 or any(value is not None for value in kwargs.values())
                 agreed = self._make_ready(step, has_closure=has_closure)
-            except UserCodeError as refusal:
-                step.stands(refusal)
-                raise
-            if agreed is not None:
-                stepping.enter_context(self._randomness.updating(in_pieces=self.gradients.divided))
-                self._stepping = stepping.pop_all()
+        except UserCodeError as refusal:
+            step.stands(refusal)
+            raise
+        if agreed is not None:
+            self._stepping.enter_context(self._randomness.updating(in_pieces=self.gradients.divided))
 
     def _make_ready(self, step: OpenStep, *, has_closure: bool) -> AgreedUpdate | None:
         """What all ranks have agreed on, if anything; the optimizer sees then what it is to step, and nothing else."""
@@ -328,14 +328,15 @@ class Player:
                 self._check_alike(step)
             if self._on_update is not None and agreed.committed:
                 self._on_update(step.work.step, self.gradients.owned)
-        if agreed is None or not agreed.committed:
-            self._withheld = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
-            for parameter, _ in self._withheld:
-                parameter.grad = None
-        elif self._direct.step():
+        updates = agreed is not None and agreed.committed
+        if self._direct.step() if updates else self._direct.is_plain:
             self._done = [(group, group["params"]) for group in optimizer.param_groups]
             for group, _ in self._done:
                 group["params"] = []
+        elif not updates:
+            self._withheld = [(p, p.grad) for group in optimizer.param_groups for p in group["params"]]
+            for parameter, _ in self._withheld:
+                parameter.grad = None
         return agreed
 
     def _give_back(self) -> None:
