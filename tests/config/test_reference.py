@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 import pytest
 
 from shoal.config.check import Table, checked, says
@@ -43,11 +44,18 @@ class Step(Table, frozen=True):
     at: Annotated[int, says("When.")]
 
 
+class Named(Table, frozen=True):
+    """One with a name."""
+
+    weight: Annotated[float, says("How heavy.")] = 1.0
+
+
 class Holder(Table, frozen=True):
     """Holds tables."""
 
     sight: Annotated[Literal["all"] | Near, says("What is seen.")] = "all"
     later: Annotated[tuple[Step, ...], says("What follows.")] = ()
+    named: Annotated[dict[str, Named], says("By their names.")] = msgspec.field(default_factory=dict)
 
 
 class Pages(Table, frozen=True):
@@ -77,6 +85,8 @@ def test_tables_inside_of_tables_have_their_keys_in_it() -> None:
         "| `reach` | int | `3` | How far. |",
         "### `[[holder.later]]`\n\nOne of several.",
         "| `at` | int | required | When. |",
+        "| `named` | tables by name | `{}` | By their names. |",
+        "### `[holder.named.NAME]`\n\nOne with a name.",
     ]
     for part in parts:
         assert part in text, part

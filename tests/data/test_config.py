@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import msgspec
 import pytest
 
 from shoal.data.config import ArrayFiles, BatchConfig, DataConfig, StdlibText, Tokens
+from shoal.runfile.load import renamed_keys
 
 
 def read(table: dict) -> object:
@@ -79,3 +81,18 @@ def test_wrong_records_and_streams_are_refused(table: dict, sentence: str):
     """The message has the rule."""
     with pytest.raises(msgspec.ValidationError, match=sentence):
         read(table)
+
+
+@pytest.mark.parametrize(
+    ("data", "now"),
+    [
+        ({"kind": "stream", "weights": "w"}, {"kind": "stream", "loss_weights": "w"}),
+        ({"kind": "jsonl", "weights": "own:draws"}, {"kind": "jsonl", "weights": "own:draws"}),
+        ({"kind": "mixture", "weights": {"a": 1.0}}, {"kind": "mixture", "weights": {"a": 1.0}}),
+    ],
+    ids=["a stream's field", "what samples are drawn by", "shares of sources"],
+)
+def test_a_key_that_moved_is_read_where_its_kind_has_no_such_key_today(
+    data: dict[str, Any], now: dict[str, Any]
+) -> None:
+    assert renamed_keys({"data": data})[0] == {"data": now}

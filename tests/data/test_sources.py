@@ -1,5 +1,6 @@
 """Every kind of data gives each sample once, in the order of the seed, whoever reads it and wherever it resumes."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -69,3 +70,15 @@ def test_samples_are_what_was_written(kind: str, tmp_path: Path):
             inputs, target = (sample["inputs"], sample["targets"]) if isinstance(sample, dict) else sample
             assert number_of(kind, np.asarray(inputs)) == i
             assert int(target) == (int(i >= 41) if kind == "images" else i % CLASSES)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "stream"])
+def test_a_field_weighs_the_loss(kind: str, tmp_path: Path) -> None:
+    """Beside keys that draw samples, which have other names."""
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps({"x": [float(n)], "y": n, "w": n / 2}) + "\n" for n in range(4)))
+    files = {"files": [str(path)], "held_out_files": [str(path)]} if kind == "jsonl" else {"path": str(path)}
+    table = {"kind": kind, "inputs": "x", "targets": "y", "loss_weights": "w", **files}
+    dataset = built(table, tmp_path / "cache")
+    with Feed(dataset.train, dataset.order(SEED, shuffle=False), StepShare(4)) as feed:
+        assert feed.next().microbatches[0].weights.tolist() == [0.0, 0.5, 1.0, 1.5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -389,7 +390,7 @@ def test_a_loss_scale_is_not_in_what_a_run_sums(ranks, folder: Path, tables: dic
 @pytest.mark.parametrize("average", [EMA(decay=0.5), SWA(start=2, every=2)], ids=["ema", "swa"])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_an_average_is_of_all_updates_frozen_weights_included(
-    average: AverageConfig, kind: type[torch.optim.Optimizer]
+    average: AverageConfig, kind: Callable[..., torch.optim.Optimizer]
 ) -> None:
     """Of a weight that is frozen in updates 3 to 5 of 8: its average goes on, and the optimizer's state begins anew."""
     weight, other = Parameter(torch.ones(2, dtype=torch.float64)), Parameter(torch.ones(2, dtype=torch.float64))

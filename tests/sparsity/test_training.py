@@ -103,6 +103,19 @@ def test_masked_weights_are_zero_and_so_are_their_moments(alone: dict[str, Train
     assert state["model/embedding.weight"].count_nonzero() == state["model/embedding.weight"].numel()
 
 
+@pytest.mark.parametrize(
+    "kind", ["rigl", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("magnitude", "l0"))]
+)
+def test_an_average_is_zero_where_weights_are_masked(ranks, folder: Path, kind: str) -> None:
+    """Although the update of the step in which masks change still sees the weights."""
+    optimizer = {"average": {"kind": "ema", "decay": 0.5}}
+    state = ranks(1, train, masked(kind, optimizer=optimizer), str(folder))[0].state
+    for name, mask in masks_in(state).items():
+        average = state[f"optimizer/average/{name}"]
+        assert average[~mask].count_nonzero() == 0
+        assert average[mask].count_nonzero() > 0
+
+
 @pytest.mark.matrix(every=5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)

@@ -241,12 +241,19 @@ def _tables_in(key: Key) -> list[tuple[str, Any, Key]]:
                 found.setdefault(inner.name, (name, inner.type, inner))
             elif variants_of(each):
                 found.setdefault(inner.name, (f"[{name}]", each, inner))
+            elif None in variants_of(named := _by_name(inner)):
+                found.setdefault(inner.name, (f"[{key.name}.{inner.name}.NAME]", named, inner))
     return list(found.values())
 
 
 def _each_of(key: Key) -> Any:
     """What a key that takes several holds; None where it takes one."""
     return typing.get_args(key.type)[0] if typing.get_origin(key.type) in (list, tuple) else None
+
+
+def _by_name(key: Key) -> Any:
+    """What a key that takes tables by name holds; None where it takes others."""
+    return typing.get_args(key.type)[1] if typing.get_origin(key.type) is dict else None
 
 
 def _holds_tables(key: Key) -> bool:
@@ -271,7 +278,7 @@ def _type(key: Key) -> str:
         return " or ".join([", ".join(f"`{_toml(choice)}`" for choice in choices), *named])
     bounds = ", ".join(f"{_SIGNS[name]} {value}" for name, value in key.bounds.items() if name in _SIGNS)
     names = [getattr(o, "__name__", str(o)) for o in (typing.get_args(key.type) or (key.type,)) if o is not type(None)]
-    if typing.get_origin(key.type) is dict and variants_of(typing.get_args(key.type)[1]):
+    if variants_of(_by_name(key)):
         return "tables by name"
     if typing.get_origin(key.type) in (list, tuple, dict):
         names = [str(key.type).replace("typing.", "")]

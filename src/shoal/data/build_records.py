@@ -83,7 +83,7 @@ def _fields(config: Records) -> Fields:
     assert config.inputs is not None
     assert config.targets is not None
     form = ImageForm(config.image_channels, config.image_size)
-    return Fields(config.inputs, config.targets, config.weights, images=form)
+    return Fields(config.inputs, config.targets, config.loss_weights, images=form)
 
 
 def _dataset(

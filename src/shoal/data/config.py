@@ -201,7 +201,7 @@ class BatchConfig(Table, frozen=True):
         Denominator,
         says(
             "What the loss is averaged over: samples, tokens, or the data set's weights. auto: weights if it gives "
-            "any, else tokens for integer sequences, else samples."
+            "any, else tokens for integer sequences, else samples. samples and tokens pass the data set's weights over."
         ),
     ] = "auto"
 

@@ -105,7 +105,8 @@ class Sampling(Reading, frozen=True):
         for key in ("subset", "weights", "group_by_length"):
             value = getattr(self, key)
             if isinstance(value, str) and ":" not in value and not (key == "weights" and value == "balanced"):
-                raise ValueError(f"{key} is {value!r}: it names a function, as package.module:function")
+                field = "; a field that weighs losses is loss_weights" if hasattr(self, f"loss_{key}") else ""
+                raise ValueError(f"{key} is {value!r}: it names a function, as package.module:function{field}")
         if isinstance(self.subset, float) and not 0 < self.subset < 1:
             raise ValueError(f"subset is {self.subset}: a share lies above 0 and below 1; leave it out to train on all")
         if self.draws is not None and self.weights is None:
@@ -133,7 +134,7 @@ class Records(Sampling, frozen=True, kw_only=True):
         str | list[str] | None, says("The field of the inputs; several become keyword arguments of the model.")
     ] = None
     targets: Annotated[str | list[str] | None, says("The field of the targets, or several.")] = None
-    weights: Annotated[str | None, says("The field that weighs each sample's loss.")] = None
+    loss_weights: Annotated[str | None, says("The field that weighs each sample's loss.")] = None
     text: Annotated[str | None, says("The field of text to train a language model on, instead of the three above.")] = (
         None
     )
@@ -236,7 +237,7 @@ class Stream(Reading, frozen=True, kw_only=True, tag_field="kind", tag="stream")
     ] = msgspec.field(default_factory=dict)
     inputs: Annotated[str | list[str], says("The field of the inputs; several become keyword arguments.")]
     targets: Annotated[str | list[str], says("The field of the targets, or several.")]
-    weights: Annotated[str | None, says("The field that weighs each sample's loss.")] = None
+    loss_weights: Annotated[str | None, says("The field that weighs each sample's loss.")] = None
     patience_s: Annotated[float, says("Longest wait for a new line, after which the run stops.", gt=0)] = 600.0
 
     bad_records: Annotated[

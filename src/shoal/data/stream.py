@@ -28,7 +28,7 @@ CHUNK_BYTES = 2**20
 def build_stream(config: Stream, around: Surroundings) -> Dataset:
     """The stream that `config` names, without an end and with nothing held out."""
     path = Path(config.path).expanduser()
-    fields = Fields(config.inputs, config.targets, config.weights)
+    fields = Fields(config.inputs, config.targets, config.loss_weights)
     sender = _sender(config)
     receiver = None if sender is None else Receiver(sender, path)
     lines = GrowingFile(path, patience_s=config.patience_s, receiver=receiver)

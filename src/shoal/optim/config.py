@@ -317,7 +317,12 @@ class Schedule(Table, frozen=True):
     warmup_steps: Annotated[int, says("Steps in which the rate rises from near 0 to its peak.", ge=0)] = 0
     final_fraction: Annotated[float, says("The rate at the last step, as a fraction of the peak.", ge=0, le=1)] = 0.1
     decay_fraction: Annotated[
-        float, says('"stable": the share of the steps, at the end, in which the rate falls linearly.', gt=0, le=1)
+        float,
+        says(
+            '"stable": the share of the steps after the warm-up in which the rate falls, linearly.',
+            gt=0,
+            le=1,
+        ),
     ] = 0.2
     power: Annotated[PositiveFloat, says('"polynomial": the power of the share of steps that are left.')] = 2.0
     milestones: Annotated[

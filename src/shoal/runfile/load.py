@@ -34,6 +34,7 @@ _RENAMED = {
     "sync.credit_bytes": "gradients.credit_bytes",
     "elastic.preemption_file": "run.preemption_file",
     "elastic.preemption_url": "run.preemption_url",
+    "data.weights": "data.loss_weights",
 }
 """Keys of earlier versions and where they are now. They still work; `renamed_keys` names them."""
 

@@ -46,6 +46,7 @@ def refusal(run_file: RunFile) -> str | None:
         _batch_schedule_rule,
         _vocabulary_rule,
         _packing_rule,
+        _weights_rule,
         layout_refusal,
         norm_refusal,
         _float8_rule,
@@ -211,6 +212,17 @@ def _packing_rule(run_file: RunFile) -> str | None:
                 f'{key}.packing = "documents" with model.capacity_factor: an expert takes the first tokens of a '
                 "sequence, and positions that restart do not say which are first; leave capacity_factor out, or pack "
                 "otherwise"
+            )
+    return None
+
+
+def _weights_rule(run_file: RunFile) -> str | None:
+    denominator = run_file.batch.denominator
+    for key, data in _tables_of_data(run_file.data):
+        if getattr(data, "loss_weights", None) is not None and denominator in ("samples", "tokens"):
+            return (
+                f'{key}.loss_weights with batch.denominator = "{denominator}", which passes weights over: leave one of '
+                "the two out"
             )
     return None
 

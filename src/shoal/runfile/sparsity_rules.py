@@ -13,7 +13,7 @@ from shoal.models.config import MoEConfig, PromptTuning
 from shoal.models.huggingface.config import TransformersConfig
 from shoal.optim.config import AdamW8bit
 from shoal.runfile.run_file import RunFile
-from shoal.sparsity.config import Grasp
+from shoal.sparsity.config import Grasp, TopKAST
 
 
 def partly_trained_refusal(run_file: RunFile) -> str | None:
@@ -199,6 +199,9 @@ def _against_masks(run_file: RunFile) -> Iterator[tuple[str, str]]:
         yield "observe.noise_every_steps", "it computes the gradient of a step three times"
     if isinstance(run_file.optimizer, AdamW8bit):
         yield 'optimizer.kind = "adamw_8bit"', "moments of masked weights share their scale with others"
+    averages = run_file.optimizer.average is not None or run_file.optimizer.keeps_average
+    if isinstance(run_file.sparsity, TopKAST) and averages:
+        yield "an average of weights (optimizer)", "it would be of weights that wait, too, and dense"
     home = run_file.memory.offload.optimizer
     if home == "disk":
         yield f'memory.offload.optimizer = "{home}"', "state on disk cannot be set to zero where masks change"

@@ -176,6 +176,7 @@ class SparseTraining:
                 self._config, owners.owned, slots, seed=seed, replica=whole_norm.replica, device=owners.device
             )
         self._stale, self._masked, self._density = True, False, (-1, 1.0)
+        self._changed = False
         self._changes = MaskChanges(plan, owners, masks, seed, self._measured, ticket=ticket)
         for name in owners.shapes:
             check_divides(name, owners.rows_shape(name), self._config)
@@ -326,6 +327,9 @@ class SparseTraining:
             for own in self.owners.owned:
                 self._slots[WAITING][id(own)] = own.parameter * ~self._kept[id(own)]
         self._mask()
+        if self._changed:  # an average has taken in the last of weights that are masked now
+            self._forget()
+            self._changed = False
 
     def skipped(self) -> bool:
         """After a step without an update. Whether weights may have changed."""
@@ -402,7 +406,7 @@ class SparseTraining:
         forgotten; `updated` makes these zero.
         """
         self._share(masks, self.masks)
-        self._masked = True
+        self._masked = self._changed = True
         if wider is not None:
             self._share(wider, self._wider)
         self._take_over()
