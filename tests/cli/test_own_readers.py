@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.warm_scripts import run_script
+from tests.waiting import NEVER_S
 
 SCRIPT = """
 import json
@@ -32,8 +33,8 @@ class Noisy:
 table = {"reader_kind": "processes", "readers": READERS}
 model = torch.nn.Linear(4, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-run = shoal.start({"run": {"name": "mine"}, "data": table}, model=model, optimizer=optimizer, data=Noisy(),
-                  batch_samples=4, steps=6)
+run = shoal.start({"run": {"name": "mine"}, "data": table, "wire": {"timeout_s": NEVER_S}}, model=model,
+                  optimizer=optimizer, data=Noisy(), batch_samples=4, steps=6)
 used = open(f"used-{run.rank}.jsonl", "w", buffering=1)
 for step, microbatches in run.steps():
     for x, y in microbatches:
@@ -47,7 +48,7 @@ run.close()
 def used(folder: Path, *, world: int, readers: int) -> list[list[list[float]]]:
     """The samples of each step."""
     folder.mkdir()
-    (folder / "mine.py").write_text(SCRIPT.replace("READERS", str(readers)))
+    (folder / "mine.py").write_text(SCRIPT.replace("READERS", str(readers)).replace("NEVER_S", str(NEVER_S)))
     assert run_script(folder / "mine.py", folder, world=world) == [0] * world, (folder / "rank-0.txt").read_text()
     steps: dict[int, list[list[float]]] = {}
     for rank in range(world):

@@ -114,7 +114,7 @@ def test_a_signal_saves_and_the_same_command_goes_on(own: Project, number: signa
 
 def test_a_second_signal_stops_at_once(own: Project) -> None:
     """Asked twice, the run does not wait for its step, which never ends."""
-    running = own.start("train", "run.toml", "model.arguments={hold_at=2}")
+    running = own.start("train", "run.toml", "model.arguments={hold_at=2}", f"wire.timeout_s={NEVER_S}")
     own.wait_for_step(1)
     running.send_signal(signal.SIGINT)
     own.wait_for_text("a second one stops at once")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
-from shoal.data.batches import SlowReads
+from shoal.data.batches import SlowReads, SourceReader
 from shoal.data.cursor import Cursor, Interval
 from shoal.data.feed import Feed, StepShare, evaluation_batches
 from shoal.data.order import Order
@@ -328,6 +328,23 @@ def test_a_read_that_takes_long_is_named_while_it_is_waited_for():
         with pytest.raises(DataError, match=f"Sample 0 at position {position} has been read for 0.05 s"):
             fed.next()
         source.go.set()
+
+
+def test_a_reader_that_opens_for_long_is_told_apart():
+    """A process of its own imports a framework first, which a busy machine may take a minute for."""
+    source, order, over = Blocks(8), Order(8, seed=7), threading.Event()
+    source.go.set()
+
+    def opened() -> SourceReader:
+        over.wait()
+        return SourceReader(source, order, denominator="auto")
+
+    slow = SlowReads(tell_after_s=0.02, give_up_s=0.05)
+    with Feed(source, order, StepShare(8), slow=slow, open_reader=opened) as fed:
+        with pytest.raises(DataError, match=r"\(its reader has not opened the data yet\) has been read for 0.05 s"):
+            fed.next()
+        over.set()
+        assert sorted(ids_of(fed.next().microbatches)) == list(range(8))
 
 
 def test_an_order_of_another_size_is_refused():

@@ -290,7 +290,8 @@ class Feed:
         if slot.reader is not None and slot.reader.where:
             return slot.reader.where
         positions = (slot.part or slot.interval).positions()
-        return where_of(self._order.ids(positions), positions)
+        where = where_of(self._order.ids(positions), positions)
+        return where if slot.reader is not None else f"{where} (its reader has not opened the data yet)"
 
     def _ids_ahead(self, cursor: Cursor) -> Iterator[np.ndarray]:
         """The ids that this replica will read in each step from `cursor` on, as steps are divided now."""
