@@ -22,12 +22,11 @@ import atexit
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import accelerate
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -36,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 
 import shoal
 from shoal.errors import UsageError, UserCodeError
-from shoal.huggingface.accelerator_arguments import BACKWARD, METHODS_REFUSED, plan_of, settings_of
+from shoal.huggingface.accelerator_arguments import ANSWERS, BACKWARD, METHODS_REFUSED, plan_of, settings_of
 from shoal.huggingface.accelerator_data import EvaluationLoader, SkippedLoader, TrainingLoader
 from shoal.huggingface.accelerator_ranks import Function, OfRanks
 from shoal.huggingface.accelerator_state import (
@@ -46,7 +45,6 @@ from shoal.huggingface.accelerator_state import (
     Saved,
     StepScheduler,
     compute_in,
-    mark,
     require_state_of,
 )
 from shoal.huggingface.arguments import refusing, without_launcher
@@ -95,6 +93,8 @@ class Accelerator(OfRanks):
         self._given = 0  # the number of the step that the loop is at
 
     def __getattr__(self, name: str) -> Any:
+        if name in ANSWERS:
+            return ANSWERS[name]
         if name in METHODS_REFUSED:
             raise UserCodeError(f"Accelerator.{name}: {METHODS_REFUSED[name]}")
         raise AttributeError(f"'Accelerator' object has no attribute '{name}'")
@@ -115,11 +115,6 @@ class Accelerator(OfRanks):
         return self._settings.accumulation
 
     @property
-    def split_batches(self) -> bool:
-        """Always: `batch_size` is that of all ranks together."""
-        return True
-
-    @property
     def project_dir(self) -> str | None:
         """As it was given; the run is in its folder `shoal`."""
         return self._settings.project.project_dir
@@ -133,6 +128,11 @@ class Accelerator(OfRanks):
     def project_configuration(self) -> Any:
         """As it was given."""
         return self._settings.project
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next folder that `save_state` names itself."""
+        return self._settings.project.iteration
 
     @property
     def trackers(self) -> list[Any]:
@@ -256,7 +256,7 @@ class Accelerator(OfRanks):
         for model in self._models:
             if model not in self._trained:
                 model.to(run.device)
-        self._tell_accelerate(run)
+        self._accelerate.be_rank(run.rank, self.local_process_index)
         self.passes_over = run.steps_done > 0
         batch, steps = loader.total_batch_size, self._settings.accumulation
         run.note(
@@ -270,11 +270,6 @@ class Accelerator(OfRanks):
         atexit.register(self._close_at_exit)
         return run
 
-    def _tell_accelerate(self, run: Training) -> None:
-        """Which rank this is, for `get_logger` and trackers, which look there."""
-        for state in (accelerate.PartialState(), self._accelerate.state):
-            vars(state).update(process_index=run.rank, local_process_index=self.local_process_index)
-
     # The loop.
 
     def around(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -283,6 +278,7 @@ class Accelerator(OfRanks):
             assert self.run is not None, "its batches are those of the run"
             self.passes_over, self.evaluated_rows, self._given = False, None, self.run.steps_done + 1
             self._losses.clear()
+            self._saved.settle(self.run)
             yield batch
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
@@ -333,6 +329,10 @@ class Accelerator(OfRanks):
         return SkippedLoader(dataloader, num_batches)
 
     # Models, and what is saved.
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether the model is spread over several devices."""
+        return self._accelerate.verify_device_map(model)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """The model: nothing is wrapped around it. That inside of a compiled one, unless it is to be kept."""
@@ -392,8 +392,7 @@ class Accelerator(OfRanks):
                 self._before_save.saving(self._models, folder)
         run.save()
         if self.is_main_process:
-            mark(folder, run, given)
-            self._saved.prune()
+            self._saved.begin(folder, given)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: None = None) -> None:
         """Goes on from the run's newest checkpoint, for which the folder stands: before the first batch, behind
@@ -427,14 +426,6 @@ class Accelerator(OfRanks):
         if self.run is not None and self._given:
             self.run.log({name: value for name, value in values.items() if isinstance(value, int | float)})
 
-    def free_memory(self, *objects: Any) -> list[None]:
-        """None for each of `objects`, and the device's unused memory back to it; the run goes on."""
-        if torch.accelerator.is_available():
-            torch.accelerator.empty_cache()
-        return [None for _ in objects]
-
-    clear = free_memory
-
     def end_training(self) -> None:
         """Ends trackers and run: it is finished, whatever step it has come to."""
         if self.is_main_process:
@@ -443,8 +434,10 @@ class Accelerator(OfRanks):
             self.is_over = True
             self.run.end()
             self.run.close()
+            self._saved.settle(self.run)
 
     def _close_at_exit(self) -> None:
         """A script without `end_training` comes to its end, unless by an error."""
         if getattr(sys, "last_value", None) is None:
-            self.end_training()
+            with suppress(SystemExit):  # of a comparison, which ends the process
+                self.end_training()

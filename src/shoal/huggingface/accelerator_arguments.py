@@ -95,10 +95,30 @@ METHODS_REFUSED = {
     "maybe_context_parallel": "layout.context needs shoal.train",
     "trigger_sync_in_backward": "the last microbatch of a step sums the gradient by itself; leave it out",
     "deepspeed_ulysses_dl_adapter": "layout.context needs shoal.train",
+    **dict.fromkeys(
+        [f"{axis}_rank" for axis in ("data_parallel", "data_parallel_shard", "tensor_parallel", "context_parallel")],
+        "a rank of a loop of your own has a number, process_index",
+    ),
+    "pipeline_parallel_rank": "a loop of your own has no pipeline",
     "gradient_state": "ask sync_gradients, and the loop where an epoch ends",
     "scaler": 'precision.kind = "float16" scales for all ranks',
 }
 """Methods and attributes that a run does not have, and what to do instead."""
+ANSWERS = {
+    "is_fsdp2": False,
+    "is_composable_parallelism_enabled": False,
+    "deepspeed_plugin": None,
+    "parallelism_config": None,
+    "torch_device_mesh": None,
+    "fp8_backend": None,
+    "split_batches": True,
+    "even_batches": True,
+    "dispatch_batches": False,
+    "non_blocking": False,
+    "use_seedable_sampler": True,
+    "use_stateful_dataloader": True,
+}
+"""Attributes that are the same in every run."""
 BACKWARD = ("weight", "reduction", "more", "optimizer")
 """Keywords of `backward`: those of `Training.backward`."""
 

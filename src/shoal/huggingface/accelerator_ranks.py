@@ -86,6 +86,16 @@ class OfRanks:
         return self.num_processes > 1
 
     @property
+    def should_save_model(self) -> bool:
+        """Whether this rank writes files."""
+        return self.is_main_process
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several ranks train on accelerators."""
+        return self.use_distributed and self.device.type != "cpu"
+
+    @property
     def distributed_type(self) -> DistributedType:
         """NO for one rank, else MULTI_GPU or MULTI_CPU, however the model is divided."""
         if not self.use_distributed:
@@ -155,7 +165,15 @@ class OfRanks:
         flagged, self._flagged = self._flagged, False
         return flagged if self.run is None else self.run.sum(float(flagged)) > 0
 
-    # What one rank alone does.
+    # What one rank does by itself.
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """None for each of `objects`, and the device's unused memory back to it; the run goes on."""
+        if torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+        return [None for _ in objects]
+
+    clear = free_memory
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """On the first rank of each host."""

@@ -118,6 +118,11 @@ def _in_float32(each: Any) -> Any:
 class Beside(accelerate.Accelerator):
     """Accelerate's own, which connects nothing: it writes models, and has the trackers."""
 
+    def be_rank(self, rank: int, local_rank: int) -> None:
+        """Says which rank this is to `get_logger` and to trackers, which look there."""
+        for state in (accelerate.PartialState(), self.state):
+            vars(state).update(process_index=rank, local_process_index=local_rank)
+
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
         """Copies in memory of their own, of which tied weights share one."""
         state, copies = model.state_dict(), dict[Any, Tensor]()
@@ -157,6 +162,7 @@ class Saved:
 
     def __init__(self, project: ProjectConfiguration) -> None:
         self._project = project
+        self._pending: list[tuple[Path, int]] = []
 
     def folder(self, named: str | os.PathLike[str] | None) -> Path:
         """Where the next one comes. Raises `UsageError` where nobody has named it."""
@@ -170,8 +176,18 @@ class Saved:
         number, project.iteration = project.iteration, project.iteration + 1
         return self._numbered() / f"checkpoint_{number}"
 
-    def prune(self) -> None:
-        """Deletes what is more than `total_limit`, the oldest first."""
+    def begin(self, folder: Path, step: int) -> None:
+        """The checkpoint of that step is asked for, for which the folder is to stand."""
+        self._pending.append((folder, step))
+
+    def settle(self, run: Training) -> None:
+        """Marks the folders whose checkpoints are whole now, and deletes what is more than `total_limit`."""
+        if not self._pending:
+            return
+        whole = Places(run.directory).steps()
+        for folder, step in [each for each in self._pending if each[1] in whole]:
+            mark(folder, run, step)
+            self._pending.remove((folder, step))
         limit = self._project.total_limit
         if self._project.automatic_checkpoint_naming and limit is not None:
             for old in self._there()[:-limit]:
@@ -179,14 +195,15 @@ class Saved:
 
     def to_load(self, named: str | os.PathLike[str] | None) -> Path:
         """The folder that `load_state` names; None: the newest. Raises `UsageError` where it is none of a run's."""
-        there = self._there()
+        there = [each for each in self._there() if (each / MARK).is_file()]
         if named is None and not there:
             raise UsageError(f"load_state() finds no checkpoint in {self._numbered()}: say which folder")
         folder = there[-1] if named is None else Path(named)
         if not (folder / MARK).is_file():
             raise UsageError(
-                f"{folder} was not written by save_state of a run of Shoal: a run goes on from its own checkpoints. To "
-                "begin with weights that accelerate has saved, load them into the model, and leave load_state out"
+                f"{folder} does not stand for a checkpoint of a run of Shoal: it is none of its save_state, or the run "
+                "was cut off before the checkpoint was whole. To begin with weights that accelerate has saved, load "
+                "them into the model, and leave load_state out"
             )
         return folder
 

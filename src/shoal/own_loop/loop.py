@@ -336,6 +336,8 @@ class Training:
         """Ends the run here as one that is finished, with a checkpoint, for loops that alone know which step is their
         last. Every rank calls it, behind an update.
         """
+        if self._closed:
+            return
         self._ended = True
         if self._steps.pending is not None:
             self._steps.pending.save = True

@@ -1,0 +1,397 @@
+"""Loops of `accelerate.Accelerator` train as under it in one process, on any layout; what is not carried is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.cli.warm_scripts import compare_script, run_plain, run_script
+
+accelerate = pytest.importorskip("accelerate")
+pytestmark = pytest.mark.slow
+SHARDED = ("layout.shard=2", "memory.zero=3")
+ROUNDING = 1e-5
+"""Of losses, norms and weights: AdamW in float32 over some ten steps, summed in two orders."""
+PAGE = Path(__file__).parents[2] / "docs" / "migration" / "accelerate.md"
+
+HEAD = """
+import json, math, os
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader
+from accelerate.utils import ProjectConfiguration, set_seed
+from SOURCE import Accelerator
+
+drawn = torch.Generator().manual_seed(0)
+
+def left(accelerator, *models, **said):
+    from safetensors.torch import save_file
+    states = [accelerator.get_state_dict(each) for each in models]
+    if accelerator.is_main_process:
+        save_file({f"{i}.{n}": v.clone() for i, state in enumerate(states) for n, v in state.items()}, "weights")
+        print(json.dumps({"said": said}))
+    accelerator.end_training()
+"""
+
+# The style of run_glue_no_trainer.py: groups, a schedule by num_processes, a break at the last step, metrics.
+CLASSES = (
+    HEAD
+    + """
+from transformers import BertConfig, BertForSequenceClassification, get_scheduler
+from accelerate.logging import get_logger
+accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+get_logger(__name__).info(accelerator.state, main_process_only=False)
+set_seed(0)
+rows = [torch.randint(3, 40, (12,), generator=drawn) for _ in range(SAMPLES)]
+data = [{"input_ids": row, "labels": int(row[0] > 20)} for row in rows]
+model = BertForSequenceClassification(BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2,
+    num_attention_heads=2, intermediate_size=32, max_position_embeddings=16, hidden_dropout_prob=DROPOUT,
+    attention_probs_dropout_prob=DROPOUT))
+train, test = DataLoader(data, batch_size=4, shuffle=True), DataLoader(data[:10], batch_size=4)
+biases = [p for n, p in model.named_parameters() if "bias" in n]
+others = [p for n, p in model.named_parameters() if "bias" not in n]
+optimizer = torch.optim.AdamW([{"params": others, "weight_decay": 0.1}, {"params": biases}], lr=1e-2)
+most, per_epoch = STEPS, math.ceil(len(train) / 2)
+scheduler = get_scheduler("linear", optimizer, num_warmup_steps=2 * accelerator.num_processes,
+    num_training_steps=most * accelerator.num_processes)
+model, optimizer, train, test, scheduler = accelerator.prepare(model, optimizer, train, test, scheduler)
+rates, norms, losses, rights = [], [], [], []
+done = first = skipped = 0
+if os.path.isdir("saved"):
+    newest = max(int(name.split("_")[1]) for name in os.listdir("saved"))
+    accelerator.load_state(f"saved/step_{newest}")
+    done, first, skipped = newest, newest // per_epoch, newest % per_epoch * 2
+for epoch in range(first, math.ceil(most / per_epoch)):
+    model.train()
+    active = accelerator.skip_first_batches(train, skipped) if skipped and epoch == first else train
+    for step, batch in enumerate(active):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            done += 1
+            rates.append(scheduler.get_last_lr()[0])
+            if SAVES and done % 2 == 0:
+                accelerator.save_state(f"saved/step_{done}")
+        if done >= most:
+            break
+    model.eval()
+    found = []
+    for batch in test:
+        with torch.no_grad():
+            outputs = model(**batch)
+        found.append(accelerator.gather_for_metrics((outputs.loss.repeat(4), outputs.logits, batch["labels"])))
+    seen, logits, labels = (torch.cat(each) for each in zip(*found))
+    assert labels.tolist() == [each["labels"] for each in data[:10]]
+    losses.append(seen.mean().item())
+    rights.append(logits.tolist())
+left(accelerator, model, done=done, rates=rates, norms=norms, losses=losses, rights=rights)
+"""
+)
+
+# The style of train_text_to_image_lora.py: frozen models beside, adapters, noise, gathered losses.
+IMAGES = (
+    HEAD
+    + """
+class Lora(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+class Unet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = nn.Conv2d(4, 8, 3, padding=1), nn.Conv2d(8, 4, 3, padding=1)
+        self.norm = nn.GroupNorm(2, 8)
+        self.time, self.text = nn.Linear(1, 8), nn.Linear(6, 8)
+    def forward(self, x, t, c):
+        said = self.time(t[:, None].float() / 10) + self.text(c)
+        return self.out(F.silu(F.silu(self.norm(self.into(x))) + said[:, :, None, None]))
+
+accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True, mixed_precision=PRECISION,
+    project_config=ProjectConfiguration(project_dir="out", logging_dir="out/logs"))
+set_seed(0)
+vae, text, unet = nn.Conv2d(3, 4, 2, stride=2), nn.Embedding(10, 6), Unet()
+for each in (vae, text, unet):
+    each.requires_grad_(False).to(accelerator.device)
+unet.text, unet.time = Lora(unet.text), Lora(unet.time)
+layers = [p for n, p in unet.named_parameters() if p.requires_grad]
+data = [{"pixels": torch.randn(3, 8, 8, generator=drawn), "words": torch.randint(0, 10, (), generator=drawn),
+         "noise": torch.randn(4, 4, 4, generator=drawn), "t": torch.randint(0, 10, (), generator=drawn)}
+        for _ in range(24)]
+loader = DataLoader(data, batch_size=4, shuffle=True)
+optimizer = torch.optim.AdamW(layers, lr=1e-2)
+scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
+unet, optimizer, loader = accelerator.prepare(unet, optimizer, loader)
+scheduler = accelerator.prepare(scheduler)
+losses, loss_sum, types = [], 0.0, set()
+for epoch in range(2):
+    for batch in loader:
+        with accelerator.accumulate(unet):
+            latents = vae(batch["pixels"])
+            noise = torch.randn_like(latents) if DRAWS else batch["noise"]
+            guess = unet(latents + noise * batch["t"][:, None, None, None] / 10, batch["t"], text(batch["words"]))
+            types.add(str(guess.dtype))
+            loss = F.mse_loss(guess, noise)
+            loss_sum += accelerator.gather(loss.repeat(4)).mean().item() / 2
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(layers, 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            accelerator.log({"train_loss": loss_sum}, step=len(losses))
+            losses.append(loss_sum)
+            loss_sum = 0.0
+left(accelerator, unet, losses=losses, types=sorted(types))
+"""
+)
+
+# Two models of one optimizer, a moving average, hooks and numbered saves, as in train_dreambooth.py.
+AVERAGE = (
+    HEAD
+    + """
+accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True,
+    project_config=ProjectConfiguration(project_dir="out", automatic_checkpoint_naming=True, total_limit=2))
+set_seed(0)
+unet, text = nn.Sequential(nn.Linear(6, 16), nn.SiLU(), nn.Linear(16, 4)), nn.Embedding(10, 2)
+average = nn.Sequential(nn.Linear(6, 16), nn.SiLU(), nn.Linear(16, 4)).requires_grad_(False)
+average.load_state_dict(unet.state_dict())
+accelerator.register_for_checkpointing(average)
+
+def before_save(models, weights, folder):
+    if accelerator.is_main_process:
+        torch.save(weights[0], os.path.join(folder, "unet.pt"))
+    weights.clear()
+
+accelerator.register_save_state_pre_hook(before_save)
+data = [{"x": torch.randn(4, generator=drawn), "w": torch.randint(0, 10, (), generator=drawn),
+         "y": torch.randn(4, generator=drawn)} for _ in range(24)]
+loader = DataLoader(data, batch_size=4, shuffle=True)
+both = [*unet.parameters(), *text.parameters()]
+optimizer = torch.optim.AdamW(both, lr=1e-2)
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+unet, text, optimizer, loader, scheduler = accelerator.prepare(unet, text, optimizer, loader, scheduler)
+done = 0
+for epoch in range(3):
+    for batch in loader:
+        with accelerator.accumulate(unet, text):
+            guess = unet(torch.cat([batch["x"], text(batch["w"])], 1))
+            accelerator.backward(F.mse_loss(guess, batch["y"]) + 0.5 * (guess ** 2).mean())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_value_(both, 0.1)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad(set_to_none=True)
+        if accelerator.sync_gradients:
+            done += 1
+            with accelerator.full_parameters() if hasattr(accelerator, "full_parameters") else torch.no_grad():
+                for one, other in zip(average.parameters(), unet.parameters()):
+                    one.data.lerp_(other.data, 0.1)
+            if done % 3 == 0:
+                accelerator.save_state()
+left(accelerator, unet, text, average, done=done)
+"""
+)
+
+ADVERSARIES = (
+    HEAD
+    + """
+accelerator = Accelerator(cpu=True)
+set_seed(0)
+g = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), nn.Linear(16, 2))
+d = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 1))
+data = [(torch.randn(2, generator=drawn), torch.randn(3, generator=drawn)) for _ in range(24)]
+of_g, of_d = torch.optim.Adam(g.parameters(), 1e-2), torch.optim.Adam(d.parameters(), 1e-2)
+g, d, of_g, of_d, loader = accelerator.prepare(g, d, of_g, of_d, DataLoader(data, 8, shuffle=True))
+of = lambda optimizer: {} if "SOURCE" == "accelerate" else {"optimizer": optimizer}
+for epoch in range(2):
+    for real, noise in loader:
+        of_d.zero_grad()
+        accelerator.backward(F.softplus(-d(real)).mean() + F.softplus(d(g(noise).detach())).mean(), **of(of_d))
+        of_d.step()
+        of_g.zero_grad()
+        accelerator.backward(F.softplus(-d(g(noise))).mean(), **of(of_g))
+        of_g.step()
+left(accelerator, g, d)
+"""
+)
+
+# Accumulation by hand, a schedule by epochs, no end_training; padded labels, of which each sample has its own number.
+TOKENS = (
+    HEAD
+    + """
+from transformers import GPT2Config, GPT2LMHeadModel
+accelerator = Accelerator(gradient_accumulation_steps=STEPS, cpu=True, step_scheduler_with_optimizer=False)
+set_seed(0)
+def row():
+    ids, many = torch.randint(3, 40, (12,), generator=drawn), int(torch.randint(4, 13, (), generator=drawn))
+    places = torch.arange(12)
+    return {"input_ids": ids, "labels": torch.where((places > 0) & (places < many), ids, -100)}
+data = [row() for _ in range(24)]
+model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_positions=12, resid_pdrop=0,
+    embd_pdrop=0, attn_pdrop=0, bos_token_id=1, eos_token_id=2, use_cache=False))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+model, optimizer, loader, scheduler = accelerator.prepare(
+    model, optimizer, DataLoader(data, 8 // STEPS, shuffle=True), scheduler)
+for epoch in range(2):
+    for step, batch in enumerate(loader):
+        accelerator.backward(model(**batch).loss)
+        if (step + 1) % STEPS == 0 or step == len(loader) - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    scheduler.step()
+left(accelerator, model, rate=scheduler.get_last_lr())
+"""
+)
+
+
+def script(folder: Path, text: str, source: str, **constants: Any) -> Path:
+    defaults = {"SAMPLES": 24, "DROPOUT": 0, "STEPS": 7, "SAVES": False, "PRECISION": None, "DRAWS": False}
+    for name, value in (defaults | constants).items():
+        text = text.replace(name, repr(value))
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "mine.py"
+    file.write_text(text.replace("SOURCE", source))
+    return file
+
+
+def said(printed: str) -> dict[str, Any]:
+    return json.loads(next(line for line in printed.splitlines() if line.startswith('{"said')))["said"]
+
+
+def plain(folder: Path, text: str, **constants: Any) -> dict[str, Any]:
+    return said(run_plain(script(folder, text, "accelerate", **constants), folder))
+
+
+def ours(folder: Path, text: str, *keys: str, world: int, **constants: Any) -> dict[str, Any]:
+    codes = run_script(script(folder, text, "shoal.huggingface", **constants), folder, *keys, world=world)
+    printed = (folder / "rank-0.txt").read_text()
+    assert codes == [0] * world, printed
+    return said(printed)
+
+
+def assert_alike(folder: Path, expected: Path, rounding: float = ROUNDING) -> None:
+    one, other = load_file(folder / "weights"), load_file(expected / "weights")
+    assert one.keys() == other.keys()
+    for name in one:
+        assert float((one[name] - other[name]).abs().max()) <= rounding, name
+
+
+@pytest.mark.parametrize("text", [CLASSES, IMAGES, AVERAGE, ADVERSARIES], ids=["glue", "lora", "ema", "gan"])
+def test_it_trains_as_accelerate_does(text: str, tmp_path: Path) -> None:
+    """Groups, schedules, accumulation, clipping, metrics in order, frozen models, a moving average, two optimizers:
+    what the script sees, and its weights, are those of one process of accelerate, on one rank and under ZeRO-3 on two.
+    """
+    expected = plain(tmp_path / "plain", text)
+    for world, keys in ((1, ()), (2, ()), (2, SHARDED)):
+        folder = tmp_path / f"{world}{len(keys)}"
+        found = ours(folder, text, *keys, world=world)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            if name == "types":
+                assert found[name] == value
+            else:
+                one, other = torch.tensor(found[name]), torch.tensor(value)
+                assert torch.allclose(one, other, rtol=ROUNDING, atol=ROUNDING), name
+        assert_alike(folder, tmp_path / "plain")
+        if text is AVERAGE:
+            assert {each.name for each in (folder / "out/checkpoints").iterdir()} == {"checkpoint_1", "checkpoint_2"}
+
+
+def test_uneven_labels_weigh_alike_in_batches_of_any_size(tmp_path: Path) -> None:
+    """Two batches a step on two ranks train as one batch a step in one process of accelerate, though the mean over
+    labels of each half is over another number.
+    """
+    expected = plain(tmp_path / "plain", TOKENS, STEPS=1)
+    found = ours(tmp_path / "two", TOKENS, *SHARDED, world=2, STEPS=2)
+    assert found == expected
+    assert_alike(tmp_path / "two", tmp_path / "plain")
+
+
+def test_what_a_loop_draws_does_not_depend_on_the_ranks(tmp_path: Path) -> None:
+    """Noise that is drawn in the loop, in bfloat16, of which the script sees float32; a last step of an epoch with
+    fewer samples than ranks, and dropout.
+    """
+    one = ours(tmp_path / "one", IMAGES, world=1, DRAWS=True, PRECISION="bf16")
+    two = ours(tmp_path / "two", IMAGES, world=2, DRAWS=True, PRECISION="bf16")
+    assert one["types"] == two["types"] == ["torch.float32"]
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-2)
+    uneven = {"SAMPLES": 25, "DROPOUT": 0.1, "STEPS": 8}
+    ours(tmp_path / "a", CLASSES, world=1, **uneven)
+    ours(tmp_path / "b", CLASSES, *SHARDED, world=2, **uneven)
+    assert_alike(tmp_path / "b", tmp_path / "a")
+
+
+def step_of_resume(folder: Path) -> int:
+    """From which checkpoint the script went on, which was written while it trained."""
+    (step,) = re.findall(r"resuming from the checkpoint of step (\d+)", (folder / "rank-0.txt").read_text())
+    return int(step)
+
+
+@pytest.mark.parametrize(("world", "keys"), [(1, ()), (2, SHARDED)])
+def test_a_killed_script_goes_on_bit_by_bit(world: int, keys: tuple[str, ...], tmp_path: Path) -> None:
+    """By `load_state` and `skip_first_batches`, in an epoch whose last step is short: the same bits as without; a
+    script that asks for neither passes over what is done.
+    """
+    constants = {"SAMPLES": 26, "DROPOUT": 0.1, "STEPS": 12, "SAVES": True}
+    whole = ours(tmp_path / "whole", CLASSES, *keys, world=world, **constants)
+    cut = tmp_path / "cut"
+    file = script(cut, CLASSES, "shoal.huggingface", **constants)
+    assert run_script(file, cut, *keys, world=world, dies_at=17)[-1] == -9
+    resumed = ours(cut, CLASSES, *keys, world=world, **constants)
+    assert (resumed["done"], resumed["rates"][-1]) == (whole["done"], whole["rates"][-1])
+    assert len(resumed["rates"]) == 12 - step_of_resume(cut)
+    assert_alike(cut, tmp_path / "whole", rounding=0)
+
+    unaware = CLASSES.replace('os.path.isdir("saved")', "False")
+    other = tmp_path / "unaware"
+    file = script(other, unaware, "shoal.huggingface", **constants)
+    assert run_script(file, other, world=world, dies_at=17)[-1] == -9
+    passed = ours(other, unaware, world=world, **constants)
+    step = step_of_resume(other)
+    assert f"batches up to step {step} are passed over" in (other / "rank-0.txt").read_text()
+    assert len(passed["rates"]) == 12 - step
+    again = ours(other, unaware, world=world, **constants)  # it is finished
+    assert len(again["rates"]) == 0
+
+
+def test_it_is_verified(tmp_path: Path) -> None:
+    """`shoal verify` takes the script as any other, and finds a loss that is weighed wrongly."""
+    folder = tmp_path / "right"
+    verdict = compare_script(script(folder, TOKENS, "shoal.huggingface", STEPS=1), folder, world=2)
+    assert not isinstance(verdict, str), verdict
+    assert max(each.difference for each in verdict.findings) < 1e-6  # transformers computes the loss in float32
+    wrong = TOKENS.replace("backward(model(**batch).loss)", "backward(model(**batch).loss * 1.0)")
+    verdict = compare_script(script(tmp_path / "b", wrong, "shoal.huggingface", STEPS=1), tmp_path / "b", world=2)
+    assert not isinstance(verdict, str), verdict
+    assert max(each.difference for each in verdict.findings) > 1e-4
+
+
+def test_the_script_of_the_page_runs(tmp_path: Path) -> None:
+    """On two ranks, as the page starts it; each held-out sample is counted once."""
+    (code,) = re.findall(r"## One import\n```python\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    (tmp_path / "mine.py").write_text(code)
+    codes = run_script(tmp_path / "mine.py", tmp_path, world=2)
+    printed = (tmp_path / "rank-0.txt").read_text()
+    assert codes == [0, 0], printed
+    assert re.search(r"epoch 1: 0\.\d+ of 20 right", printed)
+    assert (tmp_path / "output" / "model.safetensors").is_file()
