@@ -28,17 +28,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _get_function_stack_at, _len_torch_function_stack
 from torch._C._functorch import TransformType, get_interpreter_stack
-from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
-from torch.overrides import _get_current_function_mode_stack as _entered_modes
+from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from shoal.errors import UserCodeError
 from shoal.maths.counter import bits, key_of
 from shoal.models.keyed_functions import AS_FLOAT32, BODIES, DROPPING, HANDLERS, drawn, factor_of_kept
 from shoal.models.laws import Bits, Loops
-from shoal.models.sample_places import Extent, Inside, Slices, bits_in, extents_in, numbered, rows_of, samples_in
+from shoal.models.mode_stack import enter_below, entered_modes, in_backward, leave
+from shoal.models.sample_places import (
+    AskedOnce,
+    Extent,
+    Inside,
+    SampleKeys,
+    Slices,
+    bits_in,
+    extents_in,
+    numbered,
+    rows_of,
+    samples_in,
+)
 
 
 @dataclass
@@ -54,9 +64,6 @@ class _Call:
 
 LOOP = "\0loop"
 """What draws past the model's forward."""
-
-SampleKeys = Callable[[], Tensor]
-"""Gives the key of each sample of a forward, int64 `[samples]`: asked for where something is drawn."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +203,7 @@ class KeyedDraws(TorchFunctionMode):
 
     def begin(self, step: int, sample_keys: SampleKeys, *, tokens: int) -> None:
         """A forward follows, of samples with these keys, of which this rank gets so many tokens."""
-        self._step, self._keys_of, self._tokens = step, _AskedOnce(sample_keys), tokens
+        self._step, self._keys_of, self._tokens = step, AskedOnce(sample_keys), tokens
         self._calls, self._counts, self._loop, self._of_samples = [], {}, _Call(LOOP, 0), True
         self._evaluated = not self._model.training
         self._sequence = {} if self.slices.sequence is None else self.slices.sequence(tokens)
@@ -214,10 +221,8 @@ class KeyedDraws(TorchFunctionMode):
     def enter_loop(self, *, here: bool = True) -> None:
         """What follows is drawn by a script's own loop, which runs `here`, on this thread, or waits for it."""
         self._entered += 1
-        if here and _len_torch_function_stack() == 0:
-            _push_mode(self)
-        elif here:
-            _push_below(self)
+        if here:
+            enter_below(self)
         self._calls = [self._loop]
 
     def leave_loop(self) -> bool:
@@ -282,15 +287,7 @@ class KeyedDraws(TorchFunctionMode):
     def _left(self) -> bool:
         """It is left: whether on the thread that had entered it."""
         self._entered -= 1
-        depth = _len_torch_function_stack()
-        if depth == 0 or (_get_function_stack_at(depth - 1) is not self and self not in _entered_modes()):
-            return False  # the loop runs on another thread
-        above = []  # a loop is left inside of modes that the script has entered meanwhile
-        while (mode := _pop_mode()) is not self:
-            above.append(mode)
-        for mode in reversed(above):
-            _push_mode(mode)
-        return True
+        return leave(self)  # not so where the loop runs on another thread
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -304,7 +301,7 @@ class KeyedDraws(TorchFunctionMode):
         if func in BODIES:
             with self:
                 return BODIES[func](*args, **kwargs)
-        if not self._calls and not (_in_backward() and handler in DROPPING):
+        if not self._calls and not (in_backward() and handler in DROPPING):
             return func(*args, **kwargs)
         try:
             return drawn(handler, self, func, args, kwargs)
@@ -323,7 +320,7 @@ class KeyedDraws(TorchFunctionMode):
             if torch.compiler.is_compiling() or not self._entered or self.in_loop:
                 return
             count = self._counts.get(name, 0)
-            if _in_backward() and not self._replays:
+            if in_backward() and not self._replays:
                 known = count == 1 and self.one_at_a_time
                 self._calls.append(_Call(name, 0 if known else None, entered_here=True))
                 self.__enter__()  # autograd leaves every mode
@@ -414,19 +411,6 @@ class KeyedDraws(TorchFunctionMode):
         return extents_in(inner, self._sequence, inside, module=self._calls[-1].module)
 
 
-class _AskedOnce:
-    """Keys of samples, which are computed when something is drawn."""
-
-    def __init__(self, keys: SampleKeys) -> None:
-        self._ask = keys
-        self._keys: Tensor | None = None
-
-    def __call__(self) -> Tensor:
-        if self._keys is None:
-            self._keys = self._ask()
-        return self._keys
-
-
 class _OutsideLoop:
     """See `KeyedDraws.outside_loop`. A class, as there are several in every step."""
 
@@ -443,20 +427,9 @@ class _OutsideLoop:
             self._draws.enter_loop(here=self._here)
 
 
-def _push_below(mode: TorchFunctionMode) -> None:
-    """Enters `mode` below those that a script leaves when it likes, each from the top; above that of PyTorch's default
-    device, which has to be the lowest.
-    """
-    above = [_pop_mode() for _ in _entered_modes()]
-    if above and above[-1] is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None):
-        _push_mode(above.pop())
-    for each in (mode, *reversed(above)):
-        _push_mode(each)
-
-
 def active_draws() -> KeyedDraws | None:
     """The mode that is entered here."""
-    entered = [mode for mode in _entered_modes() if isinstance(mode, KeyedDraws)]
+    entered = [mode for mode in entered_modes() if isinstance(mode, KeyedDraws)]
     if not entered:
         return None
     entered[-1].is_asked_for = True
@@ -467,10 +440,6 @@ def draws_of_a_forward() -> AbstractContextManager[None]:
     """`KeyedDraws.from_the_start` of the mode that is entered here; nothing where none is."""
     mode = active_draws()
     return nullcontext() if mode is None else mode.from_the_start()
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _repeated(where: str) -> UserCodeError:

@@ -22,6 +22,22 @@ APART = 2**21 + 17
 longer sample, and draw the same there. Odd, so that rows stay apart modulo 2^64.
 """
 
+SampleKeys = Callable[[], Tensor]
+"""Gives the key of each sample of a forward, int64 `[samples]`: asked for where something is drawn."""
+
+
+class AskedOnce:
+    """`SampleKeys` that are computed when something is drawn, and kept."""
+
+    def __init__(self, keys: SampleKeys) -> None:
+        self._ask = keys
+        self._keys: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._keys is None:
+            self._keys = self._ask()
+        return self._keys
+
 
 @dataclass(frozen=True)
 class Extent:

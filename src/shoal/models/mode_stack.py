@@ -1,0 +1,46 @@
+"""The modes of PyTorch's functions that are entered on this thread, as a loop enters and leaves one of its own.
+
+A mode that is entered calls Python for each function of PyTorch's. `with` leaves the topmost one; a script's own loop
+enters and leaves others meanwhile, so that Shoal's lies below them, and is taken out from beneath.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch._C import _get_function_stack_at, _len_torch_function_stack
+from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
+from torch.overrides import _get_current_function_mode_stack as entered_modes
+
+__all__ = ["enter_below", "entered_modes", "in_backward", "leave"]
+
+
+def enter_below(mode: TorchFunctionMode) -> None:
+    """Enters `mode` below those that a script leaves when it likes, each from the top; above that of PyTorch's default
+    device, which has to be the lowest.
+    """
+    if _len_torch_function_stack() == 0:
+        _push_mode(mode)
+        return
+    above = [_pop_mode() for _ in entered_modes()]
+    if above and above[-1] is getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None):
+        _push_mode(above.pop())
+    for each in (mode, *reversed(above)):
+        _push_mode(each)
+
+
+def leave(mode: TorchFunctionMode) -> bool:
+    """Leaves `mode`, which others may lie above of. False where this thread has not entered it."""
+    depth = _len_torch_function_stack()
+    if depth == 0 or (_get_function_stack_at(depth - 1) is not mode and mode not in entered_modes()):
+        return False
+    above = []
+    while (top := _pop_mode()) is not mode:
+        above.append(top)
+    for each in reversed(above):
+        _push_mode(each)
+    return True
+
+
+def in_backward() -> bool:
+    """Whether autograd calls, which leaves every mode."""
+    return torch._C._current_graph_task_id() != -1
