@@ -18,6 +18,7 @@ from shoal.data.order import Order
 from shoal.launcher.signals import SAME_REQUEST_S
 from tests.cli.project import Project, project, ranks_of
 from tests.ports import free_port
+from tests.programs import ended
 from tests.waiting import HANG_S, NEVER_S, wait_until
 
 STOPPED = 75
@@ -115,12 +116,13 @@ def test_a_signal_saves_and_the_same_command_goes_on(own: Project, number: signa
 def test_a_second_signal_stops_at_once(own: Project) -> None:
     """Asked twice, the run does not wait for its step, which never ends."""
     running = own.start("train", "run.toml", "model.arguments={hold_at=2}", f"wire.timeout_s={NEVER_S}")
-    own.wait_for_step(1)
-    running.send_signal(signal.SIGINT)
-    own.wait_for_text("a second one stops at once")
-    time.sleep(2 * SAME_REQUEST_S)  # the next signal is another request
-    running.send_signal(signal.SIGINT)
-    assert running.wait(HANG_S) == 128 + signal.SIGINT
+    with ended([running]):
+        own.wait_for_step(1)
+        running.send_signal(signal.SIGINT)
+        own.wait_for_text("a second one stops at once")
+        time.sleep(2 * SAME_REQUEST_S)  # the next signal is another request
+        running.send_signal(signal.SIGINT)
+        assert running.wait(HANG_S) == 128 + signal.SIGINT
 
 
 def test_what_a_user_module_raises_comes_first_and_whole(own: Project) -> None:
