@@ -3,7 +3,8 @@
     from shoal.huggingface import Trainer, TrainingArguments     # instead of: from transformers import ...
 
 The constructor, callbacks and methods are transformers' own; `train()` runs on the engine of `shoal.start`, with its
-layouts, order of samples, checkpoints, resume and report. transformers is imported when a name is first used.
+layouts, order of samples, checkpoints, resume and report. `on_shoal` does the same for a subclass that another library
+made, such as TRL's. transformers is imported when a name is first used.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from shoal.errors import MissingExtra
 
 if TYPE_CHECKING:
     from shoal.huggingface.arguments import Seq2SeqTrainingArguments, TrainingArguments
-    from shoal.huggingface.trainer import Seq2SeqTrainer, Trainer
+    from shoal.huggingface.trainer import Seq2SeqTrainer, Trainer, on_shoal
 
-__all__ = ["Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments"]
+__all__ = ["Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments", "on_shoal"]
 
 
 def __getattr__(name: str) -> Any:
