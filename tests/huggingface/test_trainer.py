@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -339,6 +340,15 @@ def test_a_killed_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
     found = ours(cut, further, world=1, **more)
     assert logged(found, "loss")[:7] == logged(whole, "loss")
     assert (found["events"], len(logged(found, "loss"))) == (9, 9)
+
+
+def test_a_step_that_is_taken_back_is_logged(tmp_path: Path) -> None:
+    """The first scales of float16 overflow the gradient, not the loss; the schedule waits for a step that is taken."""
+    found = ours(tmp_path, CAUSAL, world=1, fp16=True)
+    taken = [math.isfinite(norm) for norm in logged(found, "grad_norm")]
+    assert not all(taken)
+    assert all(math.isfinite(loss) for loss in logged(found, "loss"))
+    assert set(logged(found, "learning_rate")[: taken.index(True) + 1]) == {0.0}
 
 
 def test_it_is_verified(tmp_path: Path) -> None:

@@ -311,8 +311,8 @@ class OnShoal(BetweenSteps):
             self._backward(run, inputs)
         logs = self._update(run)
         state.global_step, state.epoch = done, done / plan.steps_per_epoch
-        if args.include_num_input_tokens_seen != "no":
-            state.num_input_tokens_seen += int(self.accelerator.gather(torch.tensor(self._seen)).sum())
+        if args.include_num_input_tokens_seen not in ("no", False):
+            state.num_input_tokens_seen += int(run.sum(self._seen))
             self._seen = 0
         self.control = handler.on_step_end(args, state, self.control)
         self._act(run, logs, ignore_keys)
@@ -354,7 +354,7 @@ class OnShoal(BetweenSteps):
     def _input_tokens(self, inputs: Mapping[str, Any]) -> int:
         """What of a batch `include_num_input_tokens_seen` counts."""
         how = self.args.include_num_input_tokens_seen
-        return 0 if how == "no" else input_tokens(inputs, self.model, padding=how == "all")
+        return 0 if how in ("no", False) else input_tokens(inputs, self.model, padding=how != "non_padding")
 
     def _concluded(self, started_s: float, first: int, plan: Plan) -> TrainOutput:
         """Behind the last step: the figures of the training, and the best model where it is asked for."""
