@@ -37,7 +37,6 @@ from transformers.utils.import_utils import is_datasets_available
 import shoal
 from shoal.engine.forward_backward import evaluating
 from shoal.errors import UsageError, UserCodeError
-from shoal.huggingface.accelerator import RunAccelerator
 from shoal.huggingface.arguments import (
     ORDERS,
     OVERRIDDEN,
@@ -56,6 +55,7 @@ from shoal.huggingface.arguments import (
 from shoal.huggingface.callbacks import BetweenSteps, looks_at_metric
 from shoal.huggingface.evaluation import evaluated
 from shoal.huggingface.labels import input_tokens, label_count, require_repeatable, shifts_labels, without_masking
+from shoal.huggingface.run_accelerator import RunAccelerator
 from shoal.launcher.environment import ALONE, place_from
 from shoal.launcher.own_script import script_check
 
