@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import copy
+import pickle
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,13 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow  # the import of transformers' Trainer takes seconds
 
 
+@dataclass
+class ForeignArguments(transformers.TrainingArguments):
+    """Those of a library that extends transformers."""
+
+    beta: float = 0.1
+
+
 def arguments(folder: Path, **given: Any) -> Any:
     from shoal.huggingface import TrainingArguments
 
@@ -25,15 +34,14 @@ def arguments(folder: Path, **given: Any) -> Any:
     ("given", "words"),
     [
         ({"fsdp": "full_shard"}, "TrainingArguments.fsdp"),
-        ({"torch_compile": True}, "model.compile()"),
         ({"auto_find_batch_size": True}, "batch.micro_samples"),
         ({"neftune_noise_alpha": 5.0}, "keyed on the sample"),
         ({"push_to_hub": True}, "upload the folder"),
         ({"data_seed": 3}, "run.seed"),
         ({"save_only_model": True}, "trainer.save_model(folder)"),
         ({"average_tokens_across_devices": False}, "the mean over all tokens"),
-        ({"include_for_metrics": ["inputs"]}, "compute_metrics"),
-        ({"train_sampling_strategy": "group_by_length"}, "data.group_by_length"),
+        ({"length_column_name": "size"}, "data.group_by_length"),
+        ({"optim": "adafactor"}, "optimizers=(optimizer, scheduler)"),
         ({"optim": "adamw_bnb_8bit"}, "optimizers=(optimizer, scheduler)"),
         ({"hub_revision": "main"}, "does not carry it out"),
     ],
@@ -80,8 +88,28 @@ def test_each_field_has_one_answer() -> None:
 def test_transformers_own_arguments_are_refused(tmp_path: Path) -> None:
     from shoal.huggingface.arguments import require_carried
 
+    class Theirs(transformers.TrainingArguments):
+        pass
+
     with pytest.raises(UsageError, match=r"from shoal\.huggingface import TrainingArguments"):
         require_carried(transformers.TrainingArguments(str(tmp_path), use_cpu=True))
+    with pytest.raises(UsageError, match=r"write shoal\.huggingface\.on_shoal\(Theirs\)"):
+        require_carried(Theirs(str(tmp_path), use_cpu=True))
+
+
+def test_arguments_of_another_library(tmp_path: Path) -> None:
+    """Are those of a run, and what they were before, also behind a copy and a file."""
+    from shoal.huggingface import on_shoal
+    from shoal.huggingface.arguments import OfRun, require_carried
+
+    mixed = on_shoal(ForeignArguments)
+    assert on_shoal(mixed) is mixed is on_shoal(ForeignArguments)
+    given = mixed(str(tmp_path), use_cpu=True, beta=0.3)
+    require_carried(given)
+    for same in (given, copy.deepcopy(given), pickle.loads(pickle.dumps(given))):
+        assert isinstance(same, ForeignArguments)
+        assert isinstance(same, OfRun)
+        assert (same.beta, same.output_dir, same.world_size) == (0.3, str(tmp_path), 1)
 
 
 def test_tables_of_the_run(tmp_path: Path) -> None:
@@ -91,6 +119,8 @@ def test_tables_of_the_run(tmp_path: Path) -> None:
     assert tables["run"] == {"directory": f"{tmp_path}/shoal", "seed": 3, "device": "cpu"}
     assert tables["precision"] == {"kind": "bfloat16"}
     assert tables["checkpoint"] == {"every_steps": 0, "keep": 2}
+    grouped = tables_of(arguments(tmp_path, train_sampling_strategy="group_by_length"))
+    assert grouped["data"] == {"group_by_length": "shoal.huggingface.labels:lengths"}
 
 
 def test_the_length_of_a_run(tmp_path: Path) -> None:
@@ -109,16 +139,65 @@ def test_the_length_of_a_run(tmp_path: Path) -> None:
 
 
 def test_methods_that_would_not_be_called_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With exit code 2; those of another library's subclass of transformers' too."""
-    from shoal.huggingface import Trainer
+    """With exit code 2; those of another library's subclass of transformers' before there is an object."""
+    from shoal.huggingface import Trainer, on_shoal
 
     class Mine(Trainer):
-        def training_step(self, *given: Any, **named: Any) -> Any: ...
+        def _get_train_sampler(self, *given: Any, **named: Any) -> Any: ...
+
+    class Theirs(transformers.Trainer):
+        def get_train_dataloader(self) -> Any: ...
 
     with pytest.raises(SystemExit) as ended:
         Mine(torch.nn.Linear(2, 2), arguments(tmp_path))
     assert ended.value.code == 2
-    assert "Mine.training_step would not be called: override compute_loss" in capsys.readouterr().err
+    assert "Mine._get_train_sampler would not be called: train_sampling_strategy=" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        on_shoal(Theirs)
+    assert "Theirs.get_train_dataloader would not be called: pass train_dataset" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        on_shoal(torch.nn.Linear)
+    assert "on_shoal(Linear): it is neither a Trainer nor a TrainingArguments" in capsys.readouterr().err
+
+
+def test_methods_that_leave_the_run_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Before a search has begun, and before anybody is asked for on the network."""
+    from shoal.huggingface import Trainer
+
+    trainer = Trainer(torch.nn.Linear(2, 2), arguments(tmp_path))
+    for call, instead in ((trainer.hyperparameter_search, "shoal sweep"), (trainer.push_to_hub, "upload the folder")):
+        with pytest.raises(SystemExit) as ended:
+            call()
+        assert ended.value.code == 2
+        assert instead in capsys.readouterr().err
+
+
+def test_a_loss_of_ones_own_is_told_what_it_is_taken_for() -> None:
+    """Unless the class says what it is a mean over; a method that is not called is named."""
+    from shoal.huggingface import Trainer
+    from shoal.huggingface.arguments import doubtful
+    from shoal.huggingface.trainer import OnShoal
+
+    class Doubtful(Trainer):
+        def compute_loss(self, *given: Any, **named: Any) -> Any: ...
+        def _save_checkpoint(self, *given: Any, **named: Any) -> None: ...
+
+    class Told(Doubtful):
+        def loss_weight(self, inputs: Any) -> float:
+            return 1.0
+
+    assert doubtful(Trainer, OnShoal) == []
+    assert ["_save_checkpoint is not called" in doubtful(Told, OnShoal)[0], len(doubtful(Told, OnShoal))] == [True, 1]
+    assert "override loss_weight too" in doubtful(Doubtful, OnShoal)[1]
+
+
+def test_a_run_resumes_from_its_own_checkpoint_alone(tmp_path: Path) -> None:
+    from shoal.huggingface.arguments import require_own_checkpoint
+
+    for own in (None, True, False, tmp_path / "output", str(tmp_path / "output/shoal")):
+        require_own_checkpoint(own, str(tmp_path / "output"))
+    with pytest.raises(UsageError, match=r"checkpoint-4': a run resumes from the newest checkpoint in its own"):
+        require_own_checkpoint(str(tmp_path / "another/checkpoint-4"), str(tmp_path / "output"))
 
 
 def test_a_collator_that_draws_is_refused() -> None:
@@ -165,6 +244,20 @@ def test_the_labels_that_count() -> None:
     assert label_count({"input_ids": labels}, model, shifted=False) == 2
 
 
+def test_lengths_and_tokens_of_samples() -> None:
+    """A column of lengths counts before the tokens themselves; padding counts where it is asked for."""
+    import datasets
+
+    from shoal.huggingface.labels import input_tokens, lengths
+
+    rows = [{"input_ids": [1] * n} for n in (3, 1, 2)]
+    assert lengths(rows) == lengths(datasets.Dataset.from_list(rows)) == [3, 1, 2]
+    assert lengths(datasets.Dataset.from_list([{**row, "length": 7} for row in rows])) == [7, 7, 7]
+    batch = {"input_ids": torch.ones(2, 3), "attention_mask": torch.tensor([[1, 1, 0], [1, 0, 0]])}
+    model = torch.nn.Linear(1, 1)
+    assert (input_tokens(batch, model, padding=True), input_tokens(batch, model, padding=False)) == (6, 3)
+
+
 def test_rows_of_uneven_batches_are_padded() -> None:
     """With -100, to the longest; in the order in which they came."""
     from shoal.huggingface.evaluation import gathered
@@ -174,7 +267,7 @@ def test_rows_of_uneven_batches_are_padded() -> None:
 
 
 def test_each_sample_is_evaluated_by_one_rank() -> None:
-    """Of more ranks than batches, each has one all the same, which counts for nothing."""
+    """Each computes as many batches as any other; what is a copy counts for nothing. Also of a stream."""
     from shoal.huggingface.evaluation import shares
 
     data = [{"input_ids": torch.tensor([number])} for number in range(5)]
@@ -185,6 +278,14 @@ def test_each_sample_is_evaluated_by_one_rank() -> None:
     assert [share.numbers.tolist() for share in found[3]] == [[-1, -1]]
     read = [int(each) for rank in found[:3] for share in rank for each in share.batch["input_ids"]]
     assert read == counted
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(data)
+
+    for each in (loader, torch.utils.data.DataLoader(Stream(), batch_size=2)):
+        numbers = [[share.numbers.tolist() for share in shares(each, rank=rank, ranks=2)] for rank in range(2)]
+        assert numbers == [[[0, 1], [4]], [[2, 3], [-1, -1]]]
 
 
 def test_an_evaluation_has_batches_of_the_size_that_was_asked_for() -> None:

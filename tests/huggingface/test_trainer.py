@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ def padded(ids, by=0):
 
 def arguments(kind=TrainingArguments, **more):
     return kind("out", per_device_train_batch_size=4, max_steps=7, learning_rate=1e-2, weight_decay=0.1,
-                logging_steps=1, warmup_steps=2, optim="adamw_torch", use_cpu=True,
-                train_sampling_strategy="sequential", **{"save_strategy": "no", **more})
+                logging_steps=1, warmup_steps=2, use_cpu=True, train_sampling_strategy="sequential",
+                **{"save_strategy": "no", "optim": "adamw_torch", **more})
 
 def left(trainer, **more):
     trainer.save_model()
@@ -101,6 +102,69 @@ trainer = Weighted(model=model, train_dataset=data, eval_dataset=data[:9], compu
 trainer.train()
 found = trainer.predict(data[:7])
 left(trainer, seen=Seen.events, evaluated=trainer.evaluate()["eval_loss"], predictions=found.predictions.tolist())
+"""
+)
+
+# Samples of one length: the mean over an evaluation set's labels is that over its batches, which transformers takes.
+OPTIONS = (
+    HEAD
+    + """
+from transformers import LlamaConfig, LlamaForCausalLM
+data = [{"input_ids": ids, "attention_mask": [1] * 7 + [0], "labels": [*ids[:7], -100]}
+        for ids in (words(8, 9) for _ in range(26))]
+model = LlamaForCausalLM(LlamaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2, intermediate_size=32, bos_token_id=1, eos_token_id=2))
+def measured(found):
+    return {"tokens": int(found.inputs.sum()), "right": int((found.predictions == found.label_ids).sum()),
+            "losses": float(found.losses.sum())}
+trainer = Trainer(model=model, train_dataset=data, eval_dataset=data[:8], compute_metrics=measured,
+    preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+    args=arguments(gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=4,
+                   include_num_input_tokens_seen="non_padding", include_for_metrics=["inputs", "loss"],
+                   lr_scheduler_type="greedy", lr_scheduler_kwargs={"patience": 0, "warmup": 0, "cooldown": 0},
+                   metric_for_best_model="loss", max_grad_norm=0, eval_on_start=True,
+                   optim="adamw_torch_fused", label_smoothing_factor=0.1, full_determinism=True))
+trainer.train()
+left(trainer, evaluated=trainer.evaluate()["eval_loss"])
+"""
+)
+
+# A trainer as other libraries extend it: it asks the accelerator for sums over all ranks, wraps a step, and asks the
+# model which of its figures to log.
+FOREIGN = (
+    HEAD
+    + """
+import transformers
+from transformers import BertConfig, BertForSequenceClassification
+if Trainer is transformers.Trainer:
+    on_shoal = lambda kind: kind
+else:
+    from shoal.huggingface import on_shoal
+
+class Theirs(transformers.Trainer):
+    rows, wrapped = {"train": [], "eval": []}, 0
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        rows = self.accelerator.gather_for_metrics(torch.tensor(len(inputs["labels"]))).sum()
+        self.rows["train" if model.training else "eval"].append(int(rows))
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+    def training_step(self, *given, **named):
+        self.wrapped += 1
+        return super().training_step(*given, **named)
+    def log(self, logs, *given):
+        mode = "train" if self.model.training else "eval"
+        super().log({**logs, f"{mode}_rows": sum(self.rows[mode])}, *given)
+        self.rows[mode].clear()
+
+data = [{"input_ids": padded(ids), "attention_mask": padded([1] * len(ids)), "label": int(ids[0] > 20)}
+        for ids in (words() for _ in range(26))]
+model = BertForSequenceClassification(BertConfig(vocab_size=40, hidden_size=16, num_hidden_layers=2,
+    num_attention_heads=2, intermediate_size=32, max_position_embeddings=16, hidden_dropout_prob=0,
+    attention_probs_dropout_prob=0))
+Arguments = on_shoal(transformers.TrainingArguments)
+trainer = on_shoal(Theirs)(model=model, train_dataset=data, eval_dataset=data[:9],
+    args=arguments(Arguments, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=4))
+trainer.train()
+left(trainer, wrapped=trainer.wrapped, kind=isinstance(trainer, Theirs))
 """
 )
 
@@ -217,6 +281,30 @@ def test_it_trains_as_transformers_does(text: str, file: str, tmp_path: Path) ->
         assert_alike(weights(folder, f"{file}.safetensors"), weights(tmp_path / "plain", f"{file}.safetensors"))
 
 
+def test_its_options_do_what_they_do_in_transformers(tmp_path: Path) -> None:
+    """A schedule that follows a metric, tokens seen, inputs and losses for metrics, smoothed labels: on two ranks."""
+    expected = plain(tmp_path / "plain", OPTIONS)
+    found = ours(tmp_path / "two", OPTIONS, *SHARDED, world=2)
+    for name in ("loss", "eval_loss", "eval_losses", "learning_rate"):
+        assert logged(found, name) == pytest.approx(logged(expected, name), rel=ROUNDING), name
+    for name in ("eval_tokens", "eval_right", "num_input_tokens_seen"):
+        assert logged(found, name) == logged(expected, name), name
+    assert len(set(logged(found, "learning_rate"))) > 1
+    assert_alike(weights(tmp_path / "two"), weights(tmp_path / "plain"))
+
+
+def test_a_trainer_of_another_library_trains_on_all_ranks(tmp_path: Path) -> None:
+    """`on_shoal`: the same losses, weights, and sums over all ranks; copies of a batch are in none of them."""
+    expected = plain(tmp_path / "plain", FOREIGN)
+    found = ours(tmp_path / "two", FOREIGN, *SHARDED, world=2)
+    for name in ("loss", "grad_norm", "eval_loss"):
+        assert logged(found, name) == pytest.approx(logged(expected, name), rel=ROUNDING), name
+    for name in ("train_rows", "eval_rows"):
+        assert logged(found, name) == logged(expected, name), name
+    assert (logged(found, "eval_rows")[:4], found["wrapped"], found["kind"]) == ([9] * 4, 7, True)
+    assert_alike(weights(tmp_path / "two"), weights(tmp_path / "plain"))
+
+
 def test_sequences_are_generated_on_all_ranks(tmp_path: Path) -> None:
     """T5 by `Seq2SeqTrainer`: the same training and the same generated tokens, which are counted over all ranks."""
     expected = plain(tmp_path / "plain", SEQUENCES)
@@ -235,7 +323,9 @@ def test_masks_are_those_of_the_sample(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
-    """Killed in its sixth backward and started again: the same history, scheduler and weights as without."""
+    """Killed in its sixth backward and started again: the same history, scheduler and weights as without. Once it is
+    finished, another script goes on with it where it asks for that, on another number of ranks too.
+    """
     more = {"save_strategy": "steps", "save_steps": 2}
     whole = ours(tmp_path / "whole", CAUSAL, *SHARDED, world=2, **more)
     cut = tmp_path / "cut"
@@ -246,6 +336,19 @@ def test_a_killed_run_goes_on_bit_by_bit(tmp_path: Path) -> None:
         assert logged(resumed, name) == logged(whole, name), name
     before, after = weights(tmp_path / "whole"), weights(cut)
     assert all(torch.equal(before[name], after[name]) for name in before)
+    further = CAUSAL.replace("max_steps=7", "max_steps=9").replace("train()", 'train(resume_from_checkpoint="out")')
+    found = ours(cut, further, world=1, **more)
+    assert logged(found, "loss")[:7] == logged(whole, "loss")
+    assert (found["events"], len(logged(found, "loss"))) == (9, 9)
+
+
+def test_a_step_that_is_taken_back_is_logged(tmp_path: Path) -> None:
+    """The first scales of float16 overflow the gradient, not the loss; the schedule waits for a step that is taken."""
+    found = ours(tmp_path, CAUSAL, world=1, fp16=True)
+    taken = [math.isfinite(norm) for norm in logged(found, "grad_norm")]
+    assert not all(taken)
+    assert all(math.isfinite(loss) for loss in logged(found, "loss"))
+    assert set(logged(found, "learning_rate")[: taken.index(True) + 1]) == {0.0}
 
 
 def test_it_is_verified(tmp_path: Path) -> None:
@@ -281,7 +384,8 @@ trainer = """,
     assert first["events"] == 3
     assert not any(each.any() for each in weights(tmp_path).values())
     assert all(each.any() for name, each in weights_of(tmp_path / "out/shoal").items() if name.endswith(".weight"))
-    assert ours(tmp_path, text, world=2)["events"] == 3
+    again = ours(tmp_path, text, world=2)
+    assert (again["events"], logged(again, "train_loss")) == (3, [])
     assert "stopped this run at step 3, and it trains no further" in (tmp_path / "rank-0.txt").read_text()
 
 

@@ -4,7 +4,8 @@
     from shoal.huggingface import Accelerator                    # instead of: from accelerate import ...
 
 Constructors, callbacks and methods are those of the two libraries; what trains is the engine of `shoal.start`, with its
-layouts, order of samples, checkpoints, resume and report. They are imported when a name is first used.
+layouts, order of samples, checkpoints, resume and report. `on_shoal` does the same for a trainer that another library
+made of transformers', such as TRL's. The libraries are imported when a name is first used.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from shoal.errors import MissingExtra
 if TYPE_CHECKING:
     from shoal.huggingface.accelerator import Accelerator
     from shoal.huggingface.arguments import Seq2SeqTrainingArguments, TrainingArguments
-    from shoal.huggingface.trainer import Seq2SeqTrainer, Trainer
+    from shoal.huggingface.trainer import Seq2SeqTrainer, Trainer, on_shoal
 
-__all__ = ["Accelerator", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments"]
+__all__ = ["Accelerator", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "TrainingArguments", "on_shoal"]
 
 
 def __getattr__(name: str) -> Any:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from accelerate import PartialState
 from transformers.training_args import OptimizerNames
 
 from shoal.assembly.start import leave_with
@@ -75,7 +76,9 @@ class OfRun:
         if self.deepspeed:  # transformers would let it take hold of every model that is loaded from now on
             with refusing():
                 raise _refusal_of("deepspeed", self.deepspeed)
-        self.whereabouts, self.distributed_state, self._n_gpu = _before_the_run(), None, 1
+        self.whereabouts, self._n_gpu = _before_the_run(), 1
+        with without_launcher():  # whoever asks accelerate for the ranks from now on hears that there is one
+            self.distributed_state = PartialState(cpu=True)
         if self.disable_tqdm is None:
             self.disable_tqdm = True  # progress is shown by the run's own line
         super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue]
@@ -124,7 +127,8 @@ _CARRIED = """
     eval_accumulation_steps save_strategy save_steps save_total_limit load_best_model_at_end metric_for_best_model
     greater_is_better restore_callback_states_from_checkpoint seed full_determinism use_cpu dataloader_drop_last
     remove_unused_columns label_names train_sampling_strategy do_train do_eval do_predict local_rank
-    resume_from_checkpoint
+    resume_from_checkpoint torch_compile torch_compile_backend torch_compile_mode include_num_input_tokens_seen
+    include_for_metrics
 """
 CARRIED = frozenset(re.findall(r"\w+", _CARRIED))
 """Fields that mean what they mean to transformers, as far as docs/migration/hf-trainer.md does not say otherwise."""
@@ -146,6 +150,7 @@ UNUSED = {
     "ddp_timeout": "wire.timeout_s says how long a rank is waited for",
     "accelerator_config": _CONNECTED,
     "log_on_each_node": "rank 0 logs",
+    "logging_nan_inf_filter": "a step that is not finite is taken back and not logged",
     "save_on_each_node": "checkpoints and models are written once, by all ranks or by rank 0",
     "torch_empty_cache_steps": "memory is the run's",
     "enable_jit_checkpoint": "SIGTERM always ends in a checkpoint",
@@ -161,9 +166,6 @@ REFUSED = {
     "fsdp_config": "use layout.shard and memory.zero",
     "deepspeed": "use layout.shard and memory.zero",
     "parallelism_config": "use layout.shard and memory.zero",
-    "torch_compile": "call model.compile() before the Trainer is made",
-    "torch_compile_backend": "call model.compile(backend=...) before the Trainer is made",
-    "torch_compile_mode": "call model.compile(mode=...) before the Trainer is made",
     "auto_find_batch_size": _ONE_BATCH,
     "average_tokens_across_devices": "the loss is always the mean over all tokens of the global batch; leave it out",
     "data_seed": "the order of samples follows from the seed: set seed, or run.seed",
@@ -172,11 +174,8 @@ REFUSED = {
     "liger_kernel_config": "apply the kernels to the model before the Trainer is made",
     "ignore_data_skip": _RESUMES,
     "save_only_model": f"{_RESUMES}; trainer.save_model(folder) writes a model alone",
-    "include_num_input_tokens_seen": "count tokens in a compute_loss of your own",
-    "logging_nan_inf_filter": "a step that is not finite is taken back and not logged",
-    "length_column_name": "set data.group_by_length to a function that returns the lengths",
+    "length_column_name": "name the column length, or set data.group_by_length to a function that returns the lengths",
     "optim_target_modules": "pass optimizers=(optimizer, scheduler)",
-    "include_for_metrics": "a compute_metrics gets predictions and labels; leave it out",
     "batch_eval_metrics": f"{_OF_ALL}; leave it out",
     "eval_do_concat_batches": f"{_OF_ALL}; leave it out",
     "eval_use_gather_object": "predictions are tensors; leave it out",
@@ -191,14 +190,18 @@ OVERRIDDEN = {
     "get_eval_dataloader": "pass eval_dataset and data_collator; Shoal makes the batches",
     "get_test_dataloader": "pass the data set to predict(), and data_collator; Shoal makes the batches",
     "get_batch_samples": "pass train_dataset and data_collator; Shoal makes the batches",
-    "training_step": "override compute_loss, or write the loop with shoal.start",
+    "_get_train_sampler": 'train_sampling_strategy="sequential" keeps the order of the data set; data.weights draws',
+    "_inner_training_loop": "pass a callback, or write the loop with shoal.start",
+    "_maybe_log_save_evaluate": "pass a callback",
     "autocast_smart_context_manager": "set precision.kind",
     "hyperparameter_search": "shoal sweep mine.py does it",
     "push_to_hub": "call save_model(folder), and upload the folder",
 }
 """Methods that a subclass may not override, and what to do instead."""
-OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad", "adafactor")
-ORDERS = {"random": True, "sequential": False}
+UNCALLED = {"_save_checkpoint": "a callback's on_save is called behind each checkpoint"}
+"""Methods that a subclass may override without effect, and what has one: a note says so."""
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
+ORDERS = {"random": True, "sequential": False, "group_by_length": True}
 """By `train_sampling_strategy`: whether each epoch has an order of its own."""
 
 
@@ -206,9 +209,10 @@ def require_carried(arguments: Any) -> None:
     """Raises `UsageError` for arguments that are transformers' own, and for the first that a run cannot carry out."""
     if not isinstance(arguments, OfRun):
         name = type(arguments).__name__
+        known = type(arguments) in (transformers.TrainingArguments, transformers.Seq2SeqTrainingArguments)
         raise UsageError(
             f"args is a {name} of transformers, which connects the ranks and takes a GPU itself: write "
-            f"from shoal.huggingface import {name}"
+            + (f"from shoal.huggingface import {name}" if known else f"shoal.huggingface.on_shoal({name})")
         )
     for name in _set_fields(arguments):
         if name not in CARRIED and name not in UNUSED:
@@ -221,10 +225,7 @@ def require_carried(arguments: Any) -> None:
         )
     order = getattr(arguments, "train_sampling_strategy", "random")
     if order not in ORDERS:
-        raise UsageError(
-            f"TrainingArguments.train_sampling_strategy = {order!r}: set data.group_by_length to a function that "
-            "returns the length of each sample"
-        )
+        raise UsageError(f"TrainingArguments.train_sampling_strategy = {order!r}: choose one of {', '.join(ORDERS)}")
 
 
 def _refusal_of(name: str, value: Any) -> UsageError:
@@ -232,11 +233,38 @@ def _refusal_of(name: str, value: Any) -> UsageError:
     return UsageError(f"TrainingArguments.{name} = {value!r}: {why}")
 
 
-def require_methods(kind: type) -> None:
-    """Raises `UsageError` for a class that overrides what the loop of `train` does not call."""
+def require_methods(kind: type, ours: type) -> None:
+    """Raises `UsageError` for a subclass of `ours` that overrides what the loop of `train` does not call."""
     for name, instead in OVERRIDDEN.items():
-        if getattr(kind, name, None) is not getattr(transformers.Trainer, name, None):
+        if _differs(name, kind, ours):
             raise UsageError(f"{kind.__name__}.{name} would not be called: {instead}")
+
+
+def doubtful(kind: type, ours: type) -> list[str]:
+    """A sentence for each method of a subclass of `ours` that has no effect, or not the one that it may be meant to."""
+    overridden = {name for name in (*UNCALLED, "compute_loss", "loss_weight") if _differs(name, kind, ours)}
+    said = [f"{kind.__name__}.{name} is not called: {UNCALLED[name]}" for name in UNCALLED if name in overridden]
+    if "compute_loss" in overridden and "loss_weight" not in overridden:
+        said.append(
+            f"{kind.__name__}.compute_loss is taken for a mean over the labels that are not -100, or, without labels, "
+            "over samples; where it is another one, as with weights of classes, override loss_weight too"
+        )
+    return said
+
+
+def _differs(name: str, kind: type, ours: type) -> bool:
+    return getattr(kind, name, None) is not getattr(ours, name, None)
+
+
+def require_own_checkpoint(folder: str | os.PathLike[str] | bool | None, output_dir: str) -> None:
+    """Raises `UsageError` for a checkpoint that is not of the run in `output_dir`, from which it resumes anyway."""
+    own = Path(output_dir).resolve()
+    if isinstance(folder, str | os.PathLike) and not Path(folder).resolve().is_relative_to(own):
+        raise UsageError(
+            f"resume_from_checkpoint = {os.fspath(folder)!r}: a run resumes from the newest checkpoint in its own "
+            f"output_dir, {output_dir!r}: set output_dir, or, to begin with weights of transformers', load the model "
+            "from that folder"
+        )
 
 
 def unused(arguments: OfRun) -> list[str]:
@@ -250,6 +278,7 @@ def tables_of(arguments: Any) -> dict[str, dict[str, Any]]:
     """The tables of the run file that the arguments stand for. Checkpoints are saved when the Trainer asks for it."""
     kind = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else None
     kept = arguments.save_total_limit
+    grouped = getattr(arguments, "train_sampling_strategy", "random") == "group_by_length"
     return {
         "run": {
             "directory": os.path.join(arguments.output_dir, "shoal"),
@@ -258,6 +287,7 @@ def tables_of(arguments: Any) -> dict[str, dict[str, Any]]:
         },
         "checkpoint": {"every_steps": 0, **({"keep": kept} if kept else {})},
         **({"precision": {"kind": kind}} if kind else {}),
+        **({"data": {"group_by_length": "shoal.huggingface.labels:lengths"}} if grouped else {}),
     }
 
 

@@ -1,13 +1,13 @@
 """An evaluation over all ranks: each computes its share of the batches, and every rank gets all rows in their order.
 
 Batch b of the set is that of rank b mod N. Predictions of other lengths are padded with -100, as transformers does it,
-to the longest on any rank. A rank without a batch computes the first one, of which no row counts, so that all ranks
-know what there is to exchange.
+to the longest on any rank. Every rank computes as many batches, so that a loss may ask all ranks for a sum: where there
+are too few, some compute the first one again, of which no row counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -45,14 +45,15 @@ def evaluated(
         inputs = trainer._prepare_inputs(share.batch)
         if trainer.masking is not None:
             inputs = trainer.masking(inputs, seed=args.seed + max(0, int(share.numbers[0])))
-        weight = trainer.loss_weight(inputs) if int(share.numbers[0]) >= 0 else 0.0
+        trainer.accelerator.counts = int(share.numbers[0]) >= 0
+        weight = trainer.loss_weight(inputs) if trainer.accelerator.counts else 0.0
         loss, logits, labels = trainer.prediction_step(trainer.model, inputs, loss_only, ignore_keys=ignore_keys)
         if logits is not None and reduced is not None:
             logits = reduced(logits, labels)  # pyright: ignore[reportArgumentType]
         if loss is not None and weight:
             sums += torch.tensor([weight * float(loss), weight], dtype=torch.float64, device=args.device)
         numbers.append(share.numbers)
-        rows.add((logits, labels), len(share.numbers))
+        rows.add((logits, labels, *_asked_for(trainer, inputs, loss, len(share.numbers))), len(share.numbers))
         trainer.control = trainer.callback_handler.on_prediction_step(args, trainer.state, trainer.control)
     if not numbers:
         raise UsageError("the evaluation set has no samples")
@@ -60,10 +61,11 @@ def evaluated(
         dist.all_reduce(sums)
     everyone = gathered(numbers, args.world_size, args.device)
     order = np.argsort(everyone, kind="stable")[(everyone < 0).sum() :]
-    predictions, label_ids = rows.whole(order, args.world_size, args.device)
+    predictions, label_ids, *asked = rows.whole(order, args.world_size, args.device)
     metrics: dict[str, Any] = {}
     if trainer.compute_metrics is not None and predictions is not None and label_ids is not None:
-        measured = trainer.compute_metrics(EvalPrediction(predictions, label_ids))
+        kept = dict(zip(("inputs", "losses"), asked, strict=True))
+        measured = trainer.compute_metrics(EvalPrediction(predictions, label_ids, **kept))
         metrics = cast(dict[str, Any], denumpify_detensorize({**measured}))
     if float(sums[1]):
         metrics["loss"] = float(sums[0] / sums[1])
@@ -71,25 +73,37 @@ def evaluated(
     return EvalLoopOutput(predictions, label_ids, named, len(order))  # pyright: ignore[reportArgumentType]
 
 
+def _asked_for(trainer: OnShoal, inputs: Mapping[str, Any], loss: Any, samples: int) -> tuple[Any, Any]:
+    """What `include_for_metrics` names: the model's main input, and for each sample the loss of its batch."""
+    names = trainer.args.include_for_metrics
+    found = inputs.get(getattr(trainer.model, "main_input_name", "input_ids")) if "inputs" in names else None
+    return found, loss.detach().reshape(1).repeat(samples) if "loss" in names and loss is not None else None
+
+
 def shares(loader: DataLoader, *, rank: int, ranks: int) -> Iterator[Share]:
-    """The batches of this rank, at least one where the set has any."""
+    """The batches of this rank, as many as any other has."""
     data = loader.dataset
     size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", 1)  # accelerate's loaders have none
     if isinstance(data, IterableDataset):
-        batches = enumerate(loader)
-    else:
-        samples = len(data)  # pyright: ignore[reportArgumentType]
-        count = ceil(samples / size)
-        mine = list(range(rank, count, ranks)) or list(range(min(count, 1)))
-        rows = [list(range(n * size, min((n + 1) * size, samples))) for n in mine]
-        batches = zip(mine, DataLoader(data, batch_sampler=rows, collate_fn=loader.collate_fn), strict=True)
-    first, given = None, False
-    for number, batch in batches:
+        yield from _shares_of_stream(loader, size, rank=rank, ranks=ranks)
+        return
+    samples = len(data)  # pyright: ignore[reportArgumentType]
+    count = ceil(samples / size)
+    mine = range(rank, ceil(count / ranks) * ranks, ranks)
+    parts = [torch.arange(n * size, min((n + 1) * size, samples)) for n in (n if n < count else 0 for n in mine)]
+    batches = DataLoader(data, batch_sampler=[p.tolist() for p in parts], collate_fn=loader.collate_fn)
+    for number, part, batch in zip(mine, parts, batches, strict=True):
+        yield Share(batch, part if number < count else torch.full_like(part, -1))
+
+
+def _shares_of_stream(loader: DataLoader, size: int, *, rank: int, ranks: int) -> Iterator[Share]:
+    """As `shares`, of samples that have no numbers: every rank reads all of them."""
+    first, number = None, -1
+    for number, batch in enumerate(loader):
         first = batch if first is None else first
         if number % ranks == rank:
-            given = True
             yield Share(batch, torch.arange(number * size, number * size + _samples(batch)))
-    if first is not None and not given:
+    if first is not None and rank > number % ranks:
         yield Share(first, torch.full((_samples(first),), -1))
 
 
@@ -119,11 +133,10 @@ class _Rows:
             if leaf is not None:
                 kept.append(leaf.detach().cpu())
 
-    def whole(self, order: np.ndarray, ranks: int, device: torch.device) -> tuple[Any, Any]:
+    def whole(self, order: np.ndarray, ranks: int, device: torch.device) -> Any:
         """The tree of arrays of all ranks, in that order of their rows."""
         arrays = [gathered(kept, ranks, device)[order] if kept else None for kept in self._leaves]
-        predictions, labels = tree_unflatten(arrays, self._structure)
-        return predictions, labels
+        return tree_unflatten(arrays, self._structure)
 
 
 def gathered(parts: list[Tensor], ranks: int, device: torch.device) -> np.ndarray:

@@ -60,6 +60,24 @@ def label_count(inputs: Mapping[str, Any], model: nn.Module, *, shifted: bool) -
     return float((counts if other is None else counts & (labels != other)).sum())
 
 
+def input_tokens(inputs: Mapping[str, Any], model: nn.Module, *, padding: bool) -> int:
+    """Tokens of the model's main input in a batch, those of the padding too or, where a mask tells them, not."""
+    mask = None if padding else inputs.get("attention_mask")
+    counted = inputs.get(getattr(model, "main_input_name", "input_ids")) if mask is None else mask
+    if not isinstance(counted, Tensor):
+        return 0
+    return counted.numel() if mask is None else int(mask.sum())
+
+
+def lengths(data: Any) -> list[int]:
+    """By which `group_by_length` puts samples together: the column `length`, or the lengths of `input_ids`."""
+    columns = getattr(data, "column_names", None) or ()
+    if "length" in columns:
+        return list(data["length"])
+    found = data["input_ids"] if "input_ids" in columns else (sample["input_ids"] for sample in data)
+    return [len(tokens) for tokens in found]
+
+
 class Masking:
     """What `collator` of a masked language model does once it has padded."""
 

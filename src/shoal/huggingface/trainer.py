@@ -20,20 +20,18 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict
-from math import ceil
+from functools import cache
+from math import ceil, isfinite
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-import torch.distributed as dist
 import transformers
-from accelerate import Accelerator
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers.trainer_callback import ExportableState, TrainerState
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput, speed_metrics
+from transformers.trainer_callback import TrainerState
+from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length, speed_metrics
 from transformers.utils.import_utils import is_datasets_available
 
 import shoal
@@ -41,28 +39,28 @@ from shoal.engine.forward_backward import evaluating
 from shoal.errors import UsageError, UserCodeError
 from shoal.huggingface.arguments import (
     ORDERS,
+    OVERRIDDEN,
+    OfRun,
     Plan,
     TrainingArguments,
     Whereabouts,
+    doubtful,
     plan_of,
     refusing,
     require_carried,
     require_methods,
+    require_own_checkpoint,
     unused,
-    without_launcher,
 )
+from shoal.huggingface.callbacks import BetweenSteps, looks_at_metric
 from shoal.huggingface.evaluation import evaluated
-from shoal.huggingface.labels import label_count, require_repeatable, shifts_labels, without_masking
+from shoal.huggingface.labels import input_tokens, label_count, require_repeatable, shifts_labels, without_masking
+from shoal.huggingface.run_accelerator import RunAccelerator
 from shoal.launcher.environment import ALONE, place_from
 from shoal.launcher.own_script import script_check
 
 if TYPE_CHECKING:
     from shoal.own_loop.loop import Training
-
-KEPT_BY_RANKS = ("is_local_process_zero", "is_world_process_zero", "stateful_callbacks")
-"""What of a `TrainerState` is no part of a checkpoint, or is made anew for it."""
-FLAGS = ("should_training_stop", "should_epoch_stop", "should_log", "should_evaluate", "should_save")
-"""What callbacks ask for."""
 
 
 class RunKeys:
@@ -81,14 +79,11 @@ class RunKeys:
         super().__init__(*given, **named)
 
 
-class OnShoal(transformers.Trainer):
+class OnShoal(BetweenSteps):
     """See above. A refusal is a sentence on standard error, and exit code 2."""
 
-    args: Any
     model: Any
-    optimizer: Any
-    lr_scheduler: Any
-    callback_handler: Any
+    accelerator: RunAccelerator
     _config: str | Path | Mapping[str, Any] | None = None
     _overrides: Sequence[str] | None = None
 
@@ -96,19 +91,16 @@ class OnShoal(transformers.Trainer):
         with refusing():
             args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
             require_carried(args)
-            require_methods(type(self))
-        self._run: Training | None = None
-        self._stopped = False  # by a callback, before the last step
-        self._asks = False  # there are callbacks that may ask for something on one rank only
-        self._loss_sum, self._losses, self._total_loss, self._logged_at = 0.0, 0, 0.0, 0
+            require_methods(type(self), OnShoal)
         super().__init__(model, args, *given, **named)
+        self.current_gradient_accumulation_steps = 1  # each microbatch has its own share of the loss
+        self._weight, self._seen = 1.0, 0  # of the microbatch that is computed, and input tokens of the step
         self._loss_shifts_labels = shifts_labels(self.model)
         self.data_collator, self.masking = without_masking(self.data_collator)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """An accelerator that connects nothing and takes no device, for those who ask it to unwrap a model."""
-        with without_launcher():
-            self.accelerator = Accelerator(cpu=True)
+        """For those who ask it to unwrap a model, or for what all ranks have measured."""
+        self.accelerator = RunAccelerator()
         self.gather_function = self.accelerator.gather_for_metrics
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
 
@@ -126,22 +118,18 @@ class OnShoal(transformers.Trainer):
     ) -> TrainOutput:
         """Train, or go on with the run of `output_dir` that was cut off, as the same command does.
 
-        `resume_from_checkpoint`: True, False and None do the same. Raises what the loop of a run raises.
+        `resume_from_checkpoint`: True, `output_dir` or a folder inside of it keeps to the newest run there, where a
+        finished one with other arguments would be followed by a new one. Raises what the loop of a run raises.
         """
         with refusing():
             if self._run is not None:
                 raise UsageError("train() was called again, and a script has one run: set max_steps for all of it")
-            if isinstance(resume_from_checkpoint, str | os.PathLike):
-                raise UsageError(
-                    f"resume_from_checkpoint = {os.fspath(resume_from_checkpoint)!r}: a run resumes from its own "
-                    "newest checkpoint by itself; leave it out. To begin with weights of transformers', load the model "
-                    "from that folder"
-                )
+            require_own_checkpoint(resume_from_checkpoint, self.args.output_dir)
             if trial is not None:
-                raise UsageError("a trial of hyperparameter_search: shoal sweep mine.py tries the keys of a run")
+                raise _would_not_be_called("train(trial=...)", "hyperparameter_search")
             plan, loader = self._planned()
             require_repeatable(loader.collate_fn, loader.dataset)
-        run = self._started(plan, loader)
+        run = self._started(plan, loader, resume=True if resume_from_checkpoint else None)
         started_s, first = time.time(), self.state.global_step
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         if self.args.eval_on_start and first == 0:
@@ -154,6 +142,24 @@ class OnShoal(transformers.Trainer):
                 run.leave()  # a checkpoint holds the last model, and not the best one
                 break
         return self._concluded(started_s, first, plan)
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Forward and backward of a microbatch; returns its loss. One of a subclass calls this."""
+        model.train()
+        with self.compute_loss_context_manager():
+            loss: Any = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        run, weight = self._run, self._weight
+        assert run is not None, "train() has started the run"
+        # a mean over no labels is 0/0, and counts for nothing
+        run.backward(loss if weight else torch.nan_to_num(loss), weight=weight)
+        return loss.detach()
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
+        """Of this rank's batches alone: the run knows what each counts in the batch of all."""
+        count = sum(map(self.loss_weight, batch_samples))
+        return torch.tensor(max(count, 1.0), device=device) if "labels" in batch_samples[0] else None
 
     def evaluation_loop(
         self,
@@ -169,13 +175,15 @@ class OnShoal(transformers.Trainer):
         """
         self.callback_handler.eval_dataloader = dataloader
         with self._evaluation():
-            return evaluated(
+            found = evaluated(
                 self,
                 dataloader,
                 loss_only=self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only,
                 ignore_keys=ignore_keys,
                 prefix=metric_key_prefix,
             )
+        self.model.eval()  # until the next training_step; subclasses ask it whether they log an evaluation
+        return found
 
     def compute_loss_context_manager(self) -> ExitStack:
         """Computes in the type of `[precision]`."""
@@ -190,12 +198,6 @@ class OnShoal(transformers.Trainer):
         """
         return nullcontext() if self._run is None else self._run.full_parameters()
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """As transformers', and records the measurements of an evaluation in the run."""
-        super().log(logs, start_time)
-        if self._run is not None:
-            self._run.log({f"{n[5:]}/eval": v for n, v in logs.items() if n.startswith("eval_") and not _is_speed(n)})
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the whole model to a folder for `from_pretrained`. Every rank calls it."""
         if script_check(os.environ) is not None:
@@ -204,6 +206,18 @@ class OnShoal(transformers.Trainer):
             super().save_model(output_dir, _internal_call=True)
         if self._run is not None:
             self._run.sum(0.0)  # nobody reads the folder before it is whole
+
+    def push_to_hub(self, *given: Any, **named: Any) -> NoReturn:
+        """Refused, as each other method of `OVERRIDDEN` is in a subclass."""
+        with refusing():
+            raise _would_not_be_called("push_to_hub()", "push_to_hub")
+        raise AssertionError("a refusal ends the process")
+
+    def hyperparameter_search(self, *given: Any, **named: Any) -> NoReturn:
+        """Refused, before a search begins."""
+        with refusing():
+            raise _would_not_be_called("hyperparameter_search()", "hyperparameter_search")
+        raise AssertionError("a refusal ends the process")
 
     def end(self) -> None:
         """Ends the run; nothing may follow that needs the other ranks. Without it, the end of the script does it."""
@@ -215,7 +229,7 @@ class OnShoal(transformers.Trainer):
         data = self.train_dataset
         if data is None:
             raise UsageError("train() needs a train_dataset")
-        samples = None if isinstance(data, IterableDataset) else len(data)  # pyright: ignore[reportArgumentType]
+        samples = len(data) if has_length(data) else None  # pyright: ignore[reportArgumentType]
         plan = plan_of(self.args, self._config, self._overrides, samples=samples)
         return plan, self._loader(data, plan.batch)
 
@@ -230,9 +244,11 @@ class OnShoal(transformers.Trainer):
         shuffle = None if isinstance(data, IterableDataset) else shuffle
         return DataLoader(data, batch, shuffle=shuffle, collate_fn=collate, drop_last=args.dataloader_drop_last)
 
-    def _started(self, plan: Plan, loader: DataLoader) -> Training:
-        """The run, with what an earlier start has left."""
+    def _started(self, plan: Plan, loader: DataLoader, *, resume: bool | None) -> Training:
+        """The run, with what an earlier start has left; `resume` as `shoal.start` takes it."""
         args = self.args
+        if args.torch_compile:
+            self.model.compile(backend=args.torch_compile_backend, mode=args.torch_compile_mode)
         if args.activation_checkpointing if hasattr(args, "activation_checkpointing") else args.gradient_checkpointing:
             options = dict(args.gradient_checkpointing_kwargs or {})
             layers = {name: options.pop(name) for name in ("every_n_layers", "offload") if name in options}
@@ -247,6 +263,7 @@ class OnShoal(transformers.Trainer):
             data=loader,
             batch_samples=plan.batch,
             steps=plan.steps,
+            resume=resume,
             state={
                 "scheduler": self.lr_scheduler,
                 "trainer": SimpleNamespace(state_dict=self._kept, load_state_dict=self._go_on),
@@ -257,6 +274,7 @@ class OnShoal(transformers.Trainer):
                 "layout.tensor with a Trainer, whose evaluation gives each rank other samples: use layout.replicate or "
                 "layout.shard, or write the loop with shoal.start"
             )
+        self.accelerator.join(run)
         self._introduce(run, plan)
         self.callback_handler.model, self.callback_handler.optimizer = self.model, self.optimizer
         self.callback_handler.lr_scheduler, self.callback_handler.train_dataloader = self.lr_scheduler, loader
@@ -272,6 +290,7 @@ class OnShoal(transformers.Trainer):
         state.is_local_process_zero = self.is_local_process_zero()
         state.max_steps, state.num_train_epochs = plan.steps, ceil(plan.steps / plan.steps_per_epoch)
         state.compute_steps(args, plan.steps)
+        state.train_batch_size = args.train_batch_size
         own = [type(each).__module__ for each in self.callback_handler.callbacks]
         (self._asks,) = self._of_any([not all(each.startswith("transformers.") for each in own)])
         run.note(
@@ -279,7 +298,7 @@ class OnShoal(transformers.Trainer):
             f"gradient_accumulation_steps is {args.per_device_train_batch_size} x {args.gradient_accumulation_steps}; "
             "batch.global_samples says another size"
         )
-        for sentence in unused(args):
+        for sentence in [*unused(args), *doubtful(type(self), OnShoal)]:
             run.note(sentence)
         if self._stopped:
             stopped = f"a callback stopped this run at step {state.global_step}, and it trains no further"
@@ -297,6 +316,9 @@ class OnShoal(transformers.Trainer):
             self._backward(run, inputs)
         logs = self._update(run)
         state.global_step, state.epoch = done, done / plan.steps_per_epoch
+        if args.include_num_input_tokens_seen not in ("no", False):
+            state.num_input_tokens_seen += int(run.sum(self._seen))
+            self._seen = 0
         self.control = handler.on_step_end(args, state, self.control)
         self._act(run, logs, ignore_keys)
         if done % plan.steps_per_epoch == 0 or done == plan.steps or self.control.should_training_stop:
@@ -318,89 +340,34 @@ class OnShoal(transformers.Trainer):
         self.control = handler.on_optimizer_step(args, self.state, self.control)
         update = run.update
         assert update is not None, "the step's last microbatch is taken"
-        if update:
+        if isfinite(update.loss):  # also where only its scaled gradient is not, and the step is taken back
             self._loss_sum, self._losses = self._loss_sum + update.loss, self._losses + 1
-            if not isinstance(self.lr_scheduler, ReduceLROnPlateau):
-                self.lr_scheduler.step()
+        if update and not looks_at_metric(self.lr_scheduler):
+            self.lr_scheduler.step()
         return {"grad_norm": update.grad_norm if norm is None else norm, "learning_rate": rate}
 
     def _backward(self, run: Training, inputs: dict[str, Any]) -> None:
         """Of one microbatch."""
         inputs = self._prepare_inputs(inputs)
         inputs = inputs if self.masking is None else self.masking(inputs)
-        weight = self.loss_weight(inputs)
-        items = torch.tensor(max(weight, 1.0), device=run.device) if "labels" in inputs else None
-        with self.compute_loss_context_manager():
-            loss: Any = self.compute_loss(self.model, inputs, num_items_in_batch=items)
-        # a mean over no labels is 0/0, and counts for nothing
-        run.backward(loss if weight else torch.nan_to_num(loss), weight=weight)
+        self.accelerator.counts = run.samples > 0
+        self._weight = self.loss_weight(inputs)
+        self._seen += self._input_tokens(inputs) if run.samples else 0
+        items = torch.tensor(max(self._weight, 1.0), device=run.device) if "labels" in inputs else None
+        self.training_step(self.model, inputs, items)
 
-    def _act(self, run: Training, logs: dict[str, float], ignore_keys: list[str] | None) -> None:
-        """What the callbacks, or the strategies of the arguments, ask for: to log, to evaluate, to save."""
-        self._agree()
-        state, control = self.state, self.control
-        if control.should_log and state.global_step > self._logged_at:
-            mean = self._loss_sum / self._losses if self._losses else float("nan")
-            self._total_loss += self._loss_sum
-            self._loss_sum, self._losses, self._logged_at = 0.0, 0, state.global_step
-            self.log({"loss": mean, **logs})
-        if control.should_evaluate:
-            is_best = self._is_best(self._evaluated(ignore_keys))
-            if self.args.save_strategy == "best":
-                self.control.should_save = is_best
-        if self.control.should_save:
-            run.save()
-            if state.best_global_step == state.global_step and state.best_metric is not None:
-                state.best_model_checkpoint = os.path.join(self.args.output_dir, "best")
-                self.save_model(state.best_model_checkpoint)
-            self.control = self.callback_handler.on_save(self.args, state, self.control)
-        self.control.should_log = self.control.should_evaluate = self.control.should_save = False
-        self._agree()
-
-    def _agree(self) -> None:
-        """What a callback asks for on one rank is done by all; those of transformers ask alike everywhere."""
-        if self._asks:
-            for flag, asked in zip(FLAGS, self._of_any([getattr(self.control, flag) for flag in FLAGS]), strict=True):
-                setattr(self.control, flag, asked)
-
-    def _of_any(self, own: Sequence[bool]) -> list[bool]:
-        """Which of these is true on any rank."""
-        found = torch.tensor(own, dtype=torch.int32, device=self.args.device)
-        if self.args.world_size > 1:
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        return [bool(each) for each in found.tolist()]
-
-    def _evaluated(self, ignore_keys: list[str] | None) -> dict[str, float]:
-        """The metrics of an evaluation during training; a scheduler that looks at one is stepped."""
-        metrics = self.evaluate(ignore_keys=ignore_keys)
-        if isinstance(self.lr_scheduler, ReduceLROnPlateau) and self.state.global_step:
-            self.lr_scheduler.step(metrics[self._metric_in(metrics)])
-        return metrics
-
-    def _metric_in(self, metrics: Mapping[str, float]) -> str:
-        """The name of `metric_for_best_model`. Raises `UserCodeError` where it was not measured."""
-        name = self.args.metric_for_best_model
-        name = name if name.startswith("eval_") else f"eval_{name}"
-        if name not in metrics:
-            raise UserCodeError(f"metric_for_best_model: there is no {name!r} among {', '.join(sorted(metrics))}")
-        return name
-
-    def _is_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether `metric_for_best_model` is better than ever before, which the state then holds."""
-        if self.args.metric_for_best_model is None:
-            return False
-        found, best = metrics[self._metric_in(metrics)], self.state.best_metric
-        if best is not None and not (found > best if self.args.greater_is_better else found < best):
-            return False
-        self.state.best_metric, self.state.best_global_step = found, self.state.global_step
-        return True
+    def _input_tokens(self, inputs: Mapping[str, Any]) -> int:
+        """What of a batch `include_num_input_tokens_seen` counts."""
+        how = self.args.include_num_input_tokens_seen
+        return 0 if how in ("no", False) else input_tokens(inputs, self.model, padding=how != "non_padding")
 
     def _concluded(self, started_s: float, first: int, plan: Plan) -> TrainOutput:
         """Behind the last step: the figures of the training, and the best model where it is asked for."""
         state, steps = self.state, self.state.global_step - first
         loss = (self._total_loss + self._loss_sum) / max(1, state.global_step)
         metrics = speed_metrics("train", started_s, num_samples=steps * plan.batch, num_steps=steps)
-        self.log({**metrics, "train_loss": loss})
+        if steps:  # a run that had ended has said it
+            self.log({**metrics, "train_loss": loss})
         if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
             with self.full_parameters():
                 self._load_best_model()
@@ -417,29 +384,6 @@ class OnShoal(transformers.Trainer):
         with torch.no_grad(), evaluating(self.model):
             yield
 
-    def _kept(self) -> dict[str, Any]:
-        """What a checkpoint holds of the training."""
-        state = {name: value for name, value in asdict(self.state).items() if name not in KEPT_BY_RANKS}
-        callbacks: dict[str, list[Any]] = {}
-        for each in self._stateful():
-            callbacks.setdefault(type(each).__name__, []).append(each.state()["attributes"])
-        losses = [self._loss_sum, self._losses, self._total_loss, self._logged_at]
-        return {"state": state, "callbacks": callbacks, "losses": losses, "stopped": self._stopped}
-
-    def _go_on(self, kept: dict[str, Any]) -> None:
-        """Restores what `_kept` gave."""
-        for name, value in kept["state"].items():
-            setattr(self.state, name, value)
-        for name, states in kept["callbacks"].items():
-            same = [each for each in self._stateful() if type(each).__name__ == name]
-            for each, attributes in zip(same, states, strict=False):
-                vars(each).update(attributes)
-        self._loss_sum, self._losses, self._total_loss, self._logged_at = kept["losses"]
-        self._stopped = kept["stopped"]
-
-    def _stateful(self) -> list[Any]:
-        return [each for each in self.callback_handler.callbacks if isinstance(each, ExportableState)]
-
 
 class Trainer(RunKeys, OnShoal):
     """`transformers.Trainer` on Shoal: see above."""
@@ -449,5 +393,42 @@ class Seq2SeqTrainer(RunKeys, transformers.Seq2SeqTrainer, OnShoal):  # pyright:
     """`transformers.Seq2SeqTrainer` on Shoal: each rank generates for its part of the samples."""
 
 
-def _is_speed(name: str) -> bool:
-    return name.endswith(("_runtime", "_per_second"))
+def on_shoal(kind: type[Any]) -> type[Any]:
+    """A subclass of transformers' `Trainer` or `TrainingArguments`, made by another library, on Shoal. Take both:
+
+        SFTTrainer, SFTConfig = on_shoal(trl.SFTTrainer), on_shoal(trl.SFTConfig)
+
+    Ends the process with a sentence and exit code 2 for a trainer that makes batches or takes steps itself.
+    """
+    if issubclass(kind, OfRun | OnShoal):
+        return kind
+    if issubclass(kind, transformers.TrainingArguments):
+        return _mixed(kind, ArgumentsOnShoal, kind)
+    with refusing():
+        if not issubclass(kind, transformers.Trainer):
+            raise UsageError(f"on_shoal({kind.__name__}): it is neither a Trainer nor a TrainingArguments")
+        mixed = _mixed(kind, RunKeys, kind, OnShoal)
+        require_methods(mixed, OnShoal)
+    return mixed
+
+
+class ArgumentsOnShoal(OfRun):
+    """What `on_shoal` mixes into a class of arguments."""
+
+    def __reduce__(self) -> Any:  # `training_args.bin` has them, and the class no name to be found by
+        return _restored, (type(self).__bases__[1], vars(self))
+
+
+@cache
+def _mixed(kind: type[Any], *bases: type[Any]) -> type[Any]:
+    return type(kind.__name__, bases, {"__module__": __name__, "__doc__": kind.__doc__})
+
+
+def _restored(kind: type[Any], state: dict[str, Any]) -> Any:
+    found = object.__new__(on_shoal(kind))
+    vars(found).update(state)
+    return found
+
+
+def _would_not_be_called(what: str, name: str) -> UsageError:
+    return UsageError(f"{what} is not for a run of Shoal: {OVERRIDDEN[name]}")
