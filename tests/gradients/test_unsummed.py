@@ -12,9 +12,8 @@ from shoal.comm.collective import Alone
 from shoal.errors import UserCodeError
 from shoal.gradients.build import Summing, UnsummedGradients, build_gradients
 from shoal.gradients.config import GradientsConfig
-from shoal.gradients.gradients import Gradients, norm_of_owned, scale_all
+from shoal.gradients.gradients import SPLIT, Gradients, norm_of_owned, scale_all
 from shoal.gradients.replicated import ReplicatedGradients
-from shoal.maths.norm import SHORT
 from shoal.state import Trained, owned_whole
 from shoal.topology.holding import held
 from shoal.topology.layout import Layout
@@ -83,13 +82,19 @@ def test_gradients_in_buckets_are_scaled_bucket_by_bucket(changed: str) -> None:
 def mixed() -> list[Tensor]:
     """Gradients of which a loop in C takes some: short and long, of two types, and one that is laid out otherwise."""
     generator = torch.Generator().manual_seed(3)
-    shapes = [(3, 4), (SHORT + 1,), (), (0,), (7, SHORT)]
+    shapes = [(3, 4), (SPLIT + 1,), (), (0,), (7, SPLIT)]
     return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("among", ["alone", "float64", "turned"])
-def test_short_gradients_are_measured_and_scaled_with_the_long(among: str) -> None:
-    """To the bits of PyTorch's product, and the norm of all numbers in float64."""
+def test_short_gradients_are_measured_and_scaled_with_the_long(
+    among: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bits of PyTorch's product, and the norm of all numbers in float64; of several threads, the long ones are
+    PyTorch's.
+    """
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     others = {"alone": [], "float64": [torch.ones(5, dtype=torch.float64)], "turned": [torch.randn(6, 5).T]}
     gradients = mixed() + others[among]
     wanted, whole = [each * 0.3 for each in gradients], torch.cat([each.double().flatten() for each in gradients])
@@ -104,7 +109,7 @@ def test_short_gradients_are_measured_and_scaled_with_the_long(among: str) -> No
     assert all(map(torch.equal, gradients, wanted))
 
 
-@pytest.mark.parametrize("rows", [3, SHORT + 1])
+@pytest.mark.parametrize("rows", [3, SPLIT + 1])
 def test_a_sparse_gradient_among_short_ones_is_measured_by_its_values(rows: int) -> None:
     """A script may put one there, as for `torch.optim.SparseAdam`."""
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.tensor([3.0, 4.0]), (rows,), check_invariants=True)

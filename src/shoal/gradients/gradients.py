@@ -283,8 +283,12 @@ def _scale_each(gradients: Sequence[Tensor], factor: float | Tensor) -> None:
     places = set() if isinstance(factor, Tensor) else set(map(_place_of, gradients))
     if places == {_IN_FLOAT32}:
         factor = torch.tensor(factor, dtype=torch.float32)
-    elif places and places <= {_IN_FLOAT32, _IN_FLOAT64}:
+    elif places == {_IN_FLOAT64}:
         factor = torch.tensor(factor, dtype=torch.float64)
+    elif places == {_IN_FLOAT32, _IN_FLOAT64}:  # one type after the other: a scalar would be rounded twice
+        for place in places:
+            _scale_each([each for each in gradients if _place_of(each) == place], factor)
+        return
     torch._foreach_mul_(list(gradients), factor)  # pyright: ignore[reportPrivateImportUsage, reportArgumentType]
 
 
