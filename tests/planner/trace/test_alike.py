@@ -118,6 +118,21 @@ def test_alike_blocks_run_once_and_the_trace_is_that_of_each(
     same(alike, each)
 
 
+class Lowered(Deep):
+    """Under autocast, which keeps the weights that it has cast until its context ends."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).square().sum()
+
+
+@pytest.mark.parametrize("again", ["none", "full"])
+def test_weights_that_autocast_has_cast_live_until_the_forward_ends(again: RecomputeKind) -> None:
+    """Those of blocks before the first rehearsal, too."""
+    model = subject(lambda: Lowered(odd=0))
+    same(*calls_and_traces(model, TracedSplit(3, recompute=again))[1:])
+
+
 def test_statistics_of_batches_are_written_down_for_each_block() -> None:
     """Convolutions."""
     model = subject(Normed, lambda samples: torch.randn(samples, 1, 8, 8))
