@@ -30,6 +30,7 @@ from tests.models.huggingface.architectures import (
     QWEN2,
     QWEN3,
     RESNET,
+    T5,
     TABLES,
     TIED_LLAMA,
 )
@@ -112,6 +113,12 @@ def test_attention_sinks_are_computed_where_all_layers_look_at_all_tokens() -> N
 def test_a_class_without_attention_is_built() -> None:
     """Of a config with `num_labels`, which no config lists among its keys."""
     assert built(table(RESNET))(torch.ones(2, 1, 16, 16)).logits.shape == (2, 5)
+
+
+def test_no_part_of_a_model_keeps_a_cache() -> None:
+    """The decoder beside an encoder has a configuration of its own."""
+    outputs = built(table(T5))(input_ids=TOKENS, decoder_input_ids=TOKENS)
+    assert outputs.get("past_key_values") is None
 
 
 def test_a_config_may_be_a_json_file(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def build(table: TransformersConfig) -> nn.Module:
     config = configuration_of(table, architecture)
     model = _made(table, declared_class(architecture, config), config)
     _check_chain(model, architecture, config)
-    model.config.use_cache = False
+    _turn_off_caches(model)
     takes_sdpa = _choose_attention(model, table)
     if table.attention not in ("sdpa", "eager"):
         _use_cores(model, table, takes_sdpa=takes_sdpa)
@@ -185,6 +185,14 @@ def build(table: TransformersConfig) -> nn.Module:
     if declares_roles(config):
         settle_plan(model)
     return model.train()
+
+
+def _turn_off_caches(model: nn.Module) -> None:
+    """Those of parts, too: a decoder beside an encoder has a configuration of its own."""
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
 
 
 def _check_chain(model: Any, architecture: Any, config: Any) -> None:

@@ -190,12 +190,13 @@ class WeightGradients:
         shapes = {tuple(p.shape) for p in model.parameters()}
         self._shapes = shapes | {shape[::-1] for shape in shapes}
 
-    def follow(self, name: str, inputs: Sequence[Tensor], out: Tensor, place: int, *, ends: bool) -> None:
-        """An operator, the `place`-th of the trace; `ends`: it adds to a parameter's gradient."""
+    def follow(self, name: str, inputs: Sequence[Tensor], out: Tensor, place: int | None, *, ends: bool) -> None:
+        """An operator, the `place`-th of the trace, None for those of a forward; `ends`: it adds to a parameter's
+        gradient."""
         before = tuple(maker for tensor in inputs for maker in self._makers.get(_storage(tensor), ()))
         if ends:
             self.givers.update(before)
-        elif tuple(out.shape) in self._shapes:
+        elif place is not None and tuple(out.shape) in self._shapes:
             self._makers[_storage(out)] = before if name in PASSED_ON and before else (place,)
         else:
             self._makers.pop(_storage(out), None)

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import torch
@@ -70,6 +71,10 @@ def _units(named: Iterable[tuple[str, Iterable[str]]], *, blocks: tuple[int, ...
 # operators; scratch memory inside of an operator it does not see.
 
 
+NAMELESS = count(-1, -1)
+"""Names of what lives without a storage: negative, as those of storages are not."""
+
+
 @dataclass(frozen=True)
 class Filled:
     """The gradient of the parameter `name`, of `bytes`, is added to. `before_bytes`: the most that lived since the one
@@ -97,6 +102,7 @@ class Alive:
     _apart: set[int] = field(default_factory=set)
     _kept_bytes: int = 0
     _kept: set[int] = field(default_factory=set)
+    _postponed: list[int] | None = None
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
         """These are no activations: parameters, gradients, inputs. They must outlive the trace."""
@@ -106,19 +112,49 @@ class Alive:
         """A tensor that came out of an operator of `unit`."""
         storage = tensor.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        if key in self._apart or key in self._living or not size:
-            return
+        if not self.knows(key) and size:
+            weakref.finalize(storage, self.end, key)
+            self.begin(key, size, unit)
+
+    def knows(self, key: int) -> bool:
+        """Is the storage `key` counted now, or left out?"""
+        return key in self._apart or key in self._living
+
+    def begin(self, key: int, size: int, unit: int | None) -> None:
+        """`size` bytes live from now on."""
         self._living[key] = (size, unit)
-        weakref.finalize(storage, self._end, key, size)
         self.bytes += size
         self.peak_bytes = max(self.peak_bytes, self.bytes)
         self.since_bytes = max(self.since_bytes, self.bytes)
         new = self.bytes - self._kept_bytes
         self.peak_by_unit[unit] = max(self.peak_by_unit.get(unit, 0), new)
 
-    def fill(self, name: str, gradient: Tensor) -> None:
-        """A term of it was added to the gradient of a parameter, and ends next."""
-        self.filled.append(Filled(name, gradient.untyped_storage().nbytes(), self.since_bytes, self.bytes))
+    def end(self, key: int) -> None:
+        """What began as `key` lives no longer; a second time is none."""
+        if key not in self._living:
+            return
+        size, unit = self._living.pop(key)
+        if self._postponed is not None:
+            self._postponed.append(next(NAMELESS))
+            self._living[self._postponed[-1]] = size, unit
+            return
+        self.bytes -= size
+        if key in self._kept:
+            self._kept.discard(key)
+            self._kept_bytes -= size
+
+    @contextmanager
+    def postponing(self) -> Iterator[list[int]]:
+        """Inside, what ends lives on: as the numbers that this gives."""
+        self._postponed = postponed = list[int]()
+        try:
+            yield postponed
+        finally:
+            self._postponed = None
+
+    def fill(self, name: str, size: int) -> None:
+        """A term of it was added to the gradient of a parameter, of `size` bytes, and ends next."""
+        self.filled.append(Filled(name, size, self.since_bytes, self.bytes))
         self.since_bytes = 0
 
     def keep(self) -> dict[int | None, int]:
@@ -129,13 +165,6 @@ class Alive:
         self._kept, self._kept_bytes = set(self._living), self.bytes
         self.peak_by_unit = {}
         return held
-
-    def _end(self, key: int, size: int) -> None:
-        del self._living[key]
-        self.bytes -= size
-        if key in self._kept:
-            self._kept.discard(key)
-            self._kept_bytes -= size
 
 
 LOOKED_UP = frozenset(
@@ -157,19 +186,47 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.operators: list[Operator] = []
         self.messages: list[Message] = []
-        self.in_backward = False
-        self._units, self._alive = units, alive
+        self.in_backward = self.deaf = False
+        self.ends_with_forward: list[int] = []
+        self.units, self.alive = units, alive
         self._stack: list[str] = []
         self._starts: list[int] = []
         self._paths: list[str] = []
-        self._names = {id(p): name for name, p in model.named_parameters()}
-        self._weights = WeightGradients(model)
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self._model, self._weights = model, WeightGradients(model)
+
+    @contextmanager
+    def apart(self, alive: Alive) -> Iterator[None]:
+        """Inside, operators, messages and bytes are those of another trace, of a forward within this one."""
+        before = self.operators, self.messages, self.alive, self._weights, self._stack, self.ends_with_forward
+        self.operators, self.messages, self.alive, self.ends_with_forward = [], [], alive, []
+        self._weights, self._stack = WeightGradients(self._model), [*self._stack]
+        try:
+            yield
+        finally:
+            self.operators, self.messages, self.alive, self._weights, self._stack, self.ends_with_forward = before
+            self.in_backward = False
+
+    def turn(self) -> None:
+        """The forward is over, and the backward begins."""
+        self.in_backward, self._stack = True, []
+        for key in self.ends_with_forward:
+            self.alive.end(key)
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Inside, nothing is written down."""
+        self.deaf = True
+        try:
+            yield
+        finally:
+            self.deaf = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace != "prim":
+        if func.namespace != "prim" and not self.deaf:
             self._note(func, args, kwargs or {}, out)
         return out
 
@@ -177,7 +234,7 @@ class Recorder(TorchDispatchMode):
         """A collective; kinds that tensor ranks do not use are refused."""
         if kind not in ("all_reduce", "all_gather"):
             raise ValueError(f"tensor ranks sum and gather, and this is a {kind}")
-        self.messages.append(Message(kind, size, self._phase(), self._units.holding(self._module())))
+        self.messages.append(Message(kind, size, self._phase(), self.units.holding(self._module())))
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -224,7 +281,7 @@ class Recorder(TorchDispatchMode):
             return ""
         variable = getattr(node, "variable", None)
         if variable is not None:
-            return self._names.get(id(variable), "").rpartition(".")[0]
+            return self.names.get(id(variable), "").rpartition(".")[0]
         place = bisect_right(self._starts, node._sequence_nr()) - 1
         return self._paths[place] if place >= 0 else ""
 
@@ -234,7 +291,7 @@ class Recorder(TorchDispatchMode):
             return
         inputs = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
         name, phase, module = f"{func.namespace}.{func._schema.name.split('::')[1]}", self._phase(), self._module()
-        unit = self._units.holding(module)
+        unit = self.units.holding(module)
         behind = {tensor.untyped_storage()._cdata for tensor in inputs}
         new = [tensor for tensor in outputs if tensor.untyped_storage()._cdata not in behind]
         if not new and not func._schema.is_mutable:
@@ -242,11 +299,12 @@ class Recorder(TorchDispatchMode):
         if name == "aten.add_" and self._accumulates():
             self._fill(inputs[0])
         for tensor in new:
-            self._alive.see(tensor, unit)
+            self.alive.see(tensor, unit)
         if name in ALLOCATIONS:
             return
         shapes_in, shapes_out = tuple(map(_shape, inputs)), tuple(map(_shape, outputs))
-        self._weights.follow(name, inputs, outputs[0], len(self.operators), ends=self._accumulates())
+        place = len(self.operators) if phase == "backward" else None
+        self._weights.follow(name, inputs, outputs[0], place, ends=self._accumulates())
         self.operators.append(
             Operator(
                 name=name,
@@ -264,8 +322,8 @@ class Recorder(TorchDispatchMode):
     def _fill(self, gradient: Tensor) -> None:
         """Of a parameter: a model may make leaves of its own, whose gradients nobody keeps."""
         variable = getattr(torch._C._current_autograd_node(), "variable", None)
-        if (name := self._names.get(id(variable))) is not None:
-            self._alive.fill(name, gradient)
+        if (name := self.names.get(id(variable))) is not None:
+            self.alive.fill(name, gradient.untyped_storage().nbytes())
 
     def finished(self) -> tuple[Operator, ...]:
         """All operators; of the products in the backward those that gave weights' gradients are told apart."""

@@ -25,6 +25,7 @@ from shoal.parallel.tensor.plan import split_tensor
 from shoal.parallel.tensor.vocabulary import VocabularySplit
 from shoal.planner.trace.operator import TracedGroup
 from shoal.planner.trace.recorder import Units, units_of
+from shoal.planner.trace.rehearsal import Unlike
 from shoal.planner.trace.trace import Trace, traced
 from shoal.schedules.build import fixed_stages_of
 from shoal.schedules.table import looped, v_shaped
@@ -104,12 +105,13 @@ class TracedSplit:
 
 @dataclass(frozen=True)
 class Subject:
-    """One model and its steps. `of` gives the traces."""
+    """One model and its steps. `of` gives the traces; `each`: of every block, those that are like others, too."""
 
     model: nn.Module
     steps: Steps
     mode: FakeTensorMode
     units: Units
+    each: bool = False
     _traces: dict[TracedSplit, Trace | ShoalError] = field(default_factory=dict, compare=False)
     _refusals: dict[int, str | None] = field(default_factory=dict, compare=False)
 
@@ -124,7 +126,7 @@ class Subject:
     def of(self, split: TracedSplit) -> Trace:
         """One microbatch of one rank. Raises `UserCodeError`, and `LayoutError` for what does not divide."""
         if split not in self._traces:
-            self._traces[split] = self._traced_or_not(split)
+            self._traces[split] = self._traced_or_not(split, each=self.each)
         found = self._traces[split]
         if isinstance(found, ShoalError):
             raise found
@@ -165,14 +167,16 @@ class Subject:
             return str(error)
         return None
 
-    def _traced_or_not(self, split: TracedSplit) -> Trace | ShoalError:
+    def _traced_or_not(self, split: TracedSplit, *, each: bool) -> Trace | ShoalError:
         """Or why there is none, which takes as long to find out."""
         try:
-            return self._traced(split)
+            return self._traced(split, each=each)
+        except Unlike:
+            return self._traced_or_not(split, each=True)
         except ShoalError as why:
             return why
 
-    def _traced(self, split: TracedSplit) -> Trace:
+    def _traced(self, split: TracedSplit, *, each: bool) -> Trace:
         group = TracedGroup(split.tensor)
         with self.mode:
             model = _copied(self.model)
@@ -181,7 +185,7 @@ class Subject:
             step = self.steps(
                 model, split.samples, vocabulary=plan.vocabulary, group=group, loss_chunks=split.loss_chunks
             )
-        return traced(model, step.loss, units=self.units, mode=self.mode, group=group, apart=step.inputs)
+        return traced(model, step.loss, units=self.units, mode=self.mode, group=group, apart=step.inputs, each=each)
 
 
 def without_storage(build: Callable[[], nn.Module]) -> nn.Module:

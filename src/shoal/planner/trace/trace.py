@@ -12,8 +12,8 @@ import gc
 import logging
 import os
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
@@ -31,8 +31,10 @@ from torch.utils._pytree import tree_leaves
 from shoal.codec.stated import Matrices
 from shoal.errors import ShoalError, UserCodeError
 from shoal.models.roles import roles_of
+from shoal.planner.trace.alike import standing_in
 from shoal.planner.trace.operator import BACKWARD_ATTENTION, Message, Operator, ParameterTrace, TracedGroup
 from shoal.planner.trace.recorder import Alive, Filled, Recorder, Units
+from shoal.planner.trace.rehearsal import Unlike
 
 Result = TypeVar("Result")
 
@@ -47,7 +49,7 @@ def explained(work: Callable[[], Result], what: str) -> Result:
     try:
         with _pytorch_silent():
             return work()
-    except ShoalError:
+    except (ShoalError, Unlike):
         raise
     except LOOKS_AT_NUMBERS as error:
         raise UserCodeError(
@@ -181,22 +183,25 @@ def traced(
     units: Units,
     mode: FakeTensorMode,
     group: TracedGroup,
-    apart: Iterable[Tensor] = (),
+    apart: Sequence[Tensor] = (),
+    each: bool = False,
 ) -> Trace:
     """The trace of `loss()`, a scalar, and of its backward. `model`, and what the loss uses, is fake and of `mode`.
 
-    `group` stands for the tensor ranks that `model` was split over; `apart` are the inputs. Raises `UserCodeError`
-    where the model looks at numbers, or raises.
+    `group` stands for the tensor ranks that `model` was split over; `apart` are the inputs; `each`: blocks that are
+    like others are traced, too. Raises `UserCodeError` where the model looks at numbers, or raises, and `Unlike` where
+    `each` is needed, for another model like this one.
     """
     alive, boundaries = Alive(), {}
     recorder = Recorder(model, units, alive)
     group.told = recorder.told
     with mode:
         alive.leave_out([*model.parameters(), *model.buffers(), *_gradients(model), *apart])
-        with _uncollected(), recorder, recorder.watching(model), _outputs(model, units, boundaries):
+        alike = nullcontext() if each else standing_in(model, recorder)
+        with _uncollected(), alike, recorder, recorder.watching(model), _outputs(model, units, boundaries):
             value = explained(loss, "the model")
+            recorder.turn()
             kept = alive.keep()
-            recorder.in_backward = True
             explained(lambda: torch.autograd.backward(value), "the model's backward")
     return Trace(
         units=units,

@@ -1,0 +1,172 @@
+"""Blocks that are alike are traced once, and the trace is the one of every block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shoal.memory.recompute import RecomputeKind
+from shoal.planner.trace.subject import Subject, TracedSplit
+from shoal.planner.trace.trace import Trace
+from tests.planner.trace.models import WIDTH, Blocks, Normed, Residual, subject
+
+DEPTH = 4
+
+
+def calls_and_traces(model: Subject, split: TracedSplit) -> tuple[int, Trace, Trace]:
+    """How often a block ran in the forward where alike ones are traced once, that trace, and that of every block."""
+    calls = list[int]()
+    count = nn.modules.module.register_module_forward_pre_hook(
+        lambda module, inputs: calls.append(1) if module.__class__ is nn.GELU else None
+    )
+    try:
+        alike = model.of(split)
+    finally:
+        count.remove()
+    return len(calls), alike, replace(model, each=True, _traces={}).of(split)
+
+
+def same(alike: Trace, each: Trace) -> None:
+    """All that plans read."""
+    assert alike.operators == each.operators
+    assert alike.messages == each.messages
+    assert alike.parameters == each.parameters
+    assert alike.kept_bytes == each.kept_bytes
+    assert alike.boundary_bytes == each.boundary_bytes
+    assert alike.filled == each.filled
+    assert (alike.peak_bytes, alike.since_bytes) == (each.peak_bytes, each.since_bytes)
+    for block in each.units.blocks:
+        assert alike.on_the_way_bytes[block] == each.on_the_way_bytes[block]
+
+
+class Gelu(Residual):
+    """A block whose forwards can be counted."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.act = nn.GELU()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        found = super().forward(x)
+        return found + self.act(x) if mask is None else found + self.act(x) * mask
+
+
+class Deep(Blocks):
+    """Every third block gets a mask; the block at `odd` is narrower inside."""
+
+    def __init__(self, depth: int = DEPTH, *, masked: bool = False, odd: int | None = None) -> None:
+        super().__init__(0)
+        self.blocks = nn.ModuleList(Gelu(WIDTH) for _ in range(depth))
+        self.masked = masked
+        if odd is not None:
+            self.blocks[odd].up, self.blocks[odd].down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.ones_like(x)
+        for place, block in enumerate(self.blocks):
+            x = block(x, mask if self.masked and place % 3 == 2 else None)
+        return self.head(x)
+
+
+class Collected(Deep):
+    """The blocks leave what they computed behind, and the loss is of that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        left = list[Any]()
+        acts = [block.get_submodule("act") for block in self.blocks]
+        handles = [act.register_forward_hook(lambda module, inputs, out: left.append(out)) for act in acts]
+        found = super().forward(x)
+        for handle in handles:
+            handle.remove()
+        return found + sum(one.sum() for one in left)
+
+
+class Summed(Deep):
+    """The last block gets the gradient of a sum, which is one number in the place of many."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+@pytest.mark.parametrize(
+    "again", ["none", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("full", "operators"))]
+)
+@pytest.mark.parametrize(
+    ("build", "ran"),
+    [
+        (Deep, 2),  # the input of the first one needs no gradient
+        (lambda: Deep(masked=True), 3),
+        (lambda: Deep(odd=2), 3),
+        (Collected, 1 + DEPTH),  # tried in vain
+        (Summed, 2 + DEPTH),
+    ],
+    ids=["alike", "two kinds of calls", "one is other", "tensors are left behind", "gradients are other"],
+)
+def test_alike_blocks_run_once_and_the_trace_is_that_of_each(
+    build: Callable[[], nn.Module], ran: int, again: RecomputeKind
+) -> None:
+    """Operators, messages, gradients in their order, and every byte that lives."""
+    calls, alike, each = calls_and_traces(subject(build), TracedSplit(3, recompute=again))
+    assert calls == ran or again != "none"  # recomputed blocks stop early
+    same(alike, each)
+
+
+class Lowered(Deep):
+    """Under autocast, which keeps the weights that it has cast until its context ends."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).square().sum()
+
+
+@pytest.mark.parametrize("again", ["none", "full"])
+def test_weights_that_autocast_has_cast_live_until_the_forward_ends(again: RecomputeKind) -> None:
+    """Those of blocks before the first rehearsal, too."""
+    model = subject(lambda: Lowered(odd=0))
+    same(*calls_and_traces(model, TracedSplit(3, recompute=again))[1:])
+
+
+def test_statistics_of_batches_are_written_down_for_each_block() -> None:
+    """Convolutions."""
+    model = subject(Normed, lambda samples: torch.randn(samples, 1, 8, 8))
+    same(*calls_and_traces(model, TracedSplit(2, recompute="full"))[1:])
+
+
+ARCHITECTURES = {
+    "GPT2LMHeadModel": {"n_embd": 32, "n_layer": 4, "n_head": 2},
+    "BertForMaskedLM": {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64},
+    "Gemma3ForCausalLM": {
+        "hidden_size": 32, "num_hidden_layers": 8, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "head_dim": 16, "intermediate_size": 64, "sliding_window": 4, "sliding_window_pattern": 3,
+    },
+}  # fmt: skip
+"""Dropout, and sliding windows beside whole ones."""
+
+
+def logits(outputs: Any) -> Tensor:
+    """Their sum."""
+    return outputs.logits.sum()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("again", ["none", "full"])
+def test_models_of_transformers_have_the_traces_of_each_block(architecture: str, again: RecomputeKind) -> None:
+    """The same operators, gradients and bytes."""
+    transformers = pytest.importorskip("transformers")
+    made = getattr(transformers, architecture)
+    config = made.config_class(vocab_size=64, use_cache=False, **ARCHITECTURES[architecture])
+
+    def tokens(samples: int) -> Tensor:
+        return torch.zeros(samples, 16, dtype=torch.int64)
+
+    model = subject(lambda: made(config).train(), tokens, logits)
+    _, alike, each = calls_and_traces(model, TracedSplit(3, recompute=again))
+    same(alike, each)
