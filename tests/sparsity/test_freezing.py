@@ -20,7 +20,7 @@ from shoal.errors import ConfigError
 from shoal.memory.tracker import measured_activation_bytes
 from shoal.models.config import GPTConfig
 from shoal.models.gpt import GPT
-from shoal.optim.average import forget, keep_average
+from shoal.optim.average import Resting, keep_average
 from shoal.optim.declared import EMA, SWA, AverageConfig
 from shoal.sparsity.config import FreezeByProgress, FreezeConfig, FreezeLater
 from shoal.sparsity.freezing import Freezing, blocks_of, freeze, frozen_by_schedule, matches
@@ -310,7 +310,7 @@ def test_gradients_are_compared_without_their_scale(scale: float) -> None:
         FreezeConfig(progress=FreezeByProgress(criterion="gradient", every=2)),
         {own.name: own.parameter for own in owned},
         owned,
-        lambda parameter: None,
+        Resting(torch.optim.SGD([own.parameter for own in owned], lr=0.1), None),
         names=names,
         replica=Alone(),
         masks=Masks(),
@@ -334,7 +334,7 @@ def test_a_run_that_goes_on_with_another_interval_compares_with_no_reference_of_
             FreezeConfig(progress=FreezeByProgress(every=every)),
             {own.name: own.parameter for own in owned},
             owned,
-            lambda parameter: None,
+            Resting(torch.optim.SGD([own.parameter for own in owned], lr=0.1), None),
             names=[own.name for own in owned],
             replica=Alone(),
             masks=Masks(),
@@ -396,13 +396,16 @@ def test_an_average_is_of_all_updates_frozen_weights_included(
     weight, other = Parameter(torch.ones(2, dtype=torch.float64)), Parameter(torch.ones(2, dtype=torch.float64))
     optimizer = kind([weight, other], lr=0.1)
     keep_average(optimizer, average)
+    resting = Resting(optimizer, average)
     seen: list[Tensor] = []
     for update in range(1, 9):
         other.grad, weight.grad = torch.ones_like(other), torch.full_like(weight, update)
         if 3 <= update <= 5:
             weight.grad = None
-            forget(optimizer, weight)
+            resting.forget(weight)
         optimizer.step()
+        if weight.grad is None:
+            resting.updated(weight)
         seen.append(weight.detach().clone())
         wanted = functools.reduce(lambda a, x: (a + x) / 2, seen)
         if isinstance(average, SWA):

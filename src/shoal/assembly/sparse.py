@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from shoal.comm.mesh import Mesh
 from shoal.engine.state import MODEL, TrainState
 from shoal.engine.updates import LeavesOut
 from shoal.errors import ConfigError
-from shoal.optim.average import forget
+from shoal.optim.average import Resting
 from shoal.optim.fused import FusedOptimizer
 from shoal.optim.schedule import peak_rate, rate
 from shoal.parallel.split import Split
@@ -129,7 +128,7 @@ def build_freezing(
         config,
         parameters,
         owned,
-        partial(forget, optimizer),
+        Resting(optimizer, run_file.optimizer.average),
         names=names,
         activations=activations,
         replica=replica,

@@ -2,7 +2,7 @@
 
     EMA         a <- d a + (1 - d) x,     from the first update's weights on
     SWA         a <- a + (x - a) / n      at the n-th update that counts            (Izmailov et al., arXiv:1803.05407)
-                both also of weights that an update leaves alone, as those of frozen layers
+                both also of frozen layers (`Resting`)
     Lookahead   every k updates:  s <- s + c (x - s),  x <- s                       (Zhang et al., arXiv:1907.08610)
 
 They are slots of the optimizer (`average`, `slow_weight`), divided and saved as moments are. Hooks of the optimizer's
@@ -27,7 +27,7 @@ AVERAGE, COUNT, SLOW = "average", "averaged", "slow_weight"
 
 
 def keep_average(optimizer: torch.optim.Optimizer, config: AverageConfig) -> None:
-    """From now on every step moves the averages of what it updates, or has once updated."""
+    """From now on every step moves the average of what it has updated."""
     aside: dict[Parameter, dict[str, Any]] = {}
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -41,21 +41,35 @@ def keep_average(optimizer: torch.optim.Optimizer, config: AverageConfig) -> Non
         while aside:
             parameter, kept = aside.popitem()
             optimizer.state[parameter].update(kept)
-        for parameter in _parameters(optimizer):
-            if parameter.grad is not None or AVERAGE in optimizer.state.get(parameter, {}):
-                _move(optimizer.state[parameter], parameter, config)
+        for parameter in _stepped(optimizer):
+            _move(optimizer.state[parameter], parameter, config)
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
 
 
-def forget(optimizer: torch.optim.Optimizer, parameter: Parameter) -> None:
-    """Drops what `optimizer` keeps of `parameter`, but for its average: that is the model which is evaluated."""
-    if isinstance(optimizer, _ScheduleFree):
-        return  # weights and average go on from each other
-    state = optimizer.state.pop(parameter, {})
-    if AVERAGE in state:
-        optimizer.state[parameter] = {name: state[name] for name in (AVERAGE, COUNT) if name in state}
+class Resting:
+    """What `optimizer` keeps of weights that are not trained for a while: their average alone, for that is the model
+    which is evaluated. It goes on with every update of the others.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: AverageConfig | None) -> None:
+        self._optimizer, self._config = optimizer, config
+
+    def forget(self, parameter: Parameter) -> None:
+        """Drops the rest."""
+        if isinstance(self._optimizer, _ScheduleFree):
+            return  # weights and average go on from each other
+        state = self._optimizer.state.pop(parameter, {})
+        if AVERAGE in state:
+            self._optimizer.state[parameter] = {name: state[name] for name in (AVERAGE, COUNT) if name in state}
+
+    @torch.no_grad()
+    def updated(self, parameter: Parameter) -> None:
+        """After an update that has left `parameter` alone."""
+        state = self._optimizer.state.get(parameter, {})
+        if self._config is not None and AVERAGE in state:
+            _move(state, parameter, self._config)
 
 
 def _move(state: dict[str, Any], parameter: Parameter, config: AverageConfig) -> None:
@@ -99,12 +113,8 @@ def look_ahead(optimizer: torch.optim.Optimizer, config: Lookahead) -> None:
     optimizer.register_step_post_hook(after)
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _stepped(optimizer: torch.optim.Optimizer) -> list[Parameter]:
-    return [parameter for parameter in _parameters(optimizer) if parameter.grad is not None]
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -94,11 +94,21 @@ def block_names(names: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(each[1] for each in found if each is not None))
 
 
+class Rests(Protocol):
+    """The optimizer's state of parameters that are frozen."""
+
+    def forget(self, parameter: Parameter) -> None:
+        """Before an update that leaves it alone."""
+
+    def updated(self, parameter: Parameter) -> None:
+        """After it."""
+
+
 class Freezing:
     """Layers that are frozen for a part of a run, on one rank.
 
     `config` says how often blocks are compared (it is `resolved`), `parameters` are this rank's trained ones by their
-    names in the unsplit model, `owned` the parts that the optimizer steps, which `forget`s the state of one, `names`
+    names in the unsplit model, `owned` the parts that the optimizer steps, `resting` its state of frozen ones, `names`
     all trained parameters of the unsplit model; the ranks of `replica` make up one model. `masks` are what the wire
     reads, `rate` is that of a step, `activations` what blocks are compared by (None: by weights or gradients).
     """
@@ -110,7 +120,7 @@ class Freezing:
         config: FreezeConfig,
         parameters: Mapping[str, Parameter],
         owned: Sequence[Owned],
-        forget: Callable[[Parameter], None],
+        resting: Rests,
         *,
         names: Sequence[str],
         replica: Collective,
@@ -119,7 +129,7 @@ class Freezing:
         activations: Activations | None = None,
     ) -> None:
         self._activations = activations
-        self._config, self._parameters, self._owned, self._forget = config, parameters, owned, forget
+        self._config, self._parameters, self._owned, self._resting = config, parameters, owned, resting
         self._names, self._replica, self._masks, self._rate = names, replica, masks, rate
         self._blocks = blocks_of(names)
         self._block_of = {name: number for number, block in enumerate(self._blocks) for name in block}
@@ -167,7 +177,7 @@ class Freezing:
         for own in self._owned:
             if own.name in self._masks.frozen:
                 own.parameter.grad = None
-                self._forget(own.parameter)
+                self._resting.forget(own.parameter)
             elif self._by_gradient and own.name in self._block_of:
                 total = self._references.setdefault(id(own), torch.zeros_like(own.parameter))
                 total.add_(own.gradient, alpha=1 / scale)
@@ -181,6 +191,9 @@ class Freezing:
     @torch.no_grad()
     def updated(self, step: int) -> None:
         """After the update of `step`; all ranks call it together."""
+        for own in self._owned:
+            if own.name in self._masks.frozen:
+                self._resting.updated(own.parameter)
         progress = self._progress
         if progress is None or self._activations is not None or not self._compares(step):
             return
