@@ -91,6 +91,9 @@ FOREACH = CLIPPED.replace("0.5)", "0.5, foreach=True)")
 SAME = {
     "tied, with dropout in attention": (LLAMA, CLIPPED, ("batch.micro_samples=2",)),
     "norms of heads, all gradients in one call": (QWEN, FOREACH, ()),
+    "a penalty on all norms": (
+        QWEN, "penalty = sum(p.square().sum() for name, p in model.named_parameters() if 'norm' in name)\n"
+        "    run.backward(loss_of(x) + 0.1 * penalty); optimizer.step()", ()),
     "the run's own clip": (LLAMA, "run.backward(loss_of(x)); run.clip_grad_norm_(0.5); optimizer.step()", ()),
     "by value": (QWEN, "run.backward(loss_of(x)); torch.nn.utils.clip_grad_value_(before, 0.003); optimizer.step()",
                  ()),

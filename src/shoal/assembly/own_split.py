@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import Parameter
 
 from shoal.assembly.objects import placed
 from shoal.assembly.splitting import Divided, trained_in
+from shoal.comm.collective import Collective
 from shoal.comm.mesh import Mesh
 from shoal.engine.precision import Precision
 from shoal.errors import ConfigError, UserCodeError
@@ -31,7 +32,9 @@ from shoal.models.roles import DeclaresRoles, is_conv1d, role_of, roles_of
 from shoal.optim.adopt import OwnOptimizer
 from shoal.parallel.split import Split
 from shoal.parallel.tensor.layers import ColumnLinear, VocabularyEmbedding, change_output, uneven_cut
+from shoal.parallel.tensor.operators import enter
 from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits
+from shoal.topology.holding import Holding, held
 from shoal.topology.layout import Layout
 
 
@@ -99,7 +102,8 @@ class OwnSplit:
             if (whole := self._whole[holding.name]) is not part:
                 whole.data = whole.data.new_empty(0).expand(0)
         placed(self._model, self._mesh.device, self._precision.parameters)
-        return replace(parts, split=replace(parts.split, vocabulary=None))
+        holdings = self._with_whole_gradients(parts.split)
+        return replace(parts, split=replace(parts.split, vocabulary=None, holdings=holdings))
 
     def shown(self, gradients: Gradients, parts: Divided) -> SplitGradients:
         """Those of the parts as the script sees them."""
@@ -121,6 +125,20 @@ class OwnSplit:
                     "place of a plain nn.Linear or nn.Embedding: take what was added to it away, give it the role "
                     "'replicated', or use layout.replicate or layout.shard"
                 )
+
+    def _with_whole_gradients(self, split: Split) -> dict[str, Holding]:
+        """Norms of single heads, of whose gradient each rank computes a term, give all of it already in the backward: a
+        script's own term, such as a penalty on all norms, is whole on every rank, and must not be summed.
+        """
+        mesh, found = self._mesh, dict(split.holdings)
+        for path, module in split.model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                holding = found.get(f"{path}.{name}")
+                if holding is None or self._whole[holding.name] is not parameter or len(holding.inside) == 1:
+                    continue
+                found[f"{path}.{name}"] = held(mesh.layout, mesh.rank, holding.name, holding.global_shape)
+                _enter_parameter(module, name, mesh.axis("tensor"))
+        return found
 
     def _gather_heads(self, split: Split) -> None:
         group = self._mesh.axis("tensor")
@@ -147,6 +165,19 @@ def _take_hooks(embedding: nn.Module, layer: nn.Module) -> None:
         own, theirs = getattr(layer, name), getattr(embedding, name)
         setattr(layer, name, theirs)
         setattr(embedding, name, own)  # the same object, which the script's handles take hooks off
+
+
+def _enter_parameter(module: nn.Module, name: str, group: Collective) -> None:
+    """While `module` computes, it reads a parameter of its own whose gradient is summed over `group`."""
+
+    def before(module: nn.Module, args: Any) -> None:
+        vars(module)[name] = enter(cast(Tensor, module._parameters[name]), group)
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        vars(module).pop(name, None)
+
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after, always_call=True)
 
 
 def _is_plain(layer: Any) -> bool:
