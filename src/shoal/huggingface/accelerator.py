@@ -151,7 +151,7 @@ class Accelerator(OfRanks):
 
     # What is prepared, and the start of the run.
 
-    def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
+    def prepare(self, *objects: Any) -> Any:
         """Models, optimizers and other objects stay the same; DataLoaders and schedulers come back as loops need them.
         The first DataLoader is that of the training; others are for evaluations.
         """
@@ -159,13 +159,13 @@ class Accelerator(OfRanks):
             prepared = tuple(self._prepared(each) for each in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
+    def prepare_model(self, model: nn.Module) -> nn.Module:
         return self.prepare(model)
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: Any = None) -> Any:
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return self.prepare(optimizer)
 
-    def prepare_data_loader(self, data_loader: DataLoader, device_placement: Any = None) -> Any:
+    def prepare_data_loader(self, data_loader: DataLoader) -> Any:
         return self.prepare(data_loader)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
@@ -400,7 +400,7 @@ class Accelerator(OfRanks):
         run.save()
         self._saved.begin(folder, given)
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: None = None) -> None:
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
         """Goes on from the run's newest checkpoint, for which the folder stands: before the first batch, behind
         `prepare`. The loop then begins with the rest of the epoch that is open.
         """
@@ -413,8 +413,6 @@ class Accelerator(OfRanks):
         if self._before_load:
             with run.full_parameters():
                 self._before_load.loading(self._models, folder)
-
-    # Trackers, and the end.
 
     def init_trackers(self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: Any = None) -> None:
         """Starts the trackers of `log_with`, on rank 0."""
