@@ -151,7 +151,7 @@ class Accelerator(OfRanks):
 
     # What is prepared, and the start of the run.
 
-    def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
+    def prepare(self, *objects: Any) -> Any:
         """Models, optimizers and other objects stay the same; DataLoaders and schedulers come back as loops need them.
         The first DataLoader is that of the training; others are for evaluations.
         """
@@ -159,13 +159,13 @@ class Accelerator(OfRanks):
             prepared = tuple(self._prepared(each) for each in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
+    def prepare_model(self, model: nn.Module) -> nn.Module:
         return self.prepare(model)
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: Any = None) -> Any:
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         return self.prepare(optimizer)
 
-    def prepare_data_loader(self, data_loader: DataLoader, device_placement: Any = None) -> Any:
+    def prepare_data_loader(self, data_loader: DataLoader) -> Any:
         return self.prepare(data_loader)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> Any:
@@ -178,7 +178,7 @@ class Accelerator(OfRanks):
 
     def _prepared(self, each: Any) -> Any:
         if isinstance(each, DataLoader) and self._loader is not None:
-            return EvaluationLoader(self, each)
+            return EvaluationLoader.of(each, self)
         if not isinstance(each, DataLoader | nn.Module | torch.optim.Optimizer | LRScheduler | ReduceLROnPlateau):
             return each
         if self.run is not None and isinstance(each, nn.Module) and not any(p.requires_grad for p in each.parameters()):
@@ -263,12 +263,19 @@ class Accelerator(OfRanks):
             f"a step has {batch * steps} samples on any number of ranks: batch_size x gradient_accumulation_steps is "
             f"{batch} x {steps}"
         )
-        for sentence in self._settings.notes:
+        for sentence in [*self._settings.notes, *self._unprepared_scheduler()]:
             run.note(sentence)
         if run.steps_done and resume is None:
             run.note(f"batches up to step {run.steps_done} are passed over: {FORGETS}")
         atexit.register(self._close_at_exit)
         return run
+
+    def _unprepared_scheduler(self) -> list[str]:
+        """A sentence where a scheduler moves the rates, and no checkpoint will have it."""
+        moved = any("initial_lr" in group for each in self._optimizers for group in each.param_groups)
+        if not moved or self._schedulers or self._objects:
+            return []
+        return ["a scheduler moves the optimizer's rates and was not prepared: a run that is resumed begins it anew"]
 
     # The loop.
 
@@ -278,7 +285,7 @@ class Accelerator(OfRanks):
             assert self.run is not None, "its batches are those of the run"
             self.passes_over, self.evaluated_rows, self._given = False, None, self.run.steps_done + 1
             self._losses.clear()
-            self._saved.settle(self.run)
+            self._saved.settle(self.run, wait=True)
             yield batch
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
@@ -391,10 +398,9 @@ class Accelerator(OfRanks):
             with run.full_parameters():
                 self._before_save.saving(self._models, folder)
         run.save()
-        if self.is_main_process:
-            self._saved.begin(folder, given)
+        self._saved.begin(folder, given)
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: None = None) -> None:
+    def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
         """Goes on from the run's newest checkpoint, for which the folder stands: before the first batch, behind
         `prepare`. The loop then begins with the rest of the epoch that is open.
         """
@@ -407,8 +413,6 @@ class Accelerator(OfRanks):
         if self._before_load:
             with run.full_parameters():
                 self._before_load.loading(self._models, folder)
-
-    # Trackers, and the end.
 
     def init_trackers(self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: Any = None) -> None:
         """Starts the trackers of `log_with`, on rank 0."""
@@ -434,7 +438,7 @@ class Accelerator(OfRanks):
             self.is_over = True
             self.run.end()
             self.run.close()
-            self._saved.settle(self.run)
+            self._saved.settle(self.run, wait=False)
 
     def _close_at_exit(self) -> None:
         """A script without `end_training` comes to its end, unless by an error."""

@@ -21,7 +21,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
-from shoal.errors import UserCodeError
+from shoal.errors import UsageError, UserCodeError
 from shoal.huggingface.labels import without_masking
 
 if TYPE_CHECKING:
@@ -147,6 +147,16 @@ class EvaluationLoader(_Loader):
     out.
     """
 
+    @classmethod
+    def of(cls, loader: DataLoader, accelerator: Accelerator) -> EvaluationLoader:
+        """Raises `UsageError` for one whose samples cannot be divided."""
+        if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+            raise UsageError(
+                "the DataLoader of an evaluation needs a data set with len(d) and d[i], and a batch_size: loop over "
+                "another one without prepare(), on every rank alike"
+            )
+        return cls(accelerator, loader)
+
     def __len__(self) -> int:
         return len(self.loader)
 
@@ -157,11 +167,12 @@ class EvaluationLoader(_Loader):
         end = samples // size * size if self.loader.drop_last else samples
         own = [_share(first, min(first + size, end), run) for first in range(0, end, size)]
         rows = [list(range(*each)) or [first * size] for first, each in enumerate(own)]
-        loader = DataLoader(data, batch_sampler=rows, collate_fn=self.loader.collate_fn)
+        collate, masking = without_masking(self.loader.collate_fn)
+        loader = DataLoader(data, batch_sampler=rows, collate_fn=collate)
         with run.evaluation():
             for (first, behind), batch in zip(own, loader, strict=True):
                 accelerator.evaluated_rows, accelerator.evaluated_size = behind - first, size
-                yield on_device(batch, run.device)
+                yield on_device(batch if masking is None else masking(batch, seed=first), run.device)
         accelerator.evaluated_rows = None
 
 

@@ -180,14 +180,21 @@ class Saved:
         """The checkpoint of that step is asked for, for which the folder is to stand."""
         self._pending.append((folder, step))
 
-    def settle(self, run: Training) -> None:
-        """Marks the folders whose checkpoints are whole now, and deletes what is more than `total_limit`."""
+    def settle(self, run: Training, *, wait: bool) -> None:
+        """Marks the folders whose checkpoints are whole, and deletes what is more than `total_limit`; on rank 0. All
+        ranks `wait` for them before the script goes on, so that none is behind the run's newest.
+        """
         if not self._pending:
             return
+        if wait:
+            run.wait_for_save()
+        pending, self._pending = self._pending, []
+        if run.rank != 0:
+            return
         whole = Places(run.directory).steps()
-        for folder, step in [each for each in self._pending if each[1] in whole]:
-            mark(folder, run, step)
-            self._pending.remove((folder, step))
+        for folder, step in pending:
+            if step in whole:
+                mark(folder, run, step)
         limit = self._project.total_limit
         if self._project.automatic_checkpoint_naming and limit is not None:
             for old in self._there()[:-limit]:
@@ -236,5 +243,6 @@ def require_state_of(folder: Path, run: Training) -> None:
     there = ", ".join(map(str, Places(run.directory).steps()))
     raise UserCodeError(
         f"{folder} stands for step {said['step']}, and the run for step {run.steps_done}, that of its newest whole "
-        f"checkpoint (there are those of {there or 'no step'}): load_state goes on from the newest"
+        f"checkpoint (there are those of {there or 'no step'}): load_state goes on from the newest. "
+        "Leave it out, and the same command goes on there"
     )

@@ -38,7 +38,7 @@ from torch._compile import _disable_dynamo as uncompiled
 
 from shoal.assembly.run import Run
 from shoal.checkpoint.inspect import write_weights
-from shoal.engine.loop import Job
+from shoal.engine.loop import Job, tell_of_saves
 from shoal.engine.precision import cast_at_borders
 from shoal.engine.tally import Call, meet
 from shoal.engine.updates import Outcome
@@ -256,6 +256,10 @@ class Training:
         if self._steps.pending is None:
             raise UserCodeError("there is no step to save: call save() inside the loop over batches()")
         self._steps.pending.save = True
+
+    def wait_for_save(self) -> None:
+        """Until the checkpoint that `save` asked for is written, where the next batch is there. Every rank calls it."""
+        tell_of_saves(self._job, self._job.saver.wait())
 
     def export(self, file: str | Path) -> None:
         """Writes the model's whole weights to `file` in safetensors' format, in place of one that is there. Every rank

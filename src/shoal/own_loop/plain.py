@@ -114,8 +114,7 @@ class PlainTraining:
 
     @property
     def update(self) -> Update | None:
-        done = [player for player in self._players if player.stepped]
-        if not done:
+        if not (done := [player for player in self._players if player.stepped]):
             return None
         losses = [player.loss for player in done if player.leader is player or not player.leader.stepped]
         return Update(sum(losses), math.hypot(*(player.norm for player in done)), True)
@@ -193,6 +192,8 @@ class PlainTraining:
 
     def save(self) -> None:
         """Nothing: a comparison keeps no checkpoints."""
+
+    wait_for_save = save
 
     def export(self, file: str | Path) -> None:
         """Nothing: it writes no file of the script's."""
