@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.errors import MissingExtra
 
 if TYPE_CHECKING:
-    from shoal.huggingface.accelerator import Accelerator
+    from shoal.huggingface.accelerate.accelerator import Accelerator
     from shoal.huggingface.arguments import Seq2SeqTrainingArguments, TrainingArguments
     from shoal.huggingface.trainer import Seq2SeqTrainer, Trainer, on_shoal
 
@@ -31,5 +31,6 @@ def __getattr__(name: str) -> Any:
             importlib.import_module(package)
         except ImportError as error:
             raise MissingExtra(package, extra="huggingface", purpose=f"shoal.huggingface.{name}") from error
-    where = {"Accelerator": "accelerator"}.get(name, "arguments" if name.endswith("Arguments") else "trainer")
+    where = "accelerate.accelerator" if name == "Accelerator" else "trainer"
+    where = "arguments" if name.endswith("Arguments") else where
     return getattr(importlib.import_module(f"shoal.huggingface.{where}"), name)

@@ -31,7 +31,7 @@ from shoal.huggingface.labels import innermost, label_count, shifts_labels
 if TYPE_CHECKING:
     from accelerate.utils import ProjectConfiguration
 
-    from shoal.huggingface.accelerator import Accelerator
+    from shoal.huggingface.accelerate.accelerator import Accelerator
     from shoal.own_loop.loop import Training
 
 MARK = "shoal.json"

@@ -25,7 +25,7 @@ from shoal.errors import UsageError, UserCodeError
 from shoal.huggingface.labels import without_masking
 
 if TYPE_CHECKING:
-    from shoal.huggingface.accelerator import Accelerator
+    from shoal.huggingface.accelerate.accelerator import Accelerator
     from shoal.own_loop.loop import Training
 
 

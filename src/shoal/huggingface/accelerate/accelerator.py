@@ -35,10 +35,10 @@ from torch.utils.hooks import RemovableHandle
 
 import shoal
 from shoal.errors import UsageError, UserCodeError
-from shoal.huggingface.accelerator_arguments import ANSWERS, BACKWARD, METHODS_REFUSED, plan_of, settings_of
-from shoal.huggingface.accelerator_data import EvaluationLoader, SkippedLoader, TrainingLoader
-from shoal.huggingface.accelerator_ranks import Function, OfRanks
-from shoal.huggingface.accelerator_state import (
+from shoal.huggingface.accelerate.arguments import ANSWERS, BACKWARD, METHODS_REFUSED, plan_of, settings_of
+from shoal.huggingface.accelerate.data import EvaluationLoader, SkippedLoader, TrainingLoader
+from shoal.huggingface.accelerate.ranks import Function, OfRanks
+from shoal.huggingface.accelerate.state import (
     Beside,
     Hooks,
     ModelLosses,

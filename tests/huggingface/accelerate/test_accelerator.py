@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 SHARDED = ("layout.shard=2", "memory.zero=3")
 ROUNDING = 1e-5
 """Of losses, norms and weights: AdamW in float32 over some ten steps, summed in two orders."""
-PAGE = Path(__file__).parents[2] / "docs" / "migration" / "accelerate.md"
+PAGE = Path(__file__).parents[3] / "docs" / "migration" / "accelerate.md"
 
 HEAD = """
 import json, math, os

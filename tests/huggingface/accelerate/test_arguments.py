@@ -15,11 +15,11 @@ from shoal.errors import UsageError, UserCodeError
 
 accelerate = pytest.importorskip("accelerate")
 pytestmark = pytest.mark.slow  # the imports of accelerate and transformers take seconds
-PAGE = (Path(__file__).parents[2] / "docs" / "migration" / "accelerate.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "migration" / "accelerate.md").read_text(encoding="utf-8")
 
 
 def settings(**given: Any) -> Any:
-    from shoal.huggingface.accelerator_arguments import settings_of
+    from shoal.huggingface.accelerate.arguments import settings_of
 
     return settings_of(given)
 
@@ -90,7 +90,7 @@ def test_what_is_of_no_use_is_said() -> None:
 
 def test_every_argument_has_an_answer_on_the_page() -> None:
     """Also those of a later version, which are refused until somebody has thought of them."""
-    from shoal.huggingface.accelerator_arguments import CARRIED, REFUSED, UNUSED
+    from shoal.huggingface.accelerate.arguments import CARRIED, REFUSED, UNUSED
 
     names = set(signature(accelerate.Accelerator).parameters)
     assert names == {*CARRIED, *REFUSED, *UNUSED}
@@ -101,7 +101,7 @@ def test_every_argument_has_an_answer_on_the_page() -> None:
 
 def test_every_call_has_an_answer() -> None:
     """It is carried, or has the same value in every run, or is refused with what to do instead."""
-    from shoal.huggingface.accelerator_arguments import ANSWERS, METHODS_REFUSED
+    from shoal.huggingface.accelerate.arguments import ANSWERS, METHODS_REFUSED
 
     ours = accelerator()
     there = {name for name in dir(accelerate.Accelerator) if not name.startswith("_")}
@@ -181,7 +181,7 @@ def test_before_the_run_a_process_is_alone() -> None:
 @pytest.mark.parametrize("kind", [list, tuple, torch.tensor])
 def test_parts_are_those_of_accelerate(kind: Any) -> None:
     """Ranks with one more come first, and padding repeats the last."""
-    from shoal.huggingface.accelerator_data import part_of
+    from shoal.huggingface.accelerate.data import part_of
 
     parts = [list(part_of({"a": kind([*range(5)])}, rank=r, ranks=2, fills=True)["a"]) for r in range(2)]
     assert parts == [[0, 1, 2], [3, 4, 4]]
@@ -190,7 +190,7 @@ def test_parts_are_those_of_accelerate(kind: Any) -> None:
 
 def test_rows_that_count_for_metrics() -> None:
     """A loss that is repeated for a whole batch counts as often as a rank has samples, a copy not at all."""
-    from shoal.huggingface.accelerator_data import counted_rows
+    from shoal.huggingface.accelerate.data import counted_rows
 
     loss, logits = torch.ones(4), torch.ones(2, 3)
     found = counted_rows((loss, logits), rows=2, size=4)

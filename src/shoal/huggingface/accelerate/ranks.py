@@ -15,7 +15,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 
-from shoal.huggingface.accelerator_data import (
+from shoal.huggingface.accelerate.data import (
     counted_rows,
     gathered,
     gathered_objects,
