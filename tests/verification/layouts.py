@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,10 @@ MOE: dict[str, Any] = {
 
 
 def corpus(folder: Path) -> Path:
-    """Tokens below 61."""
-    path = folder / "tokens.bin"
-    path.write_bytes(np.random.default_rng(5).integers(0, 61, 20_000, dtype=np.uint8).tobytes())
-    return path
+    """Tokens below 61; every rank may write them, and none sees a part of another's."""
+    part = folder / f"tokens.{os.getpid()}"
+    part.write_bytes(np.random.default_rng(5).integers(0, 61, 20_000, dtype=np.uint8).tobytes())
+    return part.replace(folder / "tokens.bin")
 
 
 def run_file_of(folder: Path, **tables: dict[str, Any]) -> RunFile:

@@ -175,7 +175,7 @@ def build(table: TransformersConfig) -> nn.Module:
     config = configuration_of(table, architecture)
     model = _made(table, declared_class(architecture, config), config)
     _check_chain(model, architecture, config)
-    _turn_off_caches(model)
+    turn_off_caches(model)
     takes_sdpa = _choose_attention(model, table)
     if table.attention not in ("sdpa", "eager"):
         _use_cores(model, table, takes_sdpa=takes_sdpa)
@@ -187,7 +187,7 @@ def build(table: TransformersConfig) -> nn.Module:
     return model.train()
 
 
-def _turn_off_caches(model: nn.Module) -> None:
+def turn_off_caches(model: nn.Module) -> None:
     """Those of parts, too: a decoder beside an encoder has a configuration of its own."""
     for module in model.modules():
         config: Any = getattr(module, "config", None)
