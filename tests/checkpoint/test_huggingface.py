@@ -43,7 +43,7 @@ def checkpoint_of(model: Any, folder: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_folder_out_and_in_is_the_checkpoint_bit_by_bit(tmp_path: Path, name: str) -> None:
-    """transformers loads it with no weight of its own, and computes the same logits, without the cache of T5's decoder."""
+    """transformers loads it with no weight of its own, and computes the same logits, without caches."""
     table = msgspec.convert(MODELS[name], TransformersConfig)
     model = build(table).eval()
     weights = checkpoint_of(model, tmp_path / "run")
