@@ -105,6 +105,14 @@ SAME = {
         "    if run.samples and before[1].grad.numel() and float(sum(p.grad.abs().sum() for p in before)) > 0:\n"
         "        for p in before: p.grad = p.grad * 0.5 + 0.01 * p.grad.sign()\n"
         "    optimizer.step(); optimizer.zero_grad()", ()),
+    "a penalty on the gradient of embeddings": (
+        LLAMA.replace("model =", "config._attn_implementation = 'eager'\nmodel ="),
+        "vectors = model.get_input_embeddings()(x)\n"
+        "    loss = F.cross_entropy(model(inputs_embeds=vectors).logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())\n"
+        "    slope, = torch.autograd.grad(loss, vectors, create_graph=True)\n"
+        "    run.backward(loss + 100 * slope.square().sum()); optimizer.step()", ()),
+    "frozen from the start": (
+        QWEN + "model.lm_head.requires_grad_(False); model.model.embed_tokens.requires_grad_(False)", LOOP, ()),
     "a layer that is frozen and let go": (
         LLAMA, LOOP + "\n    model.model.layers[0].requires_grad_(run.steps_done % 2 == 1)", ()),
 }  # fmt: skip
@@ -204,6 +212,8 @@ TOLD = {
     "a loss of parts": (
         "h = []\n    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda m, a, o: h.append(o))\n"
         "    run.backward(loss_of(x) + h[0].pow(2).mean()); optimizer.step()", "have losses from"),
+    "a loss that differs in its last bit": (
+        "run.backward(loss_of(x) * (1 + 2e-7 * run.rank)); optimizer.step()", "have losses from"),
     "other inputs": ("run.backward(loss_of(x + run.rank)); optimizer.step()", "with other inputs, and they compute"),
     "a forward of one rank": (
         "run.rank or model(x)\n    " + LOOP, "compute together, so let no `if` that is true on one of them alone"),
@@ -214,6 +224,12 @@ TOLD = {
     "other weights in a call": (
         "head = {'lm_head.weight': torch.zeros(TOKENS, 32)}; torch.func.functional_call(model, head, (x,))",
         "another tensor stands in the place of the parameter"),
+    "weights that one rank writes": (
+        LOOP + "\n    with run.full_parameters(), torch.no_grad():\n"
+        "        if run.rank == 0: model.model.layers[0].mlp.up_proj.weight.mul_(1.1)",
+        "write the same on every rank"),
+    "gradients beside the backward": (
+        "torch.autograd.grad(loss_of(x), before, allow_unused=True)", "torch.autograd.grad was asked for the gradient"),
     "state of a part": (LOOP + "; optimizer.state[before[0]]", "under ZeRO and layout.tensor every rank has that of"),
 }  # fmt: skip
 

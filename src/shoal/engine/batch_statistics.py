@@ -21,6 +21,7 @@ from torch.nn import Parameter
 
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
+from shoal.gradients.units import ReleasedParameter
 from shoal.models.batch_norm import GroupedBatchNorm, StepStatistics, SynchronisedBatchNorm
 
 
@@ -29,8 +30,8 @@ class StepBuffers:
 
     Left out are caches, which begin as None or change their shape, and those of `StepStatistics`: of batch norms over
     groups a forward can be taken back all the same. Untrained parameters
-    are watched if there are no more of them than of trained ones (a teacher, not a base that adapters are added to);
-    those that have not moved in the first `WATCHED_STEPS` steps are let go.
+    are watched if there are no more of them than of trained ones (a teacher, not a base that adapters are added to) and
+    their numbers are here; those that have not moved in the first `WATCHED_STEPS` steps are let go.
 
     `moving` are the names of what has changed so far; `of_samples` is one that two forwards of this step changed
     otherwise, None where there is none.
@@ -200,7 +201,9 @@ def _places(model: nn.Module) -> Iterator[tuple[str, tuple[dict[str, Any], str]]
             if buffer is not None and id(buffer) not in agreed:
                 yield f"{prefix}{name}", (module._buffers, name)  # type: ignore[misc]
         for name, parameter in module._parameters.items():
-            if parameter is not None and not parameter.requires_grad and sizes[False] <= sizes[True]:
+            if parameter is None or parameter.requires_grad or isinstance(parameter, ReleasedParameter):
+                continue
+            if sizes[False] <= sizes[True]:
                 yield f"{prefix}{name}", (module._parameters, name)  # type: ignore[misc]
 
 

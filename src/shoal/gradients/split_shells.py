@@ -134,6 +134,10 @@ class Shell:
             f"the parameter {self.holding.name} was read outside of run.full_parameters(), and layout.tensor has "
             "parts of it on several ranks: read and write it inside"
         )
+        self.whole.differentiated = (
+            f"torch.autograd.grad was asked for the gradient of {self.holding.name}, and layout.tensor computes with "
+            "parts of it on several ranks: call run.backward(loss), and read .grad behind it, or set layout.tensor = 1"
+        )
 
     def fill(self) -> None:
         """The numbers are there, on every rank, which call it together."""
@@ -188,7 +192,7 @@ class SplitGradients:
     """`VisibleGradients` of `inner`, which reduces those of parts, as the script sees them. `whole` are the script's
     parameters, by name, whose parts are `held`; `group` is that of `layout.tensor`.
 
-    `meet` is called where all ranks of the group leave `full_parameters`.
+    `meet` is called with the whole parameters where all ranks of the group leave `full_parameters`.
     """
 
     def __init__(
@@ -202,7 +206,7 @@ class SplitGradients:
         self._inner, self.owned = inner, inner.owned
         self.shells = {h.name: Shell(whole[h.name], part, h, group) for h, part in held if whole[h.name] is not part}
         self._trained = [self.shells[t.holding.name] for t in trained if t.holding.name in self.shells]
-        self.meet: Callable[[], None] = lambda: None
+        self.meet: Callable[[Mapping[str, Tensor]], None] = lambda whole: None
         self.full = False
 
     def install(self, model: nn.Module) -> None:
@@ -294,11 +298,11 @@ class SplitGradients:
             yield
             for shell in self.shells.values():
                 shell.take()
+            self.meet({name: shell.whole.detach() for name, shell in self.shells.items()})
         finally:
             self.full = False
             for shell in self.shells.values():
                 shell.release()
-        self.meet()
 
     def close(self) -> None:
         self._inner.close()

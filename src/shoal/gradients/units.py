@@ -359,15 +359,19 @@ _READING_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})
 
 
 class ReleasedParameter(Parameter):
-    """A parameter that is in pieces: what asks for its numbers raises `read`, a sentence."""
+    """A parameter that is in pieces: what asks for its numbers raises `read`, a sentence; what asks for its gradient by
+    itself raises `differentiated`, where the graph of a loss has other tensors in its place.
+    """
 
     read: str
+    differentiated: str | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _reads(func):
+        if _reads(func) or func is torch.autograd.grad:
             found = next(each for each in tensors_in((args, kwargs or {})) if isinstance(each, ReleasedParameter))
-            raise UserCodeError(found.read)
+            if (refusal := found.read if _reads(func) else found.differentiated) is not None:
+                raise UserCodeError(refusal)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

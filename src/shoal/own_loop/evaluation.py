@@ -4,7 +4,7 @@ whether ranks that compute together call the model alike (`AlikeRanks`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -43,8 +43,10 @@ class AlikeRanks:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UserCodeError(COPIED)
 
-    def meet(self, what: str) -> None:
-        """All ranks of the group say `what` they are about to do. Raises `UserCodeError` where it is not the same."""
+    def meet(self, what: str, *, differing: str | None = None) -> None:
+        """All ranks of the group say `what` they are about to do. Raises `UserCodeError` where it is not the same:
+        `differing`, or a sentence about inputs, where it is but for what stands behind " on ".
+        """
         said = [lines[0] for lines in gather_lines([what], self._group, self._device)]
         if len(set(said)) == 1:
             return
@@ -52,12 +54,21 @@ class AlikeRanks:
         calls = [text.split(" on ")[0] for text in (said[0], said[other])]
         if calls[0] == calls[1]:
             raise UserCodeError(
-                f"ranks of one group of layout.tensor begin {calls[0]} with other inputs, and they compute it "
+                differing
+                or f"ranks of one group of layout.tensor begin {calls[0]} with other inputs, and they compute it "
                 "together: give all of them the same (run.share, not run.rank, says which part of samples is theirs)"
             )
         raise UserCodeError(
             f"of the ranks of one group of layout.tensor, one begins {calls[0]} and another one {calls[1]}: they "
             "compute together, so let no `if` that is true on one of them alone decide on a forward"
+        )
+
+    def leave_whole(self, weights: Mapping[str, Tensor]) -> None:
+        """All ranks of the group leave `full_parameters`. Raises `UserCodeError` where their `weights` differ."""
+        self.meet(
+            f"the end of run.full_parameters() on {fingerprint(weights)}",
+            differing="ranks of one group of layout.tensor leave run.full_parameters() with other numbers in the "
+            "parameters, of which each would keep its own part: write the same on every rank",
         )
 
     def compare(self, loss: Tensor, *, last: bool) -> Callable[[], None]:
@@ -98,16 +109,17 @@ def _nothing() -> None:
 def _check_equal(extremes: Tensor, handle: Handle) -> None:
     handle.wait()
     high, low = extremes.tolist()[0], -extremes.tolist()[1]
-    if high - low > EQUAL * max(abs(high), abs(low)):
+    allowed = 0.0 if extremes.device.type == "cpu" else ROUNDING
+    if high - low > allowed * max(abs(high), abs(low)):
         raise UserCodeError(
-            f"ranks of one group of layout.tensor have losses from {low:g} to {high:g} for the same samples: compute "
-            "the loss of the model's outputs alone, and not of a rank's number, or of what a layer inside gives, which "
-            "has a part of the features on each rank"
+            f"ranks of one group of layout.tensor have losses from {low} to {high} for the same samples: compute the "
+            "loss of the model's outputs alone, and not of a rank's number, or of what a layer inside gives (such as "
+            "attention weights, of which each rank has those of its own heads)"
         )
 
 
-EQUAL = 1e-6
-"""Relative: what ranks compute alike has the same bits, on devices that repeat themselves."""
+ROUNDING = 1e-6
+"""Relative: what ranks compute alike has the same bits on a CPU. A GPU need not repeat the sums of a script's loss."""
 
 
 class EvaluationOfRank(Evaluation):
@@ -123,7 +135,7 @@ class EvaluationOfRank(Evaluation):
         if self._split is not None:
             self._split.allow(lambda: training() or self._depth > 0)
             self._alike = AlikeRanks(run.model, run.mesh.axis("tensor"), run.device, training)
-            self._split.meet = partial(self._alike.meet, "the end of run.full_parameters()")
+            self._split.meet = self._alike.leave_whole
 
     def held_out(self, source: Source) -> Iterator[Any]:
         """This rank's batches of the samples of `source`, as the script gets them."""

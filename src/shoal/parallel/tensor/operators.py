@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shoal.comm.collective import Collective
 from shoal.errors import LayoutError
@@ -60,20 +59,21 @@ def leave_sequence(x: Tensor, group: Collective) -> Tensor:
 
 
 def linear_map(x: Tensor, there: Map, *, adjoint: Map) -> Tensor:
-    """`there(x)`, where the gradient of `x` is `adjoint` of the output's."""
+    """`there(x)`, where the gradient of `x` is `adjoint` of the output's: a linear map itself, whose own gradient, as a
+    penalty on gradients asks for it, is `there` again.
+    """
     return _Linear.apply(x, there, adjoint)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, there: Map, adjoint: Map) -> Tensor:
-        ctx.adjoint = adjoint
+        ctx.there, ctx.adjoint = there, adjoint
         return there(x)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return ctx.adjoint(grads[0]), None, None
+        return linear_map(grads[0], ctx.adjoint, adjoint=ctx.there), None, None
 
 
 def _same(x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ softmax - one-hot, is this rank's columns of the whole one and needs no wire (ar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.parallel.tensor.layers import uneven_cut
+from shoal.parallel.tensor.operators import linear_map
 
 
 @dataclass(frozen=True)
@@ -37,23 +39,20 @@ def gather_logits(logits: Tensor, split: VocabularySplit, group: Collective) -> 
 
     What follows is done alike on every rank, so the gradient of a rank's part is its slice of the whole gradient.
     """
-    return _Gather.apply(logits, split, group)
+    columns = partial(_own_columns, split=split)
+    return linear_map(logits, partial(_all_columns, split=split, group=group), adjoint=columns)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, split: VocabularySplit, group: Collective) -> Tensor:
-        ctx.split = split
-        lengths = [uneven_cut(split.total, place, group.size).length for place in range(group.size)]
-        padded = F.pad(logits, (0, lengths[0] - split.length)).contiguous()  # the first part is the longest
-        everybody = padded.new_empty(group.size, *padded.shape)
-        group.all_gather(everybody.flatten(0, 1), padded).wait()
-        return torch.cat([part[..., :length] for part, length in zip(everybody, lengths, strict=True)], dim=-1)
+def _all_columns(logits: Tensor, split: VocabularySplit, group: Collective) -> Tensor:
+    lengths = [uneven_cut(split.total, place, group.size).length for place in range(group.size)]
+    padded = F.pad(logits, (0, lengths[0] - split.length)).contiguous()  # the first part is the longest
+    everybody = padded.new_empty(group.size, *padded.shape)
+    group.all_gather(everybody.flatten(0, 1), padded).wait()
+    return torch.cat([part[..., :length] for part, length in zip(everybody, lengths, strict=True)], dim=-1)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grads[0].narrow(-1, ctx.split.offset, ctx.split.length), None, None
+
+def _own_columns(logits: Tensor, split: VocabularySplit) -> Tensor:
+    return logits.narrow(-1, split.offset, split.length)
 
 
 IGNORED = -100
