@@ -263,6 +263,33 @@ left(accelerator, model, rate=scheduler.get_last_lr())
 """
 )
 
+# Measurements of the training, beside an evaluation that is left early, of an epoch whose last batch is one sample.
+MEASURED = (
+    HEAD
+    + """
+accelerator = Accelerator(cpu=True)
+set_seed(0)
+model = nn.Linear(4, 2)
+data = [{"x": torch.randn(4, generator=drawn), "y": torch.tensor(i)} for i in range(SAMPLES)]
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer, train, test = accelerator.prepare(
+    model, optimizer, DataLoader(data, 4, shuffle=True), DataLoader(data, 4))
+numbers, losses = [], []
+for epoch in range(2):
+    for batch in train:
+        each = (model(batch["x"]) ** 2).mean(1)
+        accelerator.backward(each.mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        for held_out in test:
+            model(held_out["x"])
+            break
+        numbers.append(sorted(accelerator.gather_for_metrics(batch["y"]).tolist()))
+        losses.append(accelerator.gather_for_metrics(each.detach().mean().repeat(4)).mean().item())
+left(accelerator, model, numbers=numbers, losses=losses)
+"""
+)
+
 
 def script(folder: Path, text: str, source: str, **constants: Any) -> Path:
     defaults = {"SAMPLES": 24, "DROPOUT": 0, "STEPS": 7, "SAVES": False, "PRECISION": None, "DRAWS": False}
@@ -372,6 +399,33 @@ def test_a_killed_script_goes_on_bit_by_bit(world: int, keys: tuple[str, ...], t
     assert len(passed["rates"]) == 12 - step
     again = ours(other, unaware, world=world, **constants)  # it is finished
     assert len(again["rates"]) == 0
+
+
+@pytest.mark.parametrize(("signalled", "folder_of"), [(4, 4), (5, 6)])
+def test_a_script_that_a_signal_stops_goes_on_where_it_counts(signalled: int, folder_of: int, tmp_path: Path) -> None:
+    """SIGTERM saves the next step, behind that of the newest folder, or the very step: the script goes on from its
+    folder, to the same bits, and takes as many steps as without.
+    """
+    constants = {"DROPOUT": 0.1, "STEPS": 8, "SAVES": True}
+    whole = ours(tmp_path / "whole", CLASSES, world=2, **constants)
+    stops = (
+        f"if done == {signalled} and accelerator.is_main_process: os.kill(os.getpid(), 15)\n        if done >= most:"
+    )
+    stopped = CLASSES.replace("if done >= most:", stops)
+    cut = tmp_path / "cut"
+    assert run_script(script(cut, stopped, "shoal.huggingface", **constants), cut, world=2) == [75, 75]
+    resumed = ours(cut, CLASSES, world=2, **constants)
+    assert step_of_resume(cut) == folder_of
+    assert (resumed["done"], len(resumed["rates"])) == (whole["done"], 8 - folder_of)
+    assert_alike(cut, tmp_path / "whole", rounding=0)
+
+
+def test_a_measurement_of_the_training_has_each_sample_once(tmp_path: Path) -> None:
+    """Without the copy that a rank computes which has no sample of a batch."""
+    expected = plain(tmp_path / "plain", MEASURED, SAMPLES=9)
+    found = ours(tmp_path / "two", MEASURED, world=2, SAMPLES=9)
+    assert found["numbers"] == expected["numbers"]
+    assert found["losses"] == pytest.approx(expected["losses"], rel=ROUNDING)
 
 
 def test_it_is_verified(tmp_path: Path) -> None:

@@ -146,6 +146,8 @@ def test_what_cannot_start_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
             return iter(data)
 
     assert "an iterable, which has no epochs: set run.steps" in refused(capsys, begin(DataLoader(Endless(), 4)))
+    short = begin(DataLoader(data, 2, drop_last=True), gradient_accumulation_steps=3)
+    assert "4 batches in an epoch, which gradient_accumulation_steps = 3 does not divide" in refused(capsys, short)
     alone = accelerator()
     prepared = alone.prepare(DataLoader(data, 4))
     assert "there is nothing to train" in refused(capsys, lambda: next(iter(prepared)))

@@ -34,7 +34,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.hooks import RemovableHandle
 
 import shoal
-from shoal.errors import UsageError, UserCodeError
+from shoal.errors import Stopped, UsageError, UserCodeError
 from shoal.huggingface.accelerate.arguments import ANSWERS, BACKWARD, METHODS_REFUSED, plan_of, settings_of
 from shoal.huggingface.accelerate.data import EvaluationLoader, SkippedLoader, TrainingLoader
 from shoal.huggingface.accelerate.ranks import Function, OfRanks
@@ -45,10 +45,10 @@ from shoal.huggingface.accelerate.state import (
     Saved,
     StepScheduler,
     compute_in,
+    go_back,
     require_state_of,
 )
 from shoal.huggingface.arguments import refusing, without_launcher
-from shoal.huggingface.labels import require_repeatable
 from shoal.launcher.own_script import script_check
 from shoal.own_loop.objects import data_of_script
 
@@ -217,20 +217,17 @@ class Accelerator(OfRanks):
                 "there is nothing to train: prepare() needs the DataLoader of the training, an optimizer, and the "
                 "model of its parameters. A script that only evaluates needs no run"
             )
-        if loader.loader.batch_size is None:
-            raise UsageError("the DataLoader has a batch_sampler of its own: give it a batch_size and a sampler")
-        require_repeatable(loader.to_run.collate_fn, loader.loader.dataset)
+        loader.check()
         endless = isinstance(loader.loader.dataset, IterableDataset)
         data, _ = data_of_script(loader.to_run)
         plan = plan_of(
             self._settings, self._config, self._overrides, batch=loader.total_batch_size, data=data, endless=endless
         )
-        several = len(self._trained) > 1, len(self._optimizers) > 1
         return loader, {
             "config": plan.tables,
             "overrides": plan.keys,
-            "model": tuple(self._trained) if several[0] else self._trained[0],
-            "optimizer": tuple(self._optimizers) if several[1] else self._optimizers[0],
+            "model": tuple(self._trained) if len(self._trained) > 1 else self._trained[0],
+            "optimizer": tuple(self._optimizers) if len(self._optimizers) > 1 else self._optimizers[0],
             "data": loader.to_run,
             "batch_samples": plan.step_samples,
             "steps": plan.steps,
@@ -279,14 +276,19 @@ class Accelerator(OfRanks):
 
     # The loop.
 
-    def around(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The batches of a part of the training."""
-        for batch in batches:
-            assert self.run is not None, "its batches are those of the run"
-            self.passes_over, self.evaluated_rows, self._given = False, None, self.run.steps_done + 1
-            self._losses.clear()
-            self._saved.settle(self.run, wait=True)
-            yield batch
+    def around(self, batches: Iterator[Any], *, size: int) -> Iterator[Any]:
+        """The batches, of `size` samples over all ranks, of a part of the training."""
+        run = self.begun()
+        try:
+            for batch in batches:
+                self.passes_over, self._given = False, run.steps_done + 1
+                self._losses.clear()
+                self._saved.settle(run, wait=True)
+                with self.counting(run.samples, size):
+                    yield batch
+        except Stopped:
+            self._saved.settle(run, wait=False)
+            raise
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Nothing: the run knows with which batch a step ends."""
@@ -401,12 +403,13 @@ class Accelerator(OfRanks):
         self._saved.begin(folder, given)
 
     def load_state(self, input_dir: str | os.PathLike[str] | None = None) -> None:
-        """Goes on from the run's newest checkpoint, for which the folder stands: before the first batch, behind
-        `prepare`. The loop then begins with the rest of the epoch that is open.
+        """Goes on from the run's newest checkpoint, for which the folder stands, or had a signal not stopped the run
+        behind it: before the first batch, behind `prepare`. The loop then begins with the rest of the open epoch.
         """
         with refusing():
             folder = self._saved.to_load(input_dir)
             self._require_unbegun("load_state")
+            go_back(folder)
         run = self.begun(resume=True)
         require_state_of(folder, run)
         self.resumed_by_script, self.passes_over, self.is_over = True, False, False

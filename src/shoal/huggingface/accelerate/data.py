@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, IterableDataset
 
 from shoal.errors import UsageError, UserCodeError
-from shoal.huggingface.labels import without_masking
+from shoal.huggingface.labels import require_repeatable, without_masking
 
 if TYPE_CHECKING:
     from shoal.huggingface.accelerate.accelerator import Accelerator
@@ -63,10 +63,23 @@ class TrainingLoader(_Loader):
         self.to_run = loader if self._masking is None else _collated(loader, collate)
 
     def __len__(self) -> int:
-        samples, batch = len(self.loader.dataset), self.total_batch_size  # pyright: ignore[reportArgumentType]
-        if self.loader.drop_last:
-            return samples // (batch * self._accumulation) * self._accumulation
-        return ceil(samples / batch)
+        return len(self.loader)
+
+    def check(self) -> None:
+        """Raises `UsageError` for batches that a run does not make, of a collator that draws, and where leaving out a
+        short batch would leave out others of its step, too.
+        """
+        if self.loader.batch_size is None:
+            raise UsageError("the DataLoader has a batch_sampler of its own: give it a batch_size and a sampler")
+        require_repeatable(self.to_run.collate_fn, self.loader.dataset)
+        if not self.loader.drop_last or isinstance(self.loader.dataset, IterableDataset):
+            return
+        if over := len(self) % self._accumulation:
+            raise UsageError(
+                f"drop_last=True leaves {len(self)} batches in an epoch, which gradient_accumulation_steps = "
+                f"{self._accumulation} does not divide: the run would leave out {over} more. Take drop_last=False, or "
+                "a torch.utils.data.Subset of whole steps"
+            )
 
     def __iter__(self) -> Iterator[Any]:
         return self.after(None)
@@ -84,7 +97,7 @@ class TrainingLoader(_Loader):
             return
         if skipped is not None:
             self._check_skipped(run, skipped)
-        yield from accelerator.around(self._masked(self._batches(run)))
+        yield from accelerator.around(self._masked(self._batches(run)), size=self.total_batch_size)
 
     def _batches(self, run: Training) -> Iterator[Any]:
         if isinstance(self.loader.dataset, IterableDataset):
@@ -171,9 +184,9 @@ class EvaluationLoader(_Loader):
         loader = DataLoader(data, batch_sampler=rows, collate_fn=collate)
         with run.evaluation():
             for (first, behind), batch in zip(own, loader, strict=True):
-                accelerator.evaluated_rows, accelerator.evaluated_size = behind - first, size
-                yield on_device(batch if masking is None else masking(batch, seed=first), run.device)
-        accelerator.evaluated_rows = None
+                given = on_device(batch if masking is None else masking(batch, seed=first), run.device)
+                with accelerator.counting(behind - first, size):
+                    yield given
 
 
 def _share(first: int, behind: int, run: Training) -> tuple[int, int]:
@@ -231,12 +244,10 @@ def gathered_objects(own: Any, run: Training | None) -> list[Any]:
     return [one for part in found for one in part]
 
 
-def counted_rows(tree: Any, *, rows: int | None, size: int) -> Any:
+def counted_rows(tree: Any, *, rows: int, size: int) -> Any:
     """What of `tree` counts for metrics, of a batch in which this rank has so many `rows` of `size`: nothing of a copy,
-    and as many numbers as rows of a loss that was repeated `size` times. None: there is no such batch.
+    and as many numbers as rows of a loss that was repeated `size` times.
     """
-    if rows is None:
-        return tree
 
     def counted(each: Any) -> Any:
         if isinstance(each, Tensor) and each.dim() == 0:

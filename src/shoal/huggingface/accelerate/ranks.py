@@ -36,8 +36,7 @@ class OfRanks:
 
     def __init__(self, *, cpu: bool) -> None:
         self.run: Training | None = None
-        self.evaluated_rows: int | None = None
-        self.evaluated_size = 0
+        self._counted: tuple[int, int] | None = None  # this rank's samples of the batch at hand, and its size
         self._cpu, self._flagged = cpu, False
         self._place = place_from(os.environ) or ALONE
 
@@ -114,11 +113,23 @@ class OfRanks:
         """The same without what stands for no sample; in an evaluation the rows are in the order of the data set. A
         loss that was repeated `batch_size` times counts as often as this rank has samples.
         """
-        counted = counted_rows(input_data, rows=self.evaluated_rows, size=self.evaluated_size)
+        counted = input_data
+        if self._counted is not None:
+            rows, size = self._counted
+            counted = counted_rows(input_data, rows=rows, size=size)
         objects = isinstance(input_data, list) and not any(isinstance(each, Tensor) for each in input_data)
         if use_gather_object or objects:
             return gathered_objects(counted, self.run)
         return gathered(counted, self.run)
+
+    @contextmanager
+    def counting(self, rows: int, size: int) -> Iterator[None]:
+        """Around a batch of `size` samples, of which this rank has `rows`."""
+        outside, self._counted = self._counted, (rows, size)
+        try:
+            yield
+        finally:
+            self._counted = outside
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum over the ranks, or their mean, times `scale`."""

@@ -13,7 +13,7 @@ import re
 import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +24,14 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from shoal.checkpoint.objects import Places
+from shoal.assembly.finished_run import is_finished
+from shoal.checkpoint.commit import Pointer, findings, point_latest, read_manifest, retain
+from shoal.checkpoint.objects import Disk, Places
 from shoal.errors import UsageError, UserCodeError
 from shoal.huggingface.labels import innermost, label_count, shifts_labels
+from shoal.launcher.environment import ALONE, place_from
+from shoal.launcher.lock import RunLock
+from shoal.launcher.own_script import script_check
 
 if TYPE_CHECKING:
     from accelerate.utils import ProjectConfiguration
@@ -231,9 +236,39 @@ def mark(folder: Path, run: Training, step: int) -> None:
     written.replace(folder / MARK)
 
 
+def go_back(folder: Path) -> None:
+    """Deletes what a stop by a signal has saved behind the step that `folder` stands for: the script counts from there,
+    and trains the steps between once more. Before the run begins; rank 0 does it.
+
+    Nothing is deleted of a run that is finished, or where another folder stands for a later step.
+    """
+    place = place_from(os.environ) or ALONE
+    if place.rank != 0 or script_check(os.environ) is not None:
+        return
+    said = _marked(folder)
+    directory, step = Path(said["directory"]), said["step"]
+    places = Places(directory)
+    steps = places.steps()
+    later = {each for each in steps if each > step}
+    others = [_marked(mark.parent) for mark in folder.resolve().parent.glob(f"*/{MARK}")]
+    named = {each["step"] for each in others if each["directory"] == said["directory"]}
+    if step not in steps or not later or later & named or is_finished(directory):
+        return
+    with nullcontext() if place.launcher == "shoal" else RunLock(directory):
+        manifest = read_manifest(places.step(step))
+        if not any(findings(manifest, directory)):
+            retain(places, step, keep=len(steps), disk=Disk())
+            point_latest(Pointer(step, manifest.hash), places, disk=Disk())
+
+
+def _marked(folder: Path) -> dict[str, Any]:
+    """Which step of which run the folder stands for."""
+    return json.loads((folder / MARK).read_text(encoding="utf-8"))
+
+
 def require_state_of(folder: Path, run: Training) -> None:
     """Raises `UserCodeError` where the run does not stand at the step that `folder` stands for."""
-    said = json.loads((folder / MARK).read_text(encoding="utf-8"))
+    said = _marked(folder)
     if said["directory"] != str(run.directory.resolve()):
         raise UserCodeError(
             f"{folder} is a checkpoint of the run in {said['directory']}, and this one is in {run.directory}"
