@@ -22,8 +22,10 @@ from torch import nn, optim
 from shoal.coordinator.client import Address
 from shoal.coordinator.service import coordinator_in
 from shoal.coordinator.watch import view_of
+from shoal.errors import Stopped
 from shoal.fleet.processes import RANK_INSIDE, coordinator_variables, replica_variables
 from shoal.horovod import elastic as elastic_module
+from shoal.horovod import members as members_module
 from shoal.horovod.elastic import ElasticSampler, HostsUpdatedInterrupt, ObjectState, TorchState, run
 from shoal.horovod.engine import HorovodInternalError
 from shoal.horovod.members import ELASTIC_TIMEOUT, Members, holders_first, lost_state
@@ -146,13 +148,16 @@ def test_an_elastic_script_of_horovods_goes_on(tmp_path: Path, arguments: tuple[
     assert changes[: len(sizes)] == sizes
     losses, weights = played(found["steps"], batch=8, lr=0.01)
     assert [loss for *_, loss in found["steps"]] == pytest.approx(losses, **CLOSE)
+    assert bool(found["went_back"]) == ("SIGTERM" not in arguments)
     for ours, want in zip(found["weights"], weights, strict=True):
         assert ours == pytest.approx(want, **CLOSE)
 
 
 @pytest.mark.slow
 def test_launchers_of_several_hosts_come_and_go(tmp_path: Path) -> None:
-    """Two launchers share a coordinator: the second joins the first, whose rank is then told to leave."""
+    """Two launchers share a coordinator: the second joins the first, which is then told to stop. Its rank leaves at a
+    commit, so that no call of the other one fails.
+    """
     rules = Rules(1, 2, start_s=0.0, silence_s=NEVER_S)
     launchers: list[Launched] = []
     with ExitStack() as stack:
@@ -174,9 +179,11 @@ def test_launchers_of_several_hosts_come_and_go(tmp_path: Path) -> None:
         launchers[0].process.send_signal(signal.SIGTERM)
         wait_until(lambda: all(launcher.ended() for launcher in launchers), said)
     assert [launcher.process.returncode for launcher in launchers] == [75, 0], said()
-    sizes = [size for _, size, _ in json.loads((tmp_path / "found.json").read_text())["steps"]]
+    found = json.loads((tmp_path / "found.json").read_text())
+    sizes = [size for _, size, _ in found["steps"]]
     assert sizes[0] == sizes[-1] == 1
     assert 2 in sizes
+    assert not found["went_back"]
 
 
 def test_samples_are_divided_anew_and_used_once(alone: Alone) -> None:
@@ -318,6 +325,36 @@ def test_a_member_that_others_cannot_reach_goes(tmp_path: Path) -> None:
             lost.result(HANG_S)
         for member in members:
             member.close()
+
+
+def test_who_leaves_does_not_wait_for_too_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two that have to be two leaves while the other waits for another in its place; then the other leaves."""
+    monkeypatch.setattr(members_module, "LEAVE_S", 0.1)
+    rules = Rules(2, 2, silence_s=NEVER_S, start_s=NEVER_S)
+    with coordinator_in(tmp_path, rules, told=lambda news: None) as address, ThreadPoolExecutor(2) as pool:
+        members = [member_of(address, tmp_path / "token", name) for name in "ab"]
+        for formed in [pool.submit(member.next, failed=False) for member in members]:
+            formed.result(HANG_S)
+        left, waits = (pool.submit(member.next, failed=False) for member in members)
+        for member, answer in zip(members, (left, waits), strict=True):
+            assert not answer.done()
+            member.leave()
+            with pytest.raises(Stopped):
+                answer.result(HANG_S)
+        for member in members:
+            member.close()
+
+
+@pytest.mark.parametrize(("leaving", "raised"), [(1, HostsUpdatedInterrupt), (3, Stopped)])
+def test_ranks_that_all_leave_end_at_the_same_commit(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch, leaving: int, raised: type[Exception]
+) -> None:
+    """Where some are left, they go on."""
+    alone.size = 3
+    alone.members = SimpleNamespace(changing=True, leaving=True)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(elastic_module, "allreduce", lambda own, name, op: own * leaving)
+    with pytest.raises(raised):
+        ObjectState().check_host_updates()
 
 
 def test_who_holds_the_newest_commit_comes_first() -> None:

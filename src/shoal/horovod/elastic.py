@@ -31,9 +31,9 @@ import torch
 from torch import nn
 from torch.utils.data import Sampler
 
-from shoal.errors import UsageError
+from shoal.errors import Stopped, UsageError
 from shoal.horovod.engine import HorovodInternalError
-from shoal.horovod.operations import Max, allgather_object, allreduce, broadcast_object
+from shoal.horovod.operations import Sum, allgather_object, allreduce, broadcast_object
 from shoal.horovod.optimizer import abandon_gradients, broadcast_optimizer_state, broadcast_parameters
 from shoal.horovod.process import process
 
@@ -77,12 +77,15 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """The second half of `commit`; all ranks call it."""
+        """The second half of `commit`; all ranks call it. Raises `Stopped` on all where all leave."""
         members = process().members
         if members is None:
             return
-        changing = torch.tensor([int(members.changing)])
-        if int(allreduce(changing, name="elastic.updates", op=Max)):
+        own = torch.tensor([int(members.changing), int(members.leaving)])
+        changing, leaving = allreduce(own, name="elastic.updates", op=Sum).tolist()
+        if leaving == process().there().world_size:
+            raise Stopped("all ranks were asked to leave")
+        if changing:
             raise HostsUpdatedInterrupt
 
     def save(self) -> None:
@@ -275,13 +278,17 @@ def run(function: Callable[..., T]) -> Callable[..., T]:
 
 @contextmanager
 def _leaving_when_asked() -> Iterator[None]:
-    """SIGTERM asks this rank to leave at the next commit, where others can go on without it."""
+    """SIGTERM to this rank, and SIGINT, which its launcher sends when it is told to stop, ask it to leave at the next
+    commit, where others can go on without it.
+    """
     members = process().members
     if members is None or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda *_: members.leave())
+    leave = members.leave
+    before = {number: signal.signal(number, lambda *_: leave()) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping
 
 import msgspec
@@ -41,6 +42,8 @@ START_S = 600.0
 CONNECT_S = 10.0
 JOIN_S = 24 * 3600.0
 """How long a newcomer waits: the others let it in at their next commit."""
+LEAVE_S = 3.0
+"""How long a rank that leaves waits for the others to go on. They hold its commit, and may be too few, or all leave."""
 
 
 class Members:
@@ -58,7 +61,8 @@ class Members:
         )
         self._connection: StoreConnection | None = None
         self._view: View | None = None
-        self._commits, self._leaving = 0, False
+        self._commits = 0
+        self._leaving_since_s: float | None = None
         self._had: int | None = None
         self._stdout_fd = os.dup(1)
         self._client = Client(
@@ -70,7 +74,12 @@ class Members:
     @property
     def changing(self) -> bool:
         """Whether ranks wait to join, or to leave."""
-        return self._client.ending or self._leaving
+        return self._client.ending or self.leaving
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this rank was asked to leave."""
+        return self._leaving_since_s is not None
 
     @property
     def state_held(self) -> bool:
@@ -81,7 +90,7 @@ class Members:
         """Asks to go; the others take the next generation without this rank. Safe in a signal's handler: it takes no
         lock, and the next heartbeat says it.
         """
-        self._leaving = True
+        self._leaving_since_s = time.monotonic()
         self._client.leave()
 
     def next(self, *, failed: bool) -> tuple[int, Met]:
@@ -95,11 +104,17 @@ class Members:
         if failed:
             self._say_failed()
         late = self._mine.late and self._view is None
+        begun_s = time.monotonic()
+
+        def has_waited() -> bool:
+            since_s = self._leaving_since_s
+            return since_s is not None and time.monotonic() - max(begun_s, since_s) > LEAVE_S
+
         try:
-            begin = self._client.generation(JOIN_S if late else self._wait_s)
-        except FencedOut as error:
-            if self._leaving:
-                raise Stopped(f"{self._mine.replica} has left; the others go on") from error
+            begin = self._client.generation(JOIN_S if late else self._wait_s, stopping=has_waited)
+        except (FencedOut, Stopped) as error:
+            if self.leaving:
+                raise Stopped(f"{self._mine.replica} has left") from error
             raise
         view = self._view = holders_first(begin.view)
         place = place_of(view, view.members.index(self._mine.replica), 0, 1, "shoal")

@@ -36,6 +36,14 @@ sampler = hvd.elastic.ElasticSampler(dataset)
 loader = torch.utils.data.DataLoader(dataset, batch_size=args.batch_size, sampler=sampler)
 
 
+class CountedState(hvd.elastic.TorchState):
+    went_back = 0
+
+    def restore(self):
+        self.went_back += 1
+        super().restore()
+
+
 def on_state_reset():
     for group in optimizer.param_groups:
         group["lr"] = args.lr * hvd.size()
@@ -75,11 +83,12 @@ def train(state):
         state.commit()
 
 
-state = hvd.elastic.TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, steps=[])
+state = CountedState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, steps=[])
 state.register_reset_callbacks([on_state_reset])
 train(state)
 
 if hvd.rank() == 0:
     weights = [parameter.flatten().tolist() for parameter in model.parameters()]
     with open(args.found, "w") as file:
-        json.dump({"steps": state.steps, "weights": weights, "size": hvd.size()}, file)
+        found = {"steps": state.steps, "weights": weights, "size": hvd.size(), "went_back": state.went_back}
+        json.dump(found, file)
