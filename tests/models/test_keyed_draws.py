@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shoal.codec.kernels import load_kernels
 from shoal.models.draw_watch import draws_nothing
@@ -110,12 +113,15 @@ OF_SAMPLES: list[Callable[[Tensor], Tensor]] = [
     torch.rand_like,
     lambda x: torch.randn_like(x[:, 0]),
     lambda x: torch.rand(0, *x.shape[1:]),
+    lambda x: torch.rand_like(x[:, :0]),
     lambda x: torch.randn(3, len(x)),
     lambda x: torch.randn_like(x, dtype=torch.complex64),
     lambda x: torch.randint_like(x, 9),
     lambda x: torch.bernoulli(torch.full_like(x, 0.3)),
     lambda x: torch.empty_like(x).exponential_(),
     lambda x: torch.normal(x, 2.0),
+    torch.func.grad(lambda x: (x * torch.randn_like(x)).sum()),
+    torch.func.grad(lambda x: F.dropout(x, 0.3).sum()),
 ]
 
 
@@ -133,6 +139,28 @@ def test_numbers_of_the_loops_in_c_are_those_of_torch(law: Callable[[Tensor], Te
             found.append(model(torch.ones(4, 33, 17, dtype=dtype)))
     assert torch.equal(*found)
     assert found[0].numel() == 0 or bool((found[0] != found[0].flatten()[0]).any())
+
+
+@kernels_built
+def test_fake_tensors_are_drawn_without_memory() -> None:
+    """As by a count of operations, amid a forward; what follows draws as if it had been real."""
+    found = []
+    for fake in (nullcontext(), FakeTensorMode(allow_non_fake_inputs=True)):
+        model = Draws(lambda x, fake=fake: _drawn_under(fake, x))
+        mode = KeyedDraws(model, seed=3)
+        mode.loops = load_kernels()
+        mode.begin(1, lambda: torch.arange(4) * 7919, tokens=5)
+        with mode:
+            found.append(model(torch.ones(4, 33)))
+    assert torch.equal(*found)
+
+
+def _drawn_under(fake: AbstractContextManager[Any], x: Tensor) -> Tensor:
+    first = torch.rand_like(x)  # asks for the keys of the samples
+    with fake:
+        drawn = F.dropout(torch.randn_like(x))
+    assert drawn.shape == x.shape
+    return first + torch.rand_like(x) + F.dropout(x)
 
 
 def in_place(drop: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

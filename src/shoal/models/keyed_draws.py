@@ -36,7 +36,7 @@ from shoal.errors import UserCodeError
 from shoal.maths.counter import bits, key_of
 from shoal.models.keyed_functions import AS_FLOAT32, BODIES, DROPPING, HANDLERS, drawn, factor_of_kept
 from shoal.models.laws import Bits, Loops
-from shoal.models.mode_stack import enter_below, entered_modes, in_backward, leave
+from shoal.models.mode_stack import enter_below, entered_modes, in_backward, in_memory, leave
 from shoal.models.sample_places import (
     AskedOnce,
     Extent,
@@ -348,13 +348,13 @@ class KeyedDraws(TorchFunctionMode):
 
     def bits_for(self, shape: Sequence[int], *, device: torch.device, samples: bool = True) -> Bits:
         """64 random bits for each element of a tensor of this shape, the next draw of the module that is called."""
-        return Bits(self._bits(self._next_key(), shape, device=device, samples=samples), self.loops)
+        return Bits(self._bits(self._next_key(), shape, device=device, samples=samples), in_memory(self.loops))
 
     def mask_for(
         self, shape: Sequence[int], *, p: float, dtype: torch.dtype, device: torch.device, samples: bool = True
     ) -> Tensor:
         """1 / (1 - p) where the bits of the next draw are among the 1 - p that stay, else 0."""
-        key, loops, least = self._next_key(), self.loops, math.floor(p * 2**64) - 2**63
+        key, loops, least = self._next_key(), in_memory(self.loops), math.floor(p * 2**64) - 2**63
         dim, inner = self._samples_of(shape) if samples else (None, ())
         writable = loops is not None and device.type == "cpu" and dtype in AS_FLOAT32
         if loops is None or not writable or dim is None or not inner or self._extents(inner):
@@ -384,7 +384,7 @@ class KeyedDraws(TorchFunctionMode):
         if dim is None:
             return bits(key_of(key, "step", self._step), numbered(inner, self._extents(inner), device))
         keys = self._sample_keys().to(device)
-        drawn = bits_in(keys, key, inner, self._extents(inner), loops=self.loops)
+        drawn = bits_in(keys, key, inner, self._extents(inner), loops=in_memory(self.loops))
         return drawn.movedim(0, dim).reshape(shape)
 
     def _sample_keys(self) -> Tensor:

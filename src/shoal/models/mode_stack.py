@@ -6,12 +6,17 @@ enters and leaves others meanwhile, so that Shoal's lies below them, and is take
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
-from torch._C import _get_function_stack_at, _len_torch_function_stack
+from torch._C import _get_dispatch_mode, _get_function_stack_at, _len_torch_function_stack, _TorchDispatchModeKey
+from torch._C._functorch import get_interpreter_stack
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 from torch.overrides import _get_current_function_mode_stack as entered_modes
 
-__all__ = ["enter_below", "entered_modes", "in_backward", "leave"]
+__all__ = ["enter_below", "entered_modes", "in_backward", "in_memory", "leave"]
+
+T = TypeVar("T")
 
 
 def enter_below(mode: TorchFunctionMode) -> None:
@@ -44,3 +49,11 @@ def leave(mode: TorchFunctionMode) -> bool:
 def in_backward() -> bool:
     """Whether autograd calls, which leaves every mode."""
     return torch._C._current_graph_task_id() != -1
+
+
+def in_memory(loops: T) -> T | None:
+    """`loops`, which read and write tensors at their addresses; None where new tensors have none: within transforms of
+    `torch.func`, and under the mode that makes fake ones.
+    """
+    fake = _get_dispatch_mode(_TorchDispatchModeKey.FAKE) is not None
+    return None if fake or get_interpreter_stack() else loops

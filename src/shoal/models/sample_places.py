@@ -111,7 +111,7 @@ def bits_in(
     if loops is not None and keys.is_cpu and not extents:
         out = torch.empty(len(keys), *inner, dtype=torch.int64, device=keys.device)
         row = inner or (1,)
-        loops.bits(keys.contiguous(), layer, rows_of(row), out.view(-1, *row))
+        loops.bits(keys.contiguous(), layer, rows_of(row), out.view(len(keys), *row))
         return out
     own = bits(keys, torch.full_like(keys, layer))
     return bits(own.view(-1, *[1] * len(inner)), numbered(inner, extents, keys.device)[None])
