@@ -284,7 +284,8 @@ def evaluate(
 ) -> dict[str, float]:
     """`loss/eval`, and `accuracy/eval` where the targets are classes, over all ranks' `batches` together.
 
-    Sums are added in float64 and divided once at the end, so that uneven batches and ranks change nothing.
+    The loss is weighted; of the accuracy every sample counts once, but for those of weight 0. Sums are added in float64
+    and divided once at the end, so that uneven batches and ranks change nothing.
     """
     sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, weight, right, counted
     try:

@@ -7,8 +7,9 @@
 The model's own code runs as it is, so that a block gets the inputs, the masks and the caches that it would get. Blocks
 are alike if their modules, the shapes of their parameters and their attributes are; of numbers that say which block it
 is, and of rates of dropout between 0 and 1, it does not matter how large they are. A block is called as another one
-was if its tensors have the same shapes and everything else is equal. Where a block cannot be rehearsed (it
-leaves tensors behind, as where its router's logits are collected), `Unlike` is raised, and the model is traced whole.
+was if its tensors have the same shapes and everything else is equal. Where a block cannot be rehearsed (it leaves
+tensors behind, as where its router's logits are collected, writes into what it is given, changes its own attributes,
+looks at its own number, or is called twice), `Unlike` is raised, and the model is traced whole.
 """
 
 from __future__ import annotations
@@ -27,13 +28,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shoal.planner.trace.operator import Operator
 from shoal.planner.trace.recorder import NAMELESS, Recorder
-from shoal.planner.trace.rehearsal import PLAIN, Event, Given, Made, Rehearsal, Script, Unlike
+from shoal.planner.trace.rehearsal import PLAIN, Event, Given, Made, Rehearsal, Script, Unlike, is_number_of_block
 
 # Which modules are alike.
 
-
-NUMBERS_OF_BLOCKS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "number"})
-"""Attributes that say which block it is."""
 
 _INTERNAL = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -51,14 +49,17 @@ class _Likeness:
         own = {name: value for name, value in vars(module).items() if name not in _INTERNAL}
         tensors = {**module._parameters, **module._buffers}
         hooks = [hook for name in _HOOKS for hook in getattr(module, name).values()]
-        return path, type(module), module.training, self._named(tensors), self._named(own), self._of(hooks)
+        return path, type(module), module.training, self._named(tensors), self._unnumbered(own), self._of(hooks)
 
     def _named(self, values: Mapping[Any, Any]) -> Hashable:
         return tuple(
             (name, self._rate(value) if _is_rate(name) and isinstance(value, float) else self._of(value))
             for name, value in values.items()
-            if not (isinstance(value, int) and name in NUMBERS_OF_BLOCKS)
         )
+
+    def _unnumbered(self, attributes: Mapping[str, Any]) -> Hashable:
+        """What a rehearsal would notice (`planner.trace.rehearsal`), and the numbers in objects of our own."""
+        return self._named({n: value for n, value in attributes.items() if not is_number_of_block(n, value)})
 
     @staticmethod
     def _rate(value: float) -> Hashable:
@@ -88,8 +89,9 @@ class _Likeness:
             return self._of(value.func), self._of(value.args), self._named(value.keywords)
         if isinstance(value, types.MethodType):
             return value.__func__, self._of(value.__self__)
-        if type(value).__module__.startswith("shoal.") and hasattr(value, "__dict__"):
-            return self._named(vars(value))
+        is_ours = type(value).__module__.startswith("shoal.") and not isinstance(value, _Calls)
+        if is_ours and hasattr(value, "__dict__"):
+            return self._unnumbered(vars(value))
         return id(value)
 
 
@@ -106,9 +108,7 @@ class _Replay:
     def __init__(self, script: Script, recorder: Recorder, path: str, block: nn.Module) -> None:
         self._script, self._recorder, self._path = script, recorder, path
         self._unit = recorder.units.holding(path)
-        self._names = {
-            name: recorder.names[id(block.get_parameter(own))] for name, own in script.names.items()
-        }  # of parameters that this block shares with another, the common ones
+        self._names = {name: recorder.names[id(block.get_parameter(own))] for name, own in script.names.items()}
         self._tokens: dict[int, int] = {}
         self._held: dict[tuple[str, int], Tensor] = {}
 
@@ -214,8 +214,9 @@ def standing_in(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Inside, blocks of `model` that are like others say to `recorder` what one of them did."""
     paths = [path for path, unit in recorder.units.of_module.items() if unit in recorder.units.blocks]
     likeness = {path: _Likeness(model.get_submodule(path)).key for path in paths}
-    seen, calls = Counter(likeness.values()), _Calls(recorder)
-    alike = {path: model.get_submodule(path) for path in paths if seen[likeness[path]] > 1}
+    seen, calls, shared = Counter(likeness.values()), _Calls(recorder), _shared(model)
+    blocks = {path: model.get_submodule(path) for path in paths if seen[likeness[path]] > 1}
+    alike = {path: block for path, block in blocks.items() if shared.isdisjoint(map(id, block.parameters()))}
     before = {path: vars(block).get("forward") for path, block in alike.items()}
     for path, block in alike.items():
         block.forward = functools.partial(calls, path, block, likeness[path], block.forward)
@@ -228,20 +229,33 @@ def standing_in(model: nn.Module, recorder: Recorder) -> Iterator[None]:
                 block.forward = own
 
 
+def _shared(model: nn.Module) -> set[int]:
+    """Parameters in several places of `model`: their gradients are summed before they are added."""
+    places = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return {key for key, times in places.items() if times > 1}
+
+
 class _Calls:
-    """Calls of blocks, by what they are like and how they are called."""
+    """Calls of blocks, by what they are like and how they are called. A block that is called again is `Unlike` itself:
+    the gradients of both calls are summed before they are added.
+    """
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder, self._scripts = recorder, dict[Hashable, Script]()
+        self._recorder, self._scripts, self._paths = recorder, dict[Hashable, Script](), set[str]()
 
     def __call__(self, path: str, block: nn.Module, like: Hashable, forward: Any, *args: Any, **kwargs: Any) -> Any:
         leaves, form = tree_flatten((args, kwargs))
         called = None if self._is_inside() else _called(leaves, form)
         if called is None:
             return forward(*args, **kwargs)
+        if path in self._paths:
+            raise Unlike
+        self._paths.add(path)
         if (like, called) not in self._scripts:
-            rehearsal = Rehearsal(self._recorder, path, block)
+            before, rehearsal = _Likeness(block).key, Rehearsal(self._recorder, path, block)
             self._scripts[like, called] = rehearsal(forward, leaves, form)
+            if _Likeness(block).key != before:
+                raise Unlike
         script = self._scripts[like, called]
         return self._stand_in(script, _Replay(script, self._recorder, path, block), leaves)
 

@@ -25,6 +25,64 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.d
 """What a block may get or give beside tensors: it is all in its value."""
 
 
+NUMBERS_OF_BLOCKS = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "block_idx", "number"})
+"""Attributes of modules that say which block it is."""
+
+
+def is_number_of_block(name: Any, value: Any) -> bool:
+    """Does this attribute of a module say which block it is?"""
+    return name in NUMBERS_OF_BLOCKS and type(value) is int
+
+
+class Unlike(Exception):
+    """A block cannot be rehearsed, or what comes back to it is not what came back in the rehearsal."""
+
+
+class _Watched:
+    """An int that knows whether it was looked at. Handing it on, as to a cache that is off, is no look."""
+
+    __class__ = int  # type: ignore[assignment]
+
+    def __init__(self, value: int, looks: list[int]) -> None:
+        self._value, self._looks = value, looks
+
+    def __getattr__(self, name: str) -> Any:
+        self._looks.append(self._value)
+        return getattr(self._value, name)
+
+
+def _watched(name: str) -> Callable[..., Any]:
+    return lambda number, *args: number.__getattr__(name)(*args)
+
+
+for _name in vars(int):
+    if _name.startswith("__") and _name not in ("__new__", "__getattribute__", "__doc__"):
+        setattr(_Watched, _name, _watched(_name))
+
+
+@contextmanager
+def _blind_to_numbers(block: nn.Module) -> Iterator[None]:
+    """Raises `Unlike` where the numbers of blocks in `block` are looked at inside: other blocks may do other things."""
+    looks = list[int]()
+    numbers = [
+        (vars(module), name, value)
+        for module in block.modules()
+        for name, value in vars(module).items()
+        if is_number_of_block(name, value)
+    ]
+    for attributes, name, value in numbers:
+        attributes[name] = _Watched(value, looks)
+    try:
+        yield
+    except TypeError as error:  # of what takes a true int alone; any other is raised again where all is traced
+        raise Unlike from error
+    finally:
+        for attributes, name, value in numbers:
+            attributes[name] = value
+    if looks:
+        raise Unlike
+
+
 @dataclass(frozen=True, slots=True)
 class Event:
     """Bytes begin or end, or a term comes to a gradient. `number`: of a storage in the order of their beginnings, or of
@@ -143,24 +201,22 @@ class _Log(Alive):
         return not self._living and not self._outside
 
 
-class Unlike(Exception):
-    """A block cannot be rehearsed, or what comes back to it is not what came back in the rehearsal."""
-
-
 class Rehearsal:
     """One block by itself. `recorder` writes it down."""
 
     def __init__(self, recorder: Recorder, path: str, block: nn.Module) -> None:
-        self._recorder, self._path = recorder, path
+        self._recorder, self._path, self._block = recorder, path, block
         names = {recorder.names[id(p)]: own for own, p in block.named_parameters()}
         self._names, self._log = names, _Log(recorder.alive)
 
     def __call__(self, forward: Callable[..., Any], leaves: Sequence[Any], form: TreeSpec) -> Script:
-        """Raises `Unlike` where it leaves anything behind, or gives what is neither its own nor given."""
+        """Raises `Unlike` where it leaves anything behind, changes what it is given, looks at the number of its block,
+        or gives what is neither its own nor given.
+        """
         recorder, log = self._recorder, self._log
         unit, late = recorder.units.holding(self._path), list[int]()
         given: list[Made | Given | None] = [None] * len(leaves)
-        with recorder.apart(log):
+        with recorder.apart(log), _blind_to_numbers(self._block):
             script, roots, seeds = self._forward(forward, leaves, form, given, unit)
             before = len(log.events)
             with _outside_autocast(log.around, late):
@@ -183,6 +239,7 @@ class Rehearsal:
         fresh = self._fresh(leaves, gradients)
         args, kwargs = tree_unflatten(fresh, form)
         results, returned = tree_flatten(forward(*args, **kwargs))
+        self._check_unchanged(tree_flatten((args, kwargs)), fresh, form)
         script = Script(self._path, unit, self._names, returned, [self._output(result, fresh) for result in results])
         numbers = [made.number for made in script.made]
         if len(numbers) != len({*numbers}):
@@ -191,6 +248,13 @@ class Rehearsal:
             made = [result for result, what in zip(results, script.outputs, strict=True) if isinstance(what, Made)]
             roots = [_Exit.apply(out, place, self) for place, out in enumerate(made) if out.requires_grad]
             return script, roots, [torch.empty(()) for _ in roots]
+
+    @staticmethod
+    def _check_unchanged(now: tuple[list[Any], TreeSpec], given: Sequence[Any], form: TreeSpec) -> None:
+        """A list or a table that the block adds to, or a tensor that it writes into, is read by what follows."""
+        written = any(isinstance(one, Tensor) and one._version for one in given)
+        if written or now[1] != form or any(one is not was for one, was in zip(now[0], given, strict=True)):
+            raise Unlike
 
     def _fresh(self, leaves: Sequence[Any], gradients: list[Any]) -> list[Any]:
         """Tensors like those among `leaves`, the same one where they are the same."""
@@ -207,7 +271,7 @@ class Rehearsal:
 
     def _output(self, result: Any, fresh: Sequence[Any]) -> Any:
         if not isinstance(result, Tensor):
-            if isinstance(result, PLAIN):
+            if isinstance(result, PLAIN) and not isinstance(result, _Watched):
                 return result
             raise Unlike
         for place, tensor in enumerate(fresh):
