@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal.assembly.job import said_of_parameters
+import msgspec
+
+from shoal.assembly.job import said_of_parameters, used_twice_in_a_step
+from shoal.data.config import BatchConfig
 from shoal.engine.tolerances import Finding
 from shoal.verification.verdict import Verdict
 
@@ -13,6 +16,14 @@ def test_parameters_that_do_not_train_are_told_apart() -> None:
     shapes = {"a": (2, 3), "b": (4,)}
     assert said_of_parameters(shapes, ()) == "10 parameters"
     assert said_of_parameters(shapes, {"b"}) == "6 of 10 parameters train"
+
+
+def test_a_step_of_more_samples_than_there_are_is_warned_of_where_it_goes_on_into_the_next_epoch() -> None:
+    """A shorter last step of an epoch has each sample once."""
+    of_eight = BatchConfig(global_samples=8)
+    assert "8, and the training data has 1 sample: each step uses" in str(used_twice_in_a_step(of_eight, 1))
+    assert used_twice_in_a_step(of_eight, 8) is None
+    assert used_twice_in_a_step(msgspec.structs.replace(of_eight, epoch_end="short"), 1) is None
 
 
 def test_learning_rates_that_hold_are_one_line() -> None:
