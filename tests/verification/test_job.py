@@ -9,7 +9,7 @@ import msgspec
 from shoal.assembly.job import said_of_parameters, used_twice_in_a_step
 from shoal.data.config import BatchConfig
 from shoal.engine.tolerances import Finding
-from shoal.verification.verdict import Verdict
+from shoal.verification.verdict import IN_FLOAT32, Verdict
 
 
 def test_parameters_that_do_not_train_are_told_apart() -> None:
@@ -35,3 +35,15 @@ def test_learning_rates_that_hold_are_one_line() -> None:
     assert table == [["3", "rate", "3"], ["1", "loss", "1"], ["2", "loss", "1"]]
     broken = Verdict("2 ranks", False, [replace(rates[0], difference=1.0), *rates[1:], *losses], {})
     assert [line.split()[:3] for line in broken.lines()][2:5] == [[str(step), "rate", "1"] for step in (1, 2, 3)]
+
+
+def test_differences_of_the_size_of_float32_are_said_to_be() -> None:
+    """In float64 alone; not where one is larger, nor where all are much smaller."""
+    for exact, gradient, loss, told in (
+        (True, 6e-8, 6e-8, True),
+        (True, 6e-8, 1e-3, False),
+        (True, 1e-11, 1e-11, False),
+        (False, 6e-8, 6e-8, False),
+    ):
+        findings = [Finding(1, "gradient", "a", 0, gradient, 1e-12), Finding(1, "loss", "loss", -1, loss, 1e-12)]
+        assert (IN_FLOAT32 in Verdict("2 ranks", exact, findings, {}).sentence()) == told
