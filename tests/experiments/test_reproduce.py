@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from shoal.experiments.diff import environment_differences
+from shoal.observe.events import events_path
 from shoal.observe.facts import facts_path, read_facts
 from tests.cli.project import Project, project
 
@@ -88,12 +90,29 @@ def test_two_runs_part_where_they_part(trained: Project) -> None:
     found = trained.shoal("diff", "runs/own", "other", "--plot", "losses.png")
     assert found.returncode == 6
     assert "optimizer.lr: 0.01 | 0.02" in found.stdout
+    assert "than rounding" not in found.stdout
     assert "the runs part at step 2: " in found.stdout  # the first loss is that of the common start
     assert "of the checkpoints of step 9, " in found.stdout
     assert (trained.folder / "losses.png").read_bytes().startswith(b"\x89PNG")
     same = trained.shoal("diff", "runs/own", "runs/own")
     assert same.returncode == 0
     assert "bitwise the same in all 9 common steps" in same.stdout
+
+
+@pytest.mark.slow
+def test_rounding_is_called_rounding(trained: Project) -> None:
+    """Losses that are 1e-7 apart, and from step 5 on a thousandth: the runs part at step 1, by rounding until 5."""
+    shutil.copytree(trained.folder / "runs/own", trained.folder / "rounded")
+    path = events_path(trained.folder / "rounded", 0)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if "loss/train" in line["values"]:
+            line["values"]["loss/train"] *= 1 + (1e-7 if line["step"] < 5 else 1e-3)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = trained.shoal("diff", "runs/own", "rounded")
+    assert found.returncode == 6
+    assert "the runs part at step 1: " in found.stdout
+    assert "they differ by no more than rounding before step 5: " in found.stdout
 
 
 @pytest.mark.slow

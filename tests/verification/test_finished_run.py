@@ -234,3 +234,15 @@ def test_a_script_with_another_rate_trains_another_model(text: str, processes: i
     assert losses[0][0] == losses[1][0]
     assert losses[0][2] != losses[1][2]
     assert json.loads((folders[1] / "facts.json").read_text())["follows"] == "mine"
+
+
+def test_a_folder_of_runs_is_no_run_directory() -> None:
+    """`run.directory=runs` would mix a run's files with the folders of others; what has become a run goes on."""
+    leaves(run_of(directory="runs/other"), state="finished")
+    with pytest.raises(UsageError, match=r"runs is a folder of runs \(other\).* set run.directory=runs/mine"):
+        chosen(run_of(directory="runs"))
+    with pytest.raises(UsageError, match="is a folder of runs"):
+        chosen(run_of(directory="runs"), environ=dict(TORCHRUN))
+    assert chosen(run_of()) == "runs/mine"
+    leaves(run_of(directory="runs"), state="failed")
+    assert chosen(run_of(directory="runs")) == "runs"

@@ -31,7 +31,7 @@ from shoal.errors import ConfigError, UsageError
 from shoal.launcher.environment import place_from
 from shoal.launcher.own_script import DESCRIBES, EXPECTS, READS_FOR, Reached, keys_told
 from shoal.launcher.supervision import say
-from shoal.observe.facts import differing_keys, read_facts, write_facts
+from shoal.observe.facts import differing_keys, facts_path, read_facts, write_facts
 from shoal.observe.provenance import argument_hash, file_hashes, is_shoals_command
 from shoal.resilience.config import COORDINATOR
 from shoal.runfile.load import run_file_of
@@ -60,12 +60,13 @@ def chosen_run(
 ) -> RunFile:
     """The run file, or the same under the name and in the folder of a new run; says so where it is another one.
 
-    Raises `UsageError` where ranks of another launcher come upon a finished run with other keys, and `Reached` in a
-    process that was started to learn which run it is.
+    Raises `UsageError` where ranks of another launcher come upon a finished run with other keys, or where the folder is
+    that of other runs, and `Reached` in a process that was started to learn which run it is.
     """
     if DESCRIBES in environ:
         raise Reached(run_file)
     own = str(run_directory(run_file).resolve())
+    _require_no_folder_of_runs(run_file)
     chosen: dict[str, int] = json.loads(environ.get(CHOSEN, "{}"))
     place = place_from(environ)
     if place is not None or READS_FOR in environ:
@@ -227,6 +228,19 @@ def _require_local(run_file: RunFile) -> None:
         raise UsageError(
             f"{run_directory(run_file)} is finished, and {run_file.checkpoint.remote} holds its checkpoints: give the "
             "new run a run.name and a checkpoint.remote of its own, or give --resume"
+        )
+
+
+def _require_no_folder_of_runs(run_file: RunFile) -> None:
+    """Raises `UsageError` where `run.directory` names the folder in which runs lie, and none that is a run's own."""
+    directory = run_directory(run_file)
+    if (directory / "run.toml").exists() or not directory.is_dir():
+        return
+    runs = sorted(path.parent.name for path in directory.glob("*/run.toml") if facts_path(path.parent).exists())
+    if runs:
+        raise UsageError(
+            f"run.directory = {directory} is a folder of runs ({_named(runs)}), and a run has one of its own: set "
+            f"run.directory={directory / run_file.run.name}"
         )
 
 

@@ -275,12 +275,12 @@ def said_of_parameters(shapes: Mapping[str, Sequence[int]], frozen: Collection[s
 
 
 def used_twice_in_a_step(config: BatchConfig, samples: int) -> str | None:
-    """A sentence where a step takes more samples than there are, None elsewhere."""
+    """A sentence where a step goes on into the next epoch and takes more samples than there are, None elsewhere."""
     batch = config.global_samples
-    if batch <= samples:
+    if config.epoch_end != "straddle" or batch <= samples:
         return None
     return (
-        f"batch.global_samples = {batch}, and there are {units.plural(samples, 'training sample')}: each step uses "
+        f"batch.global_samples = {batch}, and the training data has {units.plural(samples, 'sample')}: each step uses "
         f"some of them several times; a batch of {samples} or less uses each once an epoch"
     )
 

@@ -63,6 +63,7 @@ def sentences(found: RunDiff) -> list[str]:
             f"{_number(parting.second)}; the losses differ by at most {found.largest_relative:.2g} (relative) in "
             f"{found.steps:,} common steps"
         )
+        lines += _rounding(found)
     tensors = found.tensors
     if tensors is None:
         lines.append("no step has a checkpoint in both runs")
@@ -77,6 +78,20 @@ def sentences(found: RunDiff) -> list[str]:
             f"the first is {one.name} ({one.kind}{size})"
         )
     return lines
+
+
+def _rounding(found: RunDiff) -> list[str]:
+    """Whether the runs part by no more than the order of sums explains, and until when."""
+    from shoal.experiments.diff import ROUNDING
+
+    parting, beyond = found.parting, found.beyond_rounding
+    if parting is None or (beyond is not None and beyond <= parting.step):
+        return []
+    until = "in every common step" if beyond is None else f"before step {beyond:,}"
+    return [
+        f"they differ by no more than rounding {until}: two layouts add up in another order, by which losses may be "
+        f"{ROUNDING:g} apart, and an optimizer such as AdamW makes that larger with every step"
+    ]
 
 
 def _first(lines: list[str]) -> list[str]:

@@ -98,10 +98,10 @@ class SlowReads:
         while not read.wait(min(next_word_s, self.give_up_s) + begin_s - time.monotonic()):
             if next_word_s >= self.give_up_s:
                 raise DataError(
-                    f"{where()} has been read for {self.give_up_s:.3g} s and is not there: the data source hangs; "
+                    f"{where()}: the data source has been reading for {self.give_up_s:.3g} s and hangs; "
                     "mend the source, or raise wire.timeout_s if it is only slow"
                 )
-            self.tell(f"waiting for the data for {next_word_s:.3g} s: {where()} is being read")
+            self.tell(f"{where()}: the data source has been reading for {next_word_s:.3g} s")
             next_word_s *= 2
 
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 
 COMPARED = ("loss/train", "grad/norm", "loss/eval")
+ROUNDING = 1e-5
+"""Relative difference of two losses that the order of sums alone explains in float32 (docs/reference/tolerances.md)."""
 OWN_FILES, FEW_FILES = "shoal/", 3
 """How the names of Shoal's own files begin, and how many of them are named one by one."""
 
@@ -49,9 +51,10 @@ class Parting(msgspec.Struct, frozen=True):
 class RunDiff(msgspec.Struct, frozen=True):
     """What differs between two runs.
 
-    `steps` are those that both recorded, `parting` the earliest difference in them, `largest_relative` the largest
-    relative difference of the training loss. `tensors` compares the checkpoints of `checkpoint_step`, the last that
-    both have; None without one. `data` and `environment` are sentences, one for each file, package, variable, version.
+    `steps` are those that both recorded, `parting` the earliest difference in them, `beyond_rounding` the first step at
+    which the training losses differ by more than `ROUNDING`, `largest_relative` their largest relative difference.
+    `tensors` compares the checkpoints of `checkpoint_step`, the last that both have; None without one. `data` and
+    `environment` are sentences, one for each file, package, variable, version.
     """
 
     keys: dict[str, list[Any]]
@@ -59,6 +62,7 @@ class RunDiff(msgspec.Struct, frozen=True):
     data: list[str]
     steps: int
     parting: Parting | None
+    beyond_rounding: int | None
     largest_relative: float
     checkpoint_step: int | None
     tensors: Comparison | None
@@ -74,6 +78,7 @@ def diff_runs(first: Path, second: Path) -> RunDiff:
     events = [_events(directory) for directory in (first, second)]
     losses = [dict(zip(*series(found, "loss/train"), strict=True)) for found in events]
     common = losses[0].keys() & losses[1].keys()
+    apart = {step: _relative(losses[0][step], losses[1][step]) for step in common}
     partings = [found for name in COMPARED if (found := _parting(name, *events)) is not None]
     both = sorted({*Places(first).steps()} & {*Places(second).steps()})
     return RunDiff(
@@ -82,7 +87,8 @@ def diff_runs(first: Path, second: Path) -> RunDiff:
         data=data_differences(recorded_data(first), recorded_data(second)),
         steps=len(common),
         parting=min(partings, key=lambda one: one.step, default=None),
-        largest_relative=max((_relative(losses[0][step], losses[1][step]) for step in common), default=0.0),
+        beyond_rounding=min((step for step, size in apart.items() if size > ROUNDING), default=None),
+        largest_relative=max(apart.values(), default=0.0),
         checkpoint_step=both[-1] if both else None,
         tensors=_compared(first, second, both[-1]) if both else None,
     )

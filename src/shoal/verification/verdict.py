@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shoal.engine.tolerances import Finding, Quantity
+from shoal.engine.tolerances import SINGLE, Finding, Quantity
 
 _TELLING: tuple[Quantity, ...] = (
     "neighbours",
@@ -36,8 +36,12 @@ _SUBJECTS: dict[Quantity, str] = {
 
 
 FAR = 1e4
-"""Times the tolerance: no rounding of float32 is so large."""
+"""Times the tolerance: no rounding of the type that is compared is so large."""
 IN_FLOAT64 = "To rule out rounding, which statistics over few numbers enlarge, compare in float64: --exact"
+IN_FLOAT32 = (
+    "Every difference is of the size of float32's rounding: where the model or its loss computes a part in float32, as "
+    "many of transformers do, no layout is the same to 1e-12; compare without --exact"
+)
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,10 @@ class Verdict:
     def _played(self) -> str:
         return f" that plays {self.rule}" if self.rule else ""
 
+    def _as_float32_rounds(self, first: Finding) -> bool:
+        worst = max(finding.difference for finding in self.findings)
+        return FAR * first.tolerance < first.difference and worst <= SINGLE.gradient
+
     def _repair(self, first: Finding) -> str:
         if first.quantity == "neighbours":
             return (
@@ -135,6 +143,8 @@ class Verdict:
             return f". Gradients and the replicas' own updates were right; the agreement is not {self.rule}"
         if self.unkeyed:
             return f". This need not be a mistake: {self.unkeyed}"
+        if self.exact and self._as_float32_rounds(first):
+            return f". {IN_FLOAT32}"
         if first.difference > FAR * first.tolerance:
             return self.narrowing
         return "" if self.exact else f". {IN_FLOAT64}"
