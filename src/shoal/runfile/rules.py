@@ -409,6 +409,9 @@ def _against_priority(run_file: RunFile) -> Iterator[tuple[str, str]]:
     if clip_norm is not None and math.isfinite(clip_norm):
         why = "the norm of the whole gradient is known only when updates are made; set optimizer.clip_norm = inf"
         yield f"optimizer.clip_norm = {clip_norm:g}", why
+    if run_file.optimizer.works_on == "matrices":
+        why = 'it updates whole matrices in buckets, and here parameters come one by one; use "order"'
+        yield f'optimizer.kind = "{run_file.optimizer.variant}"', why
     if run_file.optimizer.average is not None or run_file.optimizer.lookahead is not None:
         yield "optimizer.average or optimizer.lookahead", "they follow whole updates; leave them out"
     if isinstance(run_file.precision, Float16):

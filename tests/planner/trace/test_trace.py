@@ -273,3 +273,26 @@ def test_gradients_to_which_a_backward_adds_twice_are_there_once() -> None:
     trace = replace(trace, filled=tuple(twice), since_bytes=65)
     assert trace.first_peak_bytes == max(50, 45 + 10, 60 + 30, 65 + 30)
     assert trace.lent_peak_bytes([["a"], ["b"]], in_flight=0) == max(50, 40 + 10, 45 + 10, 60 + 30, 50 + 30, 65)
+
+
+class Grouped(nn.Module):
+    """Experts in one parameter, which compute even groups of rows."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.scale, self.experts = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.zeros(4, WIDTH, 48))
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x * self.scale).flatten(0, 1).to(self.dtype)
+        ends = torch.arange(1, 5, dtype=torch.int32) * (len(rows) // 4)
+        return F.grouped_mm(rows, self.experts.to(self.dtype), offs=ends).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_in_one_product_count_as_all_rows_times_one_of_them(dtype: torch.dtype) -> None:
+    """In the forward, and for both gradients; in types of which PyTorch tells no shapes, too."""
+    trace = subject(lambda: Grouped(dtype)).of(TracedSplit(2))
+    found = {(one.phase, product.gives): product.matmul.flops for one in trace.operators for product in one.products}
+    every = 2 * (2 * LENGTH) * WIDTH * 48
+    assert found == {("forward", "output"): every, ("backward", "input"): every, ("backward", "weight"): every}

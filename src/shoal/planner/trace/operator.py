@@ -91,6 +91,7 @@ class ParameterTrace:
 # Arithmetic of PyTorch's operators from the shapes of their arguments.
 #
 #     mm, addmm, bmm, baddbmm     [m, k] x [k, n]
+#     grouped mm                  the same for the rows, or the inner places, of each group; groups are taken as even
 #     convolution                 rows: places of the output; columns: output channels; inner: input channels x kernel
 #     its backward                the same product for the input's gradient and the weight's, where they are wanted
 #     fused attention             4 b h s_q s_k d forward, half of it under a causal mask; backward 2.5 times as much:
@@ -122,11 +123,26 @@ def _bmm(arguments: Arguments, out: Any) -> tuple[Matmul, ...]:
     return (Matmul(rows, columns, inner, batch),)
 
 
+def _grouped_mm(arguments: Arguments, out: Any) -> tuple[Matmul, ...]:
+    """The places of all groups are one dimension: of the rows, of the columns, or inside (gradients of the weight)."""
+    left, right = arguments[0].shape, arguments[1].shape
+    groups = max(size[0] for size in (left, right, out.shape) if len(size) == 3)
+    rows, inner, columns = left[-2], left[-1], right[-1]
+    if len(left) == 2 and len(right) == 2:
+        inner = -(-inner // groups)
+    elif len(left) == 2:
+        rows = -(-rows // groups)
+    elif len(right) == 2:
+        columns = -(-columns // groups)
+    return (Matmul(rows, columns, inner, groups),)
+
+
 _PRODUCTS: Mapping[str, Callable[[Arguments, Any], tuple[Matmul, ...]]] = MappingProxyType(
     {
         "aten.mm": _mm,
         "aten.addmm": lambda arguments, out: _mm(arguments[1:], out),
         "aten.bmm": _bmm,
+        "aten._grouped_mm": _grouped_mm,
         "aten.baddbmm": lambda arguments, out: _bmm(arguments[1:], out),
     }
 )

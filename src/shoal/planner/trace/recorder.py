@@ -225,10 +225,20 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._grouped_mm.default:
+            out = self._grouped_mm(func, args, kwargs or {})
+        else:
+            out = func(*args, **(kwargs or {}))
         if func.namespace != "prim" and not self.deaf:
             self._note(func, args, kwargs or {}, out)
         return out
+
+    def _grouped_mm(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+        """On the CPU it takes any type, but PyTorch says shapes for bfloat16 alone."""
+        dtype = args[0].dtype
+        with self.silent():
+            left, right = (one.to(torch.bfloat16) for one in args[:2])
+            return func(left, right, *args[2:], **kwargs).to(dtype)
 
     def told(self, kind: str, size: int) -> None:
         """A collective; kinds that tensor ranks do not use are refused."""
