@@ -72,6 +72,26 @@ def test_a_skipped_step_leaves_no_trace_in_a_buffer(ranks) -> None:
     assert ranks(1, skipped) == [pytest.approx(1.0)]
 
 
+def test_statistics_of_a_batch_norm_that_begins_to_train_are_watched_from_then_on() -> None:
+    """Its kernel changes no version of theirs: a step begins with them, is taken back to that, and leaves no trace."""
+    norm = nn.Sequential(nn.BatchNorm1d(3))
+    buffers, x = StepBuffers(norm), torch.randn(4, 3)
+    for step in range(StepBuffers.WATCHED_STEPS + 3):
+        norm.train(step >= StepBuffers.WATCHED_STEPS)
+        buffers.start()
+        before = [each.clone() for each in norm.buffers()]
+        buffers.rewind()
+        norm(x)
+        buffers.take_back()
+        assert all(map(torch.equal, before, norm.buffers())), step
+        norm(x)
+        buffers.rewind()
+        assert all(map(torch.equal, before, norm.buffers())), step
+        norm(x)
+        buffers.finish(committed=step != StepBuffers.WATCHED_STEPS + 1)
+    assert int(norm.get_buffer("0.num_batches_tracked")) == 2
+
+
 class Late(Running):
     """Begins to follow its samples at the third forward; its buffer need not be saved."""
 

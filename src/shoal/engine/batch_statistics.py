@@ -46,6 +46,7 @@ class StepBuffers:
         self._before_pass: dict[str, Tensor] = {}
         self._after_first: dict[str, Tensor] = {}
         self._versions: dict[str, int] = {}
+        self._counters: dict[str, str] = {}
         self._grouped = [module for module in model.modules() if isinstance(module, GroupedBatchNorm)]
         self._gathered, self._gathered_versions = [norm.totals.clone() for norm in self._grouped], list[int]()
         self._forwards, self._steps, self._looked = 0, 0, False
@@ -65,7 +66,9 @@ class StepBuffers:
     def start(self) -> None:
         """A step begins."""
         if not self._steps:
-            self._places = dict(_places(self._model))
+            self._places = places = dict(_places(self._model))
+            beside = {name: name.removesuffix(own) + "num_batches_tracked" for name, (_, own) in places.items()}
+            self._counters = {name: counter for name, counter in beside.items() if counter in places}
             self._start = {name: self.now(name).detach().clone() for name in self._places}
         self._copy_moving(back=False)
         self._versions = {name: self.now(name)._version for name in self._start}
@@ -102,7 +105,7 @@ class StepBuffers:
     def _rewind(self) -> None:
         for name in self._comparable():
             tensor = self.now(name)
-            touched, before = name in self.moving or tensor._version != self._versions.get(name), self._before(name)
+            touched, before = name in self.moving or self._written(name, tensor), self._before(name)
             if touched and not _same(tensor, before):
                 self._compare_forwards(name, tensor)
                 tensor.copy_(before)
@@ -177,7 +180,16 @@ class StepBuffers:
         are compared, whatever it says. A comparison on a GPU is a wait for it.
         """
         watched = self._steps > self.WATCHED_STEPS and name not in self.moving
-        return watched and tensor._version == self._versions.get(name)
+        return watched and not self._written(name, tensor)
+
+    def _written(self, name: str, tensor: Tensor) -> bool:
+        """Has its version changed, or that of the counter beside it? Kernels of batch norms write statistics and change
+        no version of theirs.
+        """
+        if tensor._version != self._versions.get(name):
+            return True
+        counter = self._counters.get(name)
+        return counter is not None and getattr(self.now(counter), "_version", None) != self._versions.get(counter)
 
     def _compare_forwards(self, name: str, tensor: Tensor) -> None:
         """`tensor` is what a forward has left: does another forward of this step leave something else?"""
