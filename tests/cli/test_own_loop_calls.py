@@ -206,6 +206,9 @@ def test_a_loop_learns_under_any_agreement(keys: tuple[str, ...], tmp_path: Path
         (("optimizer=optimizer", "optimizer=(optimizer, torch.optim.SGD(model[0].parameters(), lr=1))"),
          "two optimizers step 0.weight"),
         (("steps=24", "steps=24, epochs=2"), "pass epochs or steps, one of them"),
+        (("steps=24", "epochs=0"), "epochs = 0: a run has at least 1"),
+        (("data=data, batch_samples=12, steps=24", "data=[], batch_samples=12, epochs=1"),
+         "the training data has no samples: give at least one"),
         (("    run.backward(", "    first = F.mse_loss(model(x), here := torch.ones(len(x), 4)); here.zero_()\n"
           "    run.backward(first, more=True)\n    run.backward("),
          "an earlier one needs was changed in place meanwhile"),

@@ -334,7 +334,7 @@ def _reason(error: Exception, root: Path) -> str:
     if isinstance(error, TimeoutError):
         return f"a rank did not answer ({error}); look for a dead or stuck rank"
     if isinstance(error, OSError):
-        where = error.filename or root
+        where = root if error.errno in _FULL else error.filename or root
         return f"{where}: {error.strerror or error}; {_repair(error)}"
     return f"{type(error).__name__}: {error}; please report this as a defect of Shoal"
 

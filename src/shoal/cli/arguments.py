@@ -110,7 +110,13 @@ def picture_file(path: Path | None) -> Path | None:
 # The list of verbs that `--help` shows.
 
 
-ELSEWHERE = {"resume": "shoal train with what it was started with, which resumes", "run": "shoal train"}
+ELSEWHERE = {
+    "resume": "shoal train with what it was started with, which resumes",
+    "run": "shoal train",
+    "runs": "shoal watch runs/*, a page of all runs there, and shoal report of one",
+    "eval": "shoal evaluate",
+    "compare": "shoal diff of two runs, and shoal checkpoint diff of two checkpoints",
+}
 """Verbs of other systems, and what they are here."""
 
 

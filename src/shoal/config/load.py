@@ -157,6 +157,9 @@ def _beside(path: Path) -> str:
 def _split(text: str) -> tuple[list[str], str]:
     name, equals, value = text.partition("=")
     path = name.strip().split(".")
+    if equals and "." in name and name.startswith("-"):
+        bare = shown(text.lstrip("-"))
+        raise ConfigError(f"command line: {shown(text)} is no override; keys stand without dashes: {bare}")
     if not equals or not 2 <= len(path) <= MAX_DEPTH or not all(path):
         raise ConfigError(f"command line: {shown(text)} is no override; write table.key=value, as in run.steps=100")
     if printable(text) != text:

@@ -125,7 +125,9 @@ class Training:
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps taken in the whole run so far, those before a resume included."""
+        """Steps of the whole run that are over, those before a resume included. The step that is open, after its update
+        too, counts when the next batch is asked for.
+        """
         return self._job.progress.step
 
     @property

@@ -29,7 +29,7 @@ from shoal.assembly.start import Planner, as_launched, checked, in_rank, leave_w
 from shoal.assembly.user_code import GIVEN, table_of_object
 from shoal.config.load import apply
 from shoal.data.dataset import Dataset
-from shoal.errors import ConfigError, ShoalError, UsageError
+from shoal.errors import ConfigError, DataError, ShoalError, UsageError
 from shoal.launcher.environment import ALONE, Place, place_from
 from shoal.launcher.forks import forked_ranks
 from shoal.launcher.lock import RunLock
@@ -112,15 +112,19 @@ def run_file_of_loop(
     tables = {**whole, "run": run_table, "batch": batch, "model": {**whole.get("model", {}), **given}}
     run_file = run_file_of({**tables, "data": data_table}, file=file)
     if by_epochs:
-        run_table["steps"] = epoch_steps(run_file.batch, _samples(run_file, data), epochs or 0)
+        if not epochs or epochs < 1:
+            raise ConfigError(f"epochs = {epochs}: a run has at least 1")
+        run_table["steps"] = epoch_steps(run_file.batch, _samples(run_file, data), epochs)
         run_file = run_file_of({**tables, "data": data_table}, file=file)
     return run_file
 
 
 def _samples(run_file: RunFile, data: Any) -> int:
-    """Samples of an epoch. Raises `ConfigError` for what has no length."""
+    """Samples of an epoch. Raises `ConfigError` for what has no length, `DataError` for what is empty."""
     if data is not None and is_endless(data[0]):
         raise ConfigError("epochs of an iterable, whose length is not known: pass steps")
+    if data is not None and len(data[0]) == 0:
+        raise DataError("the training data has no samples: give at least one")
     if data is not None:
         return len(data[0])
     found = data_named(run_file)
