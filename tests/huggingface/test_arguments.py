@@ -260,7 +260,7 @@ def test_lengths_and_tokens_of_samples() -> None:
 
 def test_rows_of_uneven_batches_are_padded() -> None:
     """With -100, to the longest; in the order in which they came."""
-    from shoal.huggingface.evaluation import gathered
+    from shoal.huggingface.run_accelerator import gathered
 
     rows = gathered([torch.ones(2, 3), torch.zeros(1, 1)], 1, torch.device("cpu"))
     assert rows.tolist() == [[1, 1, 1], [1, 1, 1], [0, -100, -100]]
