@@ -110,6 +110,9 @@ def test_arguments_of_another_library(tmp_path: Path) -> None:
         assert isinstance(same, ForeignArguments)
         assert isinstance(same, OfRun)
         assert (same.beta, same.output_dir, same.world_size) == (0.3, str(tmp_path), 1)
+    given.sync_ref_model = True
+    with pytest.raises(UsageError, match=r"ForeignArguments\.sync_ref_model = True: no checkpoint holds"):
+        require_carried(given)
 
 
 def test_tables_of_the_run(tmp_path: Path) -> None:
