@@ -110,6 +110,9 @@ def test_arguments_of_another_library(tmp_path: Path) -> None:
         assert isinstance(same, ForeignArguments)
         assert isinstance(same, OfRun)
         assert (same.beta, same.output_dir, same.world_size) == (0.3, str(tmp_path), 1)
+    given.sync_ref_model = True
+    with pytest.raises(UsageError, match=r"ForeignArguments\.sync_ref_model = True: no checkpoint holds"):
+        require_carried(given)
 
 
 def test_tables_of_the_run(tmp_path: Path) -> None:
@@ -260,7 +263,7 @@ def test_lengths_and_tokens_of_samples() -> None:
 
 def test_rows_of_uneven_batches_are_padded() -> None:
     """With -100, to the longest; in the order in which they came."""
-    from shoal.huggingface.evaluation import gathered
+    from shoal.huggingface.run_accelerator import gathered
 
     rows = gathered([torch.ones(2, 3), torch.zeros(1, 1)], 1, torch.device("cpu"))
     assert rows.tolist() == [[1, 1, 1], [1, 1, 1], [0, -100, -100]]

@@ -217,6 +217,11 @@ def require_carried(arguments: Any) -> None:
     for name in _set_fields(arguments):
         if name not in CARRIED and name not in UNUSED:
             raise _refusal_of(name, getattr(arguments, name))
+    if getattr(arguments, "sync_ref_model", False):  # of TRL
+        raise UsageError(
+            f"{type(arguments).__name__}.sync_ref_model = True: no checkpoint holds the reference model that this "
+            "changes; leave it out"
+        )
     optimizer = OptimizerNames(arguments.optim).value  # pyright: ignore[reportAttributeAccessIssue]
     if optimizer not in OPTIMIZERS:
         raise UsageError(

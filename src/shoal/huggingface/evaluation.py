@@ -8,23 +8,23 @@ are too few, some compute the first one again, of which no row counts.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
+from shoal.engine.forward_backward import evaluating
 from shoal.errors import UsageError, UserCodeError
-from shoal.huggingface.labels import IGNORED
-
-if TYPE_CHECKING:
-    from shoal.huggingface.trainer import OnShoal
+from shoal.huggingface.callbacks import BetweenSteps
+from shoal.huggingface.labels import label_count, shifts_labels, without_masking
+from shoal.huggingface.run_accelerator import RunAccelerator, gathered
 
 
 class Share(NamedTuple):
@@ -34,50 +34,99 @@ class Share(NamedTuple):
     numbers: Tensor
 
 
-def evaluated(
-    trainer: OnShoal, loader: DataLoader, *, loss_only: bool, ignore_keys: list[str] | None, prefix: str
-) -> EvalLoopOutput:
-    """What `evaluation_loop` returns. Raises `UsageError` for a set without samples."""
-    args, reduced = trainer.args, trainer.preprocess_logits_for_metrics
-    numbers, rows = [], _Rows()
-    sums = torch.zeros(2, dtype=torch.float64, device=args.device)
-    for share in shares(loader, rank=args.process_index, ranks=args.world_size):
-        inputs = trainer._prepare_inputs(share.batch)
-        if trainer.masking is not None:
-            inputs = trainer.masking(inputs, seed=args.seed + max(0, int(share.numbers[0])))
-        trainer.accelerator.counts = int(share.numbers[0]) >= 0
-        weight = trainer.loss_weight(inputs) if trainer.accelerator.counts else 0.0
-        loss, logits, labels = trainer.prediction_step(trainer.model, inputs, loss_only, ignore_keys=ignore_keys)
-        if logits is not None and reduced is not None:
-            logits = reduced(logits, labels)  # pyright: ignore[reportArgumentType]
-        if loss is not None and weight:
-            sums += torch.tensor([weight * float(loss), weight], dtype=torch.float64, device=args.device)
-        numbers.append(share.numbers)
-        rows.add((logits, labels, *_asked_for(trainer, inputs, loss, len(share.numbers))), len(share.numbers))
-        trainer.control = trainer.callback_handler.on_prediction_step(args, trainer.state, trainer.control)
-    if not numbers:
-        raise UsageError("the evaluation set has no samples")
-    if args.world_size > 1:
-        dist.all_reduce(sums)
-    everyone = gathered(numbers, args.world_size, args.device)
-    order = np.argsort(everyone, kind="stable")[(everyone < 0).sum() :]
-    predictions, label_ids, *asked = rows.whole(order, args.world_size, args.device)
-    metrics: dict[str, Any] = {}
-    if trainer.compute_metrics is not None and predictions is not None and label_ids is not None:
-        kept = dict(zip(("inputs", "losses"), asked, strict=True))
-        measured = trainer.compute_metrics(EvalPrediction(predictions, label_ids, **kept))
-        metrics = cast(dict[str, Any], denumpify_detensorize({**measured}))
-    if float(sums[1]):
-        metrics["loss"] = float(sums[0] / sums[1])
-    named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
-    return EvalLoopOutput(predictions, label_ids, named, len(order))  # pyright: ignore[reportArgumentType]
+class EvaluationLoop(BetweenSteps):
+    """The part of a `Trainer` that evaluates, and weighs losses as its training does."""
 
+    model: Any
+    accelerator: RunAccelerator
 
-def _asked_for(trainer: OnShoal, inputs: Mapping[str, Any], loss: Any, samples: int) -> tuple[Any, Any]:
-    """What `include_for_metrics` names: the model's main input, and for each sample the loss of its batch."""
-    names = trainer.args.include_for_metrics
-    found = inputs.get(getattr(trainer.model, "main_input_name", "input_ids")) if "inputs" in names else None
-    return found, loss.detach().reshape(1).repeat(samples) if "loss" in names and loss is not None else None
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._loss_shifts_labels = shifts_labels(self.model)
+        self.data_collator, self.masking = without_masking(self.data_collator)
+
+    def loss_weight(self, inputs: Mapping[str, Any]) -> float:
+        """What the loss of these inputs is a mean over: their labels other than -100, or, without labels, their
+        samples. Override it where `compute_loss` returns a mean over something else.
+        """
+        return label_count(inputs, self.model, shifted=self._loss_shifts_labels)
+
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader,
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """Evaluates all samples once, divided among the ranks; every rank gets predictions, labels and metrics whole.
+
+        The loss is the mean over all labels of the set, whatever the number of ranks and the size of batches.
+        Raises `UsageError` for a set without samples.
+        """
+        self.callback_handler.eval_dataloader = dataloader
+        with self._evaluation():
+            found = self._evaluated_rows(
+                dataloader,
+                loss_only=self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only,
+                ignore_keys=ignore_keys,
+                prefix=metric_key_prefix,
+            )
+        self.model.eval()  # until the next training_step; subclasses ask it whether they log an evaluation
+        return found
+
+    def _evaluated_rows(
+        self, loader: DataLoader, *, loss_only: bool, ignore_keys: list[str] | None, prefix: str
+    ) -> EvalLoopOutput:
+        args, reduced = self.args, self.preprocess_logits_for_metrics
+        numbers, rows = [], _Rows()
+        sums = torch.zeros(2, dtype=torch.float64, device=args.device)
+        for share in shares(loader, rank=args.process_index, ranks=args.world_size):
+            inputs = self._prepare_inputs(share.batch)
+            if self.masking is not None:
+                inputs = self.masking(inputs, seed=args.seed + max(0, int(share.numbers[0])))
+            self.accelerator.counts = int(share.numbers[0]) >= 0
+            weight = self.loss_weight(inputs) if self.accelerator.counts else 0.0
+            loss, logits, labels = self.prediction_step(self.model, inputs, loss_only, ignore_keys=ignore_keys)
+            if logits is not None and reduced is not None:
+                logits = reduced(logits, labels)  # pyright: ignore[reportArgumentType]
+            if loss is not None and weight:
+                sums += torch.tensor([weight * float(loss), weight], dtype=torch.float64, device=args.device)
+            numbers.append(share.numbers)
+            rows.add((logits, labels, *self._asked_for(inputs, loss, len(share.numbers))), len(share.numbers))
+            self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
+        if not numbers:
+            raise UsageError("the evaluation set has no samples")
+        if args.world_size > 1:
+            dist.all_reduce(sums)
+        everyone = gathered(numbers, args.world_size, args.device)
+        order = np.argsort(everyone, kind="stable")[(everyone < 0).sum() :]
+        predictions, label_ids, *asked = rows.whole(order, args.world_size, args.device)
+        metrics: dict[str, Any] = {}
+        if self.compute_metrics is not None and predictions is not None and label_ids is not None:
+            kept = dict(zip(("inputs", "losses"), asked, strict=True))
+            measured = self.compute_metrics(EvalPrediction(predictions, label_ids, **kept))
+            metrics = cast(dict[str, Any], denumpify_detensorize({**measured}))
+        if float(sums[1]):
+            metrics["loss"] = float(sums[0] / sums[1])
+        named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
+        return EvalLoopOutput(predictions, label_ids, named, len(order))  # pyright: ignore[reportArgumentType]
+
+    def _asked_for(self, inputs: Mapping[str, Any], loss: Any, samples: int) -> tuple[Any, Any]:
+        """What `include_for_metrics` names: the model's main input, and for each sample the loss of its batch."""
+        names = self.args.include_for_metrics
+        found = inputs.get(getattr(self.model, "main_input_name", "input_ids")) if "inputs" in names else None
+        return found, loss.detach().reshape(1).repeat(samples) if "loss" in names and loss is not None else None
+
+    @contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        """Around an evaluation; before the run it is in this process alone."""
+        if self._run is not None:
+            with self._run.evaluation():
+                yield
+            return
+        with torch.no_grad(), evaluating(self.model):
+            yield
 
 
 def shares(loader: DataLoader, *, rank: int, ranks: int) -> Iterator[Share]:
@@ -137,27 +186,3 @@ class _Rows:
         """The tree of arrays of all ranks, in that order of their rows."""
         arrays = [gathered(kept, ranks, device)[order] if kept else None for kept in self._leaves]
         return tree_unflatten(arrays, self._structure)
-
-
-def gathered(parts: list[Tensor], ranks: int, device: torch.device) -> np.ndarray:
-    """The rows of `parts` [samples, ...] of all ranks, rank by rank, padded with -100 to one shape."""
-    shape = torch.tensor([list(part.shape[1:]) for part in parts]).max(0).values.to(device)
-    if ranks > 1:
-        dist.all_reduce(shape, dist.ReduceOp.MAX)
-    own = torch.cat([_padded(part, shape.tolist()) for part in parts])
-    own = own.float() if own.dtype == torch.bfloat16 else own
-    if ranks == 1:
-        return own.numpy()
-    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
-    dist.all_gather(counts, torch.tensor([len(own)], device=device))
-    most = int(max(counts))
-    sent = pad(own, [*[0, 0] * (own.dim() - 1), 0, most - len(own)]).contiguous().to(device)
-    received = [torch.empty_like(sent) for _ in range(ranks)]
-    dist.all_gather(received, sent)
-    return torch.cat([rows[: int(count)] for rows, count in zip(received, counts, strict=True)]).cpu().numpy()
-
-
-def _padded(part: Tensor, shape: list[int]) -> Tensor:
-    """`part` [samples, ...] with dims behind the first of that shape."""
-    missing = [size - own for size, own in zip(shape, part.shape[1:], strict=True)]
-    return pad(part, [each for behind in reversed(missing) for each in (0, behind)], value=IGNORED)

@@ -13,14 +13,17 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from torch.utils._pytree import tree_map_only
 
 from shoal.errors import UserCodeError
 from shoal.huggingface.arguments import without_launcher
-from shoal.huggingface.evaluation import gathered
+from shoal.huggingface.labels import IGNORED
 
 if TYPE_CHECKING:
     from shoal.own_loop.loop import Training
@@ -98,3 +101,27 @@ class RunAccelerator(Accelerator):
         rows = rows if self.counts else rows[:0]
         everyone = gathered([rows], self._run.world_size, self.device)
         return torch.from_numpy(everyone).to(self.device, own.dtype)
+
+
+def gathered(parts: list[Tensor], ranks: int, device: torch.device) -> np.ndarray:
+    """The rows of `parts` [samples, ...] of all ranks, rank by rank, padded with -100 to one shape."""
+    shape = torch.tensor([list(part.shape[1:]) for part in parts]).max(0).values.to(device)
+    if ranks > 1:
+        dist.all_reduce(shape, dist.ReduceOp.MAX)
+    own = torch.cat([_padded(part, shape.tolist()) for part in parts])
+    own = own.float() if own.dtype == torch.bfloat16 else own
+    if ranks == 1:
+        return own.numpy()
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(counts, torch.tensor([len(own)], device=device))
+    most = int(max(counts))
+    sent = pad(own, [*[0, 0] * (own.dim() - 1), 0, most - len(own)]).contiguous().to(device)
+    received = [torch.empty_like(sent) for _ in range(ranks)]
+    dist.all_gather(received, sent)
+    return torch.cat([rows[: int(count)] for rows, count in zip(received, counts, strict=True)]).cpu().numpy()
+
+
+def _padded(part: Tensor, shape: list[int]) -> Tensor:
+    """`part` [samples, ...] with dims behind the first of that shape."""
+    missing = [size - own for size, own in zip(shape, part.shape[1:], strict=True)]
+    return pad(part, [each for behind in reversed(missing) for each in (0, behind)], value=IGNORED)

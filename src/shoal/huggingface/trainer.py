@@ -18,8 +18,8 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
 from math import ceil, isfinite
 from pathlib import Path
@@ -31,11 +31,10 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import EvalLoopOutput, TrainOutput, has_length, speed_metrics
+from transformers.trainer_utils import TrainOutput, has_length, speed_metrics
 from transformers.utils.import_utils import is_datasets_available
 
 import shoal
-from shoal.engine.forward_backward import evaluating
 from shoal.errors import UsageError, UserCodeError
 from shoal.huggingface.arguments import (
     ORDERS,
@@ -52,9 +51,9 @@ from shoal.huggingface.arguments import (
     require_own_checkpoint,
     unused,
 )
-from shoal.huggingface.callbacks import BetweenSteps, looks_at_metric
-from shoal.huggingface.evaluation import evaluated
-from shoal.huggingface.labels import input_tokens, label_count, require_repeatable, shifts_labels, without_masking
+from shoal.huggingface.callbacks import looks_at_metric
+from shoal.huggingface.evaluation import EvaluationLoop
+from shoal.huggingface.labels import input_tokens, require_repeatable
 from shoal.huggingface.run_accelerator import RunAccelerator
 from shoal.launcher.environment import ALONE, place_from
 from shoal.launcher.own_script import script_check
@@ -79,11 +78,9 @@ class RunKeys:
         super().__init__(*given, **named)
 
 
-class OnShoal(BetweenSteps):
+class OnShoal(EvaluationLoop):
     """See above. A refusal is a sentence on standard error, and exit code 2."""
 
-    model: Any
-    accelerator: RunAccelerator
     _config: str | Path | Mapping[str, Any] | None = None
     _overrides: Sequence[str] | None = None
 
@@ -95,20 +92,12 @@ class OnShoal(BetweenSteps):
         super().__init__(model, args, *given, **named)
         self.current_gradient_accumulation_steps = 1  # each microbatch has its own share of the loss
         self._weight, self._seen = 1.0, 0  # of the microbatch that is computed, and input tokens of the step
-        self._loss_shifts_labels = shifts_labels(self.model)
-        self.data_collator, self.masking = without_masking(self.data_collator)
 
     def create_accelerator_and_postprocess(self) -> None:
         """For those who ask it to unwrap a model, or for what all ranks have measured."""
         self.accelerator = RunAccelerator()
         self.gather_function = self.accelerator.gather_for_metrics
         self.is_deepspeed_enabled = self.is_fsdp_enabled = False
-
-    def loss_weight(self, inputs: Mapping[str, Any]) -> float:
-        """What the loss of these inputs is a mean over: their labels other than -100, or, without labels, their
-        samples. Override it where `compute_loss` returns a mean over something else.
-        """
-        return label_count(inputs, self.model, shifted=self._loss_shifts_labels)
 
     def train(
         self,
@@ -160,30 +149,6 @@ class OnShoal(BetweenSteps):
         """Of this rank's batches alone: the run knows what each counts in the batch of all."""
         count = sum(map(self.loss_weight, batch_samples))
         return torch.tensor(max(count, 1.0), device=device) if "labels" in batch_samples[0] else None
-
-    def evaluation_loop(
-        self,
-        dataloader: DataLoader,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """Evaluates all samples once, divided among the ranks; every rank gets predictions, labels and metrics whole.
-
-        The loss is the mean over all labels of the set, whatever the number of ranks and the size of batches.
-        """
-        self.callback_handler.eval_dataloader = dataloader
-        with self._evaluation():
-            found = evaluated(
-                self,
-                dataloader,
-                loss_only=self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only,
-                ignore_keys=ignore_keys,
-                prefix=metric_key_prefix,
-            )
-        self.model.eval()  # until the next training_step; subclasses ask it whether they log an evaluation
-        return found
 
     def compute_loss_context_manager(self) -> ExitStack:
         """Computes in the type of `[precision]`."""
@@ -373,16 +338,6 @@ class OnShoal(BetweenSteps):
                 self._load_best_model()
         self.control = self.callback_handler.on_train_end(self.args, state, self.control)
         return TrainOutput(state.global_step, loss, {**metrics, "train_loss": loss})
-
-    @contextmanager
-    def _evaluation(self) -> Iterator[None]:
-        """Around an evaluation; before the run it is in this process alone."""
-        if self._run is not None:
-            with self._run.evaluation():
-                yield
-            return
-        with torch.no_grad(), evaluating(self.model):
-            yield
 
 
 class Trainer(RunKeys, OnShoal):
