@@ -49,12 +49,7 @@ from shoal.own_loop.comparison import Comparison
 from shoal.own_loop.evaluation import EvaluationOfRank
 from shoal.own_loop.losses import AutocastWatch, Doubts, LossKind, as_number, kind_of, one_pass
 from shoal.own_loop.open_step import Update, around_all, joint_outcome, left_epoch
-from shoal.own_loop.steps import (
-    DrawsBySample,
-    Microbatches,
-    OwnSteps,
-    players_of,
-)
+from shoal.own_loop.steps import DrawsBySample, Microbatches, OwnSteps, players_of
 from shoal.own_loop.update import Player
 from shoal.runfile.run_file import run_directory
 
