@@ -305,7 +305,7 @@ def _asked_for(result: Planned, scaled: Scaled | None) -> list[str]:
     if scaled is not None:
         parts.append("The fastest plans on other numbers of devices:\n" + text.choices(scaled.curve))
         parts.append("Nothing beats these in time, memory and money at once:\n" + text.choices(scaled.front))
-    return parts + ([result.why_not] if result.why_not else [])
+    return parts + [each for each in (result.untraced, result.why_not) if each]
 
 
 def _as_json(result: Planned, confidence: Confidence, scaled: Scaled | None) -> dict[str, Any]:
@@ -336,6 +336,7 @@ def _as_json(result: Planned, confidence: Confidence, scaled: Scaled | None) -> 
         "confidence": confidence_record(best, limit, time=confidence.time, memory=confidence.memory),
         "scaling": None if scaled is None else [choice_record(one) for one in scaled.curve],
         "front_of_devices": None if scaled is None else [choice_record(one) for one in scaled.front],
+        "untraced": result.untraced,
         "why_not": result.why_not,
         "money": result.money,
         "basis": result.basis,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
+from shoal.comm.collective import Collective
 from shoal.comm.mesh import Mesh
 from shoal.data.inputs import unpacked
 from shoal.data.sample import Batch, first_leaf, map_tree
@@ -313,7 +314,7 @@ def loss_of_logits(
     `model` is this rank's part of it, None where that does not end with the head: its own forward then hands over to
     another rank. Raises `UserCodeError` for a model whose head no one names.
     """
-    own = split_loss(loss, vocabulary, mesh)
+    own = split_loss(loss, vocabulary, mesh.axis("tensor")) if vocabulary is not None else loss
     return own if model is None or chunks == 1 else in_chunks(model, own, chunks)
 
 
@@ -326,11 +327,8 @@ def compute_gradients_with_losses(compute: Compute) -> None:
         compute.announces.append(loss.expect)
 
 
-def split_loss(loss: Loss, vocabulary: VocabularySplit | None, mesh: Mesh) -> Loss:
-    """The loss over logits that are split over `tensor`: cross-entropy as they are, another after gathering them."""
-    if vocabulary is None:
-        return loss
-    group = mesh.axis("tensor")
+def split_loss(loss: Loss, vocabulary: VocabularySplit, group: Collective) -> Loss:
+    """The loss over logits that are split over `group`: cross-entropy as they are, another after gathering them."""
 
     def of_parts(outputs: Any, targets: Tensor) -> Tensor:
         logits = _logits(outputs)

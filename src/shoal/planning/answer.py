@@ -22,6 +22,7 @@ from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.predictor import Prediction, Predictor, Workload, run_cost
 from shoal.planner.predict.workload import Constants
 from shoal.planner.search.search import Found
+from shoal.planner.trace.predictor import TracedPredictor
 from shoal.planning.history import remembered, track_record
 from shoal.planning.measured_step import MeasuredStep, calibrated, step_of_earlier_run
 from shoal.planning.operators import calibration_here, cores, measured_for_traces, measured_here
@@ -74,6 +75,7 @@ class Planned:
     changes: list[Change]
     codings: Codings | None
     why_not: str | None
+    untraced: str | None
     money: dict[str, float | None]
     basis: str
     evidence: Evidence
@@ -117,6 +119,7 @@ def planned(
         changes=sorted(changes, key=lambda change: change.step_s),
         codings=codings(predictor, written or best, codec_serves),
         why_not=explain_why_not(predictor, why_not, best, allowed=allowed) if why_not else None,
+        untraced=_untraced(predictor),
         money=asdict(run_cost(predictor, best, steps=run_file.run.steps)),
         basis=basis,
         evidence=evidence,
@@ -157,6 +160,14 @@ def _calibrated(predictor: Predictor, cluster: Path | None, step: MeasuredStep) 
     if step.directory is None:
         return found, evidence, f", calibrated on a measured step of {took}"
     return found, evidence, f", calibrated on the {took} a step that {step.directory} took here"
+
+
+def _untraced(predictor: Predictor) -> str | None:
+    """Which layouts are missing because the model that was split for them could not be traced, and why."""
+    failures = predictor.job.subject.failures if isinstance(predictor, TracedPredictor) else {}
+    if not failures:
+        return None
+    return f"Left out: layout.tensor = {' and '.join(map(str, failures))}, as {next(iter(failures.values()))}"
 
 
 def _imbalance_text(predictor: Predictor) -> str:

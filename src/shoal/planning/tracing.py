@@ -19,8 +19,8 @@ from shoal.assembly.trainable import partly_trained
 from shoal.cost.footprint import Overheads
 from shoal.data.collate import collate
 from shoal.data.sample import Batch, leaves, map_tree
-from shoal.engine.compute import Compute
-from shoal.engine.loss import Loss, cross_entropy, in_chunks, weighted_sum
+from shoal.engine.compute import Compute, split_loss
+from shoal.engine.loss import Loss, in_chunks, weighted_sum
 from shoal.engine.precision import precision_of
 from shoal.engine.randomness import Randomness
 from shoal.errors import UserCodeError
@@ -28,7 +28,7 @@ from shoal.models.build import build as build_model
 from shoal.models.config import ForeignModel
 from shoal.models.roles import tables_in
 from shoal.parallel.split import Unsplit
-from shoal.parallel.tensor.vocabulary import VocabularySplit, gather_logits, vocabulary_cross_entropy
+from shoal.parallel.tensor.vocabulary import VocabularySplit
 from shoal.planner.predict.measured import Measured
 from shoal.planner.predict.stack import Stack
 from shoal.planner.predict.workload import Constants
@@ -103,7 +103,7 @@ class _Steps:
         loss_chunks: int = 1,
     ) -> Step:
         precision, randomness = precision_of(self.run_file.precision), Randomness(model, seed=0, replica=0)
-        loss = self.loss if vocabulary is None else partial(self._of_parts, vocabulary, group)
+        loss = self.loss if vocabulary is None else split_loss(self.loss, vocabulary, group)
         loss = loss if loss_chunks == 1 else in_chunks(model, loss, loss_chunks)
         compute = _Traced(model, loss, precision, CPU, randomness)
         microbatch = compute.prepared(_of_size(self.sample, samples))
@@ -114,11 +114,6 @@ class _Steps:
             return weighted_sum(compute.losses(batch)[1], microbatch.weights)
 
         return Step(value, (*leaves(batch.inputs, batch.targets), microbatch.weights))
-
-    def _of_parts(self, split: VocabularySplit, group: TracedGroup, outputs: Tensor, targets: Tensor) -> Tensor:
-        if self.loss is cross_entropy:
-            return vocabulary_cross_entropy(outputs, targets, split=split, group=group)
-        return self.loss(gather_logits(outputs, split, group), targets)
 
 
 def model_of(run_file: RunFile) -> nn.Module:

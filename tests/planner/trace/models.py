@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shoal.parallel.tensor.vocabulary import VocabularySplit
 from shoal.planner.trace.operator import TracedGroup
 from shoal.planner.trace.subject import Step, Subject
+from tests.verification.user_models import Biased
 
 WIDTH, LENGTH, CLASSES = 32, 16, 10
 
@@ -54,6 +55,18 @@ class Looking(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x) if x.sum().item() > 0 else self.layer(-x)
+
+
+class FailsInParts(Biased):
+    """Needs its first layer whole."""
+
+    def __init__(self) -> None:
+        super().__init__(61, 16, 24)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if len(self.feed_forward[0].weight) < 24:  # pyright: ignore[reportArgumentType]
+            raise ValueError("the first layer is not whole")
+        return super().forward(tokens)
 
 
 def vectors(samples: int) -> Tensor:

@@ -36,6 +36,10 @@ global_samples = 16
 micro_samples = 4
 """
 
+LLAMA = """kind = "transformers"
+architecture = "LlamaForCausalLM"
+config = { vocab_size = 64, hidden_size = 8, intermediate_size = 8, num_hidden_layers = 2, num_attention_heads = 4 }"""
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -100,6 +104,24 @@ def test_what_cannot_be_traced_or_played_is_refused(run: Path) -> None:
     build = 'model.build="tests.planner.trace.models:Looking"'
     with pytest.raises(UserCodeError, match="cannot be traced"):
         planned(load_run(run, [build]), None, keep=1)
+
+
+def test_a_decoder_of_transformers_is_traced_split_as_it_runs(run: Path) -> None:
+    """Over its own logits, and without a mask that no run makes: of the length of a slice, it would fit no scores."""
+    pytest.importorskip("transformers")
+    own = 'kind = "python"\nbuild = "tests.verification.user_models:biased"'
+    run.write_text(run.read_text(encoding="utf-8").replace(own, LLAMA), encoding="utf-8")
+    found, _ = subject_of(load_run(run))
+    whole, split = (found.of(TracedSplit(2, tensor=t, sequence_parallel=t > 1)) for t in (1, 2))
+    assert split.flops == pytest.approx(whole.flops / 2, rel=0.05)
+    assert found.failures == {}
+
+
+def test_a_split_that_cannot_be_traced_is_said(run: Path) -> None:
+    """A plan that is missing from the table shows nowhere else."""
+    told = planned(load_run(run, ['model.build="tests.planner.trace.models:FailsInParts"']), None, keep=1).untraced
+    assert told is not None
+    assert told.startswith("Left out: layout.tensor = 2 and 4, as the model cannot be traced: ")
 
 
 def test_statistics_over_all_ranks_are_traced(run: Path) -> None:

@@ -160,6 +160,13 @@ class Subject:
             self._refusals[tensor] = self._tried(tensor)
         return self._refusals[tensor]
 
+    @property
+    def failures(self) -> dict[int, str]:
+        """Numbers of tensor ranks over which the model divides, and that were left out as it could not be traced there:
+        each with why."""
+        found = {split.tensor: error for split, error in self._traces.items() if isinstance(error, UserCodeError)}
+        return {tensor: str(found[tensor]) for tensor in sorted(found)}
+
     def _tried(self, tensor: int) -> str | None:
         try:
             self.of(TracedSplit(1, tensor=tensor, sequence_parallel=tensor > 1 and self.slices_sequences))

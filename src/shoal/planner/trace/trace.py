@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -197,8 +198,8 @@ def traced(
     group.told = recorder.told
     with mode:
         alive.leave_out([*model.parameters(), *model.buffers(), *_gradients(model), *apart])
-        alike = nullcontext() if each else standing_in(model, recorder)
-        with _uncollected(), alike, recorder, recorder.watching(model), _outputs(model, units, boundaries):
+        blocks, outputs = nullcontext() if each else standing_in(model, recorder), _outputs(model, units, boundaries)
+        with _uncollected(), _one_document(), blocks, recorder, recorder.watching(model), outputs:
             value = explained(loss, "the model")
             recorder.turn()
             kept = alive.keep()
@@ -228,6 +229,23 @@ def _uncollected() -> Iterator[None]:
     finally:
         if before:
             gc.enable()
+
+
+@contextmanager
+def _one_document() -> Iterator[None]:
+    """A sequence has one. transformers asks positions whether there are several and, where it cannot look at them, makes
+    a mask as if there were, which no run has; documents of a run bring a mask of their own.
+    """
+    masking = sys.modules.get("transformers.masking_utils")
+    looks = getattr(masking, "find_packed_sequence_indices", None)
+    if masking is None or looks is None:
+        yield
+        return
+    setattr(masking, "find_packed_sequence_indices", lambda position_ids: None)  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(masking, "find_packed_sequence_indices", looks)  # noqa: B010
 
 
 def _gradients(model: nn.Module) -> list[Tensor]:
