@@ -233,7 +233,7 @@ def _uncollected() -> Iterator[None]:
 
 @contextmanager
 def _one_document() -> Iterator[None]:
-    """A sequence has one. transformers asks positions whether there are several and, where it cannot look at them, makes
+    """A sequence has one. transformers asks positions whether there are several, and where it cannot look at them makes
     a mask as if there were, which no run has; documents of a run bring a mask of their own.
     """
     masking = sys.modules.get("transformers.masking_utils")
