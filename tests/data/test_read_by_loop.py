@@ -137,9 +137,9 @@ def test_a_loop_that_hangs_in_its_data_is_told_of(monkeypatch: pytest.MonkeyPatc
         fed.next()
         position = 4 * (step + 2)
         source.go.clear()
-        awaited = f"Sample {int(Order(400, seed=7).ids(np.array([position]))[0])} at position {position} "
+        awaited = f"Sample {int(Order(400, seed=7).ids(np.array([position]))[0])} at position {position}:"
         fed.next()
-    assert "is being read" in told[0]
+    assert "the data source has been reading for" in told[0]
 
 
 def test_a_sample_that_fails_the_loop_stops_it_at_its_own_step(monkeypatch: pytest.MonkeyPatch):

@@ -38,7 +38,7 @@ from shoal.planner.predict.step import (
 )
 from shoal.planner.predict.workload import COMPUTED, Abilities, Bill, Constants, Stage, Workload
 from shoal.planner.trace.operator import Message, Operator
-from shoal.planner.trace.subject import Held, Stages, TracedJob, TracedSplit
+from shoal.planner.trace.subject import Held, Stages, TracedJob, TracedSplit, placement_of
 from shoal.planner.trace.trace import Trace
 from shoal.topology.cluster import Cluster
 
@@ -247,6 +247,7 @@ class TracedPredictor(Predictor):
         )
         self.job = job
         self._units: dict[tuple[TracedSplit, int], dict[int | None, UnitSeconds]] = {}
+        self._stages: dict[tuple[int, ...], Stages] = {}
 
     @property
     def abilities(self) -> Abilities:
@@ -292,7 +293,10 @@ class TracedPredictor(Predictor):
     def stages(self, plan: Plan) -> Stages:
         """Which units each pipeline rank holds."""
         self.trace(plan)
-        return Stages.of(plan, self.job.subject.costs)
+        placement = placement_of(plan)
+        if placement not in self._stages:
+            self._stages[placement] = Stages.of(placement, self.job.subject.costs)
+        return self._stages[placement]
 
     def stage(self, plan: Plan) -> Stage:
         """What of the fullest pipeline rank is sent and summed; the largest activation between blocks stands for all,

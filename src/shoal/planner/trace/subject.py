@@ -46,12 +46,13 @@ class Stages:
     held: tuple[Held, ...]
 
     @classmethod
-    def of(cls, plan: Plan, costs: Sequence[float]) -> Stages:
-        """`costs` of the chain's parts. Raises `LayoutError` for more stages than parts."""
-        ranks = plan.layout.pipeline
+    def of(cls, placement: Sequence[int], costs: Sequence[float]) -> Stages:
+        """`placement`, the rank of each stage; `costs` of the chain's parts. Raises `LayoutError` for more stages than
+        parts.
+        """
+        ranks = max(placement) + 1
         if ranks == 1:
             return cls((frozenset({None, *range(len(costs))}),))
-        placement = _placement(plan)
         held: list[set[int | None]] = [set() for _ in range(ranks)]
         for rank, parts in zip(placement, balanced_cut(costs, len(placement)), strict=True):
             held[rank].update(parts)
@@ -59,7 +60,8 @@ class Stages:
         return cls(tuple(frozenset(units) for units in held))
 
 
-def _placement(plan: Plan) -> tuple[int, ...]:
+def placement_of(plan: Plan) -> tuple[int, ...]:
+    """On which pipeline rank each stage is."""
     ranks = plan.layout.pipeline
     return v_shaped(ranks) if fixed_stages_of(plan.schedule) == 2 else looped(ranks, plan.virtual_stages)
 
