@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import typer
+from torch import nn
 from typer.testing import CliRunner
 
 from shoal.cli.plan import plan
 from shoal.errors import ConfigError, UserCodeError
 from shoal.planner.simulate.work import Stragglers
-from shoal.planner.trace.subject import TracedSplit
+from shoal.planner.trace.subject import Subject, TracedSplit
 from shoal.planning.answer import planned
 from shoal.planning.simulating import simulated
 from shoal.planning.tracing import subject_of
@@ -38,7 +39,7 @@ micro_samples = 4
 
 LLAMA = """kind = "transformers"
 architecture = "LlamaForCausalLM"
-config = { vocab_size = 64, hidden_size = 8, intermediate_size = 8, num_hidden_layers = 2, num_attention_heads = 4 }"""
+config = { vocab_size = 64, hidden_size = 8, intermediate_size = 8, num_hidden_layers = 6, num_attention_heads = 4 }"""
 
 
 @pytest.fixture
@@ -106,15 +107,30 @@ def test_what_cannot_be_traced_or_played_is_refused(run: Path) -> None:
         planned(load_run(run, [build]), None, keep=1)
 
 
+CALLS: list[str] = []
+
+
+def _called(module: nn.Module, *_: object) -> None:
+    CALLS.append(type(module).__name__)
+
+
 def test_a_decoder_of_transformers_is_traced_split_as_it_runs(run: Path) -> None:
     """Over its own logits, and without a mask that no run makes: of the length of a slice, it would fit no scores."""
     pytest.importorskip("transformers")
     own = 'kind = "python"\nbuild = "tests.verification.user_models:biased"'
     run.write_text(run.read_text(encoding="utf-8").replace(own, LLAMA), encoding="utf-8")
     found, _ = subject_of(load_run(run))
-    whole, split = (found.of(TracedSplit(2, tensor=t, sequence_parallel=t > 1)) for t in (1, 2))
+    for name, module in found.model.named_modules():
+        if name.endswith("self_attn"):
+            module.register_forward_hook(_called)
+    whole = found.of(TracedSplit(2))
+    CALLS.clear()
+    halves = TracedSplit(2, tensor=2, sequence_parallel=True)
+    split = found.of(halves)
+    assert len(CALLS) == 1, "its blocks are alike, in parts, too"
     assert split.flops == pytest.approx(whole.flops / 2, rel=0.05)
     assert found.failures == {}
+    assert Subject(found.model, found.steps, found.mode, found.units, each=True).of(halves) == split
 
 
 def test_a_split_that_cannot_be_traced_is_said(run: Path) -> None:

@@ -89,7 +89,10 @@ class _Likeness:
             return self._of(value.func), self._of(value.args), self._named(value.keywords)
         if isinstance(value, types.MethodType):
             return value.__func__, self._of(value.__self__)
-        is_ours = type(value).__module__.startswith("shoal.") and not isinstance(value, _Calls)
+        if isinstance(value, types.FunctionType):
+            cells = [self._of(cell.cell_contents) for cell in value.__closure__ or ()]
+            return value.__code__, self._of(value.__defaults__), tuple(cells)
+        is_ours = type(value).__module__.startswith("shoal.") and not isinstance(value, _Calls | Recorder)
         if is_ours and hasattr(value, "__dict__"):
             return self._unnumbered(vars(value))
         return id(value)
