@@ -315,9 +315,11 @@ class KeyedDraws(TorchFunctionMode):
 
     def _before(self, name: str) -> Callable[..., None]:
         def before(module: nn.Module, args: Any) -> None:
-            if self.in_loop and name in self.slices.columns:
-                self._calls[0].inside = Inside(None)  # what the loop draws next may be of a part of a sample
-            if torch.compiler.is_compiling() or not self._entered or self.in_loop:
+            if torch.compiler.is_compiling() or not self._entered:
+                return
+            if self.in_loop:
+                if name in self.slices.columns:
+                    self._calls[0].inside = Inside(None)  # what the loop draws next may be of a part of a sample
                 return
             count = self._counts.get(name, 0)
             if in_backward() and not self._replays:
