@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.memory.recompute import RecomputeKind
+from shoal.planner.trace.alike import _Likeness
 from shoal.planner.trace.subject import Subject, TracedSplit
 from shoal.planner.trace.trace import Trace
 from tests.planner.trace.models import WIDTH, Blocks, Normed, Residual, subject
@@ -269,3 +270,20 @@ def test_models_of_transformers_have_the_traces_of_each_block(architecture: str,
     model = subject(lambda: made(config).train(), tokens, logits)
     _, alike, each = calls_and_traces(model, TracedSplit(3, recompute=again))
     same(alike, each)
+
+
+def test_hooks_of_one_code_are_alike_by_what_they_hold() -> None:
+    """In a closure, or as a default."""
+
+    def hooked(scale: float, shift: float) -> nn.Module:
+        def hook(module: nn.Module, args: object, output: Tensor, *, shift: float = shift) -> Tensor:
+            return output * scale + shift
+
+        layer = nn.Linear(2, 2)
+        layer.register_forward_hook(hook)
+        return layer
+
+    first, same, scaled, shifted = (_Likeness(hooked(*given)).key for given in ((1, 2), (1, 2), (3, 2), (1, 3)))
+    assert first == same
+    assert first != scaled
+    assert first != shifted

@@ -90,12 +90,19 @@ class _Likeness:
         if isinstance(value, types.MethodType):
             return value.__func__, self._of(value.__self__)
         if isinstance(value, types.FunctionType):
-            cells = [self._of(cell.cell_contents) for cell in value.__closure__ or ()]
-            return value.__code__, self._of(value.__defaults__), tuple(cells)
+            cells = [_held(cell) for cell in value.__closure__ or ()]
+            return value.__code__, self._of(value.__defaults__), self._of(value.__kwdefaults__), self._of(cells)
         is_ours = type(value).__module__.startswith("shoal.") and not isinstance(value, _Calls | Recorder)
         if is_ours and hasattr(value, "__dict__"):
             return self._unnumbered(vars(value))
         return id(value)
+
+
+def _held(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return None
 
 
 def _is_rate(name: Any) -> bool:

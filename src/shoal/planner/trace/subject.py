@@ -164,8 +164,7 @@ class Subject:
 
     @property
     def failures(self) -> dict[int, str]:
-        """Numbers of tensor ranks over which the model divides, and that were left out as it could not be traced there:
-        each with why."""
+        """Why the model could not be traced once it was split, by the number of tensor ranks."""
         found = {split.tensor: error for split, error in self._traces.items() if isinstance(error, UserCodeError)}
         return {tensor: str(found[tensor]) for tensor in sorted(found)}
 
