@@ -219,11 +219,11 @@ class Training:
         try:
             with self._compute.randomness.beside_loop():
                 self._backward(loss, kind_of(weight, reduction), weight=weight, more=more, optimizer=optimizer)
+                self._steps.gradient_there()
         except Exception as error:
             if step is not None:
                 step.stands(error)
             raise
-        self._steps.gradient_there()
 
     @uncompiled
     def step(self, *, clip_norm: float | None = None, optimizer: torch.optim.Optimizer | None = None) -> Update | None:
