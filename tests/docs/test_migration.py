@@ -31,8 +31,15 @@ def after(name: str) -> str:
     return code
 
 
-def losses(name: str, folder: Path, world: int, *overrides: str) -> list[float]:
-    (folder / "mine.py").write_text(after(name))
+def by_import(name: str) -> str:
+    (code,) = re.findall(
+        r"## One changed import\n.*?```python\n(.*?)```", (PAGES / f"{name}.md").read_text(), flags=re.DOTALL
+    )
+    return code
+
+
+def losses(name: str, folder: Path, world: int, *overrides: str, code: str = "") -> list[float]:
+    (folder / "mine.py").write_text(code or after(name))
     codes = run_script(folder / "mine.py", folder, *overrides, world=world)
     assert codes == [0] * world, (folder / "rank-0.txt").read_text()
     run = folder / ("output/shoal" if name == "hf-trainer" else "runs/mine")
@@ -62,6 +69,13 @@ def test_the_losses_are_those_of_the_plain_loop(name: str, overrides: tuple[str,
     """On two ranks, as the pages start them."""
     found = losses(name, tmp_path, 2, *overrides)
     assert found == pytest.approx(plain(tmp_path, clips=name != "ddp"), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_deepspeed_script_trains_by_one_changed_import(tmp_path: Path) -> None:
+    """At the stage of its own JSON file."""
+    found = losses("deepspeed", tmp_path, 2, code=by_import("deepspeed"))
+    assert found == pytest.approx(plain(tmp_path, clips=True), rel=1e-5)
 
 
 @pytest.mark.slow
