@@ -26,9 +26,10 @@ from shoal.fleet.fleet import Event, Fleet
 from shoal.fleet.processes import TOKEN, Starter, coordinator_from, coordinator_variables, replicas_here
 from shoal.fleet.scaling import Speeds, scaling
 from shoal.launcher import sockets
-from shoal.launcher.children import LAUNCHER_PID, LAUNCHER_PIPE
 from shoal.launcher.environment import LOOPBACK
-from shoal.launcher.failure import FAILURE_FOLDER, ExitCode
+from shoal.launcher.failure import FAILURE_FOLDER
+from shoal.launcher.orphans import LAUNCHER_PID, LAUNCHER_PIPE
+from shoal.launcher.root_cause import ExitCode
 from shoal.launcher.spawn import listening, no_survivors, pipe
 from shoal.launcher.supervision import say
 from shoal.resilience.config import ElasticConfig

@@ -17,9 +17,9 @@ from shoal.coordinator.client import Address
 from shoal.errors import EnvironmentFault, UsageError
 from shoal.launcher import sockets
 from shoal.launcher.environment import STORE_FD, whole_number
-from shoal.launcher.failure import Exit
 from shoal.launcher.handshake import read_token
 from shoal.launcher.rank_process import RankProcess, rank_environment, start
+from shoal.launcher.root_cause import Exit
 from shoal.resilience.config import COORDINATOR
 
 # What the launcher assigns to a rank of an elastic run, by variables: its replica, and where the coordinator is.

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from shoal.launcher import warm
-from shoal.launcher.children import arm_before_exec
+from shoal.launcher.orphans import arm_before_exec
 
 FORK = "SHOAL_FORK"
 """`never`: every rank is started anew."""

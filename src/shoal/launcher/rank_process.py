@@ -18,9 +18,9 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 from shoal.errors import EnvironmentFault
 from shoal.launcher import forks, warm
-from shoal.launcher.children import arm_before_exec
 from shoal.launcher.devices import memory_limit
 from shoal.launcher.environment import LOOPBACK, Environ
+from shoal.launcher.orphans import arm_before_exec
 from shoal.standard_output import kept_descriptor
 
 _TAIL_BYTES = 8192

@@ -21,11 +21,12 @@ from types import FrameType
 from shoal.errors import Stopped
 from shoal.files import temporary_folder
 from shoal.launcher import sockets
-from shoal.launcher.children import LAUNCHER_PID, LAUNCHER_PIPE
 from shoal.launcher.environment import STORE_FD, Environ
-from shoal.launcher.failure import FAILURE_FOLDER, ExitCode, exit_code, failure_report, read_failures, root_cause
+from shoal.launcher.failure import FAILURE_FOLDER, read_failures
 from shoal.launcher.handshake import make_token
+from shoal.launcher.orphans import LAUNCHER_PID, LAUNCHER_PIPE
 from shoal.launcher.rank_process import HostEntry, RankProcess, rank_environment, start
+from shoal.launcher.root_cause import ExitCode, exit_code, failure_report, root_cause
 from shoal.launcher.signals import Debounce
 from shoal.launcher.store.messages import JOB_TOKEN
 from shoal.launcher.supervision import Patience, Supervision, Watch, say

@@ -28,9 +28,9 @@ from typing import Any
 
 from shoal.errors import EnvironmentFault
 from shoal.launcher.environment import Environ
-from shoal.launcher.failure import ExitCode
 from shoal.launcher.lab.lab_file import Lab
 from shoal.launcher.rank_process import HostEntry
+from shoal.launcher.root_cause import ExitCode
 from shoal.launcher.spawn import run_ranks
 from shoal.launcher.supervision import Patience, say
 
