@@ -58,7 +58,7 @@ def compression_picture(
 
     Example: python -m benchmarks.compression_picture
     """
-    from shoal.planning.cluster_here import calibration_path, read_calibration
+    from shoal.planning.calibration import calibration_path, read_calibration
 
     path = calibration_path(os.environ)
     known = read_calibration(path)

@@ -15,7 +15,7 @@ from shoal.codec.config import AutoConfig, CodecConfig, NoCodec
 from shoal.codec.stated import label
 from shoal.config.check import implementation_of
 from shoal.planner.predict.coding import measured_time
-from shoal.planning.cluster_here import read_calibration
+from shoal.planning.calibration import read_calibration
 
 
 def test_every_codec_is_measured() -> None:

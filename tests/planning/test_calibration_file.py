@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.planning.cluster_here import add_calibration, calibration_path, read_calibration
+from shoal.planning.calibration import add_calibration, calibration_path, read_calibration
 from shoal.topology.cluster import Calibration, CollectiveFit, MatrixProduct
 
 

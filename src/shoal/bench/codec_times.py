@@ -107,7 +107,7 @@ def keep_times(times: Mapping[str, Mapping[str, float]], configs: Mapping[str, C
     """Adds the seconds of each codec of `configs` to the calibration file at `path`."""
     from shoal.bench.report import machine_facts
     from shoal.codec.stated import label
-    from shoal.planning.cluster_here import add_calibration
+    from shoal.planning.calibration import add_calibration
     from shoal.topology.cluster import Calibration, CodecTime
 
     facts = machine_facts()

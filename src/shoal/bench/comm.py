@@ -125,7 +125,7 @@ def _ranks_of(lab: Lab, processes: str) -> int:
 
 
 def _keep(fits: Sequence[dict[str, Any]]) -> Path:
-    from shoal.planning.cluster_here import add_calibration, calibration_path
+    from shoal.planning.calibration import add_calibration, calibration_path
 
     path = calibration_path(os.environ)
     add_calibration(path, calibration_of(fits))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from shoal.planning.answer import Planned
     from shoal.planning.history import Confidence
     from shoal.planning.measured_step import MeasuredStep
-    from shoal.planning.operators import OperatorSplits
+    from shoal.planning.operator_splits import OperatorSplits
     from shoal.planning.trial import PlanTrial
     from shoal.runfile.run_file import RunFile
 
@@ -239,7 +239,7 @@ def _trials_text(trials: Sequence[PlanTrial]) -> str:
 
 
 def _splits(run_file: RunFile, result: Planned, ranks: int) -> OperatorSplits:
-    from shoal.planning.operators import operator_splits
+    from shoal.planning.operator_splits import operator_splits
 
     return operator_splits(run_file, result.predictor, result.found.best[0].plan, ranks=ranks)
 

@@ -21,6 +21,7 @@ from types import FrameType
 from shoal.errors import Stopped
 from shoal.files import temporary_folder
 from shoal.launcher import sockets
+from shoal.launcher.devices import cores
 from shoal.launcher.environment import STORE_FD, Environ
 from shoal.launcher.failure import FAILURE_FOLDER, read_failures
 from shoal.launcher.handshake import make_token
@@ -80,7 +81,6 @@ def _start_all(
     keep_fds: Sequence[int],
     entry_of: Callable[[int], HostEntry],
 ) -> None:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     loopback = {"GLOO_SOCKET_IFNAME": sockets.interface_name()}
     with sockets.listen_on_loopback() as listener:
         port, store_fd = listener.getsockname()[1], listener.fileno()
@@ -89,7 +89,7 @@ def _start_all(
             # Ranks that are told to meet elsewhere cannot reach this socket: there, rank 0 makes its own.
             meet_here = "MASTER_ADDR" not in variables
             found = {**loopback, **environ} if meet_here else environ
-            own = rank_environment(found, rank, processes=len(numbers), port=port, cores=cores) | dict(variables)
+            own = rank_environment(found, rank, processes=len(numbers), port=port, cores=cores()) | dict(variables)
             fds = [*keep_fds]
             if rank == 0 and meet_here:
                 own[STORE_FD] = str(store_fd)

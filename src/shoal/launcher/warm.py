@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, NamedTuple, NoReturn
 
 from shoal import units
+from shoal.launcher.devices import cores
 
 # How much freed memory a CPU rank keeps for its next step, where the allocator is glibc's.
 #
@@ -237,7 +238,7 @@ def set_threads(environ: Mapping[str, str]) -> None:
     """As many threads of torch's as a process with this environment starts with."""
     import torch
 
-    torch.set_num_threads(int(environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+    torch.set_num_threads(int(environ.get("OMP_NUM_THREADS") or cores()))
 
 
 def keep_memory(environ: Mapping[str, str]) -> None:

@@ -13,6 +13,7 @@ import msgspec
 from shoal import units
 from shoal.cost.footprint import Footprint, Overheads
 from shoal.errors import ConfigError, LayoutError, UsageError
+from shoal.launcher.devices import cores
 from shoal.models.config import GPTConfig, attention_mask_of
 from shoal.planner.explain.explain import Codings, codec_changes, codings, condition, helps
 from shoal.planner.explain.explain import why_not as explain_why_not
@@ -23,9 +24,9 @@ from shoal.planner.predict.predictor import Prediction, Predictor, Workload, run
 from shoal.planner.predict.workload import Constants
 from shoal.planner.search.search import Found
 from shoal.planner.trace.predictor import TracedPredictor
+from shoal.planning.calibration import calibration_here, measured_for_traces, measured_here
 from shoal.planning.history import remembered, track_record
 from shoal.planning.measured_step import MeasuredStep, calibrated, step_of_earlier_run
-from shoal.planning.operators import calibration_here, cores, measured_for_traces, measured_here
 from shoal.planning.plan_file import allowed_by, with_codec, written_plan
 from shoal.planning.stack import optimizer_changes, search_with, stack_of, transformer_of
 from shoal.runfile.run_file import RunFile

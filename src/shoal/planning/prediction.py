@@ -24,10 +24,10 @@ from shoal.planner.predict.predictor import Prediction, Predictor
 from shoal.planner.search.candidates import Allowed
 from shoal.planner.search.search import search
 from shoal.planning.answer import cluster_of, predictor_of, predictor_on, tensor_bytes
+from shoal.planning.calibration import UNCOVERED, calibration_here, measured_here, unpredicted
 from shoal.planning.history import Past, remember
 from shoal.planning.measured_step import MeasuredStep, calibrated
 from shoal.planning.memory_budget import used_by
-from shoal.planning.operators import UNCOVERED, calibration_here, measured_here, unpredicted
 from shoal.planning.plan_file import runnable, written_plan
 from shoal.runfile.run_file import RunFile
 from shoal.topology.cluster import Calibration
