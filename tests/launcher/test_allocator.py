@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.launcher import warm
-from shoal.launcher.warm import (
+from shoal.launcher.allocator import (
     GLIBC_BYTES,
     MMAP,
     MOST_TRIM_BYTES,
@@ -33,7 +33,7 @@ PAGES = BLOCKS * BLOCK_BYTES // os.sysconf("SC_PAGE_SIZE")
 PROGRAM = f"""
 import ctypes, os, resource, sys
 import numpy as np
-from shoal.launcher.warm import keep_freed_memory, thresholds
+from shoal.launcher.allocator import keep_freed_memory, thresholds
 if sys.argv[1] == "keep":
     assert keep_freed_memory(thresholds(None, ranks=1), os.environ)
 

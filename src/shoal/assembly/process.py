@@ -18,12 +18,12 @@ from shoal.comm.default_group import default_group
 from shoal.comm.mesh import Mesh
 from shoal.engine.injection import Injector, injector_from
 from shoal.errors import EnvironmentFault
+from shoal.launcher.allocator import Thresholds, described, keep_freed_memory, thresholds
 from shoal.launcher.devices import ONE_RANK_DEVICES, cores, memory_limit, too_few_gpus
 from shoal.launcher.environment import Place
 from shoal.launcher.rank_process import ALLOC_CONF
 from shoal.launcher.rendezvous import STARTED, Rendezvous, interface_for, open_store
 from shoal.launcher.supervision import say_arrived
-from shoal.launcher.warm import Thresholds, described, keep_freed_memory, thresholds
 from shoal.runfile.run_file import RunFile
 
 

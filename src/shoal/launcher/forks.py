@@ -36,7 +36,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from shoal.launcher import warm
+from shoal.launcher import allocator, warm
 from shoal.launcher.devices import cores
 from shoal.launcher.orphans import arm_before_exec
 
@@ -274,7 +274,7 @@ def _keep_threads_chosen(rank: Mapping[str, str], launcher: Mapping[str, str]) -
     at_first = int(launcher.get("OMP_NUM_THREADS") or cores())
     if all(library.omp_get_max_threads() == at_first for library in _openmp()):
         warm.set_threads(rank)
-    warm.keep_memory(rank)
+    allocator.keep_memory(rank)
 
 
 def _unbuffer() -> None:
