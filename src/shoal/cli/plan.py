@@ -17,7 +17,7 @@ from shoal.cli.arguments import AsJson, ClusterFile, Overrides, RunFileArgument,
 from shoal.standard_output import answer
 
 if TYPE_CHECKING:
-    from shoal.planner.search.search import Scaled
+    from shoal.planner.search.scaling import Scaled
     from shoal.planning.answer import Planned
     from shoal.planning.history import Confidence
     from shoal.planning.measured_step import MeasuredStep
@@ -119,7 +119,7 @@ def plan(
         raise typer.BadParameter("--of names the run of a measured step; add --measured-step SECONDS")
     if cluster is not None:
         load_cluster(cluster)  # wrong files are refused before what follows imports torch
-    from shoal.planner.search.search import scaling_of
+    from shoal.planner.search.scaling import scaling_of
     from shoal.planning.answer import cluster_file, planned
     from shoal.planning.history import confidence_in
     from shoal.planning.measured_step import step_of_earlier_run
@@ -309,7 +309,7 @@ def _asked_for(result: Planned, scaled: Scaled | None) -> list[str]:
 
 
 def _as_json(result: Planned, confidence: Confidence, scaled: Scaled | None) -> dict[str, Any]:
-    from shoal.planner.explain.residuals import choice_record, confidence_record, constants_record, prediction_record
+    from shoal.planner.explain.records import choice_record, confidence_record, constants_record, prediction_record
     from shoal.planner.explain.text import help_sentence
 
     found, cluster, best = result.found, result.predictor.cluster, result.found.best[0]

@@ -15,12 +15,15 @@ from shoal.cost.footprint import Footprint, Overheads
 from shoal.errors import ConfigError, LayoutError, UsageError
 from shoal.launcher.devices import cores
 from shoal.models.config import GPTConfig, attention_mask_of
-from shoal.planner.explain.explain import Codings, codec_changes, codings, condition, helps
+from shoal.planner.explain.codecs import Codings, codec_changes, codings
+from shoal.planner.explain.explain import condition, helps
 from shoal.planner.explain.explain import why_not as explain_why_not
-from shoal.planner.explain.residuals import Evidence, prediction_record
+from shoal.planner.explain.records import prediction_record
+from shoal.planner.explain.residuals import Evidence
 from shoal.planner.explain.text import Change
 from shoal.planner.predict.measured import Measured
-from shoal.planner.predict.predictor import Prediction, Predictor, Workload, run_cost
+from shoal.planner.predict.predictor import Prediction, Predictor, Workload
+from shoal.planner.predict.run_cost import run_cost
 from shoal.planner.predict.workload import Constants
 from shoal.planner.search.search import Found
 from shoal.planner.trace.predictor import TracedPredictor

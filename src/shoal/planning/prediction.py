@@ -18,7 +18,7 @@ from shoal.errors import LayoutError, ShoalError, UsageError
 from shoal.observe.events import read_events
 from shoal.observe.facts import read_facts
 from shoal.observe.prediction import BASIS, MEMORY, STEP, Compared, Forecast, compared, measured_attempt, median_step_s
-from shoal.planner.explain.residuals import prediction_record
+from shoal.planner.explain.records import prediction_record
 from shoal.planner.explain.text import table
 from shoal.planner.predict.predictor import Prediction, Predictor
 from shoal.planner.search.candidates import Allowed

@@ -34,7 +34,7 @@ from shoal.launcher.own_script import TRIAL, TRIAL_OF, own_command
 from shoal.observe.config import ObserveConfig
 from shoal.observe.events import read_events
 from shoal.observe.terminal import ProgressBar
-from shoal.planner.explain.residuals import prediction_record
+from shoal.planner.explain.records import prediction_record
 from shoal.planner.predict.predictor import Prediction
 from shoal.planning.mixtures import with_values
 from shoal.planning.plan_file import run_file_of
