@@ -20,7 +20,7 @@ from shoal.engine.loop import train
 from shoal.engine.save_policy import Best, Watch
 from shoal.errors import ConfigError, Stopped
 from shoal.observe.sink import Sinks
-from shoal.runfile.rules import watch_refusal
+from shoal.runfile.observe_rules import watch_refusal
 from tests.ranks import TestPlace
 from tests.sync.steps import opened
 from tests.verification.layouts import corpus, run_file_of
