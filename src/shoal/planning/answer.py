@@ -63,7 +63,7 @@ def cluster_of(run_file: RunFile, path: Path | None) -> Cluster:
         return load_cluster(path)
     if run_file.run.device == "cuda":
         raise ConfigError('run.device = "cuda": say which machine with --cluster C.toml, such as machine = "dgx-h100"')
-    processes = run_file.run.processes or run_file.layout.default_processes or 2
+    processes = run_file.stated_processes or 2
     name = f"this machine's {cores()} cores" if processes <= cores() else f"ranks that share {cores()} cores"
     table = {"nodes": 1, "machine": "cpu-2", "name": name, "devices_per_node": processes}
     return cluster_from({"cluster": table}, file="this machine")

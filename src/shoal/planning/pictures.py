@@ -233,6 +233,6 @@ def _sizes(run_file: RunFile, cluster: Path | None) -> MicrobatchSizes:
     if cluster is not None:
         ranks = cluster_of(run_file, cluster).devices
     else:
-        ranks = run_file.run.processes or run_file.layout.default_processes or run_file.layout.pipeline
+        ranks = run_file.stated_processes or run_file.layout.pipeline
     layout = run_file.layout.layout(ranks)
     return microbatch_sizes(run_file, shares=layout.replicate * layout.shard)

@@ -27,8 +27,7 @@ def batch_refusal(run_file: RunFile) -> str | None:
 
 def _shares_rule(run_file: RunFile) -> str | None:
     layout, samples = run_file.layout, run_file.batch.global_samples
-    processes = run_file.run.processes or layout.default_processes or 1
-    shares = max(1, processes // (layout.pipeline * layout.context * layout.tensor) - run_file.sync.serving_only)
+    shares = max(1, run_file.batch_shares - run_file.sync.serving_only)
     fewest = shares * statistics_group(run_file.model)
     if samples < fewest:
         what = f"{shares} replicas" if layout.shard == 1 else f"{shares} shares (replicate x shard)"
@@ -74,8 +73,7 @@ def _batch_schedule_rule(run_file: RunFile) -> str | None:
     if not batch.smaller_sizes:
         return None
     key = "batch.schedule" if batch.adaptive is None else "batch.adaptive"
-    processes = run_file.run.processes or layout.default_processes or 1
-    shares = max(1, processes // (layout.pipeline * layout.context * layout.tensor))
+    shares = run_file.batch_shares
     split = layout.pipeline * layout.context * layout.tensor * layout.shard > 1 or synchronises_norms(run_file.model)
     for samples in batch.smaller_sizes:
         if samples < shares * group or samples % group:

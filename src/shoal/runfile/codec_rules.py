@@ -31,7 +31,7 @@ def codec_refusal(run_file: RunFile) -> str | None:
 def _against_codec(run_file: RunFile) -> Iterator[tuple[str, str]]:
     """(key and value, why not and what to do)"""
     layout = run_file.layout
-    processes = run_file.run.processes or layout.default_processes or 0
+    processes = run_file.stated_processes or 0
     for axis in ("tensor", "expert"):
         if getattr(layout, axis) > 1:
             why = f"copies of a parameter along {axis} would decode to different bits; leave one of them out"

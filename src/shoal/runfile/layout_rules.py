@@ -235,7 +235,7 @@ def _graphed(run_file: RunFile) -> str | None:
     """What a CUDA graph has written, its next replay overwrites, and it reads weights where they were recorded."""
     said, without = f'run.compile_mode = "{run_file.run.compile_mode}"', "max-autotune-no-cudagraphs"
     layout, samples = run_file.layout, default_micro_samples(run_file)
-    shares = run_file.run.processes or layout.default_processes or 1
+    shares = run_file.stated_processes or 1
     if layout.shard > 1 and run_file.memory.zero in (None, 3):
         return (
             f"{said} with layout.shard and memory.zero = 3: each forward gathers weights into other memory, where a "
@@ -252,8 +252,8 @@ def _graphed(run_file: RunFile) -> str | None:
 def _zero(run_file: RunFile) -> str | None:
     """Among copies nothing is split; a run of one copy on one rank may say what more of them would do."""
     layout, zero = run_file.layout, run_file.memory.zero
-    processes = run_file.run.processes or layout.default_processes or 1
-    if zero is None or layout.auto or layout.shard > 1 or processes == layout.pipeline * layout.context * layout.tensor:
+    processes = run_file.stated_processes or 1
+    if zero is None or layout.auto or layout.shard > 1 or processes == layout.replica_size:
         return None
     return (
         f"memory.zero = {zero} splits the model's state over layout.shard, which is 1: set layout.shard to the "
@@ -366,9 +366,8 @@ def _other_number(run_file: RunFile) -> str | None:
 
     Microbatches are of one size, of `s` groups of samples: the numbers that come out are ceil(groups / s).
     """
-    layout, wanted = run_file.layout, run_file.pipeline.microbatches
-    processes = run_file.run.processes or layout.default_processes or 1
-    shares = max(1, processes // (layout.pipeline * layout.context * layout.tensor))
+    wanted = run_file.pipeline.microbatches
+    shares = run_file.batch_shares
     sizes, most = microbatch_sizes(run_file, shares=shares), most_samples(run_file, shares=shares)
     if wanted is None or sizes.in_flight == wanted:
         return None

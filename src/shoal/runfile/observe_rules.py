@@ -76,7 +76,7 @@ def _no_parts(run_file: RunFile) -> str | None:
     number of processes is.
     """
     layout, batch = run_file.layout, run_file.batch
-    processes = run_file.run.processes or layout.default_processes
+    processes = run_file.stated_processes
     if processes is None or processes > layout.pipeline * layout.context * layout.tensor:
         return None
     least = min((batch.global_samples, *batch.smaller_sizes))

@@ -203,7 +203,7 @@ def _against_shares(run_file: RunFile, workers: int) -> Iterator[tuple[str, str]
 
 def _workers(run_file: RunFile) -> int | None:
     """Processes that compute gradients; None before their number is known."""
-    processes = run_file.run.processes or run_file.layout.default_processes
+    processes = run_file.stated_processes
     return None if processes is None else processes - run_file.sync.serving_only
 
 
@@ -215,7 +215,5 @@ def divides_evenly(shards: int, replicas: int) -> bool:
 
 def _replicas(run_file: RunFile) -> int | None:
     """None before the number of processes is known."""
-    layout = run_file.layout
-    processes = run_file.run.processes or layout.default_processes
-    inside = layout.pipeline * layout.shard * layout.context * layout.tensor
-    return None if processes is None else processes // inside
+    processes = run_file.stated_processes
+    return None if processes is None else processes // run_file.layout.replica_size
