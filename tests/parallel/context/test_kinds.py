@@ -17,9 +17,10 @@ from shoal.models.layers import CausalAttention
 from shoal.models.sparse_attention import SparseAttention
 from shoal.parallel import attention_tiles
 from shoal.parallel import attention_tiles as rows_of_tiles
-from shoal.parallel.attention_tiles import Plain
-from shoal.parallel.context import positions
-from shoal.parallel.context_cores import KINDS, FetchedAttention, check_context, fetch_of, put_context
+from shoal.parallel.context.core import positions
+from shoal.parallel.context.cores import KINDS, check_context, put_context
+from shoal.parallel.context.fetched import FetchedAttention, fetch_of
+from shoal.parallel.context.kernels import Plain
 from tests.comm.local import local_group
 from tests.waiting import HANG_S
 
