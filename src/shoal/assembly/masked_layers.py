@@ -14,8 +14,8 @@ from shoal.models.huggingface.config import TransformersConfig, config_keys
 from shoal.models.roles import AS_IT_IS
 from shoal.parallel.split import Split, Unsplit
 from shoal.runfile.run_file import RunFile
-from shoal.sparsity.changes import undivided
 from shoal.sparsity.config import Sparse
+from shoal.sparsity.patterns import undivided
 from shoal.topology.holding import Dims
 
 DENSE_KINDS = ("embedding", "head", "router", "norm", "table")

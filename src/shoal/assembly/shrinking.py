@@ -29,9 +29,10 @@ from shoal.models.huggingface.config import TransformersConfig, config_keys, exp
 from shoal.models.roles import roles_of, stored_in
 from shoal.runfile.load import load_run
 from shoal.runfile.run_file import RunFile
-from shoal.sparsity.changes import top
-from shoal.sparsity.masks import UnitGroup, expert_groups, kept_units, shrunk, unit_groups, unit_scores, unpacked
+from shoal.sparsity.masks import unpacked
+from shoal.sparsity.patterns import top
 from shoal.sparsity.training import MASK
+from shoal.sparsity.units import UnitGroup, expert_groups, kept_units, shrunk, unit_groups, unit_scores
 from shoal.topology.holding import Dims
 
 

@@ -25,13 +25,18 @@ from shoal.optim.fused import FusedOptimizer
 from shoal.optim.schedule import peak_rate, rate
 from shoal.parallel.split import Split
 from shoal.runfile.run_file import RunFile
-from shoal.sparsity.changes import MaskPlan, Ticket
+from shoal.sparsity.changes import Ticket
 from shoal.sparsity.config import Lottery, Sparse
+from shoal.sparsity.exchange import PackedBy
 from shoal.sparsity.freezing import Freezing, block_names
-from shoal.sparsity.masks import Masks, Owners, PackedBy, unit_groups
+from shoal.sparsity.mask_plan import MaskPlan
+from shoal.sparsity.masks import Masks
+from shoal.sparsity.owners import Owners
+from shoal.sparsity.packed_state import PackedState
 from shoal.sparsity.plasticity import Activations
 from shoal.sparsity.semi_structured import SemiStructured, check_device, of_device
-from shoal.sparsity.training import PackedState, SparseTraining, WholeNorm
+from shoal.sparsity.training import SparseTraining, WholeNorm
+from shoal.sparsity.units import unit_groups
 from shoal.state import Owned
 
 
