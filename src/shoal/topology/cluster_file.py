@@ -1,15 +1,13 @@
 """The cluster file (TOML) -> `Cluster`. A known machine fills what is not written; every written key wins.
 
-[cluster]
-nodes = 16
-machine = "dgx-h100"
+    [cluster]
+    nodes = 16
+    machine = "dgx-h100"
 
-[scale_out]
-gb_s = 50
+    [scale_out]
+    gb_s = 50
 
-The reference of the cluster file, from its tables and what is known by name.
-
-`python -m shoal.topology.cluster_file docs/reference/cluster-file.md` writes it anew.
+`python -m shoal.topology.cluster_file docs/reference/cluster-file.md` writes the reference of its keys anew.
 """
 
 from __future__ import annotations
