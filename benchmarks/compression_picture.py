@@ -32,7 +32,7 @@ from shoal.errors import ConfigError
 from shoal.planner.predict.coding import gradient_sum, measured_time
 from shoal.planner.predict.machine import Machine
 from shoal.planner.predict.stack import MODERN, Codecs
-from shoal.topology.cluster import CodecTime
+from shoal.topology.calibration import CodecTime
 from shoal.topology.cluster_file import cluster_from
 from shoal.topology.layout import Layout
 

@@ -17,7 +17,7 @@ from shoal.comm.mesh import build_mesh
 from shoal.planning.answer import cluster_of, predictor_on
 from shoal.planning.calibration import measured_here, read_calibration
 from shoal.planning.plan_file import written_plan
-from shoal.topology.cluster import Crowd
+from shoal.topology.calibration import Crowd
 from shoal.topology.layout import Layout
 from tests.planner.calibrations import calibration
 from tests.ranks import TestPlace

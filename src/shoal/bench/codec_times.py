@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from shoal.codec.codec import Codec
-    from shoal.topology.cluster import Calibration
+    from shoal.topology.calibration import Calibration
 
 
 WARM_UP = 2
@@ -108,7 +108,7 @@ def keep_times(times: Mapping[str, Mapping[str, float]], configs: Mapping[str, C
     from shoal.bench.report import machine_facts
     from shoal.codec.stated import label
     from shoal.planning.calibration import add_calibration
-    from shoal.topology.cluster import Calibration, CodecTime
+    from shoal.topology.calibration import Calibration, CodecTime
 
     facts = machine_facts()
     codecs: Sequence[CodecTime] = [

@@ -27,7 +27,7 @@ from shoal.bench.report import machine_facts, print_report
 
 if TYPE_CHECKING:
     from shoal.launcher.environment import Place
-    from shoal.topology.cluster import Calibration, MatrixProduct
+    from shoal.topology.calibration import Calibration, MatrixProduct
 
 ROUGH = Sweep(
     operations=("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"), backends=("shm",),
@@ -112,7 +112,7 @@ def keep(results: Sequence[dict[str, Any]], path: Path) -> Calibration:
     import msgspec
 
     from shoal.planning.calibration import add_calibration
-    from shoal.topology.cluster import Calibration, CollectiveFit, Crowd, MatrixProduct, OperatorTime, Wait
+    from shoal.topology.calibration import Calibration, CollectiveFit, Crowd, MatrixProduct, OperatorTime, Wait
 
     machine, torch = _machine()
     newer = Calibration(

@@ -33,7 +33,8 @@ from shoal.planning.measured_step import MeasuredStep, calibrated, step_of_earli
 from shoal.planning.plan_file import allowed_by, with_codec, written_plan
 from shoal.planning.stack import optimizer_changes, search_with, stack_of, transformer_of
 from shoal.runfile.run_file import RunFile
-from shoal.topology.cluster import Cluster, CodecTime
+from shoal.topology.calibration import CodecTime
+from shoal.topology.cluster import Cluster
 from shoal.topology.cluster_file import cluster_from, load_cluster
 
 DATA_SHEET: Evidence = "data sheet"

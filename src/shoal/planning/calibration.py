@@ -15,7 +15,7 @@ from shoal.launcher.devices import cores
 from shoal.models.config import GPTConfig, MoEConfig
 from shoal.planner.predict.measured import Measured, measured_of
 from shoal.runfile.run_file import RunFile
-from shoal.topology.cluster import Calibration
+from shoal.topology.calibration import Calibration
 
 
 def calibration_path(environ: Mapping[str, str]) -> Path:

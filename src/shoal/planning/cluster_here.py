@@ -13,7 +13,8 @@ from typing import Any
 import tomli_w
 
 from shoal.errors import EnvironmentFault
-from shoal.topology.cluster import GB, GIB, TERA, Calibration
+from shoal.topology.calibration import Calibration
+from shoal.topology.cluster import GB, GIB, TERA
 from shoal.topology.cluster_file import cluster_from
 from shoal.topology.devices import DEVICES, MACHINES, known_device
 

@@ -30,7 +30,7 @@ from shoal.planning.measured_step import MeasuredStep, calibrated
 from shoal.planning.memory_budget import used_by
 from shoal.planning.plan_file import runnable, written_plan
 from shoal.runfile.run_file import RunFile
-from shoal.topology.cluster import Calibration
+from shoal.topology.calibration import Calibration
 from shoal.topology.cluster_file import cluster_from
 
 MEASURED = "predicted from this machine's measured operators and collectives"

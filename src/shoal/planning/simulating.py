@@ -22,7 +22,7 @@ from shoal.planning.plan_file import written_plan
 from shoal.runfile.run_file import RunFile
 from shoal.schedules.build import build
 from shoal.schedules.table import ScheduleTable
-from shoal.topology.devices import failures_per_s
+from shoal.topology.failures import failures_per_s
 
 
 @dataclass(frozen=True, kw_only=True)

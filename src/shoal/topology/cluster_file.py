@@ -23,7 +23,8 @@ from shoal.config.check import Table, checked, says
 from shoal.config.load import markdown, read
 from shoal.errors import ConfigError
 from shoal.topology.cluster import Architecture, Cluster, Device, FatTree, Link, Machine, Network, Price, Reliability
-from shoal.topology.devices import DEVICES, MACHINES, PUBLISHED, published_rate
+from shoal.topology.devices import DEVICES, MACHINES
+from shoal.topology.failures import PUBLISHED, published_rate
 
 Known = TypeVar("Known")
 

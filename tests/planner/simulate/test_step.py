@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cost.activations import bubble_s
+from shoal.cost.bubble import bubble_s
 from shoal.cost.plan import Plan
 from shoal.planner.simulate.outcome import outcome
 from shoal.planner.simulate.step import Fold, SimulatedStep, simulate_step

@@ -21,7 +21,8 @@ from typing import Self
 from shoal.codec.config import NoCodec
 from shoal.codec.stated import Matrices
 from shoal.cost.activations import boundary_bytes, layer_activation_bytes
-from shoal.cost.footprint import Footprint, Overheads, eager_block_bytes, eager_footprint, footprint, stage_parameters
+from shoal.cost.eager_footprint import eager_block_bytes, eager_footprint
+from shoal.cost.footprint import Footprint, Overheads, footprint, stage_parameters
 from shoal.cost.plan import V_SHAPED, Plan
 from shoal.cost.transformer import embedding_parameters, head_parameters, matrix_shapes, model_flops, total_parameters
 from shoal.planner.predict.coding import GradientSum, residual_bytes

@@ -22,7 +22,7 @@ from shoal.cost.interval import availability_optimal_s, effective_share
 from shoal.cost.plan import Plan
 from shoal.planner.predict.predictor import Prediction, Predictor
 from shoal.topology.cluster import Cluster
-from shoal.topology.devices import failures_per_s
+from shoal.topology.failures import failures_per_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from shoal.codec.stated import Matrices
 from shoal.cost.transformer import Recompute, Transformer, matmul_parameters
-from shoal.schedules.build import balanced_cut
+from shoal.schedules.cut import balanced_cut
 
 # The seconds of a step, itemised: what is not in the bill is not in the prediction.
 

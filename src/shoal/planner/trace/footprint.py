@@ -3,7 +3,7 @@
     weights, gradients, optimizer   parameters of the rank's units x StateBytes, divided by ZeRO
     activations                     what lived from the forward to the backward x microbatches in flight
     recomputed                      the most that a backward had beside it: recomputed blocks, gradients on their way
-    gathered, buckets               as `cost.footprint` counts them for this project's own blocks
+    gathered, buckets               as `cost.eager_footprint` counts them for this project's own blocks
 
 Without a pipeline the second and third are the trace's own peak, moment by moment. With one, the fullest backward of
 a unit stands beside all that is in flight, which is never too low.
@@ -12,15 +12,11 @@ a unit stands beside all that is in flight, which is never too low.
 from __future__ import annotations
 
 from shoal.cost.activations import in_flight
+from shoal.cost.eager_footprint import BUCKETS_ON_THE_WAY, MOVING
 from shoal.cost.footprint import Footprint, Overheads, StateBytes
 from shoal.cost.plan import Plan
 from shoal.planner.trace.subject import Held, Stages
 from shoal.planner.trace.trace import Trace
-
-BUCKETS_ON_THE_WAY = 3
-"""Of ZeRO-2: two that travel and one that is filled."""
-MOVING = 3
-"""Activations that a stage sends, and receives ahead of their use."""
 
 
 def traced_footprint(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import cast
 
-from shoal.cost.activations import bubble_s
+from shoal.cost.bubble import bubble_s
 from shoal.cost.footprint import Footprint, Overheads
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Recompute
