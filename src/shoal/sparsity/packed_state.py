@@ -6,23 +6,15 @@ shape of its parameters, which the optimizer's own kernel then updates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-
-class Update(Protocol):
-    """Parameters that are updated together, and what updates them."""
-
-    @property
-    def parameters(self) -> Sequence[Parameter]: ...
-
-    @property
-    def update(self) -> Callable[[], None]: ...
+from shoal.state import UpdatePart
 
 
 @dataclass(frozen=True)
@@ -62,7 +54,7 @@ class PackedState:
     def to_read(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """A checkpoint is read into whole slots, where they are."""
 
-    def stream(self, parts: Sequence[Update], state: MutableMapping[Parameter, dict[str, Any]]) -> None:
+    def stream(self, parts: Sequence[UpdatePart], state: MutableMapping[Parameter, dict[str, Any]]) -> None:
         """Runs all updates in order, each with its state in the shape of its parameters."""
         for part in parts:
             places = {p: places_of(self.masks[p]) for p in part.parameters if p in self.masks}

@@ -24,7 +24,7 @@ from shoal import units
 from shoal.planner.explain.text import table
 from shoal.planner.simulate.goodput import WEEK_S, Goodput
 from shoal.planner.simulate.step import Fold, SimulatedStep, paces_of, perfect_step_s, simulate_step
-from shoal.planner.simulate.work import Stragglers, Work
+from shoal.planner.simulate.work import StepWork, Stragglers
 from shoal.schedules.table import Action, ScheduleTable
 from shoal.schedules.timeline import Timeline
 
@@ -65,7 +65,7 @@ class StepFigures:
 
 
 def outcome(
-    table: ScheduleTable, work: Work, *, fold: Fold | None = None, stragglers: Stragglers | None = None
+    table: ScheduleTable, work: StepWork, *, fold: Fold | None = None, stragglers: Stragglers | None = None
 ) -> StepFigures:
     """Plays the step; on a perfect network it is a longest path."""
     fold, stragglers = fold or Fold(), stragglers or Stragglers()
@@ -117,7 +117,7 @@ def _shares(step: SimulatedStep, step_s: float, phase_s: float) -> tuple[RankSha
     return tuple(shares)
 
 
-def _inside_s(table: ScheduleTable, work: Work) -> float:
+def _inside_s(table: ScheduleTable, work: StepWork) -> float:
     """Of the rank that has most of it."""
     by_rank = [sum(work.stages[stage].inside_s for stage in table.stages_of(rank)) for rank in range(table.ranks)]
     return table.microbatches * max(by_rank)
