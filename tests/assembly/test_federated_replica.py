@@ -20,7 +20,7 @@ from shoal.assembly.federated_client import open_replica, replica_of
 from shoal.assembly.federated_replica import Assignment, ReplicaRanks
 from shoal.assembly.objects import UserObjects
 from shoal.assembly.start import processes_of
-from shoal.checkpoint.inspect import save_weights
+from shoal.checkpoint.weights import save_weights
 from shoal.errors import ConfigError, LayoutError, UsageError
 from shoal.federated.config import FederatedClient
 from shoal.federated.local_training import ClientData

@@ -14,10 +14,11 @@ from torch import Tensor
 from shoal.checkpoint import manifest as manifests
 from shoal.checkpoint.commit import newest_verified, read_manifest
 from shoal.checkpoint.encoded import EncodedObject
-from shoal.checkpoint.inspect import compare, export, verify
+from shoal.checkpoint.inspect import compare, verify
 from shoal.checkpoint.load import read_all, read_into
 from shoal.checkpoint.objects import Places
 from shoal.checkpoint.planes import CHUNK, Stream
+from shoal.checkpoint.weights import export
 from shoal.errors import CorruptCheckpoint, VerificationFailed
 from shoal.state import Target
 from tests.checkpoint.states import leftovers, same, save, saver_for, state_of

@@ -13,8 +13,9 @@ import pytest
 
 from shoal.assembly.job import build_job, restore, run_start
 from shoal.checkpoint.config import Goal
-from shoal.checkpoint.inspect import listing, weights_of
+from shoal.checkpoint.inspect import listing
 from shoal.checkpoint.objects import Places
+from shoal.checkpoint.weights import weights_of
 from shoal.engine.config import StopWhen
 from shoal.engine.loop import train
 from shoal.engine.save_policy import Best, Watch

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from shoal.assembly.federated import FromScript, federated_task, simulate
 from shoal.assembly.objects import UserObjects
-from shoal.checkpoint.inspect import import_weights
+from shoal.checkpoint.weights import import_weights
 from shoal.data.batches import read_batch
 from shoal.data.corpora import Arrays, digits
 from shoal.errors import ConfigError, EnvironmentFault, UsageError, UserCodeError

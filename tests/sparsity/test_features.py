@@ -10,7 +10,7 @@ import torch
 
 from shoal.assembly.objects import UserObjects, model_of
 from shoal.assembly.shrinking import sentence, shrink
-from shoal.checkpoint.inspect import save_weights, weights_of
+from shoal.checkpoint.weights import save_weights, weights_of
 from shoal.cli.checkpoint import export
 from shoal.config.load import dumps, read
 from shoal.errors import ConfigError, UsageError

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from shoal.assembly.masked_layers import REMOVABLE, key_heads
 from shoal.assembly.objects import UserObjects, model_of, skeleton_of
 from shoal.checkpoint.commit import checkpoint_in, checkpoints, read_manifest, run_directory_of
-from shoal.checkpoint.inspect import save_weights, shown_weights
 from shoal.checkpoint.load import read_all
+from shoal.checkpoint.weights import save_weights, shown_weights
 from shoal.config.load import dumps
 from shoal.engine.precision import precision_of
 from shoal.errors import ConfigError, UsageError

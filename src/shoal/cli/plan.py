@@ -182,12 +182,12 @@ def plan(
 
 
 def _show_elsewhere(run_file: RunFile, directory: Path, *, as_json: bool) -> None:
-    from shoal.planning import prediction
+    from shoal.planning import elsewhere
 
-    run = prediction.measured_run(run_file, directory)
+    run = elsewhere.measured_run(run_file, directory)
     with busy("searching the layouts that fit other machines"):
-        found = prediction.elsewhere(run)
-    answer(json.dumps(prediction.as_record(run, found)) if as_json else prediction.as_text(run, found))
+        found = elsewhere.elsewhere(run)
+    answer(json.dumps(elsewhere.as_record(run, found)) if as_json else elsewhere.as_text(run, found))
 
 
 def _measured_step(

@@ -17,7 +17,8 @@ import msgspec
 import torch
 
 from shoal.assembly.start import processes_of
-from shoal.checkpoint.inspect import compare, weights_of
+from shoal.checkpoint.inspect import compare
+from shoal.checkpoint.weights import weights_of
 from shoal.errors import EnvironmentFault, ShoalError, UsageError
 from shoal.experiments.rehearsal.faults import why_no_small_disk
 from shoal.experiments.rehearsal.scenarios import FAMILIES, Scenario, scenarios
