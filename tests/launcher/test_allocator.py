@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launcher import warm
+from shoal.launcher import allocator
 from shoal.launcher.allocator import (
     GLIBC_BYTES,
     MMAP,
@@ -96,7 +96,7 @@ def test_what_the_user_chose_is_said(environ: dict[str, str], said: str) -> None
 
 def test_another_c_library_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing is said of glibc, whatever its variables say."""
-    monkeypatch.setattr(warm.ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(allocator.ctypes, "CDLL", lambda name: object())
     assert not keep_freed_memory(thresholds(None, ranks=1), {})
     assert described(thresholds(None, ranks=1), HEXADECIMAL) == "as the C library has it"
 

@@ -16,7 +16,6 @@ from shoal.models.attention_config import BigBird, BlockLists, SlidingWindow, Sp
 from shoal.models.layers import CausalAttention
 from shoal.models.sparse_attention import SparseAttention
 from shoal.parallel.context import tiles
-from shoal.parallel.context import tiles as rows_of_tiles
 from shoal.parallel.context.core import positions
 from shoal.parallel.context.cores import KINDS, check_context, put_context
 from shoal.parallel.context.fetched import FetchedAttention, fetch_of
@@ -120,7 +119,7 @@ def test_the_plain_kernel_and_tiles_cut_into_rows_give_the_same(
 ) -> None:
     """What runs where there is no fused kernel, and where a mask is too large to be written at once."""
     monkeypatch.setattr(tiles, "MOST_MASKED_NUMEL", 1000)
-    monkeypatch.setattr(rows_of_tiles, "kernel_for", lambda *_, **__: Plain())
+    monkeypatch.setattr(tiles, "kernel_for", lambda *_, **__: Plain())
     tensors, documents = inputs(batch=2, heads=4, kv_heads=2, seq=40, packed=packed)
     for mine, whole in split_and_whole(kind, 2, tensors, documents):
         torch.testing.assert_close(mine, whole, **F64)
