@@ -22,8 +22,8 @@ from shoal.assembly.objects import UserObjects
 from shoal.assembly.start import processes_of
 from shoal.checkpoint.weights import save_weights
 from shoal.errors import ConfigError, LayoutError, UsageError
+from shoal.federated.client_data import ClientData
 from shoal.federated.config import FederatedClient
-from shoal.federated.local_training import ClientData
 from shoal.federated.rounds import Ticket
 from shoal.federated.simulation import local_mask
 from shoal.federated.strategy import RoundPlan, Update

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from shoal.data.sampling import SampleSubset
 from shoal.errors import EnvironmentFault
+from shoal.federated.client_data import ClientData, steps_of
 from shoal.federated.config import SecureAggregationConfig
-from shoal.federated.local_training import ClientData, steps_of
 from shoal.federated.population import Device, classes_of, device_of, drops_out, needs_classes, partition
 from shoal.federated.privacy.accountants import Budget, chance_of, client_budget, sample_budget
 from shoal.federated.privacy.mechanisms import Simulated

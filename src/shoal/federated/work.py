@@ -20,7 +20,8 @@ from torch import Tensor
 from shoal.data.sample import Source
 from shoal.data.sampling import SampleSubset
 from shoal.errors import EnvironmentFault
-from shoal.federated.local_training import ClientData, CohortBatch, Trained, cohort_batch, order_rounds
+from shoal.federated.client_data import ClientData, order_rounds
+from shoal.federated.local_training import CohortBatch, Trained, cohort_batch
 from shoal.federated.privacy.accountants import chance_of
 from shoal.federated.privacy.mechanisms import Noise, PrivateMean, from_entropy
 from shoal.federated.report import figures

@@ -19,7 +19,7 @@ import torch
 from blake3 import blake3
 
 from shoal.errors import EnvironmentFault, MissingExtra, UsageError
-from shoal.federated.local_training import ClientData
+from shoal.federated.client_data import ClientData
 from shoal.federated.secure.client import ProtocolBroken, SecureClient
 from shoal.federated.secure.messages import Roster, Sealed, Survivors
 from shoal.federated.secure.summing import (
