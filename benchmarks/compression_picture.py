@@ -24,7 +24,7 @@ from shoal.bench.options import AsJson
 from shoal.bench.pictures import COLOURS, INK, decorate, new_panels
 from shoal.bench.report import Row, check, print_report
 from shoal.codec.config import AutoConfig, CodecConfig, NoCodec
-from shoal.codec.stated import Matrices, stated
+from shoal.codec.costs import Matrices, stated
 from shoal.comm.exchanges.choice import PROBE_BYTES, MeasuredLink, Way, choose, exposed_s
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Transformer, matrix_shapes, total_parameters

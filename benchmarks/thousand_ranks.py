@@ -32,7 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.encoded import listed
+from shoal.checkpoint.encoding import listed
 from shoal.checkpoint.manifest import Manifest, encode
 from shoal.checkpoint.objects import Stored
 from shoal.checkpoint.plan import Item, plan_for

@@ -106,7 +106,7 @@ def seconds_of(call: Callable[[], object]) -> float:
 def keep_times(times: Mapping[str, Mapping[str, float]], configs: Mapping[str, CodecConfig], path: Path) -> Calibration:
     """Adds the seconds of each codec of `configs` to the calibration file at `path`."""
     from shoal.bench.report import machine_facts
-    from shoal.codec.stated import label
+    from shoal.codec.costs import label
     from shoal.planning.calibration import add_calibration
     from shoal.topology.calibration import Calibration, CodecTime
 

@@ -79,7 +79,7 @@ class Crowd(Table, frozen=True):
 class CodecTime(Table, frozen=True):
     """What one rank takes to code a gradient of so many numbers, alone on its core."""
 
-    codec: Annotated[str, says("Its kind and the keys that matter, as `shoal.codec.stated.label` writes them.")]
+    codec: Annotated[str, says("Its kind and the keys that matter, as `shoal.codec.costs.label` writes them.")]
     numbers: Positive
     encode_s: Annotated[PositiveFloat, says("Seconds until the first payload can leave.")]
     decode_s: Annotated[

@@ -18,7 +18,7 @@ from shoal.models.sparse_attention import SparseAttention
 from shoal.parallel.context import tiles
 from shoal.parallel.context.core import positions
 from shoal.parallel.context.cores import KINDS, check_context, put_context
-from shoal.parallel.context.fetched import FetchedAttention, fetch_of
+from shoal.parallel.context.fetch import FetchedAttention, fetch_of
 from shoal.parallel.context.kernels import Plain
 from tests.comm.local import local_group
 from tests.waiting import HANG_S

@@ -16,7 +16,7 @@ from shoal.codec.config import (
     ShardCodecConfig,
     TopKConfig,
 )
-from shoal.codec.stated import Matrices, label, stated
+from shoal.codec.costs import Matrices, label, stated
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import Transformer
 from shoal.planner.predict.coding import gradient_sum

@@ -13,9 +13,9 @@ from shoal.comm.collective import Collective
 from shoal.errors import UserCodeError
 from shoal.models.layers import CausalAttention
 from shoal.models.sparse_attention import SparseAttention
+from shoal.parallel.context.all_gather import GatheredAttention
 from shoal.parallel.context.core import ContextCore
-from shoal.parallel.context.fetched import FetchedAttention
-from shoal.parallel.context.gathered import GatheredAttention
+from shoal.parallel.context.fetch import FetchedAttention
 from shoal.parallel.context.ring import RingAttention
 from shoal.parallel.context.ulysses import UlyssesAttention
 

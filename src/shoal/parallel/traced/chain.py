@@ -27,7 +27,7 @@ from torch.fx.proxy import TraceError
 
 from shoal.errors import UserCodeError
 from shoal.models.roles import Part
-from shoal.parallel.traced.recording import reason_of
+from shoal.parallel.traced.recorder import reason_of
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}

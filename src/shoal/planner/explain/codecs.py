@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal import units
 from shoal.codec.config import BlockwiseConfig, CastConfig, CodecConfig, NoCodec, PowerSGDConfig
-from shoal.codec.stated import is_stated, label
+from shoal.codec.costs import is_stated, label
 from shoal.cost.plan import Plan
 from shoal.planner.explain.text import Change, signed, table
 from shoal.planner.predict.coding import measured_time

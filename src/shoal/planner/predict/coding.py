@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from shoal.codec.config import AutoConfig, BlockwiseConfig, CastConfig, CodecConfig, DGCConfig, NoCodec
-from shoal.codec.stated import Matrices, Stated, is_stated, label, stated
+from shoal.codec.costs import Matrices, Stated, is_stated, label, stated
 from shoal.cost.alpha_beta import Group, Links
 from shoal.cost.plan import Plan
 from shoal.planner.predict.machine import Machine, replica_group, shard_group

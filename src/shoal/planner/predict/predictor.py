@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from shoal.codec.config import NoCodec
-from shoal.codec.stated import Matrices
+from shoal.codec.costs import Matrices
 from shoal.cost.activations import boundary_bytes, layer_activation_bytes
 from shoal.cost.eager_footprint import eager_block_bytes, eager_footprint
 from shoal.cost.footprint import Footprint, Overheads, footprint, stage_parameters

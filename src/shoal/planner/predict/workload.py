@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from shoal.codec.stated import Matrices
+from shoal.codec.costs import Matrices
 from shoal.cost.transformer import Recompute, Transformer, matmul_parameters
 from shoal.schedules.cut import balanced_cut
 

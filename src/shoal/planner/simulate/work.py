@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from shoal.codec.config import CodecConfig
-from shoal.codec.stated import Matrices
+from shoal.codec.costs import Matrices
 from shoal.cost.footprint import stage_parameters
 from shoal.cost.plan import Plan
 from shoal.cost.transformer import (

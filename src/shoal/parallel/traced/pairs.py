@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from shoal.models.roles import is_conv1d
-from shoal.parallel.traced.recording import VALUE, reason_of, record
+from shoal.parallel.traced.recorder import VALUE, reason_of, record
 
 _ELEMENTWISE_MODULES = (
     nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Dropout, nn.Identity, nn.ReLU6, nn.LeakyReLU, nn.ELU,
