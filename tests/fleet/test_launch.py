@@ -23,7 +23,7 @@ from shoal.fleet.fleet import Fleet
 from shoal.fleet.processes import ReplicaProcesses
 from shoal.launcher.failure import FAILURE_FOLDER, failure_of, write_failure
 from shoal.launcher.rank_process import RankProcess
-from shoal.launcher.root_cause import ExitCode
+from shoal.launcher.spawn import ExitCode
 from shoal.launcher.supervision import say_arrived
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.events import Committed, Fenced, Formed

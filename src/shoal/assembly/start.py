@@ -32,9 +32,8 @@ from shoal.launcher.lab.lab_file import Lab
 from shoal.launcher.lab.network import run_in_lab
 from shoal.launcher.lock import RunLock
 from shoal.launcher.orphans import die_with_parent
-from shoal.launcher.root_cause import ExitCode
 from shoal.launcher.signals import end_at_once
-from shoal.launcher.spawn import run_ranks
+from shoal.launcher.spawn import ExitCode, run_ranks
 from shoal.launcher.supervision import NOTHING_KEPT, Patience, say
 from shoal.launcher.versions import check_torch_version, installed
 from shoal.launcher.warm import is_shoals_own, preload

@@ -309,7 +309,7 @@ def _asked_for(result: Planned, scaled: Scaled | None) -> list[str]:
 
 
 def _as_json(result: Planned, confidence: Confidence, scaled: Scaled | None) -> dict[str, Any]:
-    from shoal.planner.explain.records import choice_record, confidence_record, constants_record, prediction_record
+    from shoal.planner.explain.residuals import confidence_record
     from shoal.planner.explain.text import help_sentence
 
     found, cluster, best = result.found, result.predictor.cluster, result.found.best[0]
@@ -318,9 +318,9 @@ def _as_json(result: Planned, confidence: Confidence, scaled: Scaled | None) -> 
         "cluster": {"name": cluster.name, "nodes": cluster.nodes, "devices": cluster.devices},
         "considered": found.considered,
         "fitting": found.fitting,
-        "plans": [prediction_record(one) for one in found.best],
-        "front": [prediction_record(one) for one in found.front],
-        "written": prediction_record(result.written) if result.written else None,
+        "plans": [one.record() for one in found.best],
+        "front": [one.record() for one in found.front],
+        "written": result.written.record() if result.written else None,
         "changes": [
             {
                 "what": c.what,
@@ -334,15 +334,15 @@ def _as_json(result: Planned, confidence: Confidence, scaled: Scaled | None) -> 
         ],
         "codecs": None if result.codings is None else result.codings.record(),
         "confidence": confidence_record(best, limit, time=confidence.time, memory=confidence.memory),
-        "scaling": None if scaled is None else [choice_record(one) for one in scaled.curve],
-        "front_of_devices": None if scaled is None else [choice_record(one) for one in scaled.front],
+        "scaling": None if scaled is None else [one.record() for one in scaled.curve],
+        "front_of_devices": None if scaled is None else [one.record() for one in scaled.front],
         "untraced": result.untraced,
         "why_not": result.why_not,
         "money": result.money,
         "basis": result.basis,
         "evidence": result.evidence,
         "track_record": result.track_record,
-        "constants": constants_record(result.predictor.constants),
+        "constants": result.predictor.constants.record(),
     }
 
 

@@ -25,8 +25,7 @@ from shoal.launcher import sockets
 from shoal.launcher.environment import LOOPBACK
 from shoal.launcher.failure import FAILURE_FOLDER
 from shoal.launcher.orphans import LAUNCHER_PID, LAUNCHER_PIPE
-from shoal.launcher.root_cause import ExitCode
-from shoal.launcher.spawn import listening, no_survivors, pipe
+from shoal.launcher.spawn import ExitCode, listening, no_survivors, pipe
 from shoal.launcher.supervision import say
 from shoal.resilience.config import ElasticConfig
 from shoal.resilience.membership import Rules

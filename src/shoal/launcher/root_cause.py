@@ -30,19 +30,6 @@ from shoal.errors import CollectiveError, OutOfMemory, Stopped
 from shoal.launcher.failure import Failure
 
 
-class ExitCode(int):
-    """The launcher's exit code, the rank that caused it (None: none did), what it said in one sentence, and whole."""
-
-    rank: int | None
-    sentence: str
-    text: str
-
-    def __new__(cls, code: int, *, rank: int | None = None, sentence: str = "", text: str = "") -> ExitCode:
-        self = super().__new__(cls, code)
-        self.rank, self.sentence, self.text = rank, sentence, text
-        return self
-
-
 @dataclass(frozen=True)
 class Exit:
     """How a rank's process ended. `code` is negative for a signal; `by_launcher`: a signal that the launcher sent."""

@@ -27,12 +27,25 @@ from shoal.launcher.failure import FAILURE_FOLDER, read_failures
 from shoal.launcher.handshake import make_token
 from shoal.launcher.orphans import LAUNCHER_PID, LAUNCHER_PIPE
 from shoal.launcher.rank_process import HostEntry, RankProcess, rank_environment, start
-from shoal.launcher.root_cause import ExitCode, exit_code, failure_report, root_cause
+from shoal.launcher.root_cause import exit_code, failure_report, root_cause
 from shoal.launcher.signals import Debounce
 from shoal.launcher.store.messages import JOB_TOKEN
 from shoal.launcher.supervision import Patience, Supervision, Watch, say
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class ExitCode(int):
+    """The launcher's exit code, the rank that caused it (None: none did), what it said in one sentence, and whole."""
+
+    rank: int | None
+    sentence: str
+    text: str
+
+    def __new__(cls, code: int, *, rank: int | None = None, sentence: str = "", text: str = "") -> ExitCode:
+        self = super().__new__(cls, code)
+        self.rank, self.sentence, self.text = rank, sentence, text
+        return self
 
 
 def run_ranks(

@@ -18,7 +18,6 @@ from shoal.models.config import GPTConfig, attention_mask_of
 from shoal.planner.explain.codecs import Codings, codec_changes, codings
 from shoal.planner.explain.explain import condition, helps
 from shoal.planner.explain.explain import why_not as explain_why_not
-from shoal.planner.explain.records import prediction_record
 from shoal.planner.explain.residuals import Evidence
 from shoal.planner.explain.text import Change
 from shoal.planner.predict.measured import Measured
@@ -136,7 +135,7 @@ def best_plans(run_file: RunFile, cluster: Path | None, *, keep: int) -> list[di
     """The `keep` fastest plans that fit, as `shoal plan --json` has them; `cluster` as in `cluster_file`."""
     where = cluster_file(run_file.layout.cluster, cluster)
     step = step_of_earlier_run(run_file, host=socket.gethostname()) if where is None else None
-    return [prediction_record(one) for one in planned(run_file, where, keep=keep, measured_step=step).found.best]
+    return [one.record() for one in planned(run_file, where, keep=keep, measured_step=step).found.best]
 
 
 def _calibrated(predictor: Predictor, cluster: Path | None, step: MeasuredStep) -> tuple[Predictor, Evidence, str]:

@@ -18,7 +18,6 @@ from shoal.errors import LayoutError, UsageError
 from shoal.observe.events import read_events
 from shoal.observe.facts import read_facts
 from shoal.observe.prediction import STEP, Compared, compared, measured_attempt, median_step_s
-from shoal.planner.explain.records import prediction_record
 from shoal.planner.explain.text import table
 from shoal.planner.predict.predictor import Prediction, Predictor
 from shoal.planner.search.candidates import Allowed
@@ -104,7 +103,7 @@ def as_record(run: MeasuredRun, found: list[Elsewhere]) -> dict[str, Any]:
     return {
         "measured_s": run.step_s,
         "predicted_s": None if run.here is None else run.here.predicted,
-        "elsewhere": [{"where": one.where, "basis": one.basis, **prediction_record(one.prediction)} for one in found],
+        "elsewhere": [{"where": one.where, "basis": one.basis, **one.prediction.record()} for one in found],
     }
 
 

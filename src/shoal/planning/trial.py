@@ -34,7 +34,6 @@ from shoal.launcher.own_script import TRIAL, TRIAL_OF, own_command
 from shoal.observe.config import ObserveConfig
 from shoal.observe.events import read_events
 from shoal.observe.terminal import ProgressBar
-from shoal.planner.explain.records import prediction_record
 from shoal.planner.predict.predictor import Prediction
 from shoal.planning.mixtures import with_values
 from shoal.planning.plan_file import run_file_of
@@ -57,7 +56,7 @@ class PlanTrial:
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
-        predicted = prediction_record(self.prediction)
+        predicted = self.prediction.record()
         return {"measured_s": self.measured_s, "failure": self.failure or None, "predicted": predicted}
 
 

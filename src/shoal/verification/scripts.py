@@ -18,7 +18,7 @@ from shoal.errors import UsageError
 from shoal.files import meant, temporary_folder
 from shoal.launcher.children import interrupted_by_sigterm, wait_for
 from shoal.launcher.own_script import KEYS, ScriptCheck, divided
-from shoal.launcher.root_cause import ExitCode
+from shoal.launcher.spawn import ExitCode
 from shoal.observe.terminal import ProgressBar
 from shoal.verification.verdict import Verdict
 

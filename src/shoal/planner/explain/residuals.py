@@ -13,7 +13,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
+
+from shoal.planner.predict.predictor import Prediction
 
 FEWEST = 20
 """Rows without which a 90 % interval would have no row beyond each of its ends."""
@@ -92,3 +94,16 @@ PUBLISHED_MEMORY = Residuals(
     ),
     count=48,
 )  # fmt: skip
+
+
+def confidence_record(
+    one: Prediction, limit_bytes: float, *, time: Residuals | None, memory: Residuals
+) -> dict[str, Any]:
+    """The interval of the step (None where its rates are assumed), the odds of running out of memory, their sources."""
+    return {
+        "level": 0.9,
+        "step_s": None if time is None else list(time.interval(one.step_s)),
+        "step_source": "assumed rates" if time is None else time.source,
+        "out_of_memory": memory.exceeds(one.memory_bytes, limit_bytes),
+        "memory_source": memory.source,
+    }

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 from shoal.codec.config import NoCodec
 from shoal.codec.costs import Matrices
@@ -52,6 +52,29 @@ class Prediction:
     def peak(self) -> Footprint:
         """The fullest rank's memory."""
         return max(self.footprints, key=lambda one: one.total)
+
+    def record(self) -> dict[str, Any]:
+        """Plain values, for JSON: the plan, seconds and bytes by item, and what follows from them."""
+        plan = self.plan
+        return {
+            "plan": plan.describe(),
+            "layout": plan.layout.to_dict(),
+            "microbatch": plan.microbatch,
+            "microbatches": plan.microbatches,
+            "schedule": plan.schedule,
+            "stages_per_rank": plan.virtual_stages,
+            "zero": plan.zero,
+            "recompute": plan.recompute,
+            "loss_chunks": plan.loss_chunks,
+            "sequence_parallel": plan.sequence_parallel,
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "memory_bytes": self.memory_bytes,
+            "fits": self.fits,
+            "bill_s": dict(self.bill.seconds),
+            "memory": self.peak.items(),
+        }
 
 
 class Predictor:

@@ -96,6 +96,10 @@ class Constants:
         for constant in fields(self):
             yield constant.name, getattr(self, constant.name), constant.metadata["origin"]
 
+    def record(self) -> list[dict[str, Any]]:
+        """Plain values, for JSON: every constant with its value and where it comes from."""
+        return [{"name": name, "value": value, "origin": origin} for name, value, origin in self.listed()]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shoal.errors import LayoutError
 from shoal.planner.predict.predictor import Prediction, Predictor
@@ -39,6 +40,18 @@ class SizedPlan:
     def costs(self) -> tuple[float, float, float]:
         """Seconds of the run, bytes of the fullest rank, device-hours: less is better."""
         return self.cost.wall_s, self.prediction.memory_bytes, self.device_hours
+
+    def record(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "devices": self.devices,
+            "plan": self.prediction.plan.describe(),
+            "step_s": self.prediction.step_s,
+            "wall_s": self.cost.wall_s,
+            "memory_bytes": self.prediction.memory_bytes,
+            "device_hours": self.device_hours,
+            "money": self.cost.money,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
