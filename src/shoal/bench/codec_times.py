@@ -60,6 +60,7 @@ CODECS: Mapping[str, CodecConfig] = {
     "power_sgd_2": PowerSGDConfig(rank=2),
     "acp_sgd": ACPSGDConfig(),
 }
+"""Those that are compared, by the names that the tables print."""
 """What `shoal bench codec` measures."""
 
 
@@ -119,6 +120,3 @@ def keep_times(times: Mapping[str, Mapping[str, float]], configs: Mapping[str, C
     ]
     machine = f"{facts['processor']}, {facts['cores']} cores"
     return add_calibration(path, Calibration(machine=machine, torch=facts["torch"], codecs=tuple(codecs)))
-
-
-# The codecs that `shoal bench codec` compares, by the names that its tables print. Imports no torch.
