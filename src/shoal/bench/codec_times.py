@@ -60,8 +60,7 @@ CODECS: Mapping[str, CodecConfig] = {
     "power_sgd_2": PowerSGDConfig(rank=2),
     "acp_sgd": ACPSGDConfig(),
 }
-"""Those that are compared, by the names that the tables print."""
-"""What `shoal bench codec` measures."""
+"""What `shoal bench codec` measures, by the names that its tables print."""
 
 
 def coding_times(one: Codec, gradient: Tensor, calls: int) -> tuple[float, float]:
